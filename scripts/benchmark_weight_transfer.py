@@ -1,4 +1,4 @@
-"""Time the weight board against a plain copy of the same bytes: write, verify, and reload by vLLM.
+"""Time the weight buffer against a plain copy of the same bytes: write, verify, and reload by vLLM.
 
     python scripts/benchmark_weight_transfer.py [--rollout-python PATH] [--num-params 100000000] [--repeats 5]
         [--parallel dp=2,mp=2 ...]
@@ -22,8 +22,8 @@ from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.fuse import fuse
-from mindrlhf.weights.board import TensorInfo, WeightBoard
-from mindrlhf.weights.publishing import plan_publication, write_shards
+from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer
+from mindrlhf.weights.publish.shards import plan_publication, write_shards
 
 HEAD_DIM = 64
 VOCAB = 32000
@@ -91,7 +91,7 @@ def report(times: dict[str, np.ndarray], size_bytes: int) -> None:
 
 
 def write_layouts(layouts: Sequence[Layout], config: dict, sources: dict[str, np.ndarray], repeats: int) -> None:
-    """Write and seal a board from the shards of each layout, rank after rank, and print a line for each."""
+    """Write and commit a buffer from the shards of each layout, rank after rank, and print a line for each."""
     spec = find_spec(config)
     dims = spec.dims(config)
     rules = {rule.mf_name: rule for rule in spec.rules(dims)}
@@ -105,16 +105,16 @@ def write_layouts(layouts: Sequence[Layout], config: dict, sources: dict[str, np
             for rank, publication in enumerate(publications)
         ]
         seconds = np.zeros((repeats + 1, layout.world_size))
-        with WeightBoard.create(tensor_infos(config)) as board:
+        with WeightBuffer.create(tensor_infos(config)) as buffer:
             for repeat in range(repeats + 1):
-                board.begin(repeat)
+                buffer.begin(repeat)
                 written = []
                 for rank, publication in enumerate(publications):
                     start = time.perf_counter()
-                    written.append(write_shards(board, publication, arrays[rank]))
+                    written.append(write_shards(buffer, publication, arrays[rank]))
                     seconds[repeat, rank] = time.perf_counter() - start
-                board.seal()
-            bound = board.size_bytes
+                buffer.commit()
+            bound = buffer.size_bytes
         slowest = np.median(seconds[1:].max(axis=1))  # the first round warms up
         print(
             f"{layout!s:24s} {layout.world_size:3d} ranks: {sum(written):,} bytes moved, {sum(written) / bound:.3f} of "
@@ -141,15 +141,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, source in sources.items():
             np.copyto(copies[name], source)
 
-    with WeightBoard.create(infos) as board, tempfile.TemporaryDirectory() as directory:
+    with WeightBuffer.create(infos) as buffer, tempfile.TemporaryDirectory() as directory:
 
         def write(repeat: int) -> None:
-            board.begin(repeat)
+            buffer.begin(repeat)
             for name, source in sources.items():
-                board.write(name, source)
-            board.seal()
+                buffer.write(name, source)
+            buffer.commit()
 
-        actions = {"memcpy": memcpy, "write": write, "verify": board.verify}
+        actions = {"memcpy": memcpy, "write": write, "verify": buffer.verify}
         num_params = sum(info.num_elements for info in infos)
         print(f"{num_params:,} parameters in {len(infos)} tensors, {options.repeats} repeats")
         (Path(directory) / "config.json").write_text(json.dumps(config))
@@ -157,12 +157,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             options.rollout_python, directory, f"{directory}/rollout.log", max_model_len=512, kv_cache_gib=0.25
         )
         with VllmGenerator.start(server_options) as generator:
-            generator.use_board(board.path)
+            generator.use_weight_buffer(buffer.path)
             generator.wait_ready()
             actions["reload"] = generator.update_weights
             times = time_interleaved(actions, options.repeats)
         times["all"] = times["write"] + times["reload"]
-        report(times, board.size_bytes)
+        report(times, buffer.size_bytes)
         print("reload is the server's verify and load, as the trainer waits for it; all is write and reload")
 
 

@@ -49,7 +49,8 @@ VALUES = (
     ("vllm_ascend.worker.worker.NPUWorker", "weights"),
 )
 _OWN_ATTRIBUTES = {  # WorkerExtension's
-    "_attached_board", "_board", "_known_needs", "_load_in_place", "_loader", "_loading", "_needs", "load_board",
+    "_attached_buffer", "_known_slices", "_load_in_place", "_loader", "_loading", "_required", "_weight_buffer",
+    "load_weight_buffer",
 }  # fmt: skip
 
 

@@ -12,8 +12,8 @@ import time
 
 import numpy as np
 
-from mindrlhf.weights.exchange.delta import find_changes
 from mindrlhf.weights.open import open_tensors
+from mindrlhf.weights.publish.tcp import find_changes
 from mindrlhf.weights.tensors import convert_dtype
 
 BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8

@@ -44,7 +44,7 @@ RUN = (
 STEP = (
     "mindrlhf.training.life_cycle:_run_step",
     "mindrlhf.rollout.server.__main__:Server.run",
-    "mindrlhf.rollout.server.worker:WorkerExtension.load_board",
+    "mindrlhf.rollout.server.worker:WorkerExtension.load_weight_buffer",
     "mindrlhf.rewards.worker:_score_batch",
     "mindrlhf.rewards.verifiers.accuracy:accuracy_reward",
 )
@@ -63,7 +63,7 @@ ASSUMED: dict[str, tuple[Any, str]] = {
 # What such a step does not do, although neither sources nor config say so: not followed.
 CUT = {
     "mindrlhf.training.nodes:connect_generators": "one machine",
-    "mindrlhf.weights.exchange": "one machine",
+    "mindrlhf.weights.publish.tcp": "one machine",
     "mindrlhf.training.vision": "a model of text",
     "mindrlhf.models.vision": "a model of text",
     "mindrlhf.images": "a model of text",
@@ -103,7 +103,7 @@ LEFT_OUT = {
     "mindrlhf.weights.safetensors_file": "files of weights",
     "mindrlhf.weights.tensors": "dtypes",
     "mindrlhf.cpu": "makes a CPU fast",
-    "mindrlhf.rollout.server.needs": "makes a CPU fast",
+    "mindrlhf.rollout.server.required_slices": "makes a CPU fast",
 }
 # Part of the step all the same.
 COUNTED = ("mindrlhf.system.wire",)

@@ -26,8 +26,8 @@ from mindrlhf.system.wire import ProtocolError, receive_message, send_message
 from mindrlhf.training import team
 from mindrlhf.training.runtime import Rank
 from mindrlhf.weights.array_file import load_arrays
-from mindrlhf.weights.board import TensorInfo, WeightBoard
 from mindrlhf.weights.open import open_tensors
+from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer
 from mindrlhf.weights.safetensors_file import SafetensorsFile
 
 ROOT = Path(__file__).parents[1]
@@ -292,13 +292,13 @@ def test_a_checkpoint_with_a_link_is_refused(tmp_path, is_directory):
         verify(checkpoint)
 
 
-def test_the_board_is_memory_without_a_name_that_only_its_user_can_open():
-    with WeightBoard.create([TensorInfo("w", "float32", (2,))]) as board:
-        status = os.stat(board.path)
+def test_the_buffer_is_memory_without_a_name_that_only_its_user_can_open():
+    with WeightBuffer.create([TensorInfo("w", "float32", (2,))]) as buffer:
+        status = os.stat(buffer.path)
         assert stat.S_IMODE(status.st_mode) == 0o600
         assert status.st_uid == os.getuid()
         assert status.st_nlink == 0  # in no directory
-        assert re.fullmatch(rf"/proc/{os.getpid()}/fd/\d+", board.path)
+        assert re.fullmatch(rf"/proc/{os.getpid()}/fd/\d+", buffer.path)
 
 
 def test_nothing_listens_but_rank_0_and_between_nodes_node_0():
@@ -317,8 +317,8 @@ def test_nothing_listens_but_rank_0_and_between_nodes_node_0():
         # With --nodes: the launcher of node 0, and rank 0 while the other nodes' rollout servers are connected.
         ("mindrlhf/launch/nodes/first.py", "create_server("),
         ("mindrlhf/training/nodes.py", "create_server("),
-        # The first rank of a node, while weights that are cut over nodes cross to its board; a node for rollout only.
-        ("mindrlhf/weights/exchange/tcp.py", "create_server("),
+        # The first rank of a node, while weights that are cut over nodes cross to its buffer; a node for rollout only.
+        ("mindrlhf/weights/publish/tcp.py", "create_server("),
         # Of a rollout server over several nodes: the rank that owns it, while those of the others connect, and torch's
         # store, which would listen on all addresses.
         ("mindrlhf/rollout/spanning/share.py", "create_server("),

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +32,18 @@ def digest_json(value: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
-def digest_weights(contributions: Iterable[Mapping[str, Mapping[str, Any]]]) -> str:
-    """Return 16 hexadecimal digits of all weights, from the checksums that writing them to the board left.
+def digest_weights(written: Iterable[Sequence]) -> str:
+    """Return 16 hexadecimal digits of all weights, from the sums of bits that writing them to the buffer left.
 
     The checksum of a tensor is the sum of its elements' bits modulo 2^64, so it does not depend on how many ranks
-    wrote it; see :meth:`mindrlhf.weights.board.WeightBoard.contribution`.
+    wrote it; see :meth:`mindrlhf.weights.publish.buffer.WeightBuffer.written`.
 
     Args:
-        contributions: by rank, tensor name -> "checksum" of what the rank wrote.
+        written: the tensor's name, a slice and its sum, of all slices.
     """
     checksums: dict[str, int] = {}
-    for contribution in contributions:
-        for name, entry in contribution.items():
-            checksums[name] = (checksums.get(name, 0) + entry["checksum"]) % 2**64
+    for name, _, checksum in written:
+        checksums[name] = (checksums.get(name, 0) + checksum) % 2**64
     return digest_json(checksums)
 
 

@@ -47,8 +47,8 @@ class ReplicatedGenerator(Generator, Protocol):
     def wait_ready(self) -> None:
         """Block until every server can answer."""
 
-    def use_board(self, board_path: str) -> None:
-        """Say where ``update_weights`` finds the weight board of this node."""
+    def use_weight_buffer(self, buffer_path: str) -> None:
+        """Say where ``update_weights`` finds the weight buffer of this node."""
 
 
 class RemoteGenerator:
@@ -73,7 +73,7 @@ class RemoteGenerator:
         return self._completions()
 
     def update_weights(self, version: int) -> None:
-        """Have the servers load ``version`` from the board of their node."""
+        """Have the servers load ``version`` from the buffer of their node."""
         self._call("update_weights", version=version)
 
     def sleep(self) -> None:

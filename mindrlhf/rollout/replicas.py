@@ -15,7 +15,7 @@ from mindrlhf.rollout.types import Completion, GenerationRequest, Generator, Sam
 from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions, cpu_cache_gib, devices_of
 from mindrlhf.system import heartbeat
-from mindrlhf.weights.exchange.plan import Needs
+from mindrlhf.weights.publish.slices import RequiredSlices
 from mindrlhf.weights.tensors import TensorInfo
 
 
@@ -163,10 +163,10 @@ class Replicas:
         for generator in self._generators:
             generator.wait_ready()
 
-    def use_board(self, board_path: str) -> None:
-        """Say where ``update_weights`` finds the weight board."""
+    def use_weight_buffer(self, buffer_path: str) -> None:
+        """Say where ``update_weights`` finds the weight buffer."""
         for generator in self._generators:
-            generator.use_board(board_path)
+            generator.use_weight_buffer(buffer_path)
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> Iterator[Completion]:
         """Yield every completion as it finishes."""
@@ -186,13 +186,13 @@ class Replicas:
                     ) from failure
 
     def update_weights(self, version: int) -> None:
-        """Have every server load ``version`` from the board."""
+        """Have every server load ``version`` from the buffer."""
         self._survive(lambda: self._all.update_weights(version))
 
-    def find_needs(self, infos: Sequence[TensorInfo], node: int, num_nodes: int) -> Needs:
-        """Return what the one server that there is reads; see :meth:`VllmGenerator.find_needs`."""
+    def find_required_slices(self, infos: Sequence[TensorInfo], node: int, num_nodes: int) -> RequiredSlices:
+        """Return what the one server that there is reads; see :meth:`VllmGenerator.find_required_slices`."""
         (generator,) = self._generators
-        return generator.find_needs(infos, node, num_nodes)
+        return generator.find_required_slices(infos, node, num_nodes)
 
     def sleep(self) -> None:
         """Give the device memory back to the trainer."""
@@ -255,7 +255,7 @@ def server_options(
 
     Args:
         model_dir: Hugging Face directory; without ``load_weights`` only its config.json is read, and weights must be
-            put on a board first.
+            put in a buffer first.
         max_model_len: longest prompt and response together, in tokens.
         record_routing: samples bring the experts of their tokens.
         profile_dir: where the servers' profilers write, each into a directory of its own; None leaves them out.

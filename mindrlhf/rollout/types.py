@@ -89,7 +89,7 @@ class Generator(CompletionSource, Protocol):
     """A source of completions whose weights the trainer replaces between steps."""
 
     def update_weights(self, version: int) -> None:
-        """Load the tensors that the weight board now holds and forget all cached prefixes."""
+        """Load the tensors that the weight buffer now holds and forget all cached prefixes."""
 
     def sleep(self) -> None:
         """Give the device memory back to the trainer (no-op on CPU)."""

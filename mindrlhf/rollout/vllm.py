@@ -25,9 +25,8 @@ from mindrlhf.rollout.types import (
 from mindrlhf.rollout.vllm_options import VllmOptions, check_options, sees_images
 from mindrlhf.system import timeline
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message, send_message
-from mindrlhf.weights.board import WeightBoard, WeightBoardError
-from mindrlhf.weights.exchange.needs import merge_needs
-from mindrlhf.weights.exchange.plan import Needs
+from mindrlhf.weights.publish.buffer import WeightBuffer, WeightBufferError
+from mindrlhf.weights.publish.slices import RequiredSlices, merge_required
 from mindrlhf.weights.tensors import TensorInfo
 
 _LIVENESS_POLL_S = 0.5
@@ -75,9 +74,9 @@ class VllmGenerator:
         self._is_generating = False
         self._is_cancelled = False
         self._asked = ""  # what it was last told to do
-        self._board_path: str | None = None
+        self._buffer_path: str | None = None
         self._weights_version: int | None = None
-        self._asked_needs: dict[str, Any] | None = None
+        self._asked_slices: dict[str, Any] | None = None
 
     @classmethod
     def start(cls, options: VllmOptions, parts: Parts | None = None) -> "VllmGenerator":
@@ -105,9 +104,9 @@ class VllmGenerator:
         if self._parts is not None:
             self._parts.note_shared_memory()
 
-    def use_board(self, board_path: str) -> None:
-        """Say where ``update_weights`` finds the weight board (``WeightBoard.path``)."""
-        self._board_path = board_path
+    def use_weight_buffer(self, buffer_path: str) -> None:
+        """Say where ``update_weights`` finds the weight buffer (``WeightBuffer.path``)."""
+        self._buffer_path = buffer_path
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> Iterator[Completion]:
         """Start sampling and yield each completion as it finishes, in any order.
@@ -127,15 +126,16 @@ class VllmGenerator:
         return self._completions(sum(request.num_samples for request in requests))
 
     def update_weights(self, version: int) -> None:
-        """Load ``version`` from the board and forget all cached prefixes."""
-        assert self._board_path is not None, "update_weights() before use_board()"
-        self._call({"kind": "update_weights", "version": version, "board_path": self._board_path})
+        """Load ``version`` from the buffer and forget all cached prefixes."""
+        assert self._buffer_path is not None, "update_weights() before use_weight_buffer()"
+        self._call({"kind": "update_weights", "version": version, "buffer_path": self._buffer_path})
         self._weights_version = version
 
-    def find_needs(self, infos: Sequence[TensorInfo], node: int, num_nodes: int) -> Needs:
-        """Return what the workers on one of the nodes that the server lies on read of the tensors of a board."""
-        self._asked_needs = {"kind": "find_needs", "infos": list(infos), "node": node, "num_nodes": num_nodes}
-        return merge_needs([self._call(self._asked_needs)["needs"]])
+    def find_required_slices(self, infos: Sequence[TensorInfo], node: int, num_nodes: int) -> RequiredSlices:
+        """Return what the workers on one of the nodes that the server lies on read of the tensors of a buffer."""
+        place = {"node": node, "num_nodes": num_nodes}
+        self._asked_slices = {"kind": "find_required_slices", "infos": list(infos), **place}
+        return merge_required([self._call(self._asked_slices)["required"]])
 
     def sleep(self) -> None:
         """Give the device memory back to the trainer (no-op unless ``enable_sleep``)."""
@@ -171,22 +171,22 @@ class VllmGenerator:
     def restart(self) -> None:
         """Replace the server, dead or alive, by a new one with the weights of the last ``update_weights``.
 
-        When the board no longer holds that version, ``update_weights`` must come before the next ``generate``.
+        When the buffer no longer holds that version, ``update_weights`` must come before the next ``generate``.
         """
         self.close()
         self._launch()
         self.wait_ready()
-        if self._asked_needs is not None:
-            self._call(self._asked_needs)  # new workers take it that they read everything, until they are asked
+        if self._asked_slices is not None:
+            self._call(self._asked_slices)  # new workers take it that they read everything, until they are asked
         version, self._weights_version = self._weights_version, None
-        if version is not None and not self._board_has_moved_on(version):
+        if version is not None and not self._buffer_has_moved_on(version):
             self.update_weights(version)
 
-    def _board_has_moved_on(self, version: int) -> bool:
+    def _buffer_has_moved_on(self, version: int) -> bool:
         try:
-            with WeightBoard.attach(self._board_path) as board:
-                return board.version != version or board.num_buckets > 1
-        except WeightBoardError:
+            with WeightBuffer.attach(self._buffer_path) as buffer:
+                return buffer.version != version or buffer.num_buckets > 1
+        except WeightBufferError:
             return False  # the server's own attempt will say what is wrong with it
 
     def cancel(self) -> None:

@@ -1,7 +1,7 @@
 """One `ModelSpec` per architecture: how MindFormers builds it, its weight names, and how each weight is sharded.
 
 Everything here is plain data and Python: it imports neither MindSpore nor MindFormers, so that conversion,
-planning and the weight board can read it anywhere. A new architecture is one more entry of `SPECS`.
+planning and the weight buffer can read it anywhere. A new architecture is one more entry of `SPECS`.
 """
 
 from mindrlhf.errors import UserError

@@ -14,6 +14,7 @@ Needs the standard library and NumPy only: both interpreters (training and rollo
 
 import json
 import math
+import os
 import select
 import socket
 import struct
@@ -47,6 +48,19 @@ class ConnectionClosed(ConnectionError):
 
 class ProtocolError(RuntimeError):
     """The bytes on the stream are not a message of this protocol, or break its limits."""
+
+
+def rank_0_host() -> str:
+    """Return the address at which rank 0 is for the other ranks: that of MindSpore's scheduler."""
+    return os.environ.get("MS_SCHED_HOST", "127.0.0.1")
+
+
+def own_host() -> str:
+    """Return the address of this machine by which it reaches rank 0."""
+    host = rank_0_host()
+    with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:  # connecting one sends nothing
+        probe.connect((host, 9))
+        return probe.getsockname()[0]
 
 
 def send_message(

@@ -1,20 +1,76 @@
-"""A run on several machines, as rank 0 sees it: which ranks share one, and a board and rollout servers on each."""
+"""A run on several machines: which ranks share one, and the rollout servers on each; rank 0's part and a rank's."""
 
 import secrets
 import socket
 from collections.abc import Sequence
+from typing import Any
 
-from mindrlhf.config.rollout import COLLECTIVES, TCP
 from mindrlhf.errors import RunFailure
 from mindrlhf.layout.servers import Places
-from mindrlhf.rollout.remote import NodesGenerator, ReplicatedGenerator, accept_nodes, remotes
-from mindrlhf.system.wire import family_of
-from mindrlhf.training.records import LeaderAddress, Machine, ServerNeeds
-from mindrlhf.training.team import Team, rank_0_host
-from mindrlhf.weights.exchange.needs import merge_needs
-from mindrlhf.weights.exchange.plan import Needs
+from mindrlhf.rollout.remote import NodesGenerator, ReplicatedGenerator, accept_nodes, answer, remotes
+from mindrlhf.rollout.spanning.share import NodeShare
+from mindrlhf.system.messages import merged_by, result, union
+from mindrlhf.system.wire import family_of, own_host, rank_0_host
+from mindrlhf.training.records import Machine
+from mindrlhf.training.team import Team
+from mindrlhf.weights.publish.publisher import LeaderAddress, PublishingWorker
+from mindrlhf.weights.publish.slices import RequiredSlices, merge_required
 
 Nodes = list[list[int]]  # the ranks of each machine, rank 0's first
+
+
+@result
+class ServerReads:
+    """What the workers of a rollout server read on one of its nodes: by node, the required slices."""
+
+    required: dict[str, Any] = merged_by(union)
+
+
+class ServingWorker(PublishingWorker):
+    """The part of an actor that has the rollout servers of its node; its public methods are called through the team.
+
+    For a server that lies over several nodes, they are called on the first rank of each in the order they stand here.
+    """
+
+    node_generator: ReplicatedGenerator | None = None  # the rollout servers that this rank owns
+    _share: NodeShare | None = None
+
+    def use_generator(self, generator: ReplicatedGenerator) -> None:
+        """Take the rollout servers of this node."""
+        self.node_generator = generator
+
+    def answer_for_node(self, host: str, port: int, token: str) -> None:
+        """On the first rank of another node than rank 0's, let rank 0 use the rollout servers here from now on."""
+        if self.node and self.node_generator is not None:
+            self.node_generator.use_weight_buffer(self.weight_buffer().path)
+            answer(self.node_generator, host, port, token.encode(), self.node)
+
+    def use_share(self, share: NodeShare) -> None:
+        """Take what starts this node's share of a server."""
+        self._share = share
+
+    def await_parts(self, is_owner: bool) -> LeaderAddress:
+        """On a server's first node, listen for its other nodes."""
+        return LeaderAddress({str(self.node): list(self._share.open(own_host()))} if is_owner else {})
+
+    def join_server(self, address: list | None, token: str) -> None:
+        """On another node of a server, keep its part there; ``address`` is the owner's."""
+        if address is not None:
+            host, port = address
+            path = self.weight_buffer().path
+            self._share.join((host, port), token.encode(), self.node, own_host(), path)
+
+    def start_server(self, nodes: list[int] | None, token: str) -> None:
+        """On a server's first node, start it in the background; it has parts on ``nodes``."""
+        if nodes is not None:
+            self.node_generator = self._share.start(token.encode(), nodes, self.weight_buffer().path)
+
+    def find_required_slices(self, part: int, num_nodes: int) -> ServerReads:
+        """On a server's first node, say what its workers read on one of its nodes, counted from 0."""
+        if self._share is None or self.node_generator is None:
+            return ServerReads({})
+        infos = self.weight_buffer().infos
+        return ServerReads({str(self.node): self.node_generator.find_required_slices(infos, part, num_nodes)})
 
 
 def find_nodes(team: Team) -> Nodes:
@@ -24,29 +80,6 @@ def find_nodes(team: Team) -> Nodes:
     for rank, machine in enumerate(found):
         nodes.setdefault(machine.name, []).append(rank)
     return list(nodes.values())
-
-
-def attach_boards(
-    team: Team, nodes: Nodes, path: str, dtype: str | None = None, bucket_bytes: int = 0, carrier: str = TCP
-) -> None:
-    """Give every rank the board of its node.
-
-    Args:
-        path: of the board that rank 0 has made; the first ranks of other nodes make theirs now.
-        dtype, bucket_bytes: that rank 0 has made it with.
-        carrier: `rollout.weights_transport`.
-    """
-    firsts = {ranks[0] for ranks in nodes[1:]}
-    wanted = [
-        {"is_wanted": rank in firsts, "dtype": dtype, "bucket_bytes": bucket_bytes} for rank in range(team.world_size)
-    ]
-    opened = team.call("open_board", per_rank=wanted)
-    arguments: list[dict] = [{} for _ in range(team.world_size)]
-    for node, ranks in enumerate(nodes):
-        own = {"path": opened[ranks[0]].path if node else path, "node": node, "ranks": ranks}
-        for rank in ranks:
-            arguments[rank] = {**own, "rank": rank, "nodes": nodes} if carrier == COLLECTIVES else own
-    team.call("attach_board", per_rank=arguments)
 
 
 def connect_generators(team: Team, others: Sequence[int], own: ReplicatedGenerator) -> NodesGenerator:
@@ -62,25 +95,25 @@ def connect_generators(team: Team, others: Sequence[int], own: ReplicatedGenerat
         return NodesGenerator(own, remotes(accept_nodes(listener, token.encode(), others)))
 
 
-def find_needs(team: Team, nodes: Nodes, places: Places) -> list[Needs]:
-    """Return by node what of the boards' tensors the servers there read, and have the nodes know it.
+def find_required_slices(team: Team, nodes: Nodes, places: Places) -> list[RequiredSlices]:
+    """Return by node what of the tensors the servers there read, and have the nodes know it.
 
-    All servers span nodes, and are ready.
+    All servers lie over several nodes, and are ready.
     """
-    needs: list[Needs] = [{} for _ in nodes]
+    required: list[RequiredSlices] = [{} for _ in nodes]
     owners, size = {str(place[0]): place for place in places}, len(places[0])
     for part in range(size):
-        found: list[ServerNeeds] = team.call("find_needs", part=part, num_nodes=size)
-        for node, read in ((node, read) for one in found for node, read in one.needs.items()):
-            needs[owners[node][part]] = merge_needs([read])
+        found: list[ServerReads] = team.call("find_required_slices", part=part, num_nodes=size)
+        for node, read in ((node, read) for one in found for node, read in one.required.items()):
+            required[owners[node][part]] = merge_required([read])
     first_ranks = {ranks[0]: node for node, ranks in enumerate(nodes)}
-    own = [needs[first_ranks[rank]] if rank in first_ranks else None for rank in range(team.world_size)]
-    team.call("take_needs", per_rank=[{"needs": one} for one in own])
-    return needs
+    own = [required[first_ranks[rank]] if rank in first_ranks else None for rank in range(team.world_size)]
+    team.call("require_slices", per_rank=[{"required": one} for one in own])
+    return required
 
 
 def start_spanning(team: Team, nodes: Nodes, places: Places) -> ReplicatedGenerator | NodesGenerator:
-    """Start the servers of a run in the background; every rank has the board of its node.
+    """Start the servers of a run, which lie over several nodes, in the background; every rank has its weight buffer.
 
     Args:
         places: the nodes of each server; the first server's begin with rank 0's.

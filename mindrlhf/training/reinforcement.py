@@ -46,10 +46,9 @@ from mindrlhf.training.distillation.models import as_one
 from mindrlhf.training.loop.guards import Guards, Observers
 from mindrlhf.training.loop.key_data import KeyData
 from mindrlhf.training.loop.policy import Policy
-from mindrlhf.training.loop.publication import sharded_tensors
 from mindrlhf.training.loop.reward_model import RewardModel
 from mindrlhf.training.loop.sampling.in_step import PromptSampling, Rollout
-from mindrlhf.training.nodes import attach_boards, connect_generators, find_needs, find_nodes, start_spanning
+from mindrlhf.training.nodes import connect_generators, find_nodes, find_required_slices, start_spanning
 from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs, check_sandbox
 from mindrlhf.training.profiling.ranks import profile_dir
 from mindrlhf.training.replica_team import with_replicas
@@ -57,6 +56,7 @@ from mindrlhf.training.routing.rows import replayed_experts
 from mindrlhf.training.runtime import Rank, num_nodes_from_environment, num_ranks_from_environment
 from mindrlhf.training.team import Team
 from mindrlhf.weights.hf import read_hf_config
+from mindrlhf.weights.publish.publisher import open_weight_buffers, sharded_tensors
 
 
 def run_rank(config: GrpoConfig, *, resume: bool = False) -> None:
@@ -124,7 +124,7 @@ class ReinforcementTraining(life_cycle.Training):
         return actor
 
     def connect(self, worker, connections: list, requests: SaveRequests, stack: contextlib.ExitStack) -> None:
-        """Connect the ranks, the board of weights between them and the generator, and the rewards."""
+        """Connect the ranks, the weight buffers between them and the generator, and the rewards."""
         config, inputs = self._config, self._inputs
         rewards = None
         heartbeat.enter("starting the verifiers")
@@ -135,20 +135,20 @@ class ReinforcementTraining(life_cycle.Training):
         self.team = with_replicas(config.parallel_config, ranks)
         stack.callback(self.team.close)
         form = {"dtype": config.rollout.dtype, "bucket_bytes": int(config.rollout.weight_buffer_gib * 2**30)}
-        board = stack.enter_context(worker.create_board(**form))
         nodes = find_nodes(ranks)
-        attach_boards(ranks, nodes, board.path, carrier=config.rollout.weights_transport, **form)
+        transport = config.rollout.weights_transport
+        buffer = stack.enter_context(open_weight_buffers(ranks, nodes, transport=transport, **form))
         if self._spans_nodes:
             self._generator = start_spanning(ranks, nodes, self._places)
             stack.callback(self._share.close)  # before the team, whose ranks end the parts on their nodes
         else:
-            self._generator.use_board(board.path)
+            self._generator.use_weight_buffer(buffer.path)
             if len(nodes) > 1:
                 self._generator = connect_generators(ranks, range(1, len(nodes)), self._generator)
         if self._door is not None:
-            self._generator = ElasticGenerator(self._generator, len(self._places), Door(self._door), board)
+            self._generator = ElasticGenerator(self._generator, len(self._places), Door(self._door), buffer)
             stack.callback(self._generator.close)
-        self._policy = Policy(self.team, board)
+        self._policy = Policy(self.team, buffer)
         self.order = _prompt_order(config, inputs)
         training = config.training
         plain = RowOptions(inputs.row_lengths, training.micro_batch_size, self.team.world_size, training.pack)
@@ -192,7 +192,7 @@ class ReinforcementTraining(life_cycle.Training):
         self._generator.wait_ready()
         if self._spans_nodes and is_split(self._config.parallel_config):
             heartbeat.enter("asking vLLM which parts of the weights it reads")
-            self._policy.use_needs(find_needs(self._ranks, find_nodes(self._ranks), self._places))
+            self._policy.require(find_required_slices(self._ranks, find_nodes(self._ranks), self._places))
         return trainer
 
     def finish(self, worker, progress: Progress) -> None:
@@ -204,7 +204,7 @@ class ReinforcementTraining(life_cycle.Training):
         if needs_critic(self._config):
             self._export_critic(worker)
         # Last, because it marks the run as complete: one that was killed before can be resumed.
-        worker.export(self._output_dir / FINAL_NAME, self._config.data.tokenizer_dir, self._tensors(worker))
+        worker.export(self._output_dir / FINAL_NAME, self._config.data.tokenizer_dir, self._tensors())
         if summary:
             print(f"\n{summary_text(summary)}")
         print(f"\nmodel:  {self._output_dir / FINAL_NAME}\nreport: {report}", flush=True)
@@ -212,11 +212,13 @@ class ReinforcementTraining(life_cycle.Training):
     def _export_critic(self, worker) -> None:
         """Export the critic beside the place of the model."""
         directory, tokenizer_dir = self._output_dir / CRITIC_NAME, self._config.data.tokenizer_dir
-        worker.export_critic(directory, tokenizer_dir, self._tensors(worker, "critic"))
+        worker.export_critic(directory, tokenizer_dir, self._tensors("critic"))
 
-    def _tensors(self, worker, of: str = "") -> Iterator[tuple[str, np.ndarray]] | None:
+    def _tensors(self, of: str = "") -> Iterator[tuple[str, np.ndarray]] | None:
         """Return the tensors of a model that is sharded; None where rank 0 has all."""
-        return sharded_tensors(self.team, self._ranks, worker, of) if is_split(self._config.parallel_config) else None
+        if not is_split(self._config.parallel_config):
+            return None
+        return sharded_tensors(self.team, self._ranks, find_nodes(self._ranks), of)
 
     def _build_rollout(self, checkpoints: RunCheckpoints, timer: StageTimer) -> Rollout:
         config, inputs = self._config, self._inputs

@@ -5,7 +5,7 @@ from typing import Any
 
 from mindrlhf.config.training import ParallelSection, is_split
 from mindrlhf.layout.layout import Layout
-from mindrlhf.training.records import merge
+from mindrlhf.system.messages import merge
 from mindrlhf.training.team import Results, Team
 
 
@@ -21,7 +21,7 @@ class ReplicaTeam:
 
     All ranks of a replica get the same rows, and only these; rank d of the data axis is in replica d. What a call
     returns for a replica is merged from the results of its ranks, as their fields say
-    (:mod:`mindrlhf.training.records`).
+    (:mod:`mindrlhf.system.messages`).
 
     Args:
         team: all ranks.

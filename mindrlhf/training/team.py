@@ -6,7 +6,6 @@ and results as JSON and plain NumPy arrays, and it closes the moment a process d
 
 import contextlib
 import hmac
-import os
 import secrets
 import socket
 import time
@@ -18,8 +17,8 @@ import numpy as np
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.system import heartbeat, timeline
 from mindrlhf.system.handshake import keep_alive
-from mindrlhf.system.wire import ConnectionClosed, ProtocolError, family_of, receive_message, send_message
-from mindrlhf.training.messages import decode, encode
+from mindrlhf.system.messages import decode, encode
+from mindrlhf.system.wire import ConnectionClosed, ProtocolError, rank_0_host, receive_message, send_message
 from mindrlhf.training.runtime import Rank
 
 _ADMISSION_TIMEOUT_S = 60.0
@@ -179,19 +178,6 @@ def _accept(listener: socket.socket, num_missing: int) -> socket.socket:
         ) from None
     keep_alive(connection)
     return connection
-
-
-def rank_0_host() -> str:
-    """Return the address at which rank 0 is for the other ranks: that of MindSpore's scheduler."""
-    return os.environ.get("MS_SCHED_HOST", "127.0.0.1")
-
-
-def own_host() -> str:
-    """Return the address of this machine by which it reaches rank 0."""
-    host = rank_0_host()
-    with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:  # connecting one sends nothing
-        probe.connect((host, 9))
-        return probe.getsockname()[0]
 
 
 def _broadcast(words: np.ndarray) -> np.ndarray:

@@ -138,22 +138,22 @@ def hf_tensor_infos(model, dtype: str | None = None) -> list[TensorInfo]:
     """
     parameters = {parameter.name: parameter for parameter in model.get_parameters()}
     return [
-        TensorInfo(name, board_dtype(rule, _dtype_name(parameters[rule.mf_name]), dtype), shape)
+        TensorInfo(name, buffer_dtype(rule, _dtype_name(parameters[rule.mf_name]), dtype), shape)
         for rule in model.spec.rules(model.dims)
         for name, shape in zip(rule.hf_names, rule.shape(model.dims))
     ]
 
 
-def board_infos(spec: ModelSpec, dims: ModelDims, own: str, read: str) -> list[TensorInfo]:
+def buffer_infos(spec: ModelSpec, dims: ModelDims, own: str, read: str) -> list[TensorInfo]:
     """What `hf_tensor_infos` returns, of a model that is not there; ``own`` is the dtype of its parameters."""
     return [
-        TensorInfo(name, board_dtype(rule, file_dtype(rule, own), read), shape)
+        TensorInfo(name, buffer_dtype(rule, file_dtype(rule, own), read), shape)
         for rule in spec.rules(dims)
         for name, shape in zip(rule.hf_names, rule.shape(dims))
     ]
 
 
-def board_dtype(rule: ParameterRule, own: str, read: str | None) -> str:
+def buffer_dtype(rule: ParameterRule, own: str, read: str | None) -> str:
     """The dtype of a rule's tensors on their way to readers that hold them as ``read``: never wider than their own."""
     wanted = file_dtype(rule, read) or own
     return wanted if STORAGE_DTYPES[wanted].itemsize < STORAGE_DTYPES[own].itemsize else own

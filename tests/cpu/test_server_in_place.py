@@ -15,5 +15,5 @@ def test_copies_are_made_again_and_all_else_is_left_to_the_loader(rollout_python
     for (way, num_buckets), (differences, names, num_loads) in zip(cases, answers, strict=True):
         assert differences == [0.0] * 5, way
         assert names == ["fused", "words"]
-        # Each bucket of two boards is loaded once by the loader where that only copies, else each version is.
+        # Each bucket of two buffers is loaded once by the loader where that only copies, else each version is.
         assert num_loads == num_asked.get((way, num_buckets), 5), way

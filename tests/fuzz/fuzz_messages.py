@@ -1,4 +1,4 @@
-"""What processes and models say: messages of the socket, the weight board, tool calls."""
+"""What processes and models say: messages of the socket, the weight buffer, tool calls."""
 
 import json
 import random
@@ -41,8 +41,8 @@ def wire(directory: Path) -> Case:
     return case
 
 
-def weight_board(directory: Path) -> Case:
-    from mindrlhf.weights.board import TensorInfo, WeightBoard
+def weight_buffer(directory: Path) -> Case:
+    from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer
 
     infos = [
         TensorInfo("embed", "float32", (4, 6)),
@@ -50,19 +50,19 @@ def weight_board(directory: Path) -> Case:
         TensorInfo("scale", "float16", ()),
     ]
     needed = {"embed": [((0, 4), (0, 2)), ((1, 2), (2, 6))], "norm": None}
-    with WeightBoard.create(infos) as board:
-        board.begin(1)
+    with WeightBuffer.create(infos) as buffer:
+        buffer.begin(1)
         for name, box in (("embed", ((0, 4), (0, 2))), ("embed", ((1, 2), (2, 6))), ("norm", ((0, 3),))):
             shape = [stop - start for start, stop in box]
-            board.write(name, np.ones(shape, np.float32), tuple(slice(*bounds) for bounds in box))
-        board.seal(needed=needed)
-        whole = Path(board.path).read_bytes()
-        parts_offset = board.parts_offset
+            buffer.write(name, np.ones(shape, np.float32), tuple(slice(*bounds) for bounds in box))
+        buffer.commit(required=needed)
+        whole = Path(buffer.path).read_bytes()
+        slices_offset = buffer.slices_offset
     prefix, length = struct.Struct("<8sqqQQQ"), struct.Struct("<Q")
     magic, version, bucket, manifest_bytes, checksums_offset, bucket_bytes = prefix.unpack_from(whole)
     manifest = json.loads(whole[prefix.size : prefix.size + manifest_bytes])
-    parts = json.loads(whole[parts_offset + length.size :])
-    path = directory / "board"
+    parts = json.loads(whole[slices_offset + length.size :])
+    path = directory / "buffer"
 
     def any_size(rng: random.Random, size: int) -> int:
         return rng.choice((size, size, size, 0, 2**63, 2**64 - 1))
@@ -78,10 +78,10 @@ def weight_board(directory: Path) -> Case:
             path.write_bytes((header + text).ljust(checksums_offset) + whole[checksums_offset:])
         else:
             text = corruption.corrupt_json(rng, parts)
-            path.write_bytes(whole[:parts_offset] + length.pack(any_size(rng, len(text))) + text)
-        with WeightBoard.attach(str(path)) as board:
-            board.verify(1)
-            for name, dtype, array in board.tensors(1):
+            path.write_bytes(whole[:slices_offset] + length.pack(any_size(rng, len(text))) + text)
+        with WeightBuffer.attach(str(path)) as buffer:
+            buffer.verify(1)
+            for name, dtype, array in buffer.tensors(1):
                 assert (name, dtype, array.size) and array.nbytes <= len(whole), "a tensor of no use"
 
     return case

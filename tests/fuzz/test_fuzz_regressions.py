@@ -19,7 +19,7 @@ from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions
 from mindrlhf.specs import find_spec
 from mindrlhf.training.loop.skipped_batches import INFO_NAME, load_skipped
-from mindrlhf.weights.board import TensorInfo, WeightBoard, WeightBoardError
+from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer, WeightBufferError
 
 MANY_DIGITS = "1" * 5000  # Python refuses to read more than 4300
 DEEP = "[" * 100_000
@@ -55,15 +55,15 @@ def test_a_reply_that_is_no_completion_is_an_error_of_the_judge(reply):
 @pytest.mark.parametrize(
     "entry", ['["w", "object", [2]]', '["w", "float32", [-1]]', '["w", "float32", [1e9]]', "3", '["w", [], [2]]']
 )
-def test_a_board_of_impossible_tensors_is_refused(tmp_path, entry):
-    with WeightBoard.create([TensorInfo("weight", "float32", (2,))]) as board:
-        with open(board.path, "rb") as file:
+def test_a_buffer_of_impossible_tensors_is_refused(tmp_path, entry):
+    with WeightBuffer.create([TensorInfo("weight", "float32", (2,))]) as buffer:
+        with open(buffer.path, "rb") as file:
             whole = file.read()
     manifest = b'[["weight", "float32", [2]]]'
     assert whole.count(manifest) == 1
-    (tmp_path / "board").write_bytes(whole.replace(manifest, f"[{entry}]".encode().ljust(len(manifest))))
-    with pytest.raises(WeightBoardError, match="cannot read the weight board"):
-        WeightBoard.attach(str(tmp_path / "board"))
+    (tmp_path / "buffer").write_bytes(whole.replace(manifest, f"[{entry}]".encode().ljust(len(manifest))))
+    with pytest.raises(WeightBufferError, match="cannot read the weight buffer"):
+        WeightBuffer.attach(str(tmp_path / "buffer"))
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from causal_logits import CausalLMLogits
 from mindrlhf.errors import UserError
 from mindrlhf.models.causal_lm import CausalLM
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
-from mindrlhf.weights.board import WeightBoard
 from mindrlhf.weights.convert import load_tensors
+from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.tensors import convert_dtype
 
 
@@ -18,7 +18,7 @@ class ForwardLoopGenerator:
     """One full forward pass of fixed shape per token; no key-value cache.
 
     Args:
-        model: a model of its own (not the trained one), whose weights the board replaces.
+        model: a model of its own (not the trained one), whose weights the buffer replaces.
         row_length: prompt and response together may have this many tokens.
         num_rows: sequences decoded at once.
     """
@@ -29,16 +29,16 @@ class ForwardLoopGenerator:
         self._logits.set_train(False)
         self._row_length = row_length
         self._num_rows = num_rows
-        self._board: WeightBoard | None = None
+        self._buffer: WeightBuffer | None = None
         self._version = 0
 
-    def use_board(self, path: str) -> None:
-        """Map the weight board that ``update_weights`` reads."""
-        self._board = WeightBoard.attach(path)
+    def use_weight_buffer(self, path: str) -> None:
+        """Map the weight buffer that ``update_weights`` reads."""
+        self._buffer = WeightBuffer.attach(path)
 
     def update_weights(self, version: int) -> None:
-        """Load the tensors of ``version`` from the board."""
-        tensors = {name: (dtype, array) for name, dtype, array in self._board.tensors(version)}
+        """Load the tensors of ``version`` from the buffer."""
+        tensors = {name: (dtype, array) for name, dtype, array in self._buffer.tensors(version)}
         load_tensors(self._model, lambda name, dtype: convert_dtype(tensors[name][1], tensors[name][0], dtype))
         self._version = version
 
@@ -66,10 +66,10 @@ class ForwardLoopGenerator:
         """Nothing to take."""
 
     def close(self) -> None:
-        """Unmap the board."""
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        """Unmap the buffer."""
+        if self._buffer is not None:
+            self._buffer.close()
+            self._buffer = None
 
     def _decode(self, block: Sequence[tuple[GenerationRequest, int]], sampling: SamplingParams) -> list[Completion]:
         ids = np.zeros((self._num_rows, self._row_length), np.int32)

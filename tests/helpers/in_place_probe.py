@@ -2,7 +2,7 @@
 
 usage: python tests/helpers/in_place_probe.py < JSON of (a config, unused; [[what the loader does, buckets], ...])
 
-Prints "probe" and JSON: of each model that was given five versions, the last two by another board, the largest
+Prints "probe" and JSON: of each model that was given five versions, the last two by another buffer, the largest
 difference of its parameters from what they should be after each version, the names of what it said that it loaded, and
 how often its loader was asked.
 """
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from mindrlhf.cpu.rollout.in_place import InPlaceLoader
-from mindrlhf.weights.board import WeightBoard
+from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.tensors import TensorInfo
 
 HEIGHTS, WIDTH, PADDED = {"q": 6, "k": 3, "words": 10}, 4, 16
@@ -74,17 +74,17 @@ def run(way: str, num_buckets: int) -> list:
     differences, names = [], set()
     for version in range(5):
         if version in (0, 3):
-            board = WeightBoard.create(infos, bucket_bytes=200 if num_buckets > 1 else 0)
-            assert board.num_buckets == num_buckets
+            buffer = WeightBuffer.create(infos, bucket_bytes=200 if num_buckets > 1 else 0)
+            assert buffer.num_buckets == num_buckets
         tensors = {name: random.standard_normal((height, WIDTH), np.float32) for name, height in heights.items()}
         for bucket in range(num_buckets):
-            board.begin(version, bucket)
+            buffer.begin(version, bucket)
             for name, tensor in tensors.items():
-                if board.wants(name):
-                    board.write(name, tensor)
-            board.seal()
-            views = ((name, torch.from_numpy(array)) for name, _, array in board.tensors(version))
-            names |= loader.load(board, views)
+                if buffer.wants(name):
+                    buffer.write(name, tensor)
+            buffer.commit()
+            views = ((name, torch.from_numpy(array)) for name, _, array in buffer.tensors(version))
+            names |= loader.load(buffer, views)
         found = (model.fused.numpy(), model.words.numpy())
         pairs = zip(found, model.expected(tensors), strict=True)
         differences.append(max(float(np.abs(one - other).max()) for one, other in pairs))

@@ -3,7 +3,7 @@
 import threading
 from collections import Counter
 
-from mindrlhf.weights.exchange.collective import WORD
+from mindrlhf.weights.publish.collective import WORD
 
 
 class Network:
@@ -19,7 +19,7 @@ class Network:
         self.num_broadcasts: Counter[int] = Counter()
 
     def open(self, ranks, root, num_words):
-        """See :data:`mindrlhf.weights.exchange.collective.OpenBroadcast`."""
+        """See :data:`mindrlhf.weights.publish.collective.OpenBroadcast`."""
         with self._lock:
             meeting = self._meetings.setdefault(
                 (ranks, root, num_words), (threading.Barrier(len(ranks), timeout=60), {})

@@ -2,8 +2,8 @@
 
     python broadcast_graphs_rank.py DIRECTORY
 
-``plan.json`` there has "infos" and "pieces", their fields, "nodes", "bucket_bytes" and "pipeline_stage". Each rank does
-an exchange by the product's carrier, in which nothing is computed, and writes ``rank_R.json``: for each of its graphs
+``plan.json`` there has "infos" and "transfers", their fields, "nodes", "bucket_bytes" and "pipeline_stage". Each rank
+does a sync by the product's transport, in which nothing is computed, and writes ``rank_R.json``: for each of its graphs
 "root" and "ranks", the ranks that MindSpore takes for them, "collectives", and how often it was called.
 """
 
@@ -30,7 +30,7 @@ def main(directory: Path) -> int:
             os.dup2(log, 1)
             os.dup2(log, 2)
             try:
-                exchange(work, directory, rank)
+                sync(work, directory, rank)
             except BaseException:  # the process ends here: whatever it was must get into the log
                 import traceback
 
@@ -42,16 +42,16 @@ def main(directory: Path) -> int:
     return int(failed)
 
 
-def exchange(work: dict, directory: Path, rank: int) -> None:
+def sync(work: dict, directory: Path, rank: int) -> None:
     import mindspore as ms
     from mindspore.communication import init
 
     from mindrlhf.config.training import ParallelSection
     from mindrlhf.models.context import prepare_mindformers
     from mindrlhf.training.runtime import Rank, start_parallel
-    from mindrlhf.weights.board import WeightBoard
-    from mindrlhf.weights.exchange.collective import CollectiveCarrier
-    from mindrlhf.weights.exchange.plan import Piece, to_box
+    from mindrlhf.weights.publish.buffer import WeightBuffer
+    from mindrlhf.weights.publish.collective import CollectiveTransport
+    from mindrlhf.weights.publish.sync import Transfer, to_slice
     from mindrlhf.weights.tensors import TensorInfo
 
     world_size = sum(map(len, work["nodes"]))
@@ -77,14 +77,14 @@ def exchange(work: dict, directory: Path, rank: int) -> None:
         return broadcast
 
     infos = [TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in work["infos"]]
-    with WeightBoard.create(infos) as board:
-        carrier = CollectiveCarrier(board, rank, work["nodes"], open_compiled, work["bucket_bytes"])
-        carrier.connect(
-            [Piece(name, to_box(region), to_box(box), tuple(nodes)) for name, region, box, nodes in work["pieces"]],
+    with WeightBuffer.create(infos) as buffer:
+        transport = CollectiveTransport(buffer, rank, work["nodes"], open_compiled, work["bucket_bytes"])
+        transport.connect(
+            [Transfer(name, to_slice(of), to_slice(one), tuple(nodes)) for name, of, one, nodes in work["transfers"]],
             {},
             b"",
         )
-        carrier.exchange(1)
+        transport.sync(1)
     (directory / f"rank_{rank}.json").write_text(json.dumps(graphs))
 
 

@@ -1,10 +1,10 @@
-"""A rank on the CPU whose node is pretended: boards of several nodes exchange by broadcasts; started by msrun.
+"""A rank on the CPU whose node is pretended: buffers of several nodes sync by broadcasts; started by msrun.
 
     python broadcast_rank.py DIRECTORY
 
-``exchange.json`` there has "infos", the fields of the tensors, and "cases": a name, "nodes" (the ranks of each),
+``sync.json`` there has "infos", the fields of the tensors, and "cases": a name, "nodes" (the ranks of each),
 "bucket_bytes" and, by node, "held": regions [[tensor, [[start, stop], ...]], ...] that its ranks write between them.
-Node N of a case leaves its board as ``CASE_N_VERSION.npz``, and each rank ``CASE_wrote_R_VERSION``, its contribution,
+Node N of a case leaves its buffer as ``CASE_N_VERSION.npz``, and each rank ``CASE_wrote_R_VERSION``, what it wrote,
 ``CASE_came_R_VERSION``, the sums of what came through it, and ``CASE_done_R_VERSION``, the bytes that it has sent.
 """
 
@@ -22,11 +22,10 @@ from mindspore.ops.communication import broadcast as broadcast_eagerly
 from random_bits import random_bits
 
 from mindrlhf.system.processes import die_with_launcher
-from mindrlhf.training.records import add_contributions
 from mindrlhf.training.sharded.broadcast import group_of, open_broadcast
-from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.exchange.collective import CollectiveCarrier
-from mindrlhf.weights.exchange.plan import completed, plan_exchange
+from mindrlhf.weights.publish.buffer import WeightBuffer
+from mindrlhf.weights.publish.collective import CollectiveTransport
+from mindrlhf.weights.publish.sync import plan_sync, sums_of, written_of
 from mindrlhf.weights.tensors import TensorInfo
 
 TIMEOUT_S = 200
@@ -37,10 +36,10 @@ def main(directory: Path) -> None:
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_device("CPU")
     init()
-    work = json.loads((directory / "exchange.json").read_text())
+    work = json.loads((directory / "sync.json").read_text())
     infos = [TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in work["infos"]]
     for case in work["cases"]:
-        exchange(case, infos, Files(directory, case["name"]), get_rank())
+        sync(case, infos, Files(directory, case["name"]), get_rank())
 
 
 class Files:
@@ -80,39 +79,39 @@ def open_on_cpu(ranks: tuple[int, ...], root: int, num_words: int):
     return broadcast
 
 
-def exchange(case: dict, infos: list[TensorInfo], files: Files, rank: int) -> None:
+def sync(case: dict, infos: list[TensorInfo], files: Files, rank: int) -> None:
     nodes = [tuple(ranks) for ranks in case["nodes"]]
     (node,) = (number for number, ranks in enumerate(nodes) if rank in ranks)
     place = nodes[node].index(rank)
     if place == 0:
-        board = WeightBoard.create(infos)
-        files.tell(f"board_{node}", board.path)
+        buffer = WeightBuffer.create(infos)
+        files.tell(f"buffer_{node}", buffer.path)
     else:
-        board = WeightBoard.attach(files.hear(f"board_{node}"), writable=True)
-    carrier = CollectiveCarrier(board, rank, nodes, open_on_cpu, case["bucket_bytes"])
+        buffer = WeightBuffer.attach(files.hear(f"buffer_{node}"), writable=True)
+    transport = CollectiveTransport(buffer, rank, nodes, open_on_cpu, case["bucket_bytes"])
     for version in VERSIONS:
         values = random_bits(infos, version)
-        board.begin(version)
+        buffer.begin(version)
         for name, bounds in case["held"][node][place :: len(nodes[node])]:
             region = tuple(slice(start, stop) for start, stop in bounds)
-            board.write(name, values[name][(*region, ...)], region)
-        files.tell(f"wrote_{rank}_{version}", board.contribution())
-        written = [add_contributions([files.hear(f"wrote_{one}_{version}") for one in ranks]) for ranks in nodes]
+            buffer.write(name, values[name][(*region, ...)], region)
+        files.tell(f"wrote_{rank}_{version}", buffer.written())
+        written = [sums_of(one for rank in ranks for one in files.hear(f"wrote_{rank}_{version}")) for ranks in nodes]
         if version == VERSIONS[0]:
-            carrier.connect(plan_exchange(written, infos), {}, b"")
-        sums = carrier.exchange(version)
+            transport.connect(plan_sync(written, infos), {}, b"")
+        sums = transport.sync(version)
         files.tell(f"came_{rank}_{version}", [[*key, checksum] for key, checksum in sums.items()])
         for one in nodes[node]:
             files.hear(f"came_{one}_{version}")
         if place == 0:
-            board.seal([completed(written[node], written)])
-            board.verify(version)
-            np.savez(files.path(f"{node}_{version}.npz"), **{name: array for name, _, array in board.tensors(version)})
-        files.tell(f"done_{rank}_{version}", carrier.sent_bytes)
-        for one in range(get_group_size()):  # nobody writes the next version while a board is read
+            buffer.commit(written_of({key: one for own in written for key, one in own.items()} | written[node]))
+            buffer.verify(version)
+            np.savez(files.path(f"{node}_{version}.npz"), **{name: array for name, _, array in buffer.tensors(version)})
+        files.tell(f"done_{rank}_{version}", transport.sent_bytes)
+        for one in range(get_group_size()):  # nobody writes the next version while a buffer is read
             files.hear(f"done_{one}_{version}")
-    carrier.close()
-    board.close()
+    transport.close()
+    buffer.close()
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
     python rehearsal_rank.py DIRECTORY
 
 ``rehearsal.json`` there says what to do: "config" (sections of a run), "row_lengths", "world_size", "checkpoint" (a
-directory to restore from), "save" (where to save then), "boards", the paths of two boards: one is written after the
-start, the other after the restore, and "critic_board", of one that gets the critic, or "". Graphs are compiled, but
+directory to restore from), "save" (where to save then), "buffers", the paths of two buffers: one is written after the
+start, the other after the restore, and "critic_buffer", of one that gets the critic, or "". Graphs are compiled, but
 nothing is computed: what is rehearsed is all that happens around the graphs. Each rank writes ``rank_R.json`` with what
-it wrote to the boards.
+it wrote to the buffers.
 """
 
 import json
@@ -52,6 +52,7 @@ def rehearse(work: dict, directory: Path, index: int) -> None:
     from mindrlhf.models.context import prepare_mindformers
     from mindrlhf.training.runtime import Rank
     from mindrlhf.training.sharded.build import build_sharded_actor
+    from mindrlhf.weights.publish.publisher import EXPORT, PUBLISH
 
     simulation.set_rank(index, work["world_size"])
     ms.set_context(mode=ms.GRAPH_MODE)
@@ -60,24 +61,23 @@ def rehearse(work: dict, directory: Path, index: int) -> None:
     prepare_mindformers("ascend", directory / "mindformers")
     config = build(GrpoConfig, work["config"])
     actor = build_sharded_actor(config, tuple(work["row_lengths"]), Rank(index, work["world_size"]))
-    contributions = []
-    for board in work["boards"]:
-        if contributions:
+    written = []
+    for buffer in work["buffers"]:
+        if written:
             actor.restore(work["checkpoint"])
-        actor._board = None  # a run has one for good
-        actor.attach_board(board)
-        contributions.append(actor.publish(1).contribution)
+        actor._buffers.clear()  # a run has one for good
+        actor.attach_weights(PUBLISH, buffer)
+        written.append(actor.publish(1).written["0"])
     actor.begin_saving(work["save"], copies=True)
     checksums = actor.end_saving().checksums
-    of_critic = {}
-    if work["critic_board"]:
-        actor.begin_export("critic")
-        actor.attach_board(work["critic_board"])
-        of_critic = actor.publish(1).contribution
-        actor.end_export()
-        assert actor.publish(2).contribution.keys() == contributions[0].keys()
+    of_critic = []
+    if work["critic_buffer"]:
+        actor.attach_weights(EXPORT, work["critic_buffer"], of="critic")
+        of_critic = actor.publish(1, purpose=EXPORT).written["0"]
+        actor.close_weights(EXPORT)
+        assert {one[0] for one in actor.publish(2).written["0"]} == {one[0] for one in written[0]}
     report = {
-        "contributions": contributions,
+        "written": written,
         "of_critic": of_critic,
         "state_size_bytes": actor.state_size_bytes(),
         "checksums": checksums,

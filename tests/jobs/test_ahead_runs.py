@@ -48,7 +48,7 @@ def test_delays_and_kills_while_samples_are_generated_change_nothing(start_job, 
     job.wait_until(lambda: job.is_in("update", 3))
     delay(job, job.beat().pid)
     kill_while_samples_are_awaited(job, 5)
-    if ahead == 1:  # with more the board may hold newer weights by then
+    if ahead == 1:  # with more the buffer may hold newer weights by then
         job.wait_until(lambda: job.is_in("update", 7))
         os.kill(job.server_pid(), signal.SIGKILL)
         job.wait_until(lambda: "starting it again" in job.text())

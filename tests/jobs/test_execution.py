@@ -1,7 +1,7 @@
 """Parallel graphs, compiled for Ascend and executed by msrun on CPU ranks, train like one plain process.
 
 The ranks run the product's worker of a sharded model, and rank 0 its team and policy. Which kinds of training in which
-layouts, and the plain process, are in execution_families.py. What the ranks publish to the weight board is compared
+layouts, and the plain process, are in execution_families.py. What the ranks publish to the weight buffer is compared
 with the tensors themselves. A critic's values and updates are asked for beside an actor, which here is the same model.
 """
 
@@ -171,7 +171,7 @@ def test_all_tensors_are_published_each_time(executed, name, layout):
 
 
 @each("published")
-def test_board_holds_the_logical_tensors(executed, name, layout):
+def test_buffer_holds_the_logical_tensors(executed, name, layout):
     """Written by all ranks from their own shards, each byte once, before the first step and after the last."""
     result, model = executed(name, layout), FAMILIES[name].model
     spec, begun = find_spec(model), hf_weights(model)
@@ -237,7 +237,7 @@ def test_the_adapter_is_exported_in_peft_s_format(executed, tmp_path, name, layo
 
 @SLOW
 @pytest.mark.parametrize(
-    "name, layout, carrier",
+    "name, layout, transport",
     [
         ("policy_computing", "pp2", TCP),
         ("policy_computing", "pp2", COLLECTIVES),
@@ -248,11 +248,11 @@ def test_the_adapter_is_exported_in_peft_s_format(executed, tmp_path, name, layo
         ("policy", "tp2_pp2", TCP),
     ],
 )
-def test_two_machines_compute_and_publish_what_one_does_to_the_last_bit(executed, tmp_path, name, layout, carrier):
-    """Each machine has a rank (or two) and holds a part of the model; the boards of both have all of it in the end."""
+def test_two_machines_compute_and_publish_what_one_does_to_the_last_bit(executed, tmp_path, name, layout, transport):
+    """Each machine has a rank (or two) and holds a part of the model; the buffers of both have all of it in the end."""
     one = executed(name, layout)
     graphs = Path(one.job.graphs[0]).parent
-    job = dataclasses.replace(one.job, carrier=carrier)
+    job = dataclasses.replace(one.job, transport=transport)
     two = execute_over_machines(job, MODEL, batches(), tmp_path, keep=graphs)
     assert len(set(one.machines)) == 1 and len(set(two.machines)) == 2
     np.testing.assert_array_equal(two.losses, one.losses)
@@ -263,7 +263,7 @@ def test_two_machines_compute_and_publish_what_one_does_to_the_last_bit(executed
             np.testing.assert_array_equal(two.published[moment][hf_name], tensor, err_msg=f"{moment} {hf_name}")
     for parameter, array in one.weights.items():
         np.testing.assert_array_equal(two.weights[parameter], array, err_msg=parameter)
-    assert len({*one.boards, *two.boards}) == 1, "the boards of both machines hold the same"
+    assert len({*one.buffers, *two.buffers}) == 1, "the buffers of both machines hold the same"
 
 
 @each("moved")
@@ -287,20 +287,20 @@ def test_rows_and_their_experts_go_there_rows_come_back_and_two_slopes(executed,
     assert executed(name, layout).lowered["AlltoAllV"] == 5
 
 
-@SLOW  # every day the board is compared with the weights, and test_rollout_parity.py compares vLLM with the cells
+@SLOW  # every day the buffer is compared with the weights, and test_rollout_parity.py compares vLLM with the cells
 def test_vllm_generates_the_same_tokens_as_from_the_checkpoint(executed, rollout_python, tmp_path):
     from mindrlhf.rollout.types import GenerationRequest, SamplingParams
     from mindrlhf.rollout.vllm import VllmGenerator
     from mindrlhf.rollout.vllm_options import VllmOptions
-    from mindrlhf.weights.board import TensorInfo, WeightBoard
     from mindrlhf.weights.convert import export_hf
+    from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer
 
     published = executed("policy_computing", "pp2").published["before"]
     model_dir = tmp_path / "model"
     export_hf(iter(hf_weights().items()), MODEL, model_dir)
     requests = [GenerationRequest(i, tuple(range(3 + i, 13 + i)), 2, seed=i) for i in range(4)]
 
-    def tokens(load_format, board):
+    def tokens(load_format, buffer):
         options = VllmOptions(
             rollout_python,
             str(model_dir),
@@ -310,18 +310,18 @@ def test_vllm_generates_the_same_tokens_as_from_the_checkpoint(executed, rollout
             kv_cache_gib=0.25,
         )
         with VllmGenerator.start(options) as generator:
-            if board is not None:
-                generator.use_board(board.path)
+            if buffer is not None:
+                generator.use_weight_buffer(buffer.path)
             generator.wait_ready()
-            if board is not None:
+            if buffer is not None:
                 generator.update_weights(1)
             completions = generator.generate(requests, SamplingParams(max_tokens=16))
             return {(item.request_id, item.sample_index): tuple(item.token_ids.tolist()) for item in completions}
 
     infos = [TensorInfo(hf_name, "float32", tensor.shape) for hf_name, tensor in published.items()]
-    with WeightBoard.create(infos) as board:
-        board.begin(1)
+    with WeightBuffer.create(infos) as buffer:
+        buffer.begin(1)
         for hf_name, tensor in published.items():
-            board.write(hf_name, tensor)
-        board.seal()
-        assert tokens("dummy", board) == tokens("auto", None)
+            buffer.write(hf_name, tensor)
+        buffer.commit()
+        assert tokens("dummy", buffer) == tokens("auto", None)

@@ -22,8 +22,8 @@ from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.shards.save import finish_saving, plan_saving, write_rank
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.fuse import split
-from mindrlhf.weights.board import TensorInfo, WeightBoard
 from mindrlhf.weights.convert import export_hf
+from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer
 from mindrlhf.weights.sharded import ShardedDirectory
 
 pytestmark = [
@@ -74,22 +74,23 @@ def whole(model: dict) -> dict[str, np.ndarray]:
     return {name: tensor for rule, tensors in parts for name, tensor in zip(rule.hf_names, tensors)}
 
 
-def make_board(model: dict) -> WeightBoard:
-    return WeightBoard.create([TensorInfo(name, "float32", tensor.shape) for name, tensor in hf_weights(model).items()])
+def make_buffer(model: dict) -> WeightBuffer:
+    infos = [TensorInfo(name, "float32", tensor.shape) for name, tensor in hf_weights(model).items()]
+    return WeightBuffer.create(infos)
 
 
-def sealed(board: WeightBoard, contributions: list[dict]) -> dict[str, np.ndarray]:
-    """What the ranks have written to a board, each element once."""
-    with board:
-        board.begin(1)
-        board.seal(contributions)
-        board.verify(1)
-        return {name: array.copy() for name, _, array in board.tensors(1)}
+def committed(buffer: WeightBuffer, written: list[list]) -> dict[str, np.ndarray]:
+    """What the ranks have written to a buffer, each element once."""
+    with buffer:
+        buffer.begin(1)
+        buffer.commit([one for own in written for one in own])
+        buffer.verify(1)
+        return {name: array.copy() for name, _, array in buffer.tensors(1)}
 
 
 @pytest.fixture(scope="module", params=CASES if RUNS_SLOW_TESTS else [_OF_EVERY_DAY])
 def rehearsal(request, tmp_path_factory):
-    """The directory that the ranks saved to, the boards' tensors, the critic's last, and what the ranks report."""
+    """The directory that the ranks saved to, the buffers' tensors, the critic's last, and what the ranks report."""
     world_size, parallel, other = CASES[request.param]
     root = tmp_path_factory.mktemp(request.param)
     export_hf(iter(hf_weights().items()), MODEL, root / "model")
@@ -107,16 +108,16 @@ def rehearsal(request, tmp_path_factory):
         "training": {"micro_batch_size": 2},
         "parallel_config": parallel,
     }
-    boards = [make_board(MODEL) for _ in range(2)]
-    critic_board = make_board(CRITIC)
+    buffers = [make_buffer(MODEL) for _ in range(2)]
+    critic_buffer = make_buffer(CRITIC)
     work = {
         "config": config,
         "row_lengths": [ROW_LENGTH],
         "world_size": world_size,
         "checkpoint": str(root / "checkpoint"),
         "save": str(root / "saved"),
-        "boards": [board.path for board in boards],
-        "critic_board": critic_board.path if ppo else "",
+        "buffers": [buffer.path for buffer in buffers],
+        "critic_buffer": critic_buffer.path if ppo else "",
     }
     (root / "rehearsal.json").write_text(json.dumps(work))
     program = Path(__file__).with_name("rehearsal_rank.py")
@@ -128,10 +129,10 @@ def rehearsal(request, tmp_path_factory):
     assert finished.returncode == 0, (finished.stderr[-2000:], logs)
     reports = [json.loads((root / f"rank_{rank}.json").read_text()) for rank in range(world_size)]
     tensors = [
-        sealed(board, [report["contributions"][number] for report in reports]) for number, board in enumerate(boards)
+        committed(buffer, [report["written"][number] for report in reports]) for number, buffer in enumerate(buffers)
     ]
-    with critic_board:
-        tensors.append(sealed(critic_board, [report["of_critic"] for report in reports]) if ppo else {})
+    with critic_buffer:
+        tensors.append(committed(critic_buffer, [report["of_critic"] for report in reports]) if ppo else {})
     return root, tensors, reports
 
 

@@ -114,7 +114,7 @@ def server(network, rollout_python, tmp_path_factory):
 def started(network, directory, **rollout):
     """A server that has its weights from the training model, and records experts.
 
-    Other weights come first, by a board that holds all; those of the model come by one that takes them in buckets.
+    Other weights come first, by a buffer that holds all; those of the model come by one that takes them in buckets.
     """
     from mindrlhf.config.rollout import RolloutSection
     from mindrlhf.rollout.replicas import start_replicas
@@ -132,34 +132,34 @@ def started(network, directory, **rollout):
     )
     try:
         dtype = rollout.get("dtype", "float32")
-        with make_board(network, dtype, 0) as first, make_board(network, dtype, BUCKET_BYTES) as board:
-            replicas.use_board(first.path)
+        with make_buffer(network, dtype, 0) as first, make_buffer(network, dtype, BUCKET_BYTES) as buffer:
+            replicas.use_weight_buffer(first.path)
             put(first, network, version=1, bucket=0, factor=0.5)
             replicas.update_weights(1)
-            assert board.num_buckets > 5
-            replicas.use_board(board.path)
-            for bucket in range(board.num_buckets):
-                put(board, network, version=2, bucket=bucket, factor=1.0)
+            assert buffer.num_buckets > 5
+            replicas.use_weight_buffer(buffer.path)
+            for bucket in range(buffer.num_buckets):
+                put(buffer, network, version=2, bucket=bucket, factor=1.0)
                 replicas.update_weights(2)
             yield replicas
     finally:
         replicas.close()
 
 
-def make_board(network, dtype, bucket_bytes):
-    from mindrlhf.weights.board import WeightBoard
+def make_buffer(network, dtype, bucket_bytes):
     from mindrlhf.weights.convert import hf_tensor_infos
+    from mindrlhf.weights.publish.buffer import WeightBuffer
 
-    return WeightBoard.create(hf_tensor_infos(network, dtype), bucket_bytes)
+    return WeightBuffer.create(hf_tensor_infos(network, dtype), bucket_bytes)
 
 
-def put(board, network, *, version, bucket, factor):
+def put(buffer, network, *, version, bucket, factor):
     from mindrlhf.weights.convert import iter_hf_tensors
 
-    board.begin(version, bucket)
-    for name, array in iter_hf_tensors(network, wants=board.wants):
-        board.write(name, array * np.float32(factor))
-    board.seal()
+    buffer.begin(version, bucket)
+    for name, array in iter_hf_tensors(network, wants=buffer.wants):
+        buffer.write(name, array * np.float32(factor))
+    buffer.commit()
 
 
 @pytest.mark.parametrize(
@@ -251,10 +251,10 @@ def test_buckets_that_do_not_follow_each_other_are_refused(network, rollout_pyth
 
     with (
         started(network, tmp_path, python=rollout_python, restarts=0) as replicas,
-        make_board(network, "float32", BUCKET_BYTES) as board,
+        make_buffer(network, "float32", BUCKET_BYTES) as buffer,
     ):
-        replicas.use_board(board.path)
+        replicas.use_weight_buffer(buffer.path)
         for bucket, message in ((0, ""), (2, "bucket 2 of weights version 3 came before those that precede it")):
-            put(board, network, version=3, bucket=bucket, factor=1.0)
+            put(buffer, network, version=3, bucket=bucket, factor=1.0)
             with pytest.raises(RunFailure, match=message) if message else contextlib.nullcontext():
                 replicas.update_weights(3)

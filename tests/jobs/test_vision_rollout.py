@@ -16,7 +16,7 @@ from mindrlhf.rollout.replicas import GeneratorPool
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions
-from mindrlhf.weights.board import TensorInfo, WeightBoard
+from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer
 
 pytestmark = pytest.mark.timeout(480)
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,9 +84,9 @@ arrays = np.load(sys.argv[2])
 engine = getattr(engines, sys.argv[1])(config)
 images = pack_images([[arrays[name] for name in names] for _, names, _, _ in requests])
 images = unpack_images({**images, "prompt_lengths": np.zeros(len(requests))})
-for version, board in enumerate(sys.argv[3:]):
-    if board:
-        engine.update_weights(version, board)
+for version, buffer in enumerate(sys.argv[3:]):
+    if buffer:
+        engine.update_weights(version, buffer)
     prompts, _, nums, seeds = zip(*requests)
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": [258]}
     engine.submit(prompts, nums, seeds, [12] * len(requests), sampling, images)
@@ -155,24 +155,24 @@ def start(python, models, log_path, **changes):
     return VllmGenerator.start(dataclasses.replace(options, **changes))
 
 
-def make_board(model=OLD):
+def make_buffer(model=OLD):
     infos = [TensorInfo(name, "float32", tensor.shape) for name, tensor in weights_of(model).items()]
-    return WeightBoard.create(infos)
+    return WeightBuffer.create(infos)
 
 
-def push(board, model, version):
-    board.begin(version)
+def push(buffer, model, version):
+    buffer.begin(version)
     for name, tensor in weights_of(model).items():
-        board.write(name, tensor)
-    board.seal()
+        buffer.write(name, tensor)
+    buffer.commit()
 
 
 @SLOW  # every day test_vision_run.py compares server and trainer, and tests/models trainer and transformers
 def test_logprobs_are_those_of_transformers_also_after_new_weights(rollout_python, models, images_file, directory):
-    with make_board() as board, start(rollout_python, models, directory / "server.log") as generator:
-        generator.use_board(board.path)
+    with make_buffer() as buffer, start(rollout_python, models, directory / "server.log") as generator:
+        generator.use_weight_buffer(buffer.path)
         for version, model in enumerate((OLD, NEW, OLD), 1):
-            push(board, model, version)
+            push(buffer, model, version)
             generator.update_weights(version)
             check(rollout_python, models[model], images_file, generate(generator))
         wrong = GenerationRequest(0, REQUESTS[0].prompt_ids[1:], 1, seed=0, images=REQUESTS[1].images)
@@ -186,12 +186,12 @@ def test_logprobs_are_those_of_transformers_also_after_new_weights(rollout_pytho
 @pytest.mark.parametrize("model", FAMILIES, ids=lambda model: model.family)
 def test_other_families_agree_with_transformers(rollout_python, images_file, directory, model, draft_tokens):
     model_dir = write_tiny_vl(directory / f"family{model.seed}_{draft_tokens}", model)
-    with make_board(model) as board:
+    with make_buffer(model) as buffer:
         log = directory / f"family{model.seed}_{draft_tokens}.log"
         with start(rollout_python, {OLD: model_dir}, log, draft_tokens=draft_tokens) as generator:
-            generator.use_board(board.path)
+            generator.use_weight_buffer(buffer.path)
             for version in (1, 2):
-                push(board, model, version)
+                push(buffer, model, version)
                 generator.update_weights(version)
                 check(rollout_python, model_dir, images_file, generate(generator))
 
@@ -207,10 +207,10 @@ def test_each_engine_agrees_with_transformers(rollout_python, models, images_fil
         (list(r.prompt_ids), [f"{r.request_id}_{n}" for n in range(len(r.images))], r.num_samples, r.seed)
         for r in REQUESTS
     ]
-    with make_board() as board:
-        push(board, OLD, 1)
+    with make_buffer() as buffer:
+        push(buffer, OLD, 1)
         ended = subprocess.run(
-            [rollout_python, "-c", ENGINE, engine, str(images_file), "", board.path],
+            [rollout_python, "-c", ENGINE, engine, str(images_file), "", buffer.path],
             input=json.dumps([config, requests]), capture_output=True, text=True, timeout=400, env=environment(),
         )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
@@ -225,13 +225,13 @@ def test_each_engine_agrees_with_transformers(rollout_python, models, images_fil
 
 @SLOW
 def test_several_servers_share_the_prompts_and_give_the_same_samples(rollout_python, models, directory):
-    with make_board() as board:
-        push(board, NEW, 1)
+    with make_buffer() as buffer:
+        push(buffer, NEW, 1)
         generators = [start(rollout_python, models, directory / f"pool{n}.log") for n in range(2)]
         try:
             pool = GeneratorPool(generators)
             for generator in generators:
-                generator.use_board(board.path)
+                generator.use_weight_buffer(buffer.path)
             pool.update_weights(1)
             together, alone = generate(pool), generate(generators[0])
         finally:
@@ -248,10 +248,10 @@ def test_several_servers_share_the_prompts_and_give_the_same_samples(rollout_pyt
 
 @SLOW
 def test_a_server_of_two_ranks_agrees_with_transformers(rollout_python, models, images_file, directory):
-    with make_board() as board:
+    with make_buffer() as buffer:
         with start(rollout_python, models, directory / "two_ranks.log", tensor_parallel_size=2) as generator:
-            generator.use_board(board.path)
+            generator.use_weight_buffer(buffer.path)
             for version, model in enumerate((OLD, NEW), 1):
-                push(board, model, version)
+                push(buffer, model, version)
                 generator.update_weights(version)
                 check(rollout_python, models[model], images_file, generate(generator))

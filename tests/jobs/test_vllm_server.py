@@ -20,7 +20,7 @@ from mindrlhf.rollout.types import GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions
 from mindrlhf.system.processes import descendants, shared_memory_files
-from mindrlhf.weights.board import TensorInfo, WeightBoard
+from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("MINDRLHF_ROLLOUT_PYTHON", str(ROOT / ".venv-rollout" / "bin" / "python"))
@@ -97,19 +97,19 @@ def fresh(models, directory):
 
 @pytest.fixture(scope="module")
 def pushed(models, directory):
-    """A server without weights of its own, and its board."""
+    """A server without weights of its own, and its buffer."""
     infos = [TensorInfo(name, "float32", tensor.shape) for name, tensor in make_tensors(0).items()]
-    with WeightBoard.create(infos) as board:
+    with WeightBuffer.create(infos) as buffer:
         with start(models["bare"], directory / "pushed.log", load_format="dummy") as generator:
-            generator.use_board(board.path)
-            yield generator, board
+            generator.use_weight_buffer(buffer.path)
+            yield generator, buffer
 
 
-def push(generator, board, seed: int, version: int) -> None:
-    board.begin(version)
+def push(generator, buffer, seed: int, version: int) -> None:
+    buffer.begin(version)
     for name, tensor in make_tensors(seed).items():
-        board.write(name, tensor)
-    board.seal()
+        buffer.write(name, tensor)
+    buffer.commit()
     generator.update_weights(version)
 
 
@@ -243,11 +243,11 @@ def test_more_samples_than_sequence_slots_and_cache(fresh):
 
 
 def test_updated_weights_equal_a_fresh_engine(fresh, pushed):
-    generator, board = pushed
-    push(generator, board, seed=0, version=1)
+    generator, buffer = pushed
+    push(generator, buffer, seed=0, version=1)
     old = collect(generator)
     assert {completion.weights_version for completion in old.values()} == {1}
-    push(generator, board, seed=1, version=2)
+    push(generator, buffer, seed=1, version=2)
     new = collect(generator)  # the same prompts: stale cached prefixes would show
     assert {completion.weights_version for completion in new.values()} == {2}
     assert_same(new, collect(fresh))
@@ -256,12 +256,12 @@ def test_updated_weights_equal_a_fresh_engine(fresh, pushed):
 
 def test_a_generator_in_bfloat16_has_the_weights_that_were_pushed_last(models, directory):
     infos = [TensorInfo(name, "bfloat16", tensor.shape) for name, tensor in make_tensors(0).items()]
-    with WeightBoard.create(infos) as board:
+    with WeightBuffer.create(infos) as buffer:
         with start(models["bare"], directory / "bfloat16.log", dtype="bfloat16") as generator:
-            generator.use_board(board.path)
-            push(generator, board, seed=0, version=1)
+            generator.use_weight_buffer(buffer.path)
+            push(generator, buffer, seed=0, version=1)
             earlier = collect(generator)
-            push(generator, board, seed=1, version=2)
+            push(generator, buffer, seed=1, version=2)
             completions = collect(generator)
             assert_same(collect(generator), completions)
     # 8 bits of precision in weights, activations and logits; other weights are far off.
@@ -273,11 +273,11 @@ def test_two_tensor_parallel_ranks_give_the_tokens_of_one(fresh, models, directo
     # Greedy: the server's own sampler, whose tokens depend on nothing but seeds, works in one process only.
     greedy = SamplingParams(max_tokens=20, temperature=0.0)
     infos = [TensorInfo(name, "float32", tensor.shape) for name, tensor in make_tensors(0).items()]
-    with WeightBoard.create(infos) as board:
+    with WeightBuffer.create(infos) as buffer:
         with start(models["bare"], directory / "two_ranks.log", tensor_parallel_size=2) as generator:
-            generator.use_board(board.path)
-            push(generator, board, seed=0, version=1)
-            push(generator, board, seed=1, version=2)
+            generator.use_weight_buffer(buffer.path)
+            push(generator, buffer, seed=0, version=1)
+            push(generator, buffer, seed=1, version=2)
             assert_same(collect(generator, sampling=greedy), collect(fresh, sampling=greedy))
             # More tokens than vLLM reads in one step.
             many = [GenerationRequest(i, prompt(100, i), 1, seed=i) for i in range(30)]
@@ -325,28 +325,28 @@ def test_guesses_that_vllm_would_judge_are_refused(models, directory):
 
 
 def test_a_wrong_version_is_an_error_and_the_server_goes_on(pushed):
-    generator, board = pushed
-    push(generator, board, seed=1, version=7)
-    with pytest.raises(RunFailure, match="weights version 8 was asked for; the board .* holds version 7"):
+    generator, buffer = pushed
+    push(generator, buffer, seed=1, version=7)
+    with pytest.raises(RunFailure, match="weights version 8 was asked for; the buffer .* holds version 7"):
         generator.update_weights(8)
     generator.ping()
     collect(generator)
 
 
-def test_a_board_without_all_tensors_is_an_error(pushed):
-    generator, board = pushed
+def test_a_buffer_without_all_tensors_is_an_error(pushed):
+    generator, buffer = pushed
     tensors = make_tensors(1)
     del tensors["model.norm.weight"]
-    with WeightBoard.create([TensorInfo(name, "float32", t.shape) for name, t in tensors.items()]) as partial:
+    with WeightBuffer.create([TensorInfo(name, "float32", t.shape) for name, t in tensors.items()]) as partial:
         partial.begin(3)
         for name, tensor in tensors.items():
             partial.write(name, tensor)
-        partial.seal()
-        generator.use_board(partial.path)
+        partial.commit()
+        generator.use_weight_buffer(partial.path)
         with pytest.raises(RunFailure, match="lacks tensors for model.norm.weight"):
             generator.update_weights(3)
-    generator.use_board(board.path)
-    push(generator, board, seed=1, version=9)
+    generator.use_weight_buffer(buffer.path)
+    push(generator, buffer, seed=1, version=9)
 
 
 def test_leaving_a_generation_early_leaves_the_server_usable(fresh):
@@ -364,14 +364,14 @@ def test_a_prompt_that_does_not_fit_is_the_users_error(fresh, length):
 
 
 def test_a_pool_gives_the_samples_of_its_generators(fresh, pushed):
-    generator, board = pushed
-    push(generator, board, seed=1, version=11)
+    generator, buffer = pushed
+    push(generator, buffer, seed=1, version=11)
     assert_same(collect(GeneratorPool([fresh, generator])), collect(fresh))
 
 
 def test_a_killed_server_is_noticed_named_and_replaced(pushed):
-    generator, board = pushed
-    push(generator, board, seed=1, version=12)
+    generator, buffer = pushed
+    push(generator, buffer, seed=1, version=12)
     expected = collect(generator)
     stream = begin_many(generator)
     os.kill(generator._process.pid, signal.SIGKILL)

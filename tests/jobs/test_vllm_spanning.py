@@ -31,7 +31,7 @@ from mindrlhf.rollout.spanning.share import NodeShare
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm_options import VllmOptions
 from mindrlhf.system.processes import descendants, shared_memory_files
-from mindrlhf.weights.board import TensorInfo, WeightBoard
+from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer
 
 pytestmark = [
     pytest.mark.skipif(not os.access(PYTHON, os.X_OK), reason="no rollout environment"),
@@ -43,25 +43,25 @@ HOSTS = ("127.0.0.2", "127.0.0.3")  # addresses of this machine, which nobody el
 
 
 class Spanning:
-    """A server over two nodes, with a board on each."""
+    """A server over two nodes, with a buffer on each."""
 
     def __init__(self, options: VllmOptions, stack: contextlib.ExitStack):
         infos = [TensorInfo(name, "float32", tensor.shape) for name, tensor in make_tensors(0).items()]
-        self.boards = [stack.enter_context(WeightBoard.create(infos)) for _ in HOSTS]
+        self.buffers = [stack.enter_context(WeightBuffer.create(infos)) for _ in HOSTS]
         self.shares = [NodeShare(options, num_restarts=1) for _ in HOSTS]
         for share in reversed(self.shares):
             stack.callback(share.close)
         address = self.shares[0].open(HOSTS[0])
-        self.shares[1].join(address, TOKEN, 1, HOSTS[1], self.boards[1].path)
-        self.generator: Replicas = self.shares[0].start(TOKEN, [1], self.boards[0].path)
+        self.shares[1].join(address, TOKEN, 1, HOSTS[1], self.buffers[1].path)
+        self.generator: Replicas = self.shares[0].start(TOKEN, [1], self.buffers[0].path)
 
     def push(self, seeds: tuple[int, int], version: int) -> None:
-        """Put weights on both boards, of a seed each, and load them."""
-        for board, seed in zip(self.boards, seeds):
-            board.begin(version)
+        """Put weights on both buffers, of a seed each, and load them."""
+        for buffer, seed in zip(self.buffers, seeds):
+            buffer.begin(version)
             for name, tensor in make_tensors(seed).items():
-                board.write(name, tensor)
-            board.seal()
+                buffer.write(name, tensor)
+            buffer.commit()
         self.generator.update_weights(version)
 
     @property
@@ -100,10 +100,10 @@ def test_two_nodes_give_the_samples_of_one_also_with_new_weights(tmp_path):
             expected = collect(one_node)
         server.generator.wait_ready()
         # Each node's worker reads a half of what tensor parallelism cuts, and says so.
-        halves = [server.generator.find_needs(server.boards[0].infos, node, 2) for node in (0, 1)]
+        halves = [server.generator.find_required_slices(server.buffers[0].infos, node, 2) for node in (0, 1)]
         query, down = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"
-        assert [needs[query] for needs in halves] == [[((0, 64), (0, 128))], [((64, 128), (0, 128))]]
-        assert [needs[down] for needs in halves] == [[((0, 128), (0, 80))], [((0, 128), (80, 160))]]
+        assert [required[query] for required in halves] == [[((0, 64), (0, 128))], [((64, 128), (0, 128))]]
+        assert [required[down] for required in halves] == [[((0, 128), (0, 80))], [((0, 128), (80, 160))]]
         server.push((0, 0), 1)
         old = collect(server.generator)
         server.push((1, 1), 2)
@@ -113,7 +113,7 @@ def test_two_nodes_give_the_samples_of_one_also_with_new_weights(tmp_path):
         server.generator.wake()
         server.push((1, 1), 3)
         assert_same(collect(server.generator), got)
-        # Each process reads the board of its own node: with other weights on one of them, nothing is the same.
+        # Each process reads the buffer of its own node: with other weights on one of them, nothing is the same.
         server.push((1, 0), 4)
         mixed = collect(server.generator)
         pids = server.all_pids()

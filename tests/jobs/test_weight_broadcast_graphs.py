@@ -1,4 +1,4 @@
-"""The broadcasts by which the boards of Ascend nodes would become whole, compiled for every rank and counted."""
+"""The broadcasts by which the buffers of Ascend nodes would become whole, compiled for every rank and counted."""
 
 import json
 import math
@@ -17,9 +17,9 @@ from slow_tests import SLOW
 from mindrlhf.dryrun.compile.request import Collective
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.specs import find_spec
-from mindrlhf.weights.exchange.buckets import BUCKET_BYTES, plan_buckets
-from mindrlhf.weights.exchange.plan import plan_exchange
-from mindrlhf.weights.publishing import plan_publication
+from mindrlhf.weights.publish.collective import BUCKET_BYTES, plan_buckets
+from mindrlhf.weights.publish.shards import plan_publication
+from mindrlhf.weights.publish.sync import plan_sync
 from mindrlhf.weights.tensors import TensorInfo
 
 pytestmark = [
@@ -44,11 +44,11 @@ def test_compiled_broadcasts_are_those_planned(name, tmp_path):
     layout, node_size, bucket_bytes, num_groups, num_lacking = CASES[name]
     nodes = [tuple(range(first, first + node_size)) for first in range(0, layout.world_size, node_size)]
     infos, written = published(layout, nodes)
-    pieces = plan_exchange(written, infos)
-    buckets = plan_buckets(pieces, nodes, infos, bucket_bytes)
+    transfers = plan_sync(written, infos)
+    buckets = plan_buckets(transfers, nodes, infos, bucket_bytes)
     work = {
         "infos": infos,
-        "pieces": [[piece.name, piece.region, piece.box, piece.nodes] for piece in pieces],
+        "transfers": [[transfer.name, transfer.source, transfer.slice, transfer.nodes] for transfer in transfers],
         "nodes": nodes,
         "bucket_bytes": bucket_bytes,
         "pipeline_stage": layout.pipeline_stage,
@@ -66,12 +66,12 @@ def test_compiled_broadcasts_are_those_planned(name, tmp_path):
             compiled[graph["root"], ranks, size_bytes] += graph["calls"]
         assert compiled == planned
         assert len({ranks for _, ranks, _ in compiled}) == num_groups
-    # What all nodes receive is what they lack, but for gaps below 8 bytes after pieces and buckets.
+    # What all nodes receive is what they lack, but for gaps below 8 bytes after transfers and buckets.
     model_bytes = sum(info.size_bytes for info in infos)
     lacking = sum(model_bytes - BFLOAT16 * num_elements(one) for one in written)
     assert num_lacking is None or lacking == num_lacking * model_bytes
     received = sum(one.size_bytes * (len(one.ranks) - 1) for one in buckets)
-    assert lacking <= received <= lacking + 8 * (len(pieces) + len(buckets)) * (len(nodes) - 1)
+    assert lacking <= received <= lacking + 8 * (len(transfers) + len(buckets)) * (len(nodes) - 1)
     sent: Counter = Counter()
     for one in buckets:
         sent[one.root] += one.size_bytes
@@ -81,7 +81,7 @@ def test_compiled_broadcasts_are_those_planned(name, tmp_path):
 
 
 def published(layout: Layout, nodes: list[tuple[int, ...]]) -> tuple[list[TensorInfo], list[dict]]:
-    """The tensors of a board in bfloat16, and what the ranks of each node would write to it."""
+    """The tensors of a buffer in bfloat16, and what the ranks of each node would write to it."""
     config = hf_config(QWEN2, layout.pipeline_stage)
     spec = find_spec(config)
     dims = spec.dims(config)
@@ -90,23 +90,19 @@ def published(layout: Layout, nodes: list[tuple[int, ...]]) -> tuple[list[Tensor
     infos = [TensorInfo(name, "bfloat16", tuple(shape)) for name, shape in shapes.items()]
     written: list[dict] = []
     for ranks in nodes:
-        entries: dict[str, dict] = {}
+        sums: dict = {}
         for rank in ranks:
             for parts in plan_publication(layouts, rules, dims, rank, ranks).values():
                 for part in parts:
-                    bounds = [
-                        list(one.indices(size)[:2]) for one, size in zip(part.region, shapes[part.hf_name], strict=True)
-                    ]
-                    entry = entries.setdefault(part.hf_name, {"regions": [], "sums": []})
-                    entry["regions"].append(bounds)
-                    entry["sums"].append(0)
-        written.append(entries)
+                    sizes = shapes[part.hf_name]
+                    bounds = (one.indices(size)[:2] for one, size in zip(part.index, sizes, strict=True))
+                    sums[part.hf_name, tuple(bounds)] = 0
+        written.append(sums)
     return infos, written
 
 
-def num_elements(contribution: dict) -> int:
-    boxes = (box for entry in contribution.values() for box in entry["regions"])
-    return sum(math.prod(stop - start for start, stop in box) for box in boxes)
+def num_elements(written: dict) -> int:
+    return sum(math.prod(stop - start for start, stop in one) for _, one in written)
 
 
 def compile_all(work: dict, directory: Path) -> list[list[dict]]:

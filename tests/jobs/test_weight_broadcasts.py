@@ -1,4 +1,4 @@
-"""Boards of pretended nodes, which CPU ranks make whole by broadcasts: the product's carrier over real collectives.
+"""Buffers of pretended nodes, which CPU ranks make whole by broadcasts: the product's transport over real collectives.
 
 A node is a group of ranks of this machine. Where each has one rank the product's own graphs broadcast; MindSpore has no
 CPU kernel of them for groups of some ranks, for which an operator that runs eagerly stands in.
@@ -16,9 +16,8 @@ from random_bits import random_bits
 from slow_tests import SLOW
 
 from mindrlhf.launch.launch import launch
-from mindrlhf.training.records import add_contributions
-from mindrlhf.weights.exchange.buckets import plan_buckets
-from mindrlhf.weights.exchange.plan import check_received, plan_exchange, regions_of, to_box
+from mindrlhf.weights.publish.collective import plan_buckets
+from mindrlhf.weights.publish.sync import check_received, plan_sync, sums_of, to_slice
 from mindrlhf.weights.tensors import TensorInfo
 
 pytestmark = pytest.mark.timeout(400)
@@ -49,7 +48,7 @@ TWO_LANES = {"name": "two lanes", "nodes": [[0, 2], [1, 3]], "bucket_bytes": 328
 
 
 def run(cases: list[dict], directory: Path) -> None:
-    (directory / "exchange.json").write_text(json.dumps({"infos": INFOS, "cases": cases}))
+    (directory / "sync.json").write_text(json.dumps({"infos": INFOS, "cases": cases}))
     here = Path(__file__).parent
     environment = {
         "OMP_NUM_THREADS": "1",
@@ -66,7 +65,7 @@ def run(cases: list[dict], directory: Path) -> None:
 @pytest.mark.parametrize(
     "cases", [pytest.param([ONE_BY_ONE], id="2 ranks"), pytest.param([FOUR_NODES, TWO_LANES], id="4 ranks", marks=SLOW)]
 )
-def test_boards_become_whole_bit_for_bit(cases, tmp_path):
+def test_buffers_become_whole_bit_for_bit(cases, tmp_path):
     run(cases, tmp_path)
     for case in cases:
         for version in VERSIONS:
@@ -79,19 +78,19 @@ def check(case: dict, version: int, directory: Path) -> None:
 
     expected = random_bits(INFOS, version)
     nodes = case["nodes"]
-    written = [add_contributions([told(f"wrote_{rank}") for rank in ranks]) for ranks in nodes]
-    all_sums = {key: one for own in written for key, one in regions_of(own).items()}
+    written = [sums_of(one for rank in ranks for one in told(f"wrote_{rank}")) for ranks in nodes]
+    all_sums = {key: one for own in written for key, one in own.items()}
     for node, ranks in enumerate(nodes):
-        with np.load(directory / f"{case['name']}_{node}_{version}.npz") as board:
-            assert board.files == list(expected)
+        with np.load(directory / f"{case['name']}_{node}_{version}.npz") as buffer:
+            assert buffer.files == list(expected)
             for name, array in expected.items():
-                assert board[name].tobytes() == array.tobytes(), (case["name"], node, name)
+                assert buffer[name].tobytes() == array.tobytes(), (case["name"], node, name)
         came: Counter = Counter()
         for rank in ranks:
-            came.update({(name, to_box(region)): one for name, region, one in told(f"came_{rank}")})
-        assert came.keys() == all_sums.keys() - regions_of(written[node]).keys()
+            came.update({(name, to_slice(region)): one for name, region, one in told(f"came_{rank}")})
+        assert came.keys() == all_sums.keys() - written[node].keys()
         check_received(came, all_sums, INFOS, node)
-    buckets = plan_buckets(plan_exchange(written, INFOS), nodes, INFOS, case["bucket_bytes"])
+    buckets = plan_buckets(plan_sync(written, INFOS), nodes, INFOS, case["bucket_bytes"])
     planned = Counter()
     for bucket in buckets:
         planned[bucket.root] += bucket.size_bytes

@@ -176,20 +176,20 @@ def test_a_prompt_without_room_is_the_users_error(generator):
         collect(generator, [GenerationRequest(0, (1,) * 13, 1, seed=0)])
 
 
-def test_weights_come_from_the_board(generator, model):
-    from mindrlhf.weights.board import TensorInfo, WeightBoard
+def test_weights_come_from_the_buffer(generator, model):
     from mindrlhf.weights.convert import hf_tensor_infos, random_hf_weights
+    from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer
 
     before = collect(generator)
     infos = [TensorInfo(*info) for info in hf_tensor_infos(model)]
-    with WeightBoard.create(infos) as board:
-        generator.use_board(board.path)
+    with WeightBuffer.create(infos) as buffer:
+        generator.use_weight_buffer(buffer.path)
         results = []
         for version, seed in ((5, 4), (6, 3)):
-            board.begin(version)
+            buffer.begin(version)
             for name, array in random_hf_weights(MODEL, seed):
-                board.write(name, array)
-            board.seal()
+                buffer.write(name, array)
+            buffer.commit()
             generator.update_weights(version)
             results.append(collect(generator))
         generator.close()

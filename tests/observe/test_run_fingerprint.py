@@ -42,14 +42,12 @@ def test_one_bit_of_a_log_probability_counts():
 
 
 def test_the_weights_do_not_depend_on_who_wrote_them():
-    whole = [{"a": {"checksum": 7}, "b": {"checksum": 2**64 - 1}}]
-    parts = [{"b": {"checksum": 2**64 - 3}, "a": {"checksum": 3}}, {"a": {"checksum": 4}, "b": {"checksum": 2}}]
+    whole = [["a", [], 7], ["b", [], 2**64 - 1]]
+    parts = [["b", [], 2**64 - 3], ["a", [], 3], ["a", [], 4], ["b", [], 2]]
     assert digest_weights(whole) == digest_weights(parts)
-    assert digest_weights(whole) != digest_weights([{"a": {"checksum": 8}, "b": {"checksum": 2**64 - 1}}])
+    assert digest_weights(whole) != digest_weights([["a", [], 8], ["b", [], 2**64 - 1]])
     # What exceeds 2^64 is dropped, as it is by the one writer of the whole.
-    assert digest_weights([{"a": {"checksum": 2**64 - 1}}, {"a": {"checksum": 2}}]) == digest_weights(
-        [{"a": {"checksum": 1}}]
-    )
+    assert digest_weights([["a", [], 2**64 - 1], ["a", [], 2]]) == digest_weights([["a", [], 1]])
 
 
 def sample_with(**changed):

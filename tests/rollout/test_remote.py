@@ -58,8 +58,8 @@ class Servers:
     def wait_ready(self) -> None:
         self.journal.append((self.name, "wait_ready"))
 
-    def use_board(self, board_path: str) -> None:
-        raise AssertionError("a node sees to its own board")
+    def use_weight_buffer(self, buffer_path: str) -> None:
+        raise AssertionError("a node sees to its own buffer")
 
     def generate(self, requests, sampling):
         assert sampling == SAMPLING
@@ -76,7 +76,7 @@ class Servers:
 
     def update_weights(self, version: int) -> None:
         if version == 13:
-            raise RunFailure("no such version\non the board")
+            raise RunFailure("no such version\nin the buffer")
         self.version = version
 
     def sleep(self) -> None:
@@ -183,7 +183,7 @@ def test_a_generation_that_nobody_reads_to_its_end_is_aborted_and_the_next_one_i
 
 def test_what_fails_on_a_node_is_named_with_it_and_the_conversation_goes_on(nodes):
     generator, _, _ = nodes
-    with pytest.raises(RunFailure, match=r"^node \d: no such version on the board$"):
+    with pytest.raises(RunFailure, match=r"^node \d: no such version in the buffer$"):
         generator.generators[1].update_weights(13)
     generator.generators[1].update_weights(3)
 

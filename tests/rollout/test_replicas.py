@@ -31,8 +31,8 @@ class Server:
     def wait_ready(self):
         self.log.append("wait_ready")
 
-    def use_board(self, path):
-        self.log.append(f"use_board {path}")
+    def use_weight_buffer(self, path):
+        self.log.append(f"use_weight_buffer {path}")
 
     def generate(self, requests, sampling):
         self.asked.append([request.request_id for request in requests])
@@ -177,12 +177,12 @@ def test_a_users_mistake_starts_nothing_again():
 def test_all_servers_hear_everything():
     servers = [Server(), Server()]
     replicas = Replicas(servers, num_restarts=0)
-    replicas.use_board("/board")
+    replicas.use_weight_buffer("/buffer")
     replicas.wait_ready()
     replicas.update_weights(3)
     replicas.close()
     for server in servers:
-        assert server.log == ["use_board /board", "wait_ready", "close"]
+        assert server.log == ["use_weight_buffer /buffer", "wait_ready", "close"]
         assert server.version == 3
 
 

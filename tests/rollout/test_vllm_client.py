@@ -199,7 +199,7 @@ def test_another_thread_breaks_off_a_generation(options):
 
 def test_a_death_while_generating_is_reported_and_restart_mends_it(options):
     with VllmGenerator.start(options) as generator:
-        generator.use_board("/proc/1/fd/3")
+        generator.use_weight_buffer("/proc/1/fd/3")
         generator.update_weights(2)
         with pytest.raises(RunFailure, match=r"killed by signal 9 \(SIGKILL\); log .* ends: .*hit by a bus"):
             list(generator.generate([GenerationRequest(0, (666,), 1, seed=0)], SamplingParams(max_tokens=1)))

@@ -23,7 +23,7 @@ from mindrlhf.weights.convert import (
     random_hf_weights,
 )
 from mindrlhf.weights.hf import read_hf_config
-from mindrlhf.weights.publishing import plan_publication
+from mindrlhf.weights.publish.shards import plan_publication
 
 PUBLISHED = Path(__file__).parents[2] / "model_configs" / "qwen2_5_vl"
 MODEL = TinyVl(hidden=32, heads=4, kv_heads=2, intermediate=24, layers=3, vision_hidden=16, vision_intermediate=20)
@@ -102,8 +102,8 @@ def test_ranks_write_every_element_once(text):
         for name, parts in plan_publication(layouts, rules, dims, rank).items():
             fused = fuse(rules[name], dims, [tensors[hf] for hf in rules[name].hf_names])
             for part in parts:
-                written[part.hf_name][part.region] = fused[places[name].shard_of(rank)][part.rows]
-                counts[part.hf_name][part.region] += 1
+                written[part.hf_name][part.index] = fused[places[name].shard_of(rank)][part.rows]
+                counts[part.hf_name][part.index] += 1
     for name, tensor in tensors.items():
         assert (counts[name] == 1).all(), name
         np.testing.assert_array_equal(written[name], tensor, err_msg=name)

@@ -1,4 +1,4 @@
-"""Ranks on several machines: who shares one, a board on each, and weights that must be the same on all."""
+"""Ranks on several machines: who shares one, a buffer on each, and weights that must be the same on all."""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -7,13 +7,19 @@ import numpy as np
 import pytest
 
 from mindrlhf.errors import RunFailure
+from mindrlhf.system.messages import decode, encode, merge
 from mindrlhf.training.loop.policy import Policy
-from mindrlhf.training.messages import decode, encode
-from mindrlhf.training.nodes import attach_boards, find_needs, find_nodes, start_spanning
-from mindrlhf.training.records import BoardPath, LeaderAddress, Machine, Published, add_by_node
-from mindrlhf.training.worker.node_board import NodeBoard
-from mindrlhf.training.worker.node_servers import SharesServers
-from mindrlhf.weights.board import WeightBoard
+from mindrlhf.training.nodes import ServingWorker, find_nodes, find_required_slices, start_spanning
+from mindrlhf.training.records import Machine
+from mindrlhf.weights.publish.buffer import WeightBuffer
+from mindrlhf.weights.publish.publisher import (
+    PUBLISH,
+    BufferPath,
+    LeaderAddress,
+    Published,
+    PublishingWorker,
+    open_weight_buffers,
+)
 from mindrlhf.weights.tensors import TensorInfo
 
 INFOS = (TensorInfo("a", "float32", (4, 2)), TensorInfo("b", "float32", (3,)))
@@ -25,36 +31,38 @@ class Rank:
 
     def __init__(self, index: int, machine: str):
         self.index, self._machine = index, machine
-        self.board: WeightBoard | None = None
+        self.buffer: WeightBuffer | None = None
         self.tensors = {name: array.copy() for name, array in TENSORS.items()}
-        self.opened = self.sealed = 0
+        self.opened = self.committed = 0
 
     def machine(self) -> Machine:
         return Machine(self._machine)
 
-    def open_board(self, is_wanted: bool, dtype: str | None, bucket_bytes: int) -> BoardPath:
-        if not is_wanted:
-            return BoardPath("")
+    def open_weights(self, purpose: str, is_owner: bool, of: str, dtype: str | None, bucket_bytes: int) -> BufferPath:
+        if not is_owner:
+            return BufferPath("")
         self.opened += 1
-        self.board = WeightBoard.create(INFOS, bucket_bytes)
-        return BoardPath(self.board.path)
+        self.buffer = WeightBuffer.create(INFOS, bucket_bytes)
+        return BufferPath(self.buffer.path)
 
-    def attach_board(self, path: str, node: int, ranks: list[int]) -> None:
+    def weight_buffer(self, purpose: str) -> WeightBuffer:
+        return self.buffer
+
+    def attach_weights(self, purpose: str, path: str, of: str, node: int, ranks: list[int]) -> None:
         self.node, self.ranks = node, ranks
-        if self.board is None:
-            self.board = WeightBoard.attach(path, writable=True)
+        if self.buffer is None:
+            self.buffer = WeightBuffer.attach(path, writable=True)
 
-    def publish(self, version: int, bucket: int) -> Published:
-        self.board.begin(version, bucket)
+    def publish(self, version: int, bucket: int, purpose: str) -> Published:
+        self.buffer.begin(version, bucket)
         for name in sorted(self.tensors)[self.ranks.index(self.index) :: len(self.ranks)]:
-            self.board.write(name, self.tensors[name])
-        written = self.board.contribution()
-        return Published({}, {str(self.node): written}) if self.node else Published(written)
+            self.buffer.write(name, self.tensors[name])
+        return Published({str(self.node): self.buffer.written()})
 
-    def seal_board(self, contributions: dict) -> None:
+    def commit_weights(self, purpose: str, written: dict) -> None:
         if self.opened and self.node:
-            self.sealed += 1
-            self.board.seal([contributions[str(self.node)]])
+            self.committed += 1
+            self.buffer.commit(written[str(self.node)])
 
 
 class Ranks:
@@ -63,6 +71,10 @@ class Ranks:
     def __init__(self, machines: list[str]):
         self.ranks = [Rank(index, machine) for index, machine in enumerate(machines)]
         self.world_size = len(machines)
+
+    @property
+    def rank_0(self):
+        return self.ranks[0]
 
     def call(self, method: str, per_rank=None, **common):
         arguments = per_rank or [{}] * self.world_size
@@ -93,40 +105,38 @@ def test_the_number_of_nodes_is_read_from_msrun(monkeypatch):
 
 @pytest.fixture
 def published():
-    """Two nodes of two ranks with their boards: the team, and the policy."""
+    """Two nodes of two ranks with their buffers: the team, and the policy."""
     team = Ranks(["x", "x", "y", "y"])
-    board = team.ranks[0].board = WeightBoard.create(INFOS)
-    attach_boards(team, find_nodes(team), board.path)
-    yield team, Policy(team, board)
+    buffer = open_weight_buffers(team, find_nodes(team))
+    yield team, Policy(team, buffer)
     for rank in team.ranks:
-        rank.board.close()
+        rank.buffer.close()
 
 
-def test_every_node_gets_the_whole_model_on_a_board_of_its_own(published):
+def test_every_node_gets_the_whole_model_on_a_buffer_of_its_own(published):
     team, policy = published
-    assert [rank.opened for rank in team.ranks] == [0, 0, 1, 0]
-    boards = [team.ranks[0].board, team.ranks[2].board]
-    assert boards[0].path != boards[1].path
+    assert [rank.opened for rank in team.ranks] == [1, 0, 1, 0]
+    buffers = [team.ranks[0].buffer, team.ranks[2].buffer]
+    assert buffers[0].path != buffers[1].path
     for version in (1, 2):
         digest = policy.publish(version)
-        for board in boards:
-            board.verify(version)
-            for name, _, array in board.tensors(version):
+        for buffer in buffers:
+            buffer.verify(version)
+            for name, _, array in buffer.tensors(version):
                 np.testing.assert_array_equal(array, team.ranks[0].tensors[name])
         for rank in team.ranks:
             rank.tensors["b"] += 1
         assert digest != policy.publish(version + 10)
-    assert [rank.sealed for rank in team.ranks] == [0, 0, 4, 0]
+    assert [rank.committed for rank in team.ranks] == [0, 0, 4, 0]
 
 
 def test_the_digest_is_that_of_one_node(published):
     _, policy = published
     alone = Ranks(["x", "x"])
-    board = alone.ranks[0].board = WeightBoard.create(INFOS)
-    attach_boards(alone, find_nodes(alone), board.path)
-    assert Policy(alone, board).publish(1) == policy.publish(1)
+    buffer = open_weight_buffers(alone, find_nodes(alone))
+    assert Policy(alone, buffer).publish(1) == policy.publish(1)
     for rank in alone.ranks:
-        rank.board.close()
+        rank.buffer.close()
 
 
 def test_a_node_whose_weights_differ_ends_the_run(published):
@@ -136,13 +146,10 @@ def test_a_node_whose_weights_differ_ends_the_run(published):
         policy.publish(1)
 
 
-def test_contributions_are_added_up_by_node():
-    one = {"a": {"regions": [[[0, 2], [0, 2]]], "sums": [2**64 - 1], "checksum": 2**64 - 1}}
-    two = {"a": {"regions": [[[2, 4], [0, 2]]], "sums": [3], "checksum": 3}}
-    assert add_by_node([{}, {"1": one}, {"2": two}, {"1": two}]) == {
-        "1": {"a": {"regions": [[[0, 2], [0, 2]], [[2, 4], [0, 2]]], "sums": [2**64 - 1, 3], "checksum": 2}},
-        "2": two,
-    }
+def test_what_ranks_wrote_is_put_together_by_node():
+    one, two = ["a", [[0, 2], [0, 2]], 2**64 - 1], ["a", [[2, 4], [0, 2]], 3]
+    wrote = [Published({}), Published({"1": [one]}), Published({"2": [two]}), Published({"1": [two]})]
+    assert merge(wrote).written == {"1": [one, two], "2": [two]}
 
 
 class Shards:
@@ -152,16 +159,16 @@ class Shards:
         self.held = held
         self.tensors = {name: array.copy() for name, array in TENSORS.items()}
 
-    def create_board(self, dtype: str | None = None, bucket_bytes: int = 0) -> WeightBoard:
-        return WeightBoard.create(INFOS, bucket_bytes)
+    def create_weight_buffer(self, dtype: str | None = None, bucket_bytes: int = 0) -> WeightBuffer:
+        return WeightBuffer.create(INFOS, bucket_bytes)
 
-    def write_to(self, board: WeightBoard, ranks) -> None:
+    def write_to(self, buffer: WeightBuffer, ranks) -> None:
         for name, region in self.held.items():
-            if board.wants(name):
-                board.write(name, self.tensors[name][region], region)
+            if buffer.wants(name):
+                buffer.write(name, self.tensors[name][region], region)
 
 
-class ShardRank(NodeBoard):
+class ShardRank(PublishingWorker):
     """A rank of such a model."""
 
     def __init__(self, machine: str, held: dict[str, tuple[slice, ...]]):
@@ -179,7 +186,7 @@ class ThreadedRanks(Ranks):
         self.ranks, self.world_size = ranks, len(ranks)
 
     def call(self, method: str, per_rank=None, **common):
-        arguments = [decode(*encode(given)) for given in per_rank or [common] * self.world_size]
+        arguments = [decode(*encode({**common, **own})) for own in per_rank or [{}] * self.world_size]
         with ThreadPoolExecutor(self.world_size) as pool:
             done = [pool.submit(getattr(rank, method), **given) for rank, given in zip(self.ranks, arguments)]
             return [decode(*encode({"result": one.result()}))["result"] for one in done]
@@ -194,8 +201,8 @@ CUT = [
 
 
 def _look(ranks, seen, version, bucket):
-    """Compare the bucket that the boards of all ranks have, and note its tensors."""
-    for own in {rank._board.path: rank._board for rank in ranks}.values():
+    """Compare the bucket that the buffers of all ranks have, and note its tensors."""
+    for own in {rank.weight_buffer().path: rank.weight_buffer() for rank in ranks}.values():
         own.verify(version)
         assert own.bucket == bucket
         for tensor, _, array in own.tensors(version):
@@ -205,27 +212,24 @@ def _look(ranks, seen, version, bucket):
 
 @pytest.mark.parametrize("bucket_bytes", [0, 1], ids=["whole", "in buckets"])
 @pytest.mark.parametrize("machines", ["xyz", "xxy", "xyy"])
-def test_boards_of_a_model_that_is_cut_over_nodes_are_completed(machines, bucket_bytes):
+def test_buffers_of_a_model_that_is_sharded_over_nodes_are_completed(machines, bucket_bytes):
     digests = {}
     for name, size in (("xxx", 0), (machines, bucket_bytes)):
         ranks = [ShardRank(machine, held) for machine, held in zip(name, CUT)]
         team = ThreadedRanks(ranks)
-        with ranks[0].create_board(bucket_bytes=size) as board:
-            nodes = find_nodes(team)
-            attach_boards(team, nodes, board.path, bucket_bytes=size)
-            policy = Policy(team, board)
+        with open_weight_buffers(team, find_nodes(team), bucket_bytes=size) as buffer:
+            policy = Policy(team, buffer)
             for version in (1, 2, 3):
                 seen = []
                 look = partial(_look, ranks, seen)
                 digests.setdefault(version, set()).add(policy.publish(version, look))
-                assert sorted(seen) == sorted([*TENSORS] * len(set(name))), "every board had every tensor"
+                assert sorted(seen) == sorted([*TENSORS] * len(set(name))), "every buffer had every tensor"
                 for rank in ranks:
                     rank.model.tensors["a"] *= np.float32(1.5)
                     rank.model.tensors["b"] += np.float32(0.25)
-        assert board.num_buckets == (2 if size else 1)
+        assert buffer.num_buckets == (2 if size else 1)
         for rank in ranks:
-            rank.close_carrier()
-            rank._board.close()
+            rank.close_weights(PUBLISH)
     assert all(len(same) == 1 for same in digests.values()), "the digests are those of one machine"
     assert len(set().union(*digests.values())) == 3
 
@@ -254,7 +258,7 @@ class ServingRank(Rank):
 def spanning_team(machines: list[str]) -> tuple[Ranks, list[list[int]]]:
     team = Ranks([])
     team.ranks = [ServingRank(index, machine) for index, machine in enumerate(machines)]
-    team.world_size, team.rank_0 = len(machines), team.ranks[0]
+    team.world_size = len(machines)
     nodes = find_nodes(team)
     for node, ranks in enumerate(nodes):
         for rank in ranks:
@@ -294,22 +298,22 @@ def test_fewer_machines_than_the_launchers_said_are_named():
 
 
 class Servers:
-    """Servers over several nodes that read the same boxes on each of their nodes, whatever they are asked."""
+    """Servers over several nodes that read the same slices on each of their nodes, whatever they are asked."""
 
-    def __init__(self, needs):
-        self.needs = needs  # by part of the server
+    def __init__(self, required):
+        self.required = required  # by part of the server
 
-    def find_needs(self, infos, node, num_nodes):
-        assert [tuple(info) for info in infos] == [tuple(info) for info in INFOS] and num_nodes == len(self.needs)
-        return self.needs[node]
+    def find_required_slices(self, infos, node, num_nodes):
+        assert [tuple(info) for info in infos] == [tuple(info) for info in INFOS] and num_nodes == len(self.required)
+        return self.required[node]
 
 
-class SpanningRank(SharesServers, ShardRank):
+class SpanningRank(ServingWorker, ShardRank):
     """A rank whose node may own a server over several nodes."""
 
 
 # What the workers of each node read of the tensors of CUT: parts of "a" [4, 2] and "b" [3].
-NEEDS = [
+REQUIRED = [
     {"a": [((0, 2), (0, 2))], "b": None},
     {"a": [((1, 4), (1, 2))], "b": [((0, 1),), ((2, 3),)]},
     {"a": [], "b": [((1, 2),)]},
@@ -317,48 +321,50 @@ NEEDS = [
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, 1], ids=["whole", "in buckets"])
-def test_boards_get_what_servers_over_several_nodes_read_and_no_more(bucket_bytes):
+def test_buffers_get_what_servers_over_several_nodes_read_and_no_more(bucket_bytes):
     assert [(info.name, info.shape) for info in INFOS] == [("a", (4, 2)), ("b", (3,))]
     ranks = [SpanningRank(machine, held) for machine, held in zip("xyz", CUT)]
     ranks[0].use_share(object())
-    ranks[0]._node_generator = Servers(NEEDS)
+    ranks[0].use_generator(Servers(REQUIRED))
     team = ThreadedRanks(ranks)
-    with ranks[0].create_board(bucket_bytes=bucket_bytes) as board:
-        nodes = find_nodes(team)
-        attach_boards(team, nodes, board.path, bucket_bytes=bucket_bytes)
-        whole = Policy(team, board).publish(1)
+    nodes = find_nodes(team)
+    with open_weight_buffers(team, nodes, bucket_bytes=bucket_bytes) as buffer:
+        whole = Policy(team, buffer).publish(1)
         for rank in ranks:
-            rank.close_carrier()
+            own = rank._buffers[PUBLISH]
+            if own.transport is not None:
+                own.transport.close()
+                own.transport = None
             for name, tensor in TENSORS.items():
-                rank._board.view(name, [[0, size] for size in tensor.shape])[...] = -1
-        policy = Policy(team, board)
-        needs = find_needs(team, nodes, [(0, 1, 2)])
-        assert needs == NEEDS
-        policy.use_needs(needs)
+                own.buffer.view(name, [[0, size] for size in tensor.shape])[...] = -1
+        policy = Policy(team, buffer)
+        required = find_required_slices(team, nodes, [(0, 1, 2)])
+        assert required == REQUIRED
+        policy.require(required)
         seen = [{name: set() for name in TENSORS} for _ in ranks]
 
         def look(version, bucket):
             for node, rank in enumerate(ranks):
-                rank._board.verify(version)
-                rank._board.require(version, NEEDS[node])
-                for name, boxes in rank._board.parts(version).items():
-                    for box in boxes:
-                        place = tuple(slice(*bounds) for bounds in box)
-                        np.testing.assert_array_equal(rank._board.view(name, box), rank.model.tensors[name][place])
-                        seen[node][name].add(box)
+                own = rank.weight_buffer()
+                own.verify(version)
+                own.require(version, REQUIRED[node])
+                for name, slices in own.slices(version).items():
+                    for one in slices:
+                        place = tuple(slice(*bounds) for bounds in one)
+                        np.testing.assert_array_equal(own.view(name, one), rank.model.tensors[name][place])
+                        seen[node][name].add(one)
 
         assert policy.publish(2, look) == whole, "the digest is of what was written, not of what was sent"
-        for rank, needed, found in zip(ranks, NEEDS, seen):
+        for rank, needed, found in zip(ranks, REQUIRED, seen):
             for name, tensor in TENSORS.items():
                 has = np.zeros(tensor.shape, bool)
-                for box in found[name]:
-                    has[tuple(slice(*bounds) for bounds in box)] = True
+                for one in found[name]:
+                    has[tuple(slice(*bounds) for bounds in one)] = True
                 wanted = np.zeros(tensor.shape, bool)
-                for box in [tuple((0, size) for size in tensor.shape)] if needed[name] is None else needed[name]:
-                    wanted[tuple(slice(*bounds) for bounds in box)] = True
+                for one in [tuple((0, size) for size in tensor.shape)] if needed[name] is None else needed[name]:
+                    wanted[tuple(slice(*bounds) for bounds in one)] = True
                 if name in rank.held:
                     wanted[rank.held[name]] = True
                 np.testing.assert_array_equal(has, wanted, err_msg=name)
     for rank in ranks:
-        rank.close_carrier()
-        rank._board.close()
+        rank.close_weights(PUBLISH)

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from mindrlhf.layout.layout import Layout
-from mindrlhf.training.records import ProcessStatistics, Published, UpdateResult
+from mindrlhf.training.records import ProcessStatistics, UpdateResult
 from mindrlhf.training.replica_team import ReplicaTeam
-from mindrlhf.weights.board import TensorInfo, WeightBoard
+from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer
+from mindrlhf.weights.publish.publisher import Published
 
 
 class Ranks:
@@ -50,24 +51,24 @@ def test_all_ranks_of_a_replica_get_its_rows_and_its_last_rank_answers():
     assert ranks.is_closed
 
 
-def test_what_all_ranks_wrote_seals_the_board():
+def test_what_all_ranks_wrote_is_committed():
     """Eight ranks write a part each; the replicas' answers hold all of it."""
     tensor = np.random.default_rng(0).standard_normal((16, 4)).astype(np.float32)
-    with WeightBoard.create([TensorInfo("weight", "float32", (16, 4))]) as board:
-        board.begin(1)
+    with WeightBuffer.create([TensorInfo("weight", "float32", (16, 4))]) as buffer:
+        buffer.begin(1)
         contributions = []
         for rank in range(8):
-            with WeightBoard.attach(board.path, writable=True) as mine:
+            with WeightBuffer.attach(buffer.path, writable=True) as mine:
                 mine.begin(1)
                 part = slice(2 * rank, 2 * rank + 2)
                 mine.write("weight", tensor[part], (part,))
-                contributions.append(mine.contribution())
-        team = ReplicaTeam(Ranks(8, lambda rank: Published(contributions[rank])), LAYOUT)
+                contributions.append(mine.written())
+        team = ReplicaTeam(Ranks(8, lambda rank: Published({"0": contributions[rank]})), LAYOUT)
         results = team.call("publish", version=1)
         assert len(results) == 2
-        board.seal([result.contribution for result in results])
-        board.verify(1)
-        np.testing.assert_array_equal({name: array for name, _, array in board.tensors(1)}["weight"], tensor)
+        buffer.commit([one for result in results for one in result.written["0"]])
+        buffer.verify(1)
+        np.testing.assert_array_equal({name: array for name, _, array in buffer.tensors(1)}["weight"], tensor)
 
 
 def test_the_layout_must_have_all_ranks():

@@ -97,7 +97,7 @@ RULES: dict[str, Rule] = {
     "rl_config.save_prompt_completions_interval": without("every step: `observe.samples_per_step`"),
     "rl_config.save_prompt_completions_dir": without("samples go to the output directory"),
     "rl_config.save_checkpoint_dir": to("checkpoint.save_dir"),
-    "rl_config.reshard_*": without("weights reach vLLM through a board of shared memory"),
+    "rl_config.reshard_*": without("weights reach vLLM through a weight buffer in shared memory"),
     "rl_config.enable_reshard_optimizer": without("the optimiser's state stays where it is"),
     "rl_config.save_ckpt_interval": into(_interval),
     "rl_config.save_max_ckpt_num": to("checkpoint.keep_last"),

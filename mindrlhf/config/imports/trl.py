@@ -242,7 +242,7 @@ RULES: dict[str, Rule] = {
     "fsdp*": without("see `parallel_config`"),
     "dataloader_*": without("prompts are read by the ranks"),
     "remove_unused_columns": without("a prompt keeps the fields of its record"),
-    "ds3_gather_for_generation": without("weights reach vLLM through a board of shared memory"),
+    "ds3_gather_for_generation": without("weights reach vLLM through a weight buffer in shared memory"),
     "use_transformers_paged": without("always vLLM"),
     "cache_implementation": without("always vLLM"),
     "use_liger_kernel": without("logits are never whole on CPU; kernels are MindFormers'"),

@@ -1,7 +1,7 @@
 """Loading weights into the live parameters: by vLLM's loaders once, and from then on by the copies that they made.
 
 vLLM looks up the place of each tensor anew for every version. Of a small model that takes longer than to copy it. All
-that its loaders do passes through PyTorch's dispatcher: where they do no more than copy views of the board's tensors,
+that its loaders do passes through PyTorch's dispatcher: where they do no more than copy views of the buffer's tensors,
 which stay where they are, into parameters, these copies are all there is to do for the next version.
 """
 
@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindrlhf.cpu.rollout.linear import forget_copies
-from mindrlhf.rollout.server.needs import storage_of, tensors_in
-from mindrlhf.weights.board import WeightBoard
+from mindrlhf.rollout.server.required_slices import storage_of, tensors_in
+from mindrlhf.weights.publish.buffer import WeightBuffer
 
 _ATEN = torch.ops.aten
 _SET_TO_CONSTANTS = (_ATEN.fill_.Scalar, _ATEN.zero_.default)
@@ -22,7 +22,7 @@ _TURNED_AT_ONCE = 1 << 17  # elements: they stay in the cache
 
 @dataclass(frozen=True)
 class _Plan:
-    """What there is to copy from a bucket of a board, and the names of the parameters that this loads, or None."""
+    """What there is to copy from a bucket of a buffer, and the names of the parameters that this loads, or None."""
 
     copies: list[tuple[torch.Tensor, torch.Tensor]]  # target and source
     turned: list[tuple[torch.Tensor, torch.Tensor]]  # those for which ``_is_turned`` is true
@@ -37,7 +37,7 @@ class _Plan:
 
 
 class InPlaceLoader:
-    """Loads what a board has into a model whose layers derive nothing from their weights.
+    """Loads what a buffer has into a model whose layers derive nothing from their weights.
 
     Args:
         model: of vLLM; its parameters keep their memory.
@@ -45,23 +45,23 @@ class InPlaceLoader:
 
     def __init__(self, model: torch.nn.Module):
         self._model = model
-        self._board: WeightBoard | None = None
-        self._plans: dict[int, _Plan] = {}  # by bucket of that board
+        self._buffer: WeightBuffer | None = None
+        self._plans: dict[int, _Plan] = {}  # by bucket of that buffer
 
-    def load(self, board: WeightBoard, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
-        """Load the bucket that the board has now.
+    def load(self, buffer: WeightBuffer, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
+        """Load the bucket that the buffer has now.
 
         Args:
-            tensors: names and views of the board's memory.
+            tensors: names and views of the buffer's memory.
 
         Returns:
             The names of the parameters that were loaded; None where the model does not say.
         """
-        if self._board is not board:
-            self._board, self._plans = board, {}
+        if self._buffer is not buffer:
+            self._buffer, self._plans = buffer, {}
         with torch.inference_mode():
             forget_copies(self._model)
-            if plan := self._plans.get(board.bucket):
+            if plan := self._plans.get(buffer.bucket):
                 plan.run()
                 return plan.names
             given = list(tensors)
@@ -70,7 +70,7 @@ class InPlaceLoader:
             if recorder.targets and recorder.saw_all(list(self._model.parameters())):
                 pairs = list(zip(recorder.targets, recorder.sources, strict=True))
                 copies, turned = ([pair for pair in pairs if _is_turned(*pair) == is_so] for is_so in (False, True))
-                self._plans[board.bucket] = _Plan(copies, turned, names)
+                self._plans[buffer.bucket] = _Plan(copies, turned, names)
             return names
 
 

@@ -1,6 +1,6 @@
 """Memory that the ranks of a run share where they are all on one machine.
 
-It is a ``memfd``, as the weight board is: it has no name, so nothing is left behind by ``kill -9``, and the size of
+It is a ``memfd``, as the weight buffer is: it has no name, so nothing is left behind by ``kill -9``, and the size of
 ``/dev/shm`` does not limit it. The others open it through ``/proc`` of rank 0, which tells them where over the device's
 collectives; these are also what the ranks wait for each other by.
 """

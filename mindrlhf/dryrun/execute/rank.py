@@ -42,14 +42,14 @@ from mindrlhf.system.processes import die_with_launcher
 from mindrlhf.training.batch import Batch, RowOptions
 from mindrlhf.training.checkpoints.shards import export_adapter
 from mindrlhf.training.loop.policy import Policy
-from mindrlhf.training.loop.publication import sharded_tensors
-from mindrlhf.training.nodes import attach_boards, find_nodes
+from mindrlhf.training.nodes import find_nodes
 from mindrlhf.training.replica_team import ReplicaTeam
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.sharded.factory import layout_of
 from mindrlhf.training.team import Team, connect, serve
 from mindrlhf.training.vision.image_rows import ImageTokens
-from mindrlhf.weights.board import WeightBoard
+from mindrlhf.weights.publish.buffer import WeightBuffer
+from mindrlhf.weights.publish.publisher import PUBLISH, open_weight_buffers, sharded_tensors
 
 OLD, REFERENCE = "old_logprobs", "reference_logprobs"
 
@@ -80,24 +80,23 @@ def main(directory: Path) -> None:
             "written_bytes": _written_bytes(lowered.actor),
             "lowered": lowered.replaced,
             "machine": lowered.actor.machine().name,
-            "board": _board_digest(lowered.actor._board),
+            "buffer": _buffer_digest(lowered.actor.weight_buffer()),
         }
         (own_directory / RESULT_NAME.format(rank=rank.index)).write_text(json.dumps(report))
-        lowered.actor.close_carrier()
-        lowered.actor._board.close()
+        lowered.actor.close_weights(PUBLISH)
 
 
 def _written_bytes(actor) -> int:
-    """Return the bytes of the last version that this rank wrote to the board."""
-    regions = [box for written in actor._board.contribution().values() for box in written["regions"]]
-    return sum(4 * math.prod(stop - start for start, stop in box) for box in regions)
+    """Return the bytes of the last version that this rank wrote to the buffer."""
+    slices = (one for _, one, _ in actor.weight_buffer().written())
+    return sum(4 * math.prod(stop - start for start, stop in one) for one in slices)
 
 
-def _board_digest(board: WeightBoard) -> str:
-    """Return a digest of all that the board of this rank's node holds, which was checked against its checksums."""
-    board.verify(board.version)
+def _buffer_digest(buffer: WeightBuffer) -> str:
+    """Return a digest of all that the buffer of this rank's node holds, which was checked against its checksums."""
+    buffer.verify(buffer.version)
     state = hashlib.sha256()
-    for name, _, array in board.tensors(board.version):
+    for name, _, array in buffer.tensors(buffer.version):
         state.update(name.encode() + array.tobytes())
     return state.hexdigest()
 
@@ -120,33 +119,33 @@ class _Rank0:
         self._batches = _batches(spec["is_last"], arrays, job["token_inputs"], team.world_size, tokens)
 
     def run(self) -> None:
-        board = self._actor.create_board()
-        attach_boards(self._ranks, find_nodes(self._ranks), board.path, carrier=self._job["carrier"])
-        policy = Policy(self._team, board)
+        self._nodes = find_nodes(self._ranks)
+        buffer = open_weight_buffers(self._ranks, self._nodes, transport=self._job["carrier"])
+        policy = Policy(self._team, buffer)
         micro_batch = self._batches[0].micro_batches[0]
         num_rows, length = micro_batch.mask.shape
         packing = SHARED_PROMPTS if micro_batch.context else FIRST_FIT
         seen = ImageTokens.of(self._actor.model.network.dims)
         options = RowOptions((length,), num_rows, self._team.world_size, True, packing, in_step=True, image_tokens=seen)
         policy.warm_up(options, [OLD, REFERENCE])
-        self._publish(policy, board, "before")
+        self._publish(policy, buffer, "before")
         policy.receive(self._batches)
         self._compute_outputs(policy)
         updates = [self._update(policy, 0)]
         self._save("middle")
         updates += [self._update(policy, position) for position in range(1, len(self._batches))]
-        self._publish(policy, board, "after")
+        self._publish(policy, buffer, "after")
         self._save(SAVED_NAME)
         if self._job["lora"]:
             export_adapter(self._team, self._directory / EXPORT_NAME)
         of = "critic" if self._is_critic else ""
         export = self._actor.export_critic if self._is_critic else self._actor.export
-        export(self._directory / EXPORT_NAME, None, sharded_tensors(self._team, self._ranks, self._actor, of))
+        export(self._directory / EXPORT_NAME, None, sharded_tensors(self._team, self._ranks, self._nodes, of))
         # Again from the checkpoint, with the batches that the ranks still have.
         self._team.call("restore", directory=str(self._directory / "middle"))
         for position in range(1, len(self._batches)):
             self._update(policy, position)
-        self._publish(policy, board, "resumed")
+        self._publish(policy, buffer, "resumed")
         outputs = {"first": [array for update in updates for array in update.logprobs]}
         outputs["reference"] = self._reference(policy)
         if not self._job["lora"]:  # whose reference is the policy itself, without its adapters
@@ -175,11 +174,11 @@ class _Rank0:
         rows = [rows for position, batch in enumerate(self._batches) for rows in policy.held_rows(position, batch)]
         return [one.tokens[REFERENCE].copy() for one in rows]
 
-    def _publish(self, policy: Policy, board: WeightBoard, moment: str) -> None:
-        version = (board.version or 0) + 1
+    def _publish(self, policy: Policy, buffer: WeightBuffer, moment: str) -> None:
+        version = (buffer.version or 0) + 1
         policy.publish(version)
-        board.verify(version)
-        tensors = {name: array.copy() for name, _, array in board.tensors(version)}
+        buffer.verify(version)
+        tensors = {name: array.copy() for name, _, array in buffer.tensors(version)}
         save_file(tensors, self._directory / PUBLISHED_NAME.format(moment=moment))
 
     def _save(self, name: str) -> None:

@@ -60,7 +60,7 @@ class ExecutionJob:
         after_token: see :class:`mindrlhf.training.sharded.model.ShardedModel`.
         lora: fields of :class:`mindrlhf.specs.lora.LoraOptions`, of adapters that are trained in place of the model;
             they begin with those of :data:`SEED`.
-        carrier: `rollout.weights_transport`.
+        transport: `rollout.weights_transport`.
         gradient_graphs: those of the gradients alone, where updates are made in two parts.
     """
 
@@ -72,7 +72,7 @@ class ExecutionJob:
     computed_input: str = ""
     after_token: bool = False
     lora: dict | None = None
-    carrier: str = TCP
+    transport: str = TCP
     gradient_graphs: tuple[str, ...] = ()
 
     @property
@@ -97,11 +97,11 @@ class ExecutionResult:
         weights: the final parameters, whole, by MindFormers name, as saved; of a model with adapters, theirs.
         replica_difference: largest difference between ranks that hold the same shard.
         published: the logical Hugging Face tensors by the moment's name (``PUBLICATIONS``).
-        written_bytes: bytes that each rank wrote to the board for a version. Together they are never less than the
+        written_bytes: bytes that each rank wrote to the buffer for a version. Together they are never less than the
             tensors' own size, the lower bound, since each element has to be written once.
         exported: the Hugging Face directory that rank 0 wrote.
         machines: the machine of each rank.
-        boards: a digest of all that lies on the board of each rank's node at the end.
+        buffers: a digest of all that lies in the buffer of each rank's node at the end.
         lowered: nodes rewritten for the CPU on rank 0, by operator.
     """
 
@@ -117,7 +117,7 @@ class ExecutionResult:
     written_bytes: tuple[int, ...]
     exported: Path
     machines: tuple[str, ...]
-    boards: tuple[str, ...]
+    buffers: tuple[str, ...]
     lowered: dict[str, int]
 
 
@@ -212,7 +212,7 @@ def _collect(job: ExecutionJob, hf_config: dict, directory: Path, num_calls: int
         written_bytes=tuple(report["written_bytes"] for report in reports),
         exported=directory / EXPORT_NAME,
         machines=tuple(report["machine"] for report in reports),
-        boards=tuple(report["board"] for report in reports),
+        buffers=tuple(report["buffer"] for report in reports),
         lowered=reports[0]["lowered"],
     )
 

@@ -274,7 +274,7 @@ def _transfer_lines(plan: Plan) -> list[str]:
     buckets = f", in {transfer.num_buckets} buckets" if transfer.num_buckets > 1 else ""
     lines = [
         *columns(rows, "<>>>"),
-        f"host memory of the weight board: {format_size(transfer.board_bytes)} on each of {transfer.num_nodes} "
+        f"host memory of the weight buffer: {format_size(transfer.buffer_bytes)} on each of {transfer.num_nodes} "
         f"node{'s' if transfer.num_nodes > 1 else ''}{buckets}",
     ]
     if transfer.most_received:

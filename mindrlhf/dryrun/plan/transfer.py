@@ -1,6 +1,6 @@
 """Bytes that one transfer of weights moves, against the fewest that any transfer could, and what it takes of a node.
 
-Trainer ranks write what they hold to the board of their node. What the servers of a node need and none of its ranks
+Trainer ranks write what they hold to the buffer of their node. What the servers of a node need and none of its ranks
 holds comes from other nodes; each device of a server then takes its own.
 """
 
@@ -17,8 +17,8 @@ from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.layout.server_shards import Box, server_box
 from mindrlhf.layout.servers import place_servers
 from mindrlhf.specs import ModelDims, ParameterRule
-from mindrlhf.weights.convert import board_dtype, board_infos, file_dtype
-from mindrlhf.weights.publishing import published_shards
+from mindrlhf.weights.convert import buffer_dtype, buffer_infos, file_dtype
+from mindrlhf.weights.publish.shards import published_shards
 from mindrlhf.weights.tensors import STORAGE_DTYPES, cut_into_buckets, size_of
 
 # 200 Gbit/s, as servers with NPUs have it for storage and between hosts.
@@ -31,7 +31,7 @@ class TransferStep:
 
     Attributes:
         name: from where to where.
-        moved: bytes that the weight board moves.
+        moved: bytes that the weight buffer moves.
         bound: bytes that must move, whatever the method: each needed element once per place that lacks it, in the
             rollout's dtype.
     """
@@ -46,15 +46,15 @@ class TransferPlan:
     """The weight transfer of one step.
 
     Attributes:
-        board_bytes: host memory of the board on each node.
+        buffer_bytes: host memory of the buffer on each node.
         num_buckets: that pass through it one after the other.
-        num_nodes: nodes, each with a board.
+        num_nodes: nodes, each with a buffer.
         steps: the legs.
         most_received: bytes that come to one node over the network, at most.
         seconds: that this takes on a link, both ways at once; 0 where nothing crosses.
     """
 
-    board_bytes: int
+    buffer_bytes: int
     num_buckets: int
     num_nodes: int
     steps: tuple[TransferStep, ...]
@@ -90,7 +90,7 @@ def plan_transfer(
     for rule in rules.rules(dims):
         one = by_name[rule.mf_name]
         own = file_dtype(rule, config.model.param_dtype)
-        element_bytes = STORAGE_DTYPES[board_dtype(rule, own, config.rollout.dtype)].itemsize
+        element_bytes = STORAGE_DTYPES[buffer_dtype(rule, own, config.rollout.dtype)].itemsize
         num_elements += math.prod(one.shape)
         for node in range(nodes.count):
             held, needed, overlap = nodes.shares(rule, one, node)
@@ -100,16 +100,16 @@ def plan_transfer(
             bound += (needed - overlap) * exact
     to_devices = rollout_rank_bytes * layout.world_size
     steps = (
-        TransferStep("trainer devices to boards", written_bytes, num_elements * exact),
+        TransferStep("trainer devices to buffers", written_bytes, num_elements * exact),
         TransferStep("between nodes", sum(received), bound),
-        TransferStep("boards to generator devices", to_devices, to_devices),
+        TransferStep("buffers to generator devices", to_devices, to_devices),
     )
-    infos = board_infos(rules, dims, config.model.param_dtype, config.rollout.dtype)
+    infos = buffer_infos(rules, dims, config.model.param_dtype, config.rollout.dtype)
     buckets = cut_into_buckets(infos, int(config.rollout.weight_buffer_gib * 2**30))
     # What comes to one node has left others: none sends more than its share, or than it receives itself.
     busiest = max(max(received), -(-sum(received) // nodes.count))
     return TransferPlan(
-        board_bytes=max(size_of(bucket, infos) for bucket in buckets),
+        buffer_bytes=max(size_of(bucket, infos) for bucket in buckets),
         num_buckets=len(buckets),
         num_nodes=nodes.count,
         steps=steps,
@@ -175,7 +175,7 @@ class _Nodes:
             for held in (one.shard_of(start + rank) for rank in local)
         }
         return {
-            (shard.hf_name, tuple((part.start, part.stop) for part in shard.region))
+            (shard.hf_name, tuple((part.start, part.stop) for part in shard.index))
             for held in shards.values()
             for shard in published_shards(rule, self._dims, held)
         }

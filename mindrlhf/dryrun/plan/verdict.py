@@ -14,7 +14,7 @@ from mindrlhf.system.sizes import format_size
 
 MAX_CHANGES = 3
 # Host memory that nodes of eight NPUs commonly have is 1 to 2 TB, of which other processes take a part.
-LARGE_BOARD_BYTES = 10**12
+LARGE_BUFFER_BYTES = 10**12
 _LEAST_UTILIZATION = 0.1
 _LOGIT_POSITIONS = 1024  # a tile of logits and the head's gradient take a few GB then
 
@@ -110,10 +110,10 @@ def _notes(plan: Plan) -> tuple[str, ...]:
             f"on run.device={config.run.device} `train` takes adapters where parallel_config shards the model only: "
             "set parallel_config.enable_parallel_optimizer to true"
         )
-    if plan.transfer.board_bytes > LARGE_BOARD_BYTES:
+    if plan.transfer.buffer_bytes > LARGE_BUFFER_BYTES:
         notes.append(
-            f"the weight board takes {format_size(plan.transfer.board_bytes)} of every node's host memory: check that "
-            "the nodes have it, or bound it by rollout.weight_buffer_gib"
+            f"the weight buffer takes {format_size(plan.transfer.buffer_bytes)} of every node's host memory: check "
+            "that the nodes have it, or bound it by rollout.weight_buffer_gib"
         )
     if config.memory.offload_optimizer:
         state = max(state.moments + state.gradient_sums for state in plan.states)

@@ -8,7 +8,7 @@ from mindrlhf.rollout.elastic.member import Member
 from mindrlhf.rollout.remote import ReplicatedGenerator
 from mindrlhf.rollout.replicas import Unfinished, merge
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
-from mindrlhf.weights.board import WeightBoard
+from mindrlhf.weights.publish.buffer import WeightBuffer
 
 
 class ElasticGenerator:
@@ -21,14 +21,14 @@ class ElasticGenerator:
         own: the servers of the nodes that train; their failure is the run's.
         num_own_servers: how many they are.
         door: where the others come in.
-        board: of rank 0, whole whenever a version is sealed.
+        buffer: of rank 0, whole whenever a version is committed.
     """
 
-    def __init__(self, own: ReplicatedGenerator, num_own_servers: int, door: Door, board: WeightBoard) -> None:
+    def __init__(self, own: ReplicatedGenerator, num_own_servers: int, door: Door, buffer: WeightBuffer) -> None:
         self._own = own
         self._num_own_servers = num_own_servers
         self._door = door
-        self._board = board
+        self._buffer = buffer
         self._members: list[Member] = []
 
     def wait_ready(self) -> None:
@@ -57,7 +57,7 @@ class ElasticGenerator:
                 say(f"{len(left)} prompts of rollout nodes that are lost are issued again")
 
     def update_weights(self, version: int) -> None:
-        """Have every server load ``version`` from the board of its node; nodes that have come take part from now on."""
+        """Have every server load ``version`` from its node's buffer; nodes that have come take part from now on."""
         newcomers = self._door.take_newcomers()
         members = [*self._present(), *newcomers]
         threads = [threading.Thread(target=self._update, args=(member, version)) for member in members]
@@ -97,7 +97,7 @@ class ElasticGenerator:
 
     def _update(self, member: Member, version: int) -> None:
         try:
-            member.update_weights(version, self._board)
+            member.update_weights(version, self._buffer)
         except Exception as error:  # whatever it is, the run does not need this node
             member.drop(str(error) or type(error).__name__)
 

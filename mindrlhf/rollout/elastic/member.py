@@ -2,13 +2,13 @@
 
 On one connection (:class:`mindrlhf.launch.nodes.channel.Channel`) rank 0 asks and the node answers:
 
-    board + infos                    board {host, port}, where the node waits for weights
+    buffer + infos                   buffer {host, port}, where the node waits for weights
     weights {version} + checksums    weights, when the servers there have loaded them
     generate {sampling} + requests   completions {weights_version} + samples, any number of times; generated
     abort, while it generates        generated
 
-"failed" {message} and "leaving" may come at any time, and end it. Weights come by the carrier of
-:mod:`mindrlhf.weights.exchange`, as changes since the last version where that is less.
+"failed" {message} and "leaving" may come at any time, and end it. Weights come by the transport of
+:mod:`mindrlhf.weights.publish.tcp`, as changes since the last version where that is less.
 """
 
 import json
@@ -31,36 +31,31 @@ from mindrlhf.rollout.types import (
 )
 from mindrlhf.system import heartbeat
 from mindrlhf.system.handshake import SignedConnection
-from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.exchange.plan import Piece, plan_exchange
-from mindrlhf.weights.exchange.tcp import TcpCarrier
+from mindrlhf.weights.publish.buffer import WeightBuffer
+from mindrlhf.weights.publish.slices import whole_slice
+from mindrlhf.weights.publish.sync import Sums, Transfer, plan_sync
+from mindrlhf.weights.publish.tcp import TcpTransport
 from mindrlhf.weights.tensors import TensorInfo
 
-LEAD, NODE = 0, 1  # the ends of the exchange
+LEAD, NODE = 0, 1  # the ends of the sync
 LEAVING, FAILED = "leaving", "failed"
 # After any of these messages nothing more comes; what is said of the node.
 _ENDS = {LOST: "{how}", LEAVING: "leaves", FAILED: "has failed: {message}"}
 
 
-def whole_tensors(infos: Sequence[TensorInfo], checksums: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """Return the contribution of one that has written every tensor whole; see :meth:`WeightBoard.contribution`."""
-    return {
-        info.name: {
-            "regions": [[[0, size] for size in info.shape]],
-            "sums": [int(checksum)],
-            "checksum": int(checksum),
-        }
-        for info, checksum in zip(infos, checksums, strict=True)
-    }
+def whole_tensors(infos: Sequence[TensorInfo], checksums: Sequence[int]) -> Sums:
+    """Return the sums of one that has written every tensor whole."""
+    named = zip(infos, map(int, checksums), strict=True)
+    return {(info.name, whole_slice(info.shape)): checksum for info, checksum in named}
 
 
-def pieces_of(infos: Sequence[TensorInfo]) -> list[Piece]:
-    """Return the pieces in which all tensors go from rank 0 to a node."""
-    return plan_exchange([whole_tensors(infos, [0] * len(infos)), {}], infos)
+def transfers_of(infos: Sequence[TensorInfo]) -> list[Transfer]:
+    """Return the transfers in which all tensors go from rank 0 to a node."""
+    return plan_sync([whole_tensors(infos, [0] * len(infos)), {}], infos)
 
 
 def pack_infos(infos: Sequence[TensorInfo]) -> dict[str, np.ndarray]:
-    """Return the array of a message that says which tensors a board holds."""
+    """Return the array of a message that says which tensors a buffer holds."""
     text = json.dumps([[info.name, info.dtype, list(info.shape)] for info in infos])
     return {"infos": np.frombuffer(text.encode(), np.uint8)}
 
@@ -96,22 +91,22 @@ class Member:
         self._say_lost = say_lost
         self._losing = threading.Lock()
         self._is_generating = False
-        self._carrier: TcpCarrier | None = None
+        self._transport: TcpTransport | None = None
         self._inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._is_built = threading.Event()
         self._channel = Channel(connection, self._hear)
         self._is_built.set()
 
-    def update_weights(self, version: int, board: WeightBoard) -> None:
-        """Have the servers there load ``version``, which ``board`` holds."""
-        if self._carrier is None:
-            self._channel.send("board", pack_infos(board.infos))
-            reply = self._receive("board")
-            self._carrier = TcpCarrier(board, LEAD, None)
+    def update_weights(self, version: int, buffer: WeightBuffer) -> None:
+        """Have the servers there load ``version``, which ``buffer`` holds."""
+        if self._transport is None:
+            self._channel.send("buffer", pack_infos(buffer.infos))
+            reply = self._receive("buffer")
+            self._transport = TcpTransport(buffer, LEAD, None)
             address = (str(reply["host"]), int(reply["port"]))
-            self._carrier.connect(pieces_of(board.infos), {NODE: address}, self._key)
-        self._channel.send("weights", {"checksums": board.checksums(version)}, version=version)
-        self._carrier.exchange(version)
+            self._transport.connect(transfers_of(buffer.infos), {NODE: address}, self._key)
+        self._channel.send("weights", {"checksums": buffer.checksums(version)}, version=version)
+        self._transport.sync(version)
         self._receive("weights")
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> Iterator[Completion]:
@@ -132,8 +127,8 @@ class Member:
         """End the conversation without a word."""
         self.is_lost = True
         self._channel.close()
-        if self._carrier is not None:
-            self._carrier.close()  # also for a thread that waits in an exchange
+        if self._transport is not None:
+            self._transport.close()  # also for a thread that waits in a sync
         self._inbox.put({"kind": LOST, "how": "was given up"})
 
     def _completions(self, num_samples: int) -> Iterator[Completion]:

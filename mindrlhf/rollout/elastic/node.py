@@ -12,14 +12,14 @@ from mindrlhf.errors import RunFailure
 from mindrlhf.launch.nodes.channel import LOST, Channel
 from mindrlhf.launch.nodes.guests import DoorAddress
 from mindrlhf.rollout.elastic.door import say
-from mindrlhf.rollout.elastic.member import FAILED, LEAVING, NODE, pieces_of, unpack_infos, whole_tensors
+from mindrlhf.rollout.elastic.member import FAILED, LEAVING, NODE, transfers_of, unpack_infos, whole_tensors
 from mindrlhf.rollout.remote import ReplicatedGenerator
 from mindrlhf.rollout.types import Cancelled, pack_completions, unpack_requests, unpack_sampling
 from mindrlhf.system.handshake import SignedConnection, introduce
 from mindrlhf.system.wire import ProtocolError
-from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.exchange.plan import check_received, regions_of
-from mindrlhf.weights.exchange.tcp import TcpCarrier
+from mindrlhf.weights.publish.buffer import WeightBuffer
+from mindrlhf.weights.publish.sync import check_received, written_of
+from mindrlhf.weights.publish.tcp import TcpTransport
 
 _CONNECT_TIMEOUT_S = 5.0
 _RETRY_INTERVAL_S = 0.5
@@ -141,8 +141,8 @@ class _Answering:
         self._link = link
         self._channel = link.channel
         self._key = key
-        self._board: WeightBoard | None = None
-        self._carrier: TcpCarrier | None = None
+        self._buffer: WeightBuffer | None = None
+        self._transport: TcpTransport | None = None
 
     def run(self) -> None:
         """Answer until the connection ends.
@@ -152,8 +152,8 @@ class _Answering:
         """
         while (message := self._link.messages.get())["kind"] != LOST:
             try:
-                if message["kind"] == "board":
-                    self._make_board(message)
+                if message["kind"] == "buffer":
+                    self._make_buffer(message)
                 elif message["kind"] == "weights":
                     if not self._take_weights(message):
                         return
@@ -170,32 +170,32 @@ class _Answering:
     def close(self) -> None:
         """End the connection."""
         self._link.close()
-        if self._carrier is not None:
-            self._carrier.close()
-        if self._board is not None:
-            self._board.close()
+        if self._transport is not None:
+            self._transport.close()
+        if self._buffer is not None:
+            self._buffer.close()
 
-    def _make_board(self, message: Mapping[str, Any]) -> None:
+    def _make_buffer(self, message: Mapping[str, Any]) -> None:
         infos = unpack_infos(message["arrays"]["infos"])
-        self._board = WeightBoard.create(infos)
-        self._carrier = TcpCarrier(self._board, NODE, self._link.host)
-        host, port = self._carrier.address
-        self._channel.send("board", host=host, port=port)
-        self._carrier.connect(pieces_of(infos), {}, self._key)
-        self._generator.use_board(self._board.path)
+        self._buffer = WeightBuffer.create(infos)
+        self._transport = TcpTransport(self._buffer, NODE, self._link.host)
+        host, port = self._transport.address
+        self._channel.send("buffer", host=host, port=port)
+        self._transport.connect(transfers_of(infos), {}, self._key)
+        self._generator.use_weight_buffer(self._buffer.path)
 
     def _take_weights(self, message: Mapping[str, Any]) -> bool:
         """Receive a version and have the servers load it; return False where the connection has failed meanwhile."""
-        version, infos = int(message["version"]), self._board.infos
+        version, infos = int(message["version"]), self._buffer.infos
         expected = whole_tensors(infos, message["arrays"]["checksums"])
-        self._board.begin(version)
+        self._buffer.begin(version)
         try:
-            sums = self._carrier.exchange(version)
-            check_received(sums, regions_of(expected), infos, NODE)
+            sums = self._transport.sync(version)
+            check_received(sums, expected, infos, NODE)
         except RunFailure as failure:
             say(f"{failure}; connecting to rank 0 again")
             return False
-        self._board.seal([expected])
+        self._buffer.commit(written_of(expected))
         self._generator.update_weights(version)
         self._channel.send("weights")
         return True

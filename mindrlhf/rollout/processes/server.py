@@ -26,7 +26,7 @@ from mindrlhf.system.files import take_directory
 from mindrlhf.system.log_tail import last_lines
 
 _NUM_LOG_LINES_SHOWN = 3
-_BOARD_NAME = "board"  # in the private directory of a process without a trainer to name it the weight board
+_BUFFER_NAME = "buffer"  # in the private directory of a process without a trainer to name it the weight buffer
 # Of the trainer only; the server has no use for them.
 _OWN_OPTIONS = ("python", "env", "log_path", "start_timeout_s", "stall_timeout_s", "num_threads")
 
@@ -86,8 +86,8 @@ class ServerProcess:
             for entry in dataclasses.fields(options)
             if entry.name not in _OWN_OPTIONS
         } | {"private_dir": self.private_dir, "model_dir": os.path.abspath(options.model_dir)}
-        self._board_file = Path(self.private_dir, _BOARD_NAME)
-        config |= {"span": None if span is None else dataclasses.asdict(span), "board_file": str(self._board_file)}
+        self._buffer_file = Path(self.private_dir, _BUFFER_NAME)
+        config |= {"span": None if span is None else dataclasses.asdict(span), "buffer_file": str(self._buffer_file)}
         starter = heartbeat.own_path() if options.device == "cpu" else None
         config |= {"starter_heartbeat": str(starter or "")}
         python = os.path.abspath(shutil.which(options.python))  # links are kept: they say which environment it is
@@ -109,11 +109,11 @@ class ServerProcess:
             self._remove_private_dir()
             raise RunFailure(f"the rollout server could not be started: {error}") from error
 
-    def give_board(self, path: str) -> None:
-        """Tell a process that has no connection to the trainer where the weight board of its node is."""
-        partial = self._board_file.with_suffix(".partial")
+    def give_buffer(self, path: str) -> None:
+        """Tell a process that has no connection to the trainer where the weight buffer of its node is."""
+        partial = self._buffer_file.with_suffix(".partial")
         partial.write_text(path)
-        partial.replace(self._board_file)
+        partial.replace(self._buffer_file)
 
     @property
     def pid(self) -> int:

@@ -7,8 +7,8 @@ JSON``. It serves that one connection and ends with it. Messages (see ``mindrlhf
     generate        {sampling} + request_ids, num_samples, seeds, max_tokens, prompt_lengths, prompt_ids, and images
                     -> completions (as they finish, any number of times), then generated
     abort           (during generate) ends it early -> generated
-    update_weights  {version, board_path} -> done
-    find_needs      {infos, node, num_nodes} -> done {needs}
+    update_weights  {version, buffer_path} -> done
+    find_required_slices  {infos, node, num_nodes} -> done {required}
     sleep, wake     -> done
     profile         {step} starts vLLM's profiler, step 0 ends it -> done
     ping            -> done
@@ -67,7 +67,7 @@ def main() -> None:
             import torch  # noqa: F401
         heartbeat.wait_while_joining(Path(config["starter_heartbeat"]))
     if config["span"] is not None:
-        prepare(config["span"], config["tensor_parallel_size"], config["board_file"])
+        prepare(config["span"], config["tensor_parallel_size"], config["buffer_file"])
     if arguments.headless:
         _run_headless(config)
     os.set_inheritable(arguments.socket_fd, False)
@@ -142,12 +142,13 @@ class Server:
             pass
         elif kind == "update_weights":
             start = time.perf_counter()
-            self._engine.update_weights(header["version"], header["board_path"])
+            self._engine.update_weights(header["version"], header["buffer_path"])
             self._stats["update_s"] += time.perf_counter() - start
             self._send("done")
-        elif kind == "find_needs":
+        elif kind == "find_required_slices":
             infos = [TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in header["infos"]]
-            self._send("done", needs=self._engine.find_needs(infos, header["node"], header["num_nodes"]))
+            required = self._engine.find_required_slices(infos, header["node"], header["num_nodes"])
+            self._send("done", required=required)
         elif kind in ("sleep", "wake"):
             getattr(self._engine, kind)()
             self._send("done")

@@ -19,8 +19,7 @@ from mindrlhf.rollout.server.streams import stream_key
 from mindrlhf.rollout.server.vision import VisionModel
 from mindrlhf.rollout.types import Completion
 from mindrlhf.system import speed_ups
-from mindrlhf.weights.exchange.boxes import Box
-from mindrlhf.weights.exchange.needs import merge_needs
+from mindrlhf.weights.publish.slices import RequiredSlices, merge_required
 from mindrlhf.weights.tensors import TensorInfo
 
 _CPU_BLOCK_SIZE = 32  # vLLM caches whole blocks of this many tokens only, and its CPU kernels want multiples of 32
@@ -91,7 +90,7 @@ class VllmEngine:
         with cpu.without_listeners() if is_alone else contextlib.nullcontext():
             self._engine = LLMEngine.from_engine_args(EngineArgs(**self._engine_arguments(config)))
         self._weights_load_in_place = False
-        self._needs: tuple[list[TensorInfo], list] | None = None  # of each worker, for these tensors
+        self._required: tuple[list[TensorInfo], list] | None = None  # of each worker, for these tensors
         self._recorder = RoutingRecorder(self._model_runner()) if config["record_routing"] else None
         self._prompt_lengths: list[int] = []  # of the batch
         self._internal_names: dict[str, str] = {}  # vLLM's of the pending samples
@@ -166,10 +165,10 @@ class VllmEngine:
         self._pending.clear()
         self._internal_names.clear()
 
-    def update_weights(self, version: int, board_path: str) -> None:
-        """Load what the board has of ``version``; when that is all of it now, forget all cached prefixes."""
-        arguments = (board_path, version, self._weights_load_in_place)
-        is_whole = all(self._engine.collective_rpc("load_board", args=arguments))
+    def update_weights(self, version: int, buffer_path: str) -> None:
+        """Load what the buffer has of ``version``; when that is all of it now, forget all cached prefixes."""
+        arguments = (buffer_path, version, self._weights_load_in_place)
+        is_whole = all(self._engine.collective_rpc("load_weight_buffer", args=arguments))
         self._weights_version = version
         if not is_whole:
             return
@@ -182,20 +181,20 @@ class VllmEngine:
             # What the old tower saw; no other reset forgets it.
             self._engine.reset_encoder_cache()
 
-    def find_needs(self, infos: Sequence[TensorInfo], node: int = 0, num_nodes: int = 1) -> dict[str, list[Box] | None]:
-        """Return which parts of the tensors of a board the workers read together.
+    def find_required_slices(self, infos: Sequence[TensorInfo], node: int = 0, num_nodes: int = 1) -> RequiredSlices:
+        """Return which parts of the tensors of a buffer the workers read together.
 
         Args:
             node: of those that the server lies on; its workers are meant.
 
         Returns:
-            By tensor, disjoint boxes, (start, stop) per axis; None for all of it. It stays so.
+            Disjoint slices by tensor. It stays so.
         """
-        if self._needs is None or self._needs[0] != list(infos):
-            self._needs = list(infos), self._engine.collective_rpc("find_needs", args=(list(infos),))
-        workers = self._needs[1]
+        if self._required is None or self._required[0] != list(infos):
+            self._required = list(infos), self._engine.collective_rpc("find_required_slices", args=(list(infos),))
+        workers = self._required[1]
         size = len(workers) // num_nodes
-        return merge_needs(workers[node * size : (node + 1) * size])
+        return merge_required(workers[node * size : (node + 1) * size])
 
     def sleep(self) -> None:
         """Give up device memory: weights and KV cache are discarded (level 2). Nothing to do on a CPU."""

@@ -1,4 +1,4 @@
-"""A server that lies over several nodes: how its processes find each other, and each the board of its own node.
+"""A server that lies over several nodes: how its processes find each other, and each the buffer of its own node.
 
 vLLM joins the processes by torch's store at one address, then by gloo groups (on Ascend also HCCL's) and, from the
 engine to the workers of other nodes and back, by ZeroMQ. None of this asks who is there, and ZeroMQ carries pickles:
@@ -20,16 +20,16 @@ from mindrlhf.system.wire import family_of
 _VARIABLE = "MINDRLHF_SERVER_SPAN"  # what the worker processes get to know
 
 
-def prepare(span: dict[str, Any], tensor_parallel: int, board_file: str) -> None:
+def prepare(span: dict[str, Any], tensor_parallel: int, buffer_file: str) -> None:
     """Set the environment of this process and of those it will start; vLLM must not be loaded yet.
 
     Args:
         span: the fields of ``mindrlhf.rollout.processes.server.Span``.
         tensor_parallel: of the server.
-        board_file: holds the path of this node's weight board, in a process that no trainer tells it.
+        buffer_file: holds the path of this node's weight buffer, in a process that no trainer tells it.
     """
     place = {"host": span["host"], "port": span["port"], "num_workers": tensor_parallel // span["num_nodes"]}
-    os.environ[_VARIABLE] = json.dumps(place | {"board_file": board_file if span["number"] else ""})
+    os.environ[_VARIABLE] = json.dumps(place | {"buffer_file": buffer_file if span["number"] else ""})
     os.environ.setdefault("VLLM_HOST_IP", span["own_host"])
     if interface := _interface_of(span["own_host"]):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -57,9 +57,9 @@ def join_span() -> None:
     rendezvous.TCPStore = bound_store
 
 
-def board_of_node(path: str) -> str:
-    """Return the path of the weight board of this node; ``path`` is that of the engine's."""
-    file = json.loads(os.environ.get(_VARIABLE, "{}")).get("board_file")
+def buffer_of_node(path: str) -> str:
+    """Return the path of the weight buffer of this node; ``path`` is that of the engine's."""
+    file = json.loads(os.environ.get(_VARIABLE, "{}")).get("buffer_file")
     return Path(file).read_text() if file else path
 
 

@@ -1,4 +1,4 @@
-"""The part of the rollout server that runs inside each vLLM worker: loading weights from the board."""
+"""The part of the rollout server that runs inside each vLLM worker: loading weights from the buffer."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -11,14 +11,14 @@ from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise
 from vllm.platforms import current_platform
 
 from mindrlhf.rollout.server.cpu import do_without_lscpu, rotate_every_head
-from mindrlhf.rollout.server.needs import trace_reads, without_memory
-from mindrlhf.rollout.server.span import board_of_node, join_span
+from mindrlhf.rollout.server.required_slices import trace_reads, without_memory
+from mindrlhf.rollout.server.span import buffer_of_node, join_span
 from mindrlhf.system import speed_ups
-from mindrlhf.weights.board import WeightBoard, WeightBoardError
-from mindrlhf.weights.exchange.boxes import Box
+from mindrlhf.weights.publish.buffer import WeightBuffer, WeightBufferError
+from mindrlhf.weights.publish.slices import RequiredSlices
 from mindrlhf.weights.tensors import TensorInfo
 
-# Boards are mapped for reading only; nothing here writes to the tensors made over them.
+# Buffers are mapped for reading only; nothing here writes to the tensors made over them.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 # A worker process of its own imports this module before it looks at the cores, and builds the model.
 do_without_lscpu()
@@ -43,11 +43,11 @@ class _Loading:
 class WorkerExtension:
     """Methods that vLLM adds to its worker class (``worker_extension_cls``), called by ``collective_rpc``."""
 
-    def load_board(self, path: str, version: int, in_place: bool) -> bool:
-        """Load every tensor that the board at ``path`` now has of ``version``: all, or a bucket of them.
+    def load_weight_buffer(self, path: str, version: int, in_place: bool) -> bool:
+        """Load every tensor that the buffer at ``path`` now has of ``version``: all, or a bucket of them.
 
-        Each worker reads the full tensors and vLLM's own loaders take their fused and sharded parts. Of a board that
-        was sealed with parts of its tensors, these must hold what :meth:`find_needs` returned here.
+        Each worker reads the full tensors and vLLM's own loaders take their fused and sharded parts. Where
+        slices of the tensors were committed, these must hold what :meth:`find_required_slices` returned here.
 
         Args:
             in_place: load into the live parameters; else vLLM rebuilds its kernel weights.
@@ -56,79 +56,76 @@ class WorkerExtension:
             Whether all of the version is loaded now.
 
         Raises:
-            WeightBoardError: another version on the board, a wrong checksum, a bucket that is not the next, or
-                parameters that the board lacks.
+            WeightBufferError: another version in the buffer, a wrong checksum, a bucket that is not the next, or
+                parameters that the buffer lacks.
         """
-        board = self._attached_board(path)
-        board.require(version, self._known_needs(board))
-        board.verify(version)
-        bucket, is_last = board.bucket, board.bucket == board.num_buckets - 1
+        buffer = self._attached_buffer(path)
+        buffer.require(version, self._known_slices(buffer))
+        buffer.verify(version)
+        bucket, is_last = buffer.bucket, buffer.bucket == buffer.num_buckets - 1
         loading = getattr(self, "_loading", None)
         if bucket == 0:
             self._loading = loading = _Loading(version)
         if loading is None or (loading.version, loading.num_buckets) != (version, bucket):
-            raise WeightBoardError(f"bucket {bucket} of weights version {version} came before those that precede it")
+            raise WeightBufferError(f"bucket {bucket} of weights version {version} came before those that precede it")
         loading.num_buckets += 1
         model = self.model_runner.get_model()
         if in_place:
-            self._load_in_place(model, board, loading)
-        elif board.num_buckets == 1:
+            self._load_in_place(model, buffer, loading)
+        elif buffer.num_buckets == 1:
             _forget_kernels(model)
-            self.model_runner.reload_weights(weights_iterator=_torch_tensors(board, version))
+            self.model_runner.reload_weights(weights_iterator=_torch_tensors(buffer, version))
         else:
             if bucket == 0:
                 _forget_kernels(model)
                 initialize_layerwise_reload(model)
             # vLLM keeps them until those that it fuses with them have come, and that may be in the next bucket.
-            model.load_weights((name, tensor.clone()) for name, tensor in _torch_tensors(board, version))
+            model.load_weights((name, tensor.clone()) for name, tensor in _torch_tensors(buffer, version))
             if is_last:
                 finalize_layerwise_reload(model, self.model_runner.model_config)
         if is_last and not in_place and current_platform.is_cpu():
             _repack_embeddings(model)
         return is_last
 
-    def find_needs(self, infos: Sequence[TensorInfo]) -> dict[str, list[Box] | None]:
+    def find_required_slices(self, infos: Sequence[TensorInfo]) -> RequiredSlices:
         """Return which parts of each tensor this worker reads, which is so for as long as it lives.
 
         vLLM's loaders are watched as they load tensors without memory; the weights stay as they are.
 
         Args:
             infos: name, dtype and shape of all tensors that will be loaded.
-
-        Returns:
-            By tensor, disjoint boxes, (start, stop) per axis; None for all of it.
         """
         infos = tuple(TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in infos)
         model = self.model_runner.get_model()
         with without_memory(model):
-            self._needs = infos, trace_reads(model.load_weights, infos, dict(model.named_parameters()))
-        return self._needs[1]
+            self._required = infos, trace_reads(model.load_weights, infos, dict(model.named_parameters()))
+        return self._required[1]
 
-    def _known_needs(self, board: WeightBoard) -> dict[str, list[Box] | None]:
-        """What this worker reads of a board's tensors: all of each where nobody has asked before."""
-        infos, needs = getattr(self, "_needs", ((), {}))
+    def _known_slices(self, buffer: WeightBuffer) -> RequiredSlices:
+        """What this worker reads of a buffer's tensors: all of each where nobody has asked before."""
+        infos, required = getattr(self, "_required", ((), {}))
         known = {(info.name, info.shape) for info in infos}
-        return {info.name: needs[info.name] if (info.name, info.shape) in known else None for info in board.infos}
+        return {info.name: required[info.name] if (info.name, info.shape) in known else None for info in buffer.infos}
 
-    def _load_in_place(self, model: torch.nn.Module, board: WeightBoard, loading: _Loading) -> None:
+    def _load_in_place(self, model: torch.nn.Module, buffer: WeightBuffer, loading: _Loading) -> None:
         loader = getattr(self, "_loader", None)
         if loader is None:
             self._loader = loader = speed_ups.of_server("cpu").make_loader(model)
-        loaded = loader.load(board, _torch_tensors(board, loading.version))
+        loaded = loader.load(buffer, _torch_tensors(buffer, loading.version))
         loading.names = None if loaded is None or loading.names is None else loading.names | loaded
-        if loading.names is None or loading.num_buckets < board.num_buckets:
+        if loading.names is None or loading.num_buckets < buffer.num_buckets:
             return
         if missing := {name for name, _ in model.named_parameters()} - loading.names:
-            raise WeightBoardError(f"the weight board lacks tensors for {', '.join(sorted(missing)[:5])}")
+            raise WeightBufferError(f"the weight buffer lacks tensors for {', '.join(sorted(missing)[:5])}")
 
-    def _attached_board(self, path: str) -> WeightBoard:
-        path = board_of_node(path)
-        board = getattr(self, "_board", None)
-        if board is None or board.path != path:
-            if board is not None:
-                board.close()
-            self._board = board = WeightBoard.attach(path)
-        return board
+    def _attached_buffer(self, path: str) -> WeightBuffer:
+        path = buffer_of_node(path)
+        buffer = getattr(self, "_weight_buffer", None)
+        if buffer is None or buffer.path != path:
+            if buffer is not None:
+                buffer.close()
+            self._weight_buffer = buffer = WeightBuffer.attach(path)
+        return buffer
 
 
 def _forget_kernels(model: torch.nn.Module) -> None:
@@ -155,8 +152,8 @@ def _repack_embeddings(model: torch.nn.Module) -> None:
             method.process_weights_after_loading(module)
 
 
-def _torch_tensors(board: WeightBoard, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, dtype, array in board.tensors(version):
+def _torch_tensors(buffer: WeightBuffer, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, dtype, array in buffer.tensors(version):
         if dtype == "bfloat16":
             yield name, torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         else:

@@ -21,13 +21,13 @@ class PartKeeper:
     Args:
         options: of the server, with a log of this part.
         own_host: address of this node.
-        board_path: of the weight board of this node, which the process maps.
+        buffer_path: of the weight buffer of this node, which the process maps.
     """
 
-    def __init__(self, options: VllmOptions, own_host: str, board_path: str):
+    def __init__(self, options: VllmOptions, own_host: str, buffer_path: str):
         self._options = options
         self._own_host = own_host
-        self._board_path = board_path
+        self._buffer_path = buffer_path
         self._process: ServerProcess | None = None
         self._connection: SignedConnection | None = None
         self._thread: threading.Thread | None = None
@@ -75,7 +75,7 @@ class PartKeeper:
             span = Span(header["num_nodes"], header["number"], header["host"], header["port"], self._own_host)
             try:
                 self._process = ServerProcess(self._options, ["--headless"], span=span)
-                self._process.give_board(self._board_path)
+                self._process.give_buffer(self._buffer_path)
             except (RunFailure, OSError) as failure:
                 self._report(connection, f"did not start: {failure}")
 

@@ -36,7 +36,7 @@ class NodeShare:
         self._listener = socket.create_server((own_host, 0), family=family_of(own_host))
         return own_host, self._listener.getsockname()[1]
 
-    def start(self, token: bytes, nodes: Collection[int], board_path: str) -> Replicas:
+    def start(self, token: bytes, nodes: Collection[int], buffer_path: str) -> Replicas:
         """Take the connections of the parts on ``nodes``, and start the server in the background.
 
         Raises:
@@ -46,13 +46,13 @@ class NodeShare:
         with self._listener:
             self._parts = ServerParts(accept_nodes(self._listener, token, nodes), self._listener.getsockname()[0])
         self._generator = Replicas([VllmGenerator.start(self._options, self._parts)], self._num_restarts)
-        self._generator.use_board(board_path)
+        self._generator.use_weight_buffer(buffer_path)
         return self._generator
 
-    def join(self, address: tuple[str, int], token: bytes, node: int, own_host: str, board_path: str) -> None:
+    def join(self, address: tuple[str, int], token: bytes, node: int, own_host: str, buffer_path: str) -> None:
         """Keep this node's part of the server whose owner listens at ``address``."""
         log_path = self._options.log_path.removesuffix(".log") + "_part.log"
-        self._keeper = PartKeeper(dataclasses.replace(self._options, log_path=log_path), own_host, board_path)
+        self._keeper = PartKeeper(dataclasses.replace(self._options, log_path=log_path), own_host, buffer_path)
         self._keeper.join(*address, token, node)
 
     def close(self) -> None:

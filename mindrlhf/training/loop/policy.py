@@ -7,11 +7,11 @@ import numpy as np
 
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.training.batch import Batch, RowOptions
-from mindrlhf.training.loop.publication import Publication
 from mindrlhf.training.records import PolicyUpdateResult
 from mindrlhf.training.team import Team
-from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.exchange.plan import Needs
+from mindrlhf.weights.publish.buffer import WeightBuffer
+from mindrlhf.weights.publish.publisher import WeightPublisher
+from mindrlhf.weights.publish.slices import RequiredSlices
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Policy:
 
     Args:
         team: the ranks.
-        board: takes the weights.
+        buffer: takes the weights.
     """
 
-    def __init__(self, team: Team, board: WeightBoard):
+    def __init__(self, team: Team, buffer: WeightBuffer):
         self._team = team
-        self._publication = Publication(team, board)
+        self._publisher = WeightPublisher(team, buffer)
         self._batches: Sequence[Batch] = ()
 
     def warm_up(self, rows: RowOptions, graphs: Sequence[str]) -> None:
@@ -113,13 +113,13 @@ class Policy:
         """Copy the policy into the reference model."""
         self._team.call("sync_reference")
 
-    def use_needs(self, needed: Sequence[Needs | None]) -> None:
-        """Say what the servers read, where that is not everything; see :meth:`Publication.use_needs`."""
-        self._publication.use_needs(needed)
+    def require(self, required: Sequence[RequiredSlices | None]) -> None:
+        """Say what the servers read, where that is not everything; see :meth:`WeightPublisher.require`."""
+        self._publisher.require(required)
 
     def publish(self, version: int, load: Callable[[int, int], None] | None = None) -> str:
-        """Put the weights on the boards, where the generator finds them; see :meth:`Publication.publish`."""
-        return self._publication.publish(version, load)
+        """Put the weights where the generator finds them; see :meth:`WeightPublisher.publish`."""
+        return self._publisher.publish(version, load)
 
     def begin_dump(self, step: int) -> None:
         """Have the ranks write the cells of what follows, as those of a step, from 1."""

@@ -136,10 +136,10 @@ def _inputs(learner, rows: PackedRows, kl_coefficient: float) -> list[np.ndarray
 def _weights_digest(learner) -> str:
     from mindrlhf.observe.fingerprint import digest_weights
 
-    with learner.model.create_board() as board:
-        board.begin(1)
-        learner.model.write_to(board)
-        return digest_weights([board.contribution()])
+    with learner.model.create_weight_buffer() as buffer:
+        buffer.begin(1)
+        learner.model.write_to(buffer)
+        return digest_weights(buffer.written())
 
 
 def _extremes(

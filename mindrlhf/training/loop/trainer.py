@@ -80,7 +80,7 @@ class Trainer(Steps):
         if key_data:
             with self.timer.stage("dump"):
                 key_data.finish(step)
-        self.sampling.free_board(step.number)
+        self.sampling.free_buffer(step.number)
         with self.timer.stage("reshard_to_infer"):
             self.publish()
         self.progress.step += 1

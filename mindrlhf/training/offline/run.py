@@ -16,12 +16,13 @@ from mindrlhf.training import life_cycle
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.checkpoints.shards import export_adapter
-from mindrlhf.training.loop.publication import sharded_tensors
+from mindrlhf.training.nodes import find_nodes
 from mindrlhf.training.preflight import FINAL_NAME
 from mindrlhf.training.replica_team import with_replicas
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.team import Team
 from mindrlhf.training.worker.learner import Learner
+from mindrlhf.weights.publish.publisher import sharded_tensors
 
 if TYPE_CHECKING:  # its graphs are not needed where models are whole
     from mindrlhf.training.sharded.offline import ShardedOffline
@@ -144,6 +145,6 @@ class OfflineTraining(life_cycle.Training):
         # Last, because it marks the run as complete: one that was killed before can be resumed.
         tensors = None
         if is_split(self._config.parallel_config):
-            tensors = sharded_tensors(self.team, self._ranks, worker)
+            tensors = sharded_tensors(self.team, self._ranks, find_nodes(self._ranks))
         worker.export(final, self._config.data.tokenizer_dir, tensors)
         print(f"model:  {final}\nreport: {report}", flush=True)

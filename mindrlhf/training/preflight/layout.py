@@ -15,7 +15,7 @@ from mindrlhf.layout.servers import place_servers, spans_nodes
 from mindrlhf.shards.strategy_files import check_strategy_directory
 from mindrlhf.specs import ModelDims, find_spec
 from mindrlhf.training.preflight.features import model_dims
-from mindrlhf.weights.convert import board_infos
+from mindrlhf.weights.convert import buffer_infos
 from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.weights.open import is_sharded
 from mindrlhf.weights.sharded import STRATEGY_NAME
@@ -96,7 +96,7 @@ def check_servers(config: GrpoConfig, world_size: int, num_nodes: int) -> None:
             f"'profiler.vllm' is true, but servers of rollout.tensor_parallel {rollout.tensor_parallel} lie over "
             f"several nodes of {node_size} devices, which vLLM's profiler was not tried with: set it to false"
         )
-    _check_board(config)
+    _check_buffer(config)
     if config.run.device == "cpu":
         return
     # Servers that leave devices idle run as well; the plan says what that costs.
@@ -104,10 +104,10 @@ def check_servers(config: GrpoConfig, world_size: int, num_nodes: int) -> None:
     check_rollout(rollout, model_dims(config.model.path), num_devices)
 
 
-def _check_board(config: GrpoConfig) -> None:
+def _check_buffer(config: GrpoConfig) -> None:
     hf_config = read_hf_config(config.model.path)
     spec = find_spec(hf_config)
-    infos = board_infos(spec, spec.dims(hf_config), config.model.param_dtype, config.rollout.dtype)
+    infos = buffer_infos(spec, spec.dims(hf_config), config.model.param_dtype, config.rollout.dtype)
     largest, limit = max(infos, key=lambda info: info.size_bytes), config.rollout.weight_buffer_gib
     needed = align(largest.size_bytes) / 2**30
     if limit and needed > limit:

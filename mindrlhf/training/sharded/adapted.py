@@ -16,8 +16,8 @@ from mindrlhf.specs.lora import AdaptedRules
 from mindrlhf.training.sharded.model import ShardedModel, set_shard
 from mindrlhf.weights.adapters.merge import merge
 from mindrlhf.weights.adapters.peft import adapter_config
-from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.publishing import PublishedShard, wanted_shards, write_shards
+from mindrlhf.weights.publish.buffer import WeightBuffer
+from mindrlhf.weights.publish.shards import PublishedShard, wanted_shards, write_shards
 from mindrlhf.weights.sharded import ShardedManifest
 
 
@@ -71,16 +71,16 @@ class AdaptedShard(ShardedModel):
         """See :meth:`ShardedModel.open_saved`: an adapter."""
         return open_adapter_source(directory, self._adapted, self.network.dims, optimizer_file)
 
-    def write_to(self, board: WeightBoard, ranks: Sequence[int] | None = None) -> None:
+    def write_to(self, buffer: WeightBuffer, ranks: Sequence[int] | None = None) -> None:
         """See :meth:`ShardedModel.write_to`: merged with the adapters; what has none is written once."""
         publication = self._publication(None if ranks is None else tuple(ranks))
-        for name, parts in wanted_shards(publication, board).items():
+        for name, parts in wanted_shards(publication, buffer).items():
             if name in self._adapter_of:
-                self._write_merged(board, name, parts)
-            elif name in self._trained or not all(board.keep(part.hf_name) for part in parts):
-                write_shards(board, {name: parts}, {name: self.shard(name)})
+                self._write_merged(buffer, name, parts)
+            elif name in self._trained or not all(buffer.keep(part.hf_name) for part in parts):
+                write_shards(buffer, {name: parts}, {name: self.shard(name)})
 
-    def _write_merged(self, board: WeightBoard, name: str, parts: Sequence[PublishedShard]) -> None:
+    def _write_merged(self, buffer: WeightBuffer, name: str, parts: Sequence[PublishedShard]) -> None:
         adapter, rank = self._adapter_of[name], self.network.lora.options.rank
         base, down, up = (self.shard(one) for one in (name, adapter.down.mf_name, adapter.up.mf_name))
         # A sharded optimiser cuts the rows of W among replicas, but not those of B.
@@ -91,7 +91,7 @@ class AdaptedShard(ShardedModel):
             first = adapter.base.hf_names.index(part.hf_name) * rank
             factors = (down[first : first + rank], up[part.rows])
             array = merge(base[part.rows], *factors, self.network.lora.options.scale)
-            board.write(part.hf_name, array, part.region)
+            buffer.write(part.hf_name, array, part.index)
 
     def _plan_saving(self, *, with_state: bool) -> ShardedManifest:
         hf_config = self.network.hf_config

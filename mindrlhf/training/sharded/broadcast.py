@@ -15,7 +15,7 @@ from mindspore.communication import (
 )
 
 from mindrlhf.models.context import by_itself
-from mindrlhf.weights.exchange.collective import WORD
+from mindrlhf.weights.publish.collective import WORD
 
 
 class BroadcastCell(nn.Cell):
@@ -36,7 +36,7 @@ class BroadcastCell(nn.Cell):
 
 
 class BucketBroadcast:
-    """A :data:`mindrlhf.weights.exchange.collective.Broadcast` on this process's device.
+    """A :data:`mindrlhf.weights.publish.collective.Broadcast` on this process's device.
 
     Args:
         ranks: that take part, ascending; all of them make one at the same time.
@@ -64,7 +64,7 @@ class BucketBroadcast:
 
 @cache
 def open_broadcast(ranks: tuple[int, ...], root: int, num_words: int) -> BucketBroadcast:
-    """See :data:`mindrlhf.weights.exchange.collective.OpenBroadcast`; one that there is already has its graph."""
+    """See :data:`mindrlhf.weights.publish.collective.OpenBroadcast`; one that there is already has its graph."""
     return BucketBroadcast(ranks, root, num_words)
 
 

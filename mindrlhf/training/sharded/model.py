@@ -18,8 +18,8 @@ from mindrlhf.shards.save import finish_saving, held_shards, plan_saving, write_
 from mindrlhf.shards.sources import ArraySource, open_source
 from mindrlhf.training.sharded.factory import layout_of, network_layouts
 from mindrlhf.training.worker.model import RankModel, frozen_tensors
-from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.publishing import PublishedShard, plan_publication, wanted_shards, write_shards
+from mindrlhf.weights.publish.buffer import WeightBuffer
+from mindrlhf.weights.publish.shards import PublishedShard, plan_publication, wanted_shards, write_shards
 from mindrlhf.weights.sharded import ShardedManifest
 from mindrlhf.weights.tensors import STORAGE_DTYPES, convert_dtype
 
@@ -149,13 +149,13 @@ class ShardedModel(RankModel):
         for one in self.held:
             self._parameters[one.name].set_data(ms.Tensor(other._parameters[one.name].asnumpy().copy()))
 
-    def write_to(self, board: WeightBoard, ranks: Sequence[int] | None = None) -> None:
+    def write_to(self, buffer: WeightBuffer, ranks: Sequence[int] | None = None) -> None:
         """Write what this rank holds, and no other rank of its node writes."""
         publication = self._publication(None if ranks is None else tuple(ranks))
         frozen = frozen_tensors(self.network)
-        for name, parts in wanted_shards(publication, board).items():
-            if not (name in frozen and board.keep(frozen[name])):
-                write_shards(board, {name: parts}, {name: self.shard(name)})
+        for name, parts in wanted_shards(publication, buffer).items():
+            if not (name in frozen and buffer.keep(frozen[name])):
+                write_shards(buffer, {name: parts}, {name: self.shard(name)})
 
     def _publication(self, ranks: tuple[int, ...] | None) -> dict[str, list[PublishedShard]]:
         if ranks not in self._publications:

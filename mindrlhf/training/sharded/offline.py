@@ -35,15 +35,15 @@ from mindrlhf.training.sharded.factory import (
 from mindrlhf.training.sharded.learner import ShardedLearner
 from mindrlhf.training.sharded.model import ShardedModel
 from mindrlhf.training.worker.cells import check_finite
-from mindrlhf.training.worker.node_board import NodeBoard
 from mindrlhf.weights.hf import read_hf_config
+from mindrlhf.weights.publish.publisher import PublishingWorker
 
 
-class ShardedOffline(SavesState, NodeBoard):
+class ShardedOffline(SavesState, PublishingWorker):
     """What a rank does in training on fixed data; its public methods are called through the team.
 
-    They are those of the learners of whole models (:mod:`mindrlhf.training.offline`), and, as the model is whole on the
-    weight board alone, those that publish it.
+    They are those of the learners of whole models (:mod:`mindrlhf.training.offline`), and, as the model is whole in the
+    weight buffer alone, those that publish it.
 
     Args:
         learner: trains the model.
@@ -52,7 +52,7 @@ class ShardedOffline(SavesState, NodeBoard):
 
     def __init__(self, learner: ShardedLearner, reference: ShardedModel | None = None):
         SavesState.__init__(self)
-        NodeBoard.__init__(self, learner.model)
+        PublishingWorker.__init__(self, learner.model)
         self.learner = learner
         self._reference = reference
 

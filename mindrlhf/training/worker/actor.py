@@ -1,4 +1,4 @@
-"""What one rank does in reinforcement learning: log-probabilities, updates, its share of the weight board."""
+"""What one rank does in reinforcement learning: log-probabilities, updates, its share of the weight buffer."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -8,21 +8,21 @@ import numpy as np
 
 from mindrlhf.checkpoint.state import REFERENCE_NAME, StateWriter
 from mindrlhf.data.packing import PackedRows
-from mindrlhf.rollout.remote import ReplicatedGenerator, answer
 from mindrlhf.system import heartbeat
 from mindrlhf.training.batch import Batch
 from mindrlhf.training.checkpoints.shards import SavesState
 from mindrlhf.training.distillation.models import FrozenModel
-from mindrlhf.training.records import PolicyUpdateResult, ProcessStatistics, Published
+from mindrlhf.training.nodes import ServingWorker
+from mindrlhf.training.records import PolicyUpdateResult, ProcessStatistics
 from mindrlhf.training.routing.rows import without_experts
 from mindrlhf.training.worker.cell_dump import CellDump
 from mindrlhf.training.worker.learner import ActorLearner
 from mindrlhf.training.worker.model import RankModel
-from mindrlhf.training.worker.node_board import NodeBoard
-from mindrlhf.training.worker.node_servers import SharesServers
+from mindrlhf.weights.publish.collective import Broadcast
+from mindrlhf.weights.publish.publisher import PUBLISH, Published
 
 
-class Actor(SavesState, NodeBoard, SharesServers):
+class Actor(SavesState, ServingWorker):
     """The policy of a reinforcement learning run on one rank; its public methods are called through the team.
 
     It knows nothing of how the model lies on the ranks: that is in the learner and the models, which are whole
@@ -45,7 +45,7 @@ class Actor(SavesState, NodeBoard, SharesServers):
         asks_words: bool = False,
     ):
         SavesState.__init__(self)
-        NodeBoard.__init__(self, learner.model)
+        ServingWorker.__init__(self, learner.model)
         self.learner = learner
         self.reference = reference
         self._saves_reference = saves_reference
@@ -152,20 +152,11 @@ class Actor(SavesState, NodeBoard, SharesServers):
         """Write no more cells."""
         self._cell_dump.end()
 
-    def publish(self, version: int, bucket: int = 0) -> Published:
-        """See :meth:`NodeBoard.publish`; what follows is the generator's turn."""
-        published = super().publish(version, bucket)
+    def publish(self, version: int, bucket: int = 0, purpose: str = PUBLISH) -> Published:
+        """See :meth:`PublishingWorker.publish`; what follows is the generator's turn."""
+        published = super().publish(version, bucket, purpose)
         self.learner.make_room()
         return published
-
-    def use_generator(self, generator: ReplicatedGenerator) -> None:
-        """Take the rollout servers of this node; on its first rank."""
-        self._node_generator = generator
-
-    def answer_for_node(self, host: str, port: int, token: str) -> None:
-        """On the first rank of another node than rank 0's, let rank 0 use the rollout servers here from now on."""
-        if self._node and self._node_generator is not None:
-            answer(self._node_generator, host, port, token.encode(), self._node)
 
     def export(
         self,
@@ -204,6 +195,11 @@ class Actor(SavesState, NodeBoard, SharesServers):
         # The reference model has other weights: what the policy's generator chose says nothing of its experts.
         rows = without_experts(rows)
         return self.reference.top_words(rows) if self._asks_words else {name: self.reference.logprobs(rows)}
+
+    def _open_broadcast(self, ranks: tuple[int, ...], root: int, num_words: int) -> Broadcast:
+        from mindrlhf.training.sharded import broadcast
+
+        return broadcast.open_broadcast(ranks, root, num_words)
 
     def _model_of(self, name: str) -> FrozenModel:
         return self.model if name == "old_logprobs" else self.reference

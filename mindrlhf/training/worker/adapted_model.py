@@ -23,7 +23,7 @@ from mindrlhf.weights.adapters.peft import (
     load_adapter,
     write_adapter,
 )
-from mindrlhf.weights.board import WeightBoard
+from mindrlhf.weights.publish.buffer import WeightBuffer
 
 
 class AdaptedModel(WholeModel):
@@ -32,11 +32,11 @@ class AdaptedModel(WholeModel):
     See :mod:`mindrlhf.models.lora.model`.
     """
 
-    def write_to(self, board: WeightBoard, ranks: Sequence[int] | None = None) -> None:
+    def write_to(self, buffer: WeightBuffer, ranks: Sequence[int] | None = None) -> None:
         """See :meth:`RankModel.write_to`: the ranks divide the tensors, merged with their adapters."""
         ranks = range(self._rank.world_size) if ranks is None else ranks
-        for name, array in iter_merged_tensors(self.network, ranks.index(self._rank.index), len(ranks), board.wants):
-            board.write(name, array)
+        for name, array in iter_merged_tensors(self.network, ranks.index(self._rank.index), len(ranks), buffer.wants):
+            buffer.write(name, array)
 
     def hf_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield all tensors, merged with their adapters."""

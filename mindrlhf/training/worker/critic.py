@@ -168,9 +168,9 @@ class ActorCritic(Actor):
         own = super().process_statistics()
         return replace(own, recompiles=own.recompiles + self.critic.process_statistics().recompiles)
 
-    def exported_model(self, of: str) -> RankModel:
+    def _published_model(self, name: str) -> RankModel:
         """Return the model of "critic", or else the actor's."""
-        return self.critic.model if of == "critic" else self.learner.model
+        return self.critic.model if name == "critic" else self.model
 
     def export_critic(
         self, directory: Path, tokenizer_dir: Any, tensors: Iterator[tuple[str, np.ndarray]] | None = None

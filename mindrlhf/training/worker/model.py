@@ -21,8 +21,8 @@ from mindrlhf.models.context import run_graph
 from mindrlhf.specs.rules import VISION_PREFIX
 from mindrlhf.training.routing.rows import experts_by_layer
 from mindrlhf.training.runtime import Rank
-from mindrlhf.weights.board import WeightBoard
 from mindrlhf.weights.convert import export_hf, hf_tensor_infos, iter_hf_tensors, load_hf_weights
+from mindrlhf.weights.publish.buffer import WeightBuffer
 
 
 class RankModel(ABC):
@@ -53,11 +53,11 @@ class RankModel(ABC):
         """Take the weights of a model of the same shape."""
 
     @abstractmethod
-    def write_to(self, board: WeightBoard, ranks: Sequence[int] | None = None) -> None:
-        """Write this rank's share of the tensors that a board wants.
+    def write_to(self, buffer: WeightBuffer, ranks: Sequence[int] | None = None) -> None:
+        """Write this rank's share of the tensors that a buffer wants.
 
         Args:
-            ranks: those of this node, which share the board; None for all.
+            ranks: those of this node, which share the buffer; None for all.
         """
 
     @abstractmethod
@@ -79,14 +79,14 @@ class RankModel(ABC):
             UserError: it is damaged, or of another model.
         """
 
-    def create_board(self, dtype: str | None = None, bucket_bytes: int = 0) -> WeightBoard:
-        """Make a weight board for the model.
+    def create_weight_buffer(self, dtype: str | None = None, bucket_bytes: int = 0) -> WeightBuffer:
+        """Make a weight buffer for the model.
 
         Args:
             dtype: of those who read it; see :func:`mindrlhf.weights.convert.hf_tensor_infos`.
-            bucket_bytes: see :meth:`WeightBoard.create`.
+            bucket_bytes: see :meth:`WeightBuffer.create`.
         """
-        return WeightBoard.create(hf_tensor_infos(self.network, dtype), bucket_bytes)
+        return WeightBuffer.create(hf_tensor_infos(self.network, dtype), bucket_bytes)
 
     def export(
         self,
@@ -139,13 +139,13 @@ class WholeModel(RankModel):
         for target, source in zip(self.network.get_parameters(), other.network.get_parameters(), strict=True):
             target.set_data(ms.Tensor(source.asnumpy().copy()))
 
-    def write_to(self, board: WeightBoard, ranks: Sequence[int] | None = None) -> None:
+    def write_to(self, buffer: WeightBuffer, ranks: Sequence[int] | None = None) -> None:
         """See :meth:`RankModel.write_to`: the ranks divide the tensors, and write a tower's that are frozen once."""
         ranks = range(self._rank.world_size) if ranks is None else ranks
         frozen = frozen_tensors(self.network).values()
-        for name, array in iter_hf_tensors(self.network, ranks.index(self._rank.index), len(ranks), board.wants):
-            if not (name in frozen and board.keep(name)):
-                board.write(name, array)
+        for name, array in iter_hf_tensors(self.network, ranks.index(self._rank.index), len(ranks), buffer.wants):
+            if not (name in frozen and buffer.keep(name)):
+                buffer.write(name, array)
 
     def hf_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield all tensors, of this rank's memory."""

@@ -149,12 +149,12 @@ def test_transfer_volume_by_brute_force(name):
                 if rank in one.ranks:
                     boxes.add(tuple((part.start, part.stop) for part in one.shard_of(rank)))
             held += sum(math.prod(stop - start for start, stop in box) for box in boxes)
-    to_boards, between, to_devices = plan.transfer.steps
-    assert to_boards.moved == 2 * held, "the board has the dtype of the servers"
+    to_buffers, between, to_devices = plan.transfer.steps
+    assert to_buffers.moved == 2 * held, "the buffer has the dtype of the servers"
     assert between.moved == 2 * (num_nodes * plan.num_parameters - held)
-    assert to_boards.bound == 2 * plan.num_parameters
+    assert to_buffers.bound == 2 * plan.num_parameters
     assert to_devices.moved == to_devices.bound == plan.rollout.weights * plan.machine.world_size
-    assert 2 * plan.num_parameters <= plan.transfer.board_bytes < 2.001 * plan.num_parameters
+    assert 2 * plan.num_parameters <= plan.transfer.buffer_bytes < 2.001 * plan.num_parameters
     assert all(step.moved >= step.bound for step in plan.transfer.steps)
 
 

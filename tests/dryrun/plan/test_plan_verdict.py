@@ -77,10 +77,10 @@ def test_no_room_for_one_sequence_is_no_fit():
     assert "KV cache" in give_verdict(plan).reason
 
 
-def test_large_boards_are_noted():
+def test_large_buffers_are_noted():
     notes = give_verdict(plan_of("deepseek_v3_512npu", "rollout.weight_buffer_gib=0")).notes
     assert any("1.34 TB" in note for note in notes)
-    assert not any("board" in note for note in give_verdict(plan_of("deepseek_v3_512npu")).notes)
+    assert not any("buffer" in note for note in give_verdict(plan_of("deepseek_v3_512npu")).notes)
     assert give_verdict(plan_of("qwen2_5_7b_8npu")).notes == ()
 
 

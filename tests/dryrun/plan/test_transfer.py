@@ -111,9 +111,9 @@ def test_bytes_are_those_of_sets_of_elements(config, layout, tensor_parallel, nu
     run = dataclasses.replace(run, rollout=rollout)
     options = {"rollout_rank_bytes": 5, "node_size": NODE_SIZE, "link_bytes_per_s": 10.0}
     plan = plan_transfer(run, KnownRules(spec, dims), dims, layout, layouts, **options)
-    to_boards, between, to_devices = plan.steps
+    to_buffers, between, to_devices = plan.steps
     assert (run.model.param_dtype, run.rollout.dtype) == ("float32", "bfloat16")
-    assert (to_boards.moved, to_boards.bound) == (written, 2 * total)
+    assert (to_buffers.moved, to_buffers.bound) == (written, 2 * total)
     assert (between.moved, between.bound) == (moved, 2 * moved_elements)
     assert to_devices.moved == to_devices.bound == 5 * layout.world_size
     assert (plan.num_nodes, plan.most_received) == (num_nodes, most)
@@ -134,15 +134,15 @@ def test_deepseek_v3_moves_little_more_than_it_must_through_little_memory():
     plan = plan_of("deepseek_v3_512npu")
     between = plan.transfer.steps[1]
     assert 0 < between.bound <= between.moved <= 1.1 * between.bound
-    assert plan.transfer.board_bytes <= 16 * 2**30
+    assert plan.transfer.buffer_bytes <= 16 * 2**30
     assert plan.machine.device_bytes == DEVICE_BYTES
 
 
-def test_buckets_bound_the_memory_of_the_board():
+def test_buckets_bound_the_memory_of_the_buffer():
     whole, buckets = plan_of("qwen2_5_32b_16npu"), plan_of("qwen2_5_32b_16npu", "rollout.weight_buffer_gib=2")
-    assert whole.transfer.num_buckets == 1 and whole.transfer.board_bytes == pytest.approx(2 * whole.num_parameters)
-    assert buckets.transfer.board_bytes <= 2 * 2**30
-    assert buckets.transfer.num_buckets >= whole.transfer.board_bytes / 2**31
+    assert whole.transfer.num_buckets == 1 and whole.transfer.buffer_bytes == pytest.approx(2 * whole.num_parameters)
+    assert buckets.transfer.buffer_bytes <= 2 * 2**30
+    assert buckets.transfer.num_buckets >= whole.transfer.buffer_bytes / 2**31
     assert buckets.transfer.steps == whole.transfer.steps
 
 

@@ -18,7 +18,7 @@ from mindrlhf.rollout.elastic.door import Door, take_address
 from mindrlhf.rollout.elastic.generator import ElasticGenerator
 from mindrlhf.rollout.types import Cancelled, Completion, GenerationRequest, SamplingParams
 from mindrlhf.system.handshake import Stranger, introduce
-from mindrlhf.weights.board import WeightBoard
+from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.tensors import TensorInfo
 
 pytestmark = pytest.mark.timeout(60)
@@ -33,10 +33,10 @@ REQUESTS = [GenerationRequest(index, tuple(range(index + 1)), 2, seed=2**62 + in
 
 
 class Servers:
-    """What stands for vLLM: samples depend on the request and on what lies on the board."""
+    """What stands for vLLM: samples depend on the request and on what lies in the buffer."""
 
     def __init__(self) -> None:
-        self.board_path = ""
+        self.buffer_path = ""
         self.version = -1
         self.weights = 0
         self.batches: list[list[int]] = []
@@ -49,14 +49,14 @@ class Servers:
     def wait_ready(self) -> None:
         pass
 
-    def use_board(self, board_path: str) -> None:
-        self.board_path = board_path
+    def use_weight_buffer(self, buffer_path: str) -> None:
+        self.buffer_path = buffer_path
 
     def update_weights(self, version: int) -> None:
-        with WeightBoard.attach(self.board_path) as board:
-            board.verify(version)
+        with WeightBuffer.attach(self.buffer_path) as buffer:
+            buffer.verify(version)
             self.weights = 0
-            for name, _, array in board.tensors(version):
+            for name, _, array in buffer.tensors(version):
                 self.weights = zlib.crc32(array.tobytes(), self.weights) ^ zlib.crc32(name.encode())
                 del array
         self.version = version
@@ -107,15 +107,15 @@ class Node:
 
 
 class Run:
-    """Rank 0, its board and its own servers."""
+    """Rank 0, its buffer and its own servers."""
 
     def __init__(self) -> None:
         self.address = DoorAddress("127.0.0.1", find_free_port(), "ab" * 32)
-        self.board = WeightBoard.create(INFOS)
+        self.buffer = WeightBuffer.create(INFOS)
         self.own = Servers()
-        self.own.use_board(self.board.path)
+        self.own.use_weight_buffer(self.buffer.path)
         self.door = Door(self.address)
-        self.generator = ElasticGenerator(self.own, 1, self.door, self.board)
+        self.generator = ElasticGenerator(self.own, 1, self.door, self.buffer)
         self.nodes: list[Node] = []
         self.random = np.random.default_rng(0)
         self.values = [
@@ -128,11 +128,11 @@ class Run:
 
     def update(self, version: int) -> None:
         """Publish weights of which a few have changed."""
-        self.board.begin(version)
+        self.buffer.begin(version)
         for info, value in zip(INFOS, self.values):
             value.reshape(-1)[:: max(1, value.size // 50)] += 1
-            self.board.write(info.name, value.view(info.numpy_dtype))
-        self.board.seal()
+            self.buffer.write(info.name, value.view(info.numpy_dtype))
+        self.buffer.commit()
         self.generator.update_weights(version)
 
     def sample(self) -> dict[tuple[int, int], tuple]:
@@ -148,8 +148,8 @@ class Run:
     def alone(self) -> dict[tuple[int, int], tuple]:
         """Return what the own servers would have sampled with these weights."""
         servers = Servers()
-        servers.use_board(self.board.path)
-        servers.update_weights(self.board.version)
+        servers.use_weight_buffer(self.buffer.path)
+        servers.update_weights(self.buffer.version)
         return dict(self.key(one) for one in servers.generate(REQUESTS, SAMPLING))
 
 
@@ -164,7 +164,7 @@ def run():
     for one in run.nodes:
         one.thread.join(10)
         assert not one.thread.is_alive()
-    run.board.close()
+    run.buffer.close()
 
 
 def wait_for_line(capsys, words: str, lines: list[str], times: int = 1) -> None:
@@ -199,7 +199,7 @@ def test_weights_travel_as_changes_after_the_first_time(run, capsys):
     for version in (1, 2):
         run.update(version)
         (member,) = run.generator._members
-        sent.append(member._carrier.sent_bytes - sum(sent))
+        sent.append(member._transport.sent_bytes - sum(sent))
     assert sent[0] == sum(info.size_bytes for info in INFOS)
     # 50 elements or so of the 192,000 of 16 bits changed; those of 32 bits travel whole.
     assert sent[1] < 1000
@@ -293,7 +293,7 @@ def test_a_node_that_falls_silent_is_lost(run, capsys, monkeypatch):
         signed = introduce(connection, bytes.fromhex(run.address.key))
         signed.send({"host": "stopped", "num_servers": 1})
         wait_for_line(capsys, "rollout node stopped, 127.0.0.1 is ready", lines)
-        run.update(0)  # would wait for its board
+        run.update(0)  # would wait for its buffer
         wait_for_line(capsys, "rollout node stopped, 127.0.0.1 has not been heard of for", lines)
     assert run.sample() == run.alone()
 

@@ -30,10 +30,10 @@ with open(os.path.join(os.environ["NOTES"], f"{time.monotonic_ns()}_{number}"), 
 if "--headless" in sys.argv:
     if os.path.exists(os.path.join(os.environ["NOTES"], f"fail_{number}")):
         sys.exit("no such device")
-    while not os.path.exists(config["board_file"]):
+    while not os.path.exists(config["buffer_file"]):
         time.sleep(0.01)
-    with open(os.path.join(os.environ["NOTES"], f"board_{number}"), "w") as notes:
-        notes.write(open(config["board_file"]).read())
+    with open(os.path.join(os.environ["NOTES"], f"buffer_{number}"), "w") as notes:
+        notes.write(open(config["buffer_file"]).read())
     time.sleep(600)
 connection = socket.socket(fileno=int(sys.argv[sys.argv.index("--socket-fd") + 1]))
 send_message(connection, {"kind": "ready"})
@@ -74,8 +74,8 @@ class Nodes:
         ]
         address = self.shares[0].open("127.0.0.1")
         for node in (2, 1):
-            self.shares[node].join(address, TOKEN, node, f"127.0.0.{node + 1}", f"/board/of/{node}")
-        self.generator = self.shares[0].start(TOKEN, [1, 2], "/board/of/0")
+            self.shares[node].join(address, TOKEN, node, f"127.0.0.{node + 1}", f"/buffer/of/{node}")
+        self.generator = self.shares[0].start(TOKEN, [1, 2], "/buffer/of/0")
 
     def started(self) -> list[dict]:
         """What the processes noted at their start, in the order of their starts."""
@@ -119,7 +119,7 @@ def nodes(options, tmp_path):
     assert os.listdir(tmp_path / "temporary") == [], "nor a directory of one"
 
 
-def test_each_node_gets_its_place_and_its_own_board(nodes, tmp_path):
+def test_each_node_gets_its_place_and_its_own_buffer(nodes, tmp_path):
     nodes.generator.wait_ready()
     ask(nodes.generator, 1)
     started = sorted(nodes.wait_for(3), key=lambda one: one["number"])
@@ -128,11 +128,11 @@ def test_each_node_gets_its_place_and_its_own_board(nodes, tmp_path):
     assert {(one["host"], one["num_nodes"]) for one in started} == {("127.0.0.1", 3)}
     assert len({one["port"] for one in started}) == 1
     end_s = time.monotonic() + 30
-    boards = [tmp_path / "notes" / f"board_{number}" for number in (1, 2)]
-    while not all(board.exists() and board.read_text() for board in boards):
+    buffers = [tmp_path / "notes" / f"buffer_{number}" for number in (1, 2)]
+    while not all(buffer.exists() and buffer.read_text() for buffer in buffers):
         assert time.monotonic() < end_s
         time.sleep(0.02)
-    assert [board.read_text() for board in boards] == ["/board/of/1", "/board/of/2"]
+    assert [buffer.read_text() for buffer in buffers] == ["/buffer/of/1", "/buffer/of/2"]
 
 
 @pytest.mark.parametrize("first", [1, 4711])  # between two requests; while one is being answered

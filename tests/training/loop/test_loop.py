@@ -33,7 +33,8 @@ from mindrlhf.training.loop.guards import Observers
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.sampling.in_step import PromptSampling, Rollout
 from mindrlhf.training.loop.trainer import Parts, Trainer
-from mindrlhf.training.records import PolicyUpdateResult, ProcessStatistics, Published
+from mindrlhf.training.records import PolicyUpdateResult, ProcessStatistics
+from mindrlhf.weights.publish.publisher import Published
 
 END = 0
 NUM_GENERATIONS = 3
@@ -154,16 +155,16 @@ class Rank:
             logprobs=tuple(-1.5 * rows.mask for rows in micro_batches),
         )
 
-    def publish(self, version, bucket):
+    def publish(self, version, bucket, purpose):
         assert bucket == 0
         self.journal.append(f"publish {version}")
-        return Published({"weight": {"checksum": version}})
+        return Published({"0": [["weight", [], version]]})
 
     def sync_reference(self):
         self.journal.append("sync_reference")
 
 
-class Board:
+class Buffer:
     num_buckets = 1
 
     def __init__(self, journal):
@@ -172,9 +173,9 @@ class Board:
     def begin(self, version, bucket):
         self.version = version
 
-    def seal(self, contributions):
-        assert all(part == {"weight": {"checksum": self.version}} for part in contributions)
-        self.journal.append(f"seal {len(contributions)}")
+    def commit(self, written):
+        assert all(one == ["weight", [], self.version] for one in written)
+        self.journal.append(f"commit {len(written)}")
 
 
 class Memory:
@@ -266,7 +267,7 @@ class Run:
         team = LocalTeam(self.ranks)
         parts = Parts(
             team=team,
-            policy=Policy(team, Board(self.journal)),
+            policy=Policy(team, Buffer(self.journal)),
             rows=RowOptions((8, 16), training.micro_batch_size, world_size, training.pack, training.packing),
             rollout=Rollout(self.generator, prompts, sampler, questions, more),
             observers=Observers(self.memory, self.memory, Course(self.memory)),
@@ -320,9 +321,9 @@ def test_one_step_in_order():
     run()
     assert run.journal == [
         "warm_up [8, 16] 4 []",
-        *("publish 1", "seal 1", "wake", "update_weights 1"),
+        *("publish 1", "commit 1", "wake", "update_weights 1"),
         *("generate 2", "sleep", "update 0"),
-        *("publish 2", "seal 1", "wake", "update_weights 2"),
+        *("publish 2", "commit 1", "wake", "update_weights 2"),
     ]
     assert run.progress.step == 1 and run.progress.weights_version == 2
 
@@ -527,7 +528,7 @@ def test_a_resumed_run_goes_on_with_the_next_step():
     resumed.stream.next(6)
     metrics = resumed()
     assert list(metrics) == [4, 5]
-    assert resumed.journal[:4] == ["publish 5", "seal 1", "wake", "update_weights 5"]
+    assert resumed.journal[:4] == ["publish 5", "commit 1", "wake", "update_weights 5"]
     seeds = [[request.seed for request in requests] for requests, _ in whole.generator.requests]
     assert [[request.seed for request in requests] for requests, _ in resumed.generator.requests] == seeds[3:]
 

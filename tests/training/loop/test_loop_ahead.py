@@ -144,20 +144,20 @@ def test_the_next_step_is_sampled_while_one_is_trained_on(monkeypatch):
 
 def test_weights_are_replaced_when_the_samples_of_the_next_step_are_there(monkeypatch):
     monkeypatch.setattr(Server, "delay_s", 0.02)
-    seal = test_loop.Board.seal
+    commit = test_loop.Buffer.commit
 
-    def seal_and_look(self, contributions):
+    def commit_and_look(self, written):
         self.counts.append((len(self.server.requests), self.num_left()))
-        seal(self, contributions)
+        commit(self, written)
 
-    monkeypatch.setattr(test_loop.Board, "seal", seal_and_look)
+    monkeypatch.setattr(test_loop.Buffer, "commit", commit_and_look)
     run = start(1, steps=4)
-    board = run.trainer.parts.policy._publication._board
-    board.counts, board.server = [], run.generator
-    board.num_left = lambda: sum(not step.done() for step in run.trainer.sampling._steps.values())
+    buffer = run.trainer.parts.policy._publisher._buffer
+    buffer.counts, buffer.server = [], run.generator
+    buffer.num_left = lambda: sum(not step.done() for step in run.trainer.sampling._steps.values())
     finish(run)
     # Before the first step nothing is sampled; then the step's own samples and the next one's, which are all done.
-    assert board.counts == [(0, 0), (2, 0), (3, 0), (4, 0), (4, 0)]
+    assert buffer.counts == [(0, 0), (2, 0), (3, 0), (4, 0), (4, 0)]
 
 
 @pytest.mark.parametrize("ahead", [1, 2])

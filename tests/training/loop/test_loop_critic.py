@@ -119,7 +119,7 @@ def test_whitened_advantages_leave_the_returns_as_they_are(make_run):
 def test_actor_and_critic_take_turns(make_run):
     run = make_run(num_prompts=4, algorithm=KL_IN_REWARD, training={"num_minibatches": 2, "num_iterations": 2})
     run.train()
-    work = [entry for entry in run.journal if entry.split()[0] not in ("publish", "seal", "wake", "update_weights")]
+    work = [entry for entry in run.journal if entry.split()[0] not in ("publish", "commit", "wake", "update_weights")]
     one_step = [
         *("generate 2", "sleep"),
         *("old_logprobs 0", "old_logprobs 1", "reference_logprobs 0", "reference_logprobs 1"),

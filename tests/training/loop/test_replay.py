@@ -60,12 +60,13 @@ def actor(config, tmp_path_factory):
     from mindrlhf.training.worker.actor import Actor
     from mindrlhf.training.worker.learner import PolicyLearner
     from mindrlhf.training.worker.policy_loss import build_policy_loss
+    from mindrlhf.weights.publish.publisher import PUBLISH
 
     rank = start_runtime(config.run, tmp_path_factory.mktemp("log"))
     network = load_model(config.model, config.model.path, config.run, ROW_LENGTH)
     loss = build_policy_loss(config, PolicyLogProbs(network, config.rollout.temperature, "cpu"))
     actor = Actor(PolicyLearner(network, loss, config.optimizer, rank, "cpu"), None, saves_reference=False)
-    actor.create_board()
+    actor.open_weights(PUBLISH, is_owner=True)
     return actor
 
 
@@ -105,7 +106,7 @@ def skipped(actor, config):
     batch = make_batch(sequences, RowOptions((ROW_LENGTH,), 1, 1, True))
     assert len(batch.micro_batches) > 1
     advantages = [stream.standard_normal(item.num_generated) for item in samples]
-    digest = digest_weights([actor.publish(version=1).contribution])
+    digest = digest_weights(actor.publish(version=1).written["0"])
     actor.export(config_dir := checkpoint_dir(config, 5), None)
     assert (config_dir / "config.json").exists()
     before, state = weights(actor), optimizer_state(actor)

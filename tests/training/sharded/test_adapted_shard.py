@@ -8,8 +8,8 @@ from mindrlhf.config.training import ParallelSection
 from mindrlhf.errors import UserError
 from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.specs.lora import LoraOptions
-from mindrlhf.weights.board import WeightBoard
 from mindrlhf.weights.convert import export_hf, random_hf_weights
+from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.tensors import TensorInfo
 
 MODEL = {
@@ -83,20 +83,20 @@ def published(ranks, base, bucket_bytes):
         for rule in spec.rules(dims)
         for name, shape in zip(rule.hf_names, rule.shape(dims))
     ]
-    with WeightBoard.create(infos, bucket_bytes) as board:
-        boards = [WeightBoard.attach(board.path, writable=True) for _ in ranks]
-        assert bool(bucket_bytes) == (board.num_buckets > 1)
+    with WeightBuffer.create(infos, bucket_bytes) as buffer:
+        buffers = [WeightBuffer.attach(buffer.path, writable=True) for _ in ranks]
+        assert bool(bucket_bytes) == (buffer.num_buckets > 1)
         for version in (1, 2):  # the second time what has no adapter is kept
             found = {}
-            for bucket in range(board.num_buckets):
-                board.begin(version, bucket)
-                for own, rank in zip(boards, ranks):
+            for bucket in range(buffer.num_buckets):
+                buffer.begin(version, bucket)
+                for own, rank in zip(buffers, ranks):
                     own.begin(version, bucket)
                     rank.write_to(own)
-                board.seal([own.contribution() for own in boards])
-                board.verify(version)
-                found |= {name: array.copy() for name, _, array in board.tensors(version)}
-        for own in boards:
+                buffer.commit([one for own in buffers for one in own.written()])
+                buffer.verify(version)
+                found |= {name: array.copy() for name, _, array in buffer.tensors(version)}
+        for own in buffers:
             own.close()
     return found
 

@@ -179,9 +179,10 @@ def test_a_warm_up_makes_no_update(make_ranks):
 
 
 def test_all_ranks_publish_the_model_and_rank_0_exports_it(make_ranks, model_dir, tmp_path, monkeypatch):
-    from mindrlhf.training.loop import publication
+    from mindrlhf.training.nodes import find_nodes
     from mindrlhf.training.replica_team import with_replicas
     from mindrlhf.weights.open import open_tensors
+    from mindrlhf.weights.publish import publisher
 
     ranks = make_ranks()
     assert any(ranks[0][2][one.name].shape != one.shape for one in ranks[0][0].model.held), (
@@ -189,10 +190,10 @@ def test_all_ranks_publish_the_model_and_rank_0_exports_it(make_ranks, model_dir
     )
     actors = [actor for actor, _, _ in ranks]
     team = LocalRanks(actors, "xx")
-    monkeypatch.setattr(publication, "_EXPORT_BUCKET_BYTES", 1 << 16)
-    tensors = publication.sharded_tensors(with_replicas(PARALLEL, team), team, actors[0])
+    monkeypatch.setattr(publisher, "_EXPORT_BUCKET_BYTES", 1 << 16)
+    tensors = publisher.sharded_tensors(with_replicas(PARALLEL, team), team, find_nodes(team))
     actors[0].export(tmp_path / "final", None, tensors)
-    assert [actor._board for actor in actors] == [None, None]
+    assert [actor._buffers for actor in actors] == [{}, {}]
     expected, found = open_tensors(model_dir), open_tensors(tmp_path / "final")
     assert sorted(found.names()) == sorted(expected.names())
     for name in expected.names():
@@ -242,8 +243,8 @@ def test_a_learner_takes_a_graph_of_other_inputs(make_ranks):
 
 
 def _look(ranks, expected, found, version, bucket):
-    """Compare the bucket that the boards of all ranks have, and note its tensors."""
-    for own in {rank._board.path: rank._board for rank in ranks}.values():
+    """Compare the bucket that the buffers of all ranks have, and note its tensors."""
+    for own in {rank.weight_buffer().path: rank.weight_buffer() for rank in ranks}.values():
         own.verify(version)
         assert own.bucket == bucket
         for name, _, array in own.tensors(version):
@@ -262,17 +263,17 @@ class LocalRanks(ThreadedTeam):
             actor.machine = lambda name=machine: Machine(name)
 
 
-@pytest.mark.parametrize("carrier", [TCP, COLLECTIVES])
+@pytest.mark.parametrize("transport", [TCP, COLLECTIVES])
 @pytest.mark.parametrize(
     "form", [{}, {"dtype": "bfloat16", "bucket_bytes": 1 << 16}], ids=["whole", "in buckets of bfloat16"]
 )
-def test_ranks_on_two_machines_complete_the_boards_of_both(make_ranks, model_dir, form, carrier, monkeypatch):
+def test_ranks_on_two_machines_complete_the_buffers_of_both(make_ranks, model_dir, form, transport, monkeypatch):
     """Each machine has half of the large parameters; the weights, and their digest, are those of one machine."""
-    from mindrlhf.training.loop.publication import Publication
-    from mindrlhf.training.nodes import attach_boards, find_nodes
+    from mindrlhf.training.nodes import find_nodes
     from mindrlhf.training.replica_team import with_replicas
     from mindrlhf.training.sharded import broadcast
     from mindrlhf.weights.open import open_tensors
+    from mindrlhf.weights.publish.publisher import PUBLISH, WeightPublisher, open_weight_buffers
     from mindrlhf.weights.tensors import convert_dtype
 
     network = Network()
@@ -284,13 +285,11 @@ def test_ranks_on_two_machines_complete_the_boards_of_both(make_ranks, model_dir
         actors = [actor for actor, _, _ in make_ranks()]
         ranks, found = LocalRanks(actors, machines), []
         look = partial(_look, actors, expected, found)
-        with actors[0].create_board(**form) as board:
-            attach_boards(ranks, find_nodes(ranks), board.path, carrier=carrier, **form)
-            digests.append(Publication(with_replicas(PARALLEL, ranks), board).publish(1, look))
-            assert sorted(found) == sorted([*expected] * len(set(machines))), "every board had every tensor"
-            assert bool(form) == (board.num_buckets > 2)
+        with open_weight_buffers(ranks, find_nodes(ranks), transport=transport, **form) as buffer:
+            digests.append(WeightPublisher(with_replicas(PARALLEL, ranks), buffer).publish(1, look))
+            assert sorted(found) == sorted([*expected] * len(set(machines))), "every buffer had every tensor"
+            assert bool(form) == (buffer.num_buckets > 2)
         for actor in actors:
-            actor.close_carrier()
-            actor._board.close()
+            actor.close_weights(PUBLISH)
     assert digests[0] == digests[1]
-    assert set(network.num_broadcasts) == ({0, 1} if carrier == COLLECTIVES else set()), "both have what one lacks"
+    assert set(network.num_broadcasts) == ({0, 1} if transport == COLLECTIVES else set()), "both have what one lacks"

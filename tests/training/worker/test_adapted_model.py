@@ -130,11 +130,13 @@ def test_a_resumed_run_makes_the_same_update_to_the_last_bit(stepped, model_dirs
 
 
 def test_what_is_published_and_exported_is_the_sum(stepped, model_dirs):
+    from mindrlhf.weights.publish.publisher import PUBLISH
+
     worker = stepped[0]
-    with worker.create_board() as board:
-        worker.attach_board(board.path)
-        board.seal([worker.publish(1).contribution])
-        published = {name: array.copy() for name, _, array in board.tensors(1)}
+    worker.open_weights(PUBLISH, is_owner=True)
+    with worker.weight_buffer() as buffer:
+        buffer.commit(worker.publish(1).written["0"])
+        published = {name: array.copy() for name, _, array in buffer.tensors(1)}
         worker.export(model_dirs / "out" / "final", None)
     final = load_file(model_dirs / "out" / "final" / "model.safetensors")
     base = load_file(model_dirs / "policy" / "model.safetensors")

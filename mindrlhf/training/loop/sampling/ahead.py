@@ -6,8 +6,8 @@ With `rollout.off_policy_steps` k, step i trains on samples of v(max(0, i - k)).
     load v(0), sample steps 0 to k, load v(1), sample step k + 1, load v(2), ...
 
 so that weights reach the generator between two steps' samples only, never at a moment that a clock decides. Before
-the loop puts v(i + 1) on the board, it waits until v(i) is loaded and the samples of step i + 1 are there. With k = 1
-nothing is then being generated: a server that dies on the way finds its weights on the board still.
+the loop publishes v(i + 1), it waits until v(i) is loaded and the samples of step i + 1 are there. With k = 1 nothing
+is then being generated: a server that dies on the way finds its weights in the weight buffer still.
 
 A checkpoint holds the samples that are not trained on, since the weights that generated them are gone. What step i
 asks for is generated with v(i), which are the checkpoint's own: a resumed run asks for it again and gets the same.
@@ -74,11 +74,11 @@ class SamplingAhead:
         self._restore()
 
     def load(self, version: int, bucket: int) -> None:
-        """Have the generator take the weights that are on the board, after what it was asked for before.
+        """Have the generator take the weights that are in the weight buffer, after what it was asked for before.
 
         They are there whole: a bucket could not wait for that.
         """
-        assert bucket == 0, "the board holds a part of the weights"
+        assert bucket == 0, "the weight buffer holds a part of the weights"
         self._version = version
         self._load = self._submit(self._rollout.generator.update_weights, version)
 
@@ -103,8 +103,8 @@ class SamplingAhead:
     def keep_leftover(self, samples: StepSamples) -> None:
         """Do nothing: the thread has used what was left over."""
 
-    def free_board(self, next_step: int) -> None:
-        """Return when the weights on the board are loaded and the samples of step ``next_step``, if any, are there."""
+    def free_buffer(self, next_step: int) -> None:
+        """Return when the published weights are loaded, and the samples of step ``next_step``, if any, are there."""
         self._wait([found for found in (self._load, self._steps.get(next_step)) if found])
 
     def settle(self) -> None:

@@ -2,7 +2,7 @@
 complete.
 
 Responses get ``rollout.segment_tokens`` tokens at a time. New weights reach the servers at the end of such a round,
-as soon as they are on the board: what is being generated goes on with them from the tokens it has, its prefix computed
+as soon as they are published: what is being generated goes on with them from the tokens it has, its prefix computed
 again (interruptible generation as in AReaL, arXiv:2505.24298, section 4.1; without keeping keys and values of older
 weights, so that the log-probabilities are those of one version each).
 
@@ -65,7 +65,7 @@ class SamplingAsynchronously:
         self._scorer = ThreadPoolExecutor(1, thread_name_prefix="scores")
         # Shared with the thread, and changed with this lock alone.
         self._changed = threading.Condition()
-        self._pending: int | None = None  # version on the board that is not loaded yet
+        self._pending: int | None = None  # version in the weight buffer that is not loaded yet
         self._failure: BaseException | None = None
         self._is_idle, self._is_paused, self._is_closed = True, False, False
         self._going_on: list[Group] = []
@@ -85,8 +85,8 @@ class SamplingAsynchronously:
         self._thread.start()
 
     def load(self, version: int, bucket: int) -> None:
-        """Have the servers take the weights that are on the board, whole, at the end of the round they are in."""
-        assert bucket == 0, "the board holds a part of the weights"
+        """Have the servers take the published weights, whole, at the end of the round they are in."""
+        assert bucket == 0, "the weight buffer holds a part of the weights"
         with self._changed:
             self._pending = version
             self._changed.notify_all()
@@ -120,8 +120,8 @@ class SamplingAsynchronously:
     def keep_leftover(self, samples: StepSamples) -> None:
         """Do nothing: what is not trained on stays with the thread."""
 
-    def free_board(self, next_step: int) -> None:
-        """Return when the weights on the board are loaded."""
+    def free_buffer(self, next_step: int) -> None:
+        """Return when the weights in the weight buffer are loaded."""
         with self._wait_stage(), self._changed:
             self._wait_for(lambda: self._pending is None)
 

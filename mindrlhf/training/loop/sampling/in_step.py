@@ -64,7 +64,7 @@ class SamplingInStep:
         self._needs_greedy = needs_greedy
 
     def load(self, version: int, bucket: int) -> None:
-        """Have the generator take the bucket of the weights that is on the board."""
+        """Have the generator take the bucket of the weights that is in the weight buffer."""
         if bucket == 0:
             self._rollout.generator.wake()
         self._rollout.generator.update_weights(version)
@@ -84,8 +84,8 @@ class SamplingInStep:
         """Keep what dynamic sampling left over in a step that is done."""
         self._progress.leftover = to_leftover(samples.leftover)
 
-    def free_board(self, next_step: int) -> None:
-        """Return when the weights on the board may be replaced by those that step ``next_step`` begins with."""
+    def free_buffer(self, next_step: int) -> None:
+        """Return when the weights in the weight buffer may be replaced by those that step ``next_step`` begins with."""
 
     def settle(self) -> None:
         """Return when the generator does nothing, and ``progress`` holds all samples not yet trained on."""

@@ -1,6 +1,6 @@
-"""Which rank writes which part of which logical tensor to the weight board.
+"""Which rank writes which part of which logical tensor to the weight buffer.
 
-A shard of a fused MindFormers parameter is a handful of boxes in Hugging Face tensors, so every rank writes what it
+A shard of a fused MindFormers parameter is a handful of slices of Hugging Face tensors, so every rank writes what it
 holds where it belongs, without a gather: between them the ranks move each byte exactly once, the least that
 any transfer can do. Of several ranks that hold the same shard, the one with the least to write so far does it.
 """
@@ -13,7 +13,7 @@ import numpy as np
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.specs import ModelDims, ParameterRule
 from mindrlhf.specs.fuse import fuse
-from mindrlhf.weights.board import WeightBoard
+from mindrlhf.weights.publish.buffer import WeightBuffer
 
 
 @dataclass(frozen=True)
@@ -23,17 +23,17 @@ class PublishedShard:
     Attributes:
         hf_name: the logical tensor.
         rows: what to take of the rank's shard along its first axis.
-        region: where it lies in the logical tensor.
+        index: where it lies in the logical tensor.
         columns: what to take of those rows, to be transposed; None for all of it as it is.
     """
 
     hf_name: str
     rows: slice | np.ndarray
-    region: tuple[slice, ...]
+    index: tuple[slice, ...]
     columns: slice | None = None
 
     def of(self, shard: np.ndarray) -> np.ndarray:
-        """Return the part of the rank's shard, as it lies in the region."""
+        """Return the part of the rank's shard, as it lies there."""
         return shard[self.rows] if self.columns is None else shard[self.rows, self.columns].T
 
 
@@ -46,7 +46,7 @@ def plan_publication(
 ) -> dict[str, list[PublishedShard]]:
     """What ``rank`` writes, by MindFormers name; the plans of all ranks cover each element exactly once.
 
-    ``ranks`` are those that share its board, None for all; see :func:`choose_writers`.
+    ``ranks`` are those that share its buffer, None for all; see :func:`choose_writers`.
     """
     writers = choose_writers(layouts, ranks)
     return {
@@ -62,7 +62,7 @@ def choose_writers(
     """The ranks that write each parameter, one per distinct shard; largest parameters first, to even out the load.
 
     Args:
-        among: the ranks of one node, whose board gets from other nodes what none of them holds; None for all ranks.
+        among: the ranks of one node, whose buffer gets from other nodes what none of them holds; None for all ranks.
     """
     loads: dict[int, int] = {}
     writers = {}
@@ -122,22 +122,22 @@ def _expert_shards(rule: ParameterRule, dims: ModelDims, rows: slice, columns: s
 
 
 def wanted_shards(
-    publication: Mapping[str, Sequence[PublishedShard]], board: WeightBoard
+    publication: Mapping[str, Sequence[PublishedShard]], buffer: WeightBuffer
 ) -> dict[str, list[PublishedShard]]:
     """What of a publication belongs to the bucket that is being written, by MindFormers name."""
-    wanted = {name: [part for part in parts if board.wants(part.hf_name)] for name, parts in publication.items()}
+    wanted = {name: [part for part in parts if buffer.wants(part.hf_name)] for name, parts in publication.items()}
     return {name: parts for name, parts in wanted.items() if parts}
 
 
 def write_shards(
-    board: WeightBoard, publication: Mapping[str, Sequence[PublishedShard]], arrays: Mapping[str, np.ndarray]
+    buffer: WeightBuffer, publication: Mapping[str, Sequence[PublishedShard]], arrays: Mapping[str, np.ndarray]
 ) -> int:
-    """Write the planned parts of a rank's shards, ``arrays`` by MindFormers name, to the board; return the bytes."""
+    """Write the planned parts of a rank's shards, ``arrays`` by MindFormers name, to the buffer; return the bytes."""
     written_bytes = 0
     for name, parts in publication.items():
         for part in parts:
             array = part.of(arrays[name])
-            board.write(part.hf_name, array, part.region)
+            buffer.write(part.hf_name, array, part.index)
             written_bytes += array.nbytes
     return written_bytes
 

@@ -1,4 +1,4 @@
-"""Boards of several nodes, in one process: what each lacks comes from the others, once, over real connections."""
+"""Buffers of several nodes, in one process: what each lacks comes from the others, once, over real connections."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +12,11 @@ from slow_tests import SLOW
 
 from mindrlhf.errors import RunFailure
 from mindrlhf.system.handshake import SignedConnection
-from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.exchange import plan as planning
-from mindrlhf.weights.exchange import tcp
-from mindrlhf.weights.exchange.plan import check_received, completed, plan_exchange, regions_of
-from mindrlhf.weights.exchange.tcp import TcpCarrier
+from mindrlhf.weights.publish import sync as planning
+from mindrlhf.weights.publish import tcp
+from mindrlhf.weights.publish.buffer import WeightBuffer
+from mindrlhf.weights.publish.sync import check_received, plan_sync, sums_of, written_of
+from mindrlhf.weights.publish.tcp import TcpTransport
 from mindrlhf.weights.tensors import TensorInfo
 
 INFOS = (
@@ -48,64 +48,64 @@ def holdings(draw) -> list[list[tuple[str, tuple[slice, ...]]]]:
 
 
 class Nodes:
-    """Boards and carriers."""
+    """Buffers and transports."""
 
     def __init__(self, held, infos=INFOS):
         self.held, self.infos = held, infos
-        self.boards = [WeightBoard.create(infos) for _ in held]
-        self.carriers = [TcpCarrier(board, node, "127.0.0.1") for node, board in enumerate(self.boards)]
+        self.buffers = [WeightBuffer.create(infos) for _ in held]
+        self.transports = [TcpTransport(buffer, node, "127.0.0.1") for node, buffer in enumerate(self.buffers)]
 
     def publish(self, version: int, values: dict[str, np.ndarray]) -> list[dict]:
-        """Write, exchange, check and seal as rank 0 has it done; return the pieces."""
-        for board, regions in zip(self.boards, self.held):
-            board.begin(version)
+        """Write, sync, check and commit as rank 0 has it done; return the transfers."""
+        for buffer, regions in zip(self.buffers, self.held):
+            buffer.begin(version)
             for name, region in regions:
-                board.write(name, values[name][(*region, ...)], region)
-        written = [board.contribution() for board in self.boards]
-        pieces = plan_exchange(written, self.infos)
-        addresses = {node: carrier.address for node, carrier in enumerate(self.carriers)}
+                buffer.write(name, values[name][(*region, ...)], region)
+        written = [sums_of(buffer.written()) for buffer in self.buffers]
+        transfers = plan_sync(written, self.infos)
+        addresses = {node: transport.address for node, transport in enumerate(self.transports)}
         if version == 1:
-            self.on_all(lambda carrier: carrier.connect(pieces, addresses, TOKEN))
-        found = self.on_all(lambda carrier: carrier.exchange(version))
-        expected = {key: value for one in written for key, value in regions_of(one).items()}
+            self.on_all(lambda transport: transport.connect(transfers, addresses, TOKEN))
+        found = self.on_all(lambda transport: transport.sync(version))
+        expected = {key: value for one in written for key, value in one.items()}
         for node, sums in enumerate(found):
             check_received(sums, expected, self.infos, node)
-        for board, own in zip(self.boards, written):
-            board.seal([completed(own, written)])
-        return pieces
+        for buffer, own in zip(self.buffers, written):
+            buffer.commit(written_of({**expected, **own}))
+        return transfers
 
     def on_all(self, action) -> list:
-        with ThreadPoolExecutor(len(self.carriers)) as pool:
-            return list(pool.map(action, self.carriers))
+        with ThreadPoolExecutor(len(self.transports)) as pool:
+            return list(pool.map(action, self.transports))
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        for closed in (*self.carriers, *self.boards):
+        for closed in (*self.transports, *self.buffers):
             closed.close()
 
 
 @settings(max_examples=12, deadline=None)
-@given(held=holdings(), piece_bytes=st.sampled_from([40, 96, 1 << 20]))
-def test_every_board_gets_every_element_whatever_the_nodes_hold(held, piece_bytes):
+@given(held=holdings(), transfer_bytes=st.sampled_from([40, 96, 1 << 20]))
+def test_every_buffer_gets_every_element_whatever_the_nodes_hold(held, transfer_bytes):
     with pytest.MonkeyPatch.context() as patch, Nodes(held) as nodes:
-        patch.setattr(planning, "PIECE_BYTES", piece_bytes)
+        patch.setattr(planning, "TRANSFER_BYTES", transfer_bytes)
         patch.setattr(tcp, "NUM_STREAMS", 2)
         for version in (1, 2):
             values = tensors(version)
-            pieces = nodes.publish(version, values)
-            for board in nodes.boards:
-                board.verify(version)
-                for name, _, array in board.tensors(version):
+            transfers = nodes.publish(version, values)
+            for buffer in nodes.buffers:
+                buffer.verify(version)
+                for name, _, array in buffer.tensors(version):
                     assert array.tobytes() == values[name].tobytes(), name  # also of numbers that are none
     # Each node receives what it lacks, once, and sends no more than the model.
     sizes = {info.name: info.numpy_dtype.itemsize for info in INFOS}
     model_bytes = sum(info.size_bytes for info in INFOS)
     for node, regions in enumerate(held):
         own = sum(values[name][(*region, ...)].nbytes for name, region in regions)
-        came = sum(piece.num_elements * sizes[piece.name] for piece in pieces if node in piece.nodes[1:])
-        sent = sum(piece.num_elements * sizes[piece.name] for piece in pieces if node in piece.nodes[:-1])
+        came = sum(one.num_elements * sizes[one.name] for one in transfers if node in one.nodes[1:])
+        sent = sum(one.num_elements * sizes[one.name] for one in transfers if node in one.nodes[:-1])
         assert own + came == model_bytes
         assert sent <= model_bytes
 
@@ -114,28 +114,28 @@ WHOLE = [(info.name, tuple(slice(0, size) for size in info.shape)) for info in I
 
 
 def test_nodes_that_hold_everything_exchange_nothing():
-    written = [{name: {"regions": [[[0, 4]]], "sums": [3], "checksum": 3} for name in ("a", "b")}] * 3
-    assert plan_exchange(written, [TensorInfo("a", "float32", (4,)), TensorInfo("b", "float32", (4,))]) == []
+    written = [{(name, ((0, 4),)): 3 for name in ("a", "b")}] * 3
+    assert plan_sync(written, [TensorInfo("a", "float32", (4,)), TensorInfo("b", "float32", (4,))]) == []
 
 
 def test_a_node_that_dies_ends_the_exchange_of_the_others():
     with Nodes([WHOLE[:2], WHOLE[2:], []]) as nodes:
         nodes.publish(1, tensors(1))
-        nodes.carriers[1].close()
+        nodes.transports[1].close()
         failures = []
 
-        def exchange(node):
+        def sync(node):
             try:
-                nodes.carriers[node].exchange(2)
+                nodes.transports[node].sync(2)
             except RunFailure as failure:
                 failures.append(str(failure))
 
-        threads = [threading.Thread(target=exchange, args=(node,)) for node in (0, 2)]
+        threads = [threading.Thread(target=sync, args=(node,)) for node in (0, 2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(30)
-        assert len(failures) == 2 and all("exchange of weights between nodes" in one for one in failures), failures
+        assert len(failures) == 2 and all("weight sync of nodes" in one for one in failures), failures
 
 
 def test_what_arrives_changed_is_named(monkeypatch):
@@ -180,11 +180,11 @@ def test_updates_reach_the_other_nodes_as_changes_without_a_difference(num_updat
                 array -= 1e-6 * corrected[0] / (np.sqrt(corrected[1]) + 1e-8)
             values = {name: to_bfloat16(array) for name, array in weights.items()}
             nodes.publish(version, values)
-            for board in nodes.boards:
-                board.verify(version)
-                for name, _, array in board.tensors(version):
+            for buffer in nodes.buffers:
+                buffer.verify(version)
+                for name, _, array in buffer.tensors(version):
                     np.testing.assert_array_equal(array, values[name])
-        sent_bytes = sum(carrier.sent_bytes for carrier in nodes.carriers)
+        sent_bytes = sum(transport.sent_bytes for transport in nodes.transports)
     # Each byte travels to two nodes; whole it would be as often as there are updates.
     assert 2 * size_bytes < sent_bytes < 0.1 * num_updates * 2 * size_bytes
 
@@ -198,4 +198,4 @@ def test_a_version_that_changes_everything_travels_whole():
             if version == 4:
                 values[3, 4] += 1
             nodes.publish(version, {"a": values})
-            assert nodes.carriers[0].sent_bytes == sent
+            assert nodes.transports[0].sent_bytes == sent

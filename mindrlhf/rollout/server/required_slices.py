@@ -20,22 +20,22 @@ from torch.utils._pytree import tree_leaves
 from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta, to_meta_tensor
 
-from mindrlhf.weights.exchange.boxes import Box, merge_boxes
+from mindrlhf.weights.publish.slices import TensorSlice, merge_slices
 from mindrlhf.weights.tensors import TensorInfo
 
 _logger = logging.getLogger(__name__)
 _ATEN = torch.ops.aten
 # They make a copy of the elements of a view, and read no others.
 _COPIES = (_ATEN.clone.default, _ATEN._to_copy.default)
-# A view of more boxes counts as the whole tensor.
-_MAX_BOXES = 64
+# A view of more slices counts as the whole tensor.
+_MAX_SLICES = 64
 
 
 def trace_reads(
     load: Callable[[Iterator[tuple[str, torch.Tensor]]], Any],
     infos: Sequence[TensorInfo],
     parameters: Mapping[str, torch.Tensor],
-) -> dict[str, list[Box] | None]:
+) -> dict[str, list[TensorSlice] | None]:
     """Return what a loader reads of each tensor.
 
     Args:
@@ -44,8 +44,8 @@ def trace_reads(
         parameters: by name, what they are loaded into; without memory, see :func:`without_memory`.
 
     Returns:
-        By tensor, disjoint boxes, (start, stop) per axis: none of a tensor that is skipped. None where all of it must
-        be taken for read: the loader computes of it or keeps it, or the elements are no boxes. So it is with every
+        By tensor, disjoint slices: none of a tensor that is skipped. None where all of it must
+        be taken for read: the loader computes of it or keeps it, or the elements are no slices. So it is with every
         tensor where the loader cannot do without values.
     """
     recorder = _ReadRecorder(infos)
@@ -106,7 +106,7 @@ class _ReadRecorder(TorchDispatchMode):
         self._info_of: dict[int, TensorInfo] = {}  # by storage
         # As long as they are there, no other storage gets the same address.
         self._storages: dict[str, StorageWeakRef] = {}
-        self._boxes: dict[str, list[Box]] = {info.name: [] for info in infos}
+        self._slices: dict[str, list[TensorSlice]] = {info.name: [] for info in infos}
         self._whole: set[str] = set()
         self._filled: set[int] = set()  # storages
 
@@ -121,11 +121,11 @@ class _ReadRecorder(TorchDispatchMode):
     def has_filled(self, parameter: torch.Tensor) -> bool:
         return storage_of(parameter) in self._filled
 
-    def reads(self) -> dict[str, list[Box] | None]:
+    def reads(self) -> dict[str, list[TensorSlice] | None]:
         # Whoever still holds a tensor may read it later.
         kept = {name for name, storage in self._storages.items() if not storage.expired()}
         whole = self._whole | kept
-        return {name: None if name in whole else merge_boxes(boxes) for name, boxes in self._boxes.items()}
+        return {name: None if name in whole else merge_slices(slices) for name, slices in self._slices.items()}
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         options = options or {}
@@ -152,13 +152,13 @@ class _ReadRecorder(TorchDispatchMode):
         info = self._info_of.get(storage_of(tensor))
         if info is None:
             return
-        boxes = None
+        slices = None
         if tensor.dtype == getattr(torch, info.dtype):
-            boxes = boxes_of_view(info.shape, tensor.storage_offset(), tensor.shape, tensor.stride())
-        if boxes is None:
+            slices = slices_of_view(info.shape, tensor.storage_offset(), tensor.shape, tensor.stride())
+        if slices is None:
             self._whole.add(info.name)
         else:
-            self._boxes[info.name] += boxes
+            self._slices[info.name] += slices
 
     def _read_whole(self, tensor: torch.Tensor) -> None:
         info = self._info_of.get(storage_of(tensor))
@@ -166,8 +166,10 @@ class _ReadRecorder(TorchDispatchMode):
             self._whole.add(info.name)
 
 
-def boxes_of_view(shape: Sequence[int], offset: int, sizes: Sequence[int], strides: Sequence[int]) -> list[Box] | None:
-    """Return the boxes of a tensor that a view of it shows; None where they are too many, or it shows no boxes.
+def slices_of_view(
+    shape: Sequence[int], offset: int, sizes: Sequence[int], strides: Sequence[int]
+) -> list[TensorSlice] | None:
+    """Return the slices of a tensor that a view of it shows; None where they are too many, or it shows no slices.
 
     Args:
         shape: of the tensor, whose elements lie in C order.
@@ -195,7 +197,7 @@ def boxes_of_view(shape: Sequence[int], offset: int, sizes: Sequence[int], strid
     if any(last >= size for last, size in zip(lasts, shape)):
         return None
     runs = [_runs(first, walk) for first, walk in zip(firsts, walks)]
-    if None in runs or math.prod(map(len, runs)) > _MAX_BOXES:
+    if None in runs or math.prod(map(len, runs)) > _MAX_SLICES:
         return None
     return list(itertools.product(*runs))
 
@@ -212,11 +214,11 @@ def _runs(first: int, walks: Sequence[tuple[int, int]]) -> list[tuple[int, int]]
         start, stop = runs[0]
         if len(runs) == 1 and stop - start >= stride:
             runs = [(start, stop + (number - 1) * stride)]
-        elif len(runs) * number > _MAX_BOXES:
+        elif len(runs) * number > _MAX_SLICES:
             return None
         else:
             runs = [(start + n * stride, stop + n * stride) for n in range(number) for start, stop in runs]
-    return [run for (run,) in merge_boxes((run,) for run in runs)]
+    return [run for (run,) in merge_slices((run,) for run in runs)]
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -1,11 +1,11 @@
-"""Boards that hold the tensors of a model one bucket after the other, and boards of a narrower dtype."""
+"""Buffers that hold the tensors of a model one bucket after the other, and buffers of a narrower dtype."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindrlhf.weights.board import WeightBoard, WeightBoardError
+from mindrlhf.weights.publish.buffer import WeightBuffer, WeightBufferError
 from mindrlhf.weights.tensors import TensorInfo, cut_into_buckets, size_of
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=12)
@@ -34,17 +34,17 @@ def test_every_tensor_is_in_one_bucket_and_only_a_large_one_exceeds_its_size(sha
 @given(SHAPES, st.integers(0, 1000))
 def test_a_reader_sees_every_tensor_of_every_version(shapes, bucket_bytes):
     infos = infos_of(shapes)
-    with WeightBoard.create(infos, bucket_bytes) as board, WeightBoard.attach(board.path) as reader:
-        assert reader.num_buckets == board.num_buckets == len(cut_into_buckets(infos, bucket_bytes))
+    with WeightBuffer.create(infos, bucket_bytes) as buffer, WeightBuffer.attach(buffer.path) as reader:
+        assert reader.num_buckets == buffer.num_buckets == len(cut_into_buckets(infos, bucket_bytes))
         for version in (1, 2):
             values = {info.name: np.full(info.shape, place + version, np.float32) for place, info in enumerate(infos)}
             found = {}
-            for bucket in range(board.num_buckets):
-                board.begin(version, bucket)
+            for bucket in range(buffer.num_buckets):
+                buffer.begin(version, bucket)
                 assert reader.version is None
-                for name in filter(board.wants, values):
-                    board.write(name, values[name])
-                board.seal()
+                for name in filter(buffer.wants, values):
+                    buffer.write(name, values[name])
+                buffer.commit()
                 reader.verify(version)
                 assert (reader.version, reader.bucket) == (version, bucket)
                 found |= {name: np.array(array) for name, _, array in reader.tensors(version)}
@@ -56,24 +56,24 @@ def test_a_reader_sees_every_tensor_of_every_version(shapes, bucket_bytes):
 def test_the_memory_is_that_of_the_largest_bucket():
     infos = infos_of([(256,)] * 8)  # 1 KiB each
     for bucket_bytes, num_buckets, expected in ((0, 1, 8192), (4096, 2, 4096), (3 * 1024, 3, 3072), (100, 8, 1024)):
-        with WeightBoard.create(infos, bucket_bytes) as board:
-            assert board.num_buckets == num_buckets
-            views = [board.view(info.name, [[0, 256]]).ctypes.data for info in infos]
+        with WeightBuffer.create(infos, bucket_bytes) as buffer:
+            assert buffer.num_buckets == num_buckets
+            views = [buffer.view(info.name, [[0, 256]]).ctypes.data for info in infos]
             assert max(views) - min(views) + 1024 == expected
 
 
 def test_a_gap_in_a_bucket_is_named_and_nothing_is_kept_from_an_earlier_version():
     infos = infos_of([(4,), (4,), (4,)])
-    with WeightBoard.create(infos, 128) as board:
-        assert board.num_buckets == 2
+    with WeightBuffer.create(infos, 128) as buffer:
+        assert buffer.num_buckets == 2
         for version in (1, 2):
-            board.begin(version, 0)
-            board.write("tensor_0", np.ones(4, np.float32))
-            assert not board.keep("tensor_0") and not board.wants("tensor_2")
-            with pytest.raises(WeightBoardError, match="'tensor_1' has 4 elements but 0 were written"):
-                board.seal()
-            board.write("tensor_1", np.ones(4, np.float32))
-            board.seal()
+            buffer.begin(version, 0)
+            buffer.write("tensor_0", np.ones(4, np.float32))
+            assert not buffer.keep("tensor_0") and not buffer.wants("tensor_2")
+            with pytest.raises(WeightBufferError, match="'tensor_1' has 4 elements but 0 were written"):
+                buffer.commit()
+            buffer.write("tensor_1", np.ones(4, np.float32))
+            buffer.commit()
 
 
 def nearest_bfloat16(values):
@@ -90,14 +90,14 @@ def test_float32_is_rounded_to_the_nearest(shape):
     values = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
     values.flat[:5] = [0.0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8, 1e-40]  # the third and fourth lie between neighbours
     infos = [TensorInfo("brain", "bfloat16", shape), TensorInfo("half", "float16", shape)]
-    with WeightBoard.create(infos) as board:
-        board.begin(1)
+    with WeightBuffer.create(infos) as buffer:
+        buffer.begin(1)
         for info in infos:
-            board.write(info.name, values[:3], (slice(0, 3),))
-            board.write(info.name, values[3:], (slice(3, None),))
-        board.seal()
-        board.verify(1)
-        brain, half = (array for _, _, array in board.tensors(1))
+            buffer.write(info.name, values[:3], (slice(0, 3),))
+            buffer.write(info.name, values[3:], (slice(3, None),))
+        buffer.commit()
+        buffer.verify(1)
+        brain, half = (array for _, _, array in buffer.tensors(1))
         np.testing.assert_array_equal(brain, nearest_bfloat16(values))
         assert brain.flat[2] == 0x3F80 and brain.flat[3] == 0x3F82, "of two as near the even one"
         error = np.abs(half.astype(np.float64) - values)
@@ -107,18 +107,18 @@ def test_float32_is_rounded_to_the_nearest(shape):
 def test_what_is_not_finite_stays_so():
     values = np.array([np.inf, -np.inf, np.nan, np.finfo(np.float32).max], np.float32)
     values.view(np.uint32)[2] = 0x7F800001  # whose upper half is that of infinity
-    with WeightBoard.create([TensorInfo("weight", "bfloat16", (4,))]) as board:
-        board.begin(1)
-        board.write("weight", values)
-        board.seal()
-        ((_, _, found),) = board.tensors(1)
+    with WeightBuffer.create([TensorInfo("weight", "bfloat16", (4,))]) as buffer:
+        buffer.begin(1)
+        buffer.write("weight", values)
+        buffer.commit()
+        ((_, _, found),) = buffer.tensors(1)
         wide = (found.astype(np.uint32) << 16).view(np.float32)
     np.testing.assert_array_equal(wide, [np.inf, -np.inf, np.nan, np.inf])
 
 
 def test_no_other_dtype_is_taken_for_another():
-    with WeightBoard.create([TensorInfo("wide", "float32", (2,)), TensorInfo("narrow", "float16", (2,))]) as board:
-        board.begin(1)
+    with WeightBuffer.create([TensorInfo("wide", "float32", (2,)), TensorInfo("narrow", "float16", (2,))]) as buffer:
+        buffer.begin(1)
         for name, dtype in (("wide", np.float16), ("wide", np.uint16), ("narrow", np.uint16), ("narrow", np.float64)):
-            with pytest.raises(WeightBoardError, match=f"tensor '{name}' is"):
-                board.write(name, np.zeros(2, dtype))
+            with pytest.raises(WeightBufferError, match=f"tensor '{name}' is"):
+                buffer.write(name, np.zeros(2, dtype))

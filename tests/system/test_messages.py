@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
 from mindrlhf.data.packing import PackedRows
+from mindrlhf.system.messages import decode, encode, last, merge, merged_by, record, result
 from mindrlhf.system.wire import ProtocolError
 from mindrlhf.training import records
 from mindrlhf.training.batch import Batch
-from mindrlhf.training.messages import decode, encode, record
-from mindrlhf.training.records import last, merge, merged_by, result
+from mindrlhf.weights.publish import publisher
 
 
 @record
@@ -187,19 +187,14 @@ def test_results_are_merged_field_by_field():
     checksums = [records.SavedShards({f"rank_{rank}": str(rank)}) for rank in range(2)]
     assert merge(checksums) == records.SavedShards({"rank_0": "0", "rank_1": "1"})
     written = [
-        records.Published({"a": {"regions": [[[0, 2]]], "sums": [2**63 + 5], "checksum": 2**63 + 5}}),
-        records.Published(
-            {
-                "a": {"regions": [[[2, 4]]], "sums": [2**63 + 6], "checksum": 2**63 + 6},
-                "b": {"regions": [], "sums": [], "checksum": 1},
-            }
-        ),
+        publisher.Published({"0": [["a", [[0, 2]], 2**63 + 5]]}),
+        publisher.Published({"0": [["a", [[2, 4]], 2**63 + 6], ["b", [], 1]], "1": []}),
     ]
-    assert merge(written).contribution == {
-        "a": {"regions": [[[0, 2]], [[2, 4]]], "sums": [2**63 + 5, 2**63 + 6], "checksum": 11},
-        "b": {"regions": [], "sums": [], "checksum": 1},
+    assert merge(written).written == {
+        "0": [["a", [[0, 2]], 2**63 + 5], ["a", [[2, 4]], 2**63 + 6], ["b", [], 1]],
+        "1": [],
     }
-    assert written[0].contribution["a"]["regions"] == [[[0, 2]]], "the parts are left as they were"
+    assert written[0].written["0"] == [["a", [[0, 2]], 2**63 + 5]], "the parts are left as they were"
     assert merge([None, None]) is None
     with pytest.raises(AssertionError, match="different things"):
         merge([None, records.SavingState(True)])

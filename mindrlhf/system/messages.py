@@ -2,13 +2,16 @@
 
 A message is a mapping of names to JSON values, arrays and records. Nothing is guessed on arrival: a record that is
 unknown, a field too many or too few, a value of another type than its field's, an array that nobody reads are errors.
+
+Where a model is sharded, several ranks compute one replica's result, and most hold only a part of it: each field of
+a result says which of the ranks' values counts, or how they are put together.
 """
 
 import dataclasses
 import functools
 import typing
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +20,9 @@ from mindrlhf.system.wire import ProtocolError
 # An object of the JSON text with this one key stands for an array, a record or a mapping.
 _ARRAY, _RECORD, _MAPPING = "array", "record", "mapping"
 _RECORDS: dict[str, type] = {}
+_RULE = "merged by"
+
+Result = TypeVar("Result")
 
 
 def record(cls: type) -> type:
@@ -28,6 +34,63 @@ def record(cls: type) -> type:
     assert cls.__dataclass_params__.frozen, f"{cls.__name__} can be changed"
     assert _RECORDS.setdefault(cls.__name__, cls) is cls, f"there are two records called {cls.__name__}"
     return cls
+
+
+def merged_by(rule: Any, **options: Any) -> Any:
+    """Return a dataclass field whose values ``rule`` merges: a function of the list of the ranks' values."""
+    return dataclasses.field(metadata={_RULE: rule}, **options)
+
+
+def result(cls: type) -> type:
+    """Make a class a frozen dataclass that a rank may return.
+
+    Raises:
+        TypeError: a field does not say how it is merged.
+    """
+    cls = dataclasses.dataclass(frozen=True)(cls)
+    for one in dataclasses.fields(cls):
+        if _RULE not in one.metadata:
+            raise TypeError(
+                f"{cls.__name__}.{one.name} does not say how the results of a replica's ranks are merged: give it "
+                "merged_by(...)"
+            )
+    return record(cls)
+
+
+def merge(results: Sequence[Result]) -> Result:
+    """Return the result of a replica from those of its ranks, in order.
+
+    None if they returned nothing. Of what is no record, such as a list of arrays, the last rank's counts.
+    """
+    kinds = {list if isinstance(one, tuple) else type(one) for one in results}  # a tuple of another rank is a list
+    assert len(kinds) == 1, f"the ranks of a replica returned different things: {sorted(map(str, kinds))}"
+    if kinds <= {list, type(None)}:
+        return last(results)
+    first = results[0]
+    values = {
+        one.name: one.metadata[_RULE]([getattr(each, one.name) for each in results])
+        for one in dataclasses.fields(first)
+    }
+    return type(first)(**values)
+
+
+def last(values: Sequence[Any]) -> Any:
+    """Take the value of the last rank: in the last pipeline stage, where log-probabilities and losses are."""
+    return values[-1]
+
+
+def union(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Put together what the ranks have by different names."""
+    return {name: value for part in values for name, value in part.items()}
+
+
+def join(values: Sequence[Mapping[str, list]]) -> dict[str, list]:
+    """Put the lists together that the ranks have by the same names."""
+    joined: dict[str, list] = {}
+    for part in values:
+        for name, entries in part.items():
+            joined.setdefault(name, []).extend(entries)
+    return joined
 
 
 def encode(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

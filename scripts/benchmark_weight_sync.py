@@ -1,8 +1,8 @@
-"""Time the exchange of weights between the boards of two nodes against plain sockets on the same link, in turn.
+"""Time the sync of weights between the buffers of two nodes against plain sockets on the same link, in turn.
 
-    python scripts/benchmark_exchange.py [--gib 0.5] [--rounds 5] [--layout rows|columns]
-    python scripts/benchmark_exchange.py --node 0 --master 10.0.0.1:9000    # on one machine, and on the other:
-    python scripts/benchmark_exchange.py --node 1 --master 10.0.0.1:9000
+    python scripts/benchmark_weight_sync.py [--gib 0.5] [--rounds 5] [--layout rows|columns]
+    python scripts/benchmark_weight_sync.py --node 0 --master 10.0.0.1:9000    # on one machine, and on the other:
+    python scripts/benchmark_weight_sync.py --node 1 --master 10.0.0.1:9000
 
 Without --node both nodes are processes of this machine, over its loopback. Each node has half of the model and sends it
 to the other: stages of a pipeline (whole rows), or with "columns" halves of each row. Plain sockets send as many bytes
@@ -18,9 +18,9 @@ import time
 import numpy as np
 
 from mindrlhf.system.handshake import SignedConnection, admit, introduce
-from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.exchange.plan import plan_exchange
-from mindrlhf.weights.exchange.tcp import NUM_STREAMS, TcpCarrier
+from mindrlhf.weights.publish.buffer import WeightBuffer
+from mindrlhf.weights.publish.sync import plan_sync
+from mindrlhf.weights.publish.tcp import NUM_STREAMS, TcpTransport
 from mindrlhf.weights.tensors import TensorInfo
 
 SHAPE = (4096, 4096)
@@ -63,28 +63,28 @@ def run(node: int, control: SignedConnection, own_host: str, arguments: argparse
     if arguments.layout == "columns":
         halves = (columns, slice(SHAPE[1] // 2, SHAPE[1]))
         held = [[(info.name, (rows, half)) for info in infos] for half in halves]
-    with WeightBoard.create(infos) as board:
-        carrier = TcpCarrier(board, node, own_host)
-        addresses = {node: carrier.address, 1 - node: tuple(_swap(control, list(carrier.address)))}
-        written = [_regions(regions) for regions in held]
-        pieces = plan_exchange(written, infos)
-        carrier.connect(pieces, addresses, SECRET)
+    with WeightBuffer.create(infos) as buffer:
+        transport = TcpTransport(buffer, node, own_host)
+        addresses = {node: transport.address, 1 - node: tuple(_swap(control, list(transport.address)))}
+        written = [{(name, to_bounds(index)): 0 for name, index in own} for own in held]
+        transfers = plan_sync(written, infos)
+        transport.connect(transfers, addresses, SECRET)
         plain = _plain_connections(node, control, own_host)
-        half_bytes = board.size_bytes // 2
-        rates: dict[str, list[float]] = {"exchange": [], "sockets": []}
-        processor_s = {"exchange": 0.0, "sockets": 0.0}
+        half_bytes = buffer.size_bytes // 2
+        rates: dict[str, list[float]] = {"sync": [], "sockets": []}
+        processor_s = {"sync": 0.0, "sockets": 0.0}
         for version in range(arguments.rounds + 1):
-            board.begin(version)
+            buffer.begin(version)
             values = np.random.default_rng(version + node).random(SHAPE, np.float32)
-            for name, region in held[node]:
-                board.write(name, values[region], region)
-            for what in ("exchange", "sockets"):
+            for name, index in held[node]:
+                buffer.write(name, values[index], index)
+            for what in ("sync", "sockets"):
                 _swap(control, "ready")
                 start_s, start_processor_s = time.perf_counter(), time.process_time()
-                if what == "exchange":
-                    carrier.exchange(version)
+                if what == "sync":
+                    transport.sync(version)
                 else:
-                    _plain(plain, board, half_bytes)
+                    _plain(plain, buffer, half_bytes)
                 # The first round touches the memory.
                 processor_s[what] += (time.process_time() - start_processor_s) if version else 0.0
                 _swap(control, "done")
@@ -93,16 +93,13 @@ def run(node: int, control: SignedConnection, own_host: str, arguments: argparse
             for what, measured in rates.items():
                 cost_s = processor_s[what] / arguments.rounds / (2 * half_bytes / 2**30)
                 print(f"{what:9} {_shown(measured[1:])} GiB/s each way; processor time of a node {cost_s:.2f} s/GiB")
-            ratios = [one / other for one, other in zip(rates["exchange"], rates["sockets"])][1:]
+            ratios = [one / other for one, other in zip(rates["sync"], rates["sockets"])][1:]
             print(f"ratio     {_shown(ratios)}: the median is {np.median(ratios):.2f}")
-        carrier.close()
+        transport.close()
 
 
-def _regions(regions: list) -> dict:
-    return {
-        name: {"regions": [[[part.start, part.stop] for part in region]], "sums": [0], "checksum": 0}
-        for name, region in regions
-    }
+def to_bounds(index: tuple[slice, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple((one.start, one.stop) for one in index)
 
 
 def _plain_connections(node: int, control: SignedConnection, host: str) -> list[socket.socket]:
@@ -116,9 +113,9 @@ def _plain_connections(node: int, control: SignedConnection, host: str) -> list[
     return connections[NUM_STREAMS:] + connections[:NUM_STREAMS]
 
 
-def _plain(connections: list[socket.socket], board: WeightBoard, num_bytes: int) -> None:
-    """Send and receive ``num_bytes`` over the connections, from the board's memory and into it."""
-    memory = memoryview(board._memory)
+def _plain(connections: list[socket.socket], buffer: WeightBuffer, num_bytes: int) -> None:
+    """Send and receive ``num_bytes`` over the connections, from the buffer's memory and into it."""
+    memory = memoryview(buffer._memory)
     share = num_bytes // NUM_STREAMS
     starts = [index * share for index in range(NUM_STREAMS)]
     sending, receiving = connections[:NUM_STREAMS], connections[NUM_STREAMS:]

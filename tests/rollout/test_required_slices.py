@@ -13,7 +13,7 @@ from tiny_vl import TinyVl, weights_of, write_tiny_vl
 
 from mindrlhf.specs import find_spec
 from mindrlhf.weights.convert import hf_shapes
-from mindrlhf.weights.exchange.boxes import Box, to_box, whole_box
+from mindrlhf.weights.publish.slices import TensorSlice, to_slice, whole_slice
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN = {
@@ -86,7 +86,7 @@ BY_COLUMNS = ("o_proj", "down_proj", "attn.proj", "mlp.2")
 TRACED = """
 import json, resource
 import numpy as np, torch
-from mindrlhf.rollout.server.needs import boxes_of_view, trace_reads
+from mindrlhf.rollout.server.required_slices import slices_of_view, trace_reads
 from mindrlhf.weights.tensors import TensorInfo
 
 target = torch.empty(4, 6, device="meta")
@@ -158,7 +158,7 @@ for _ in range(4000):
             view = view.select(axis, int(random.integers(view.shape[axis])))
         else:
             view = view.unsqueeze(axis).expand(*view.shape[:axis], 2, *view.shape[axis:])
-    boxes = boxes_of_view(shape, view.storage_offset(), view.shape, view.stride())
+    boxes = slices_of_view(shape, view.storage_offset(), view.shape, view.stride())
     found["views"][boxes is None] += 1
     if boxes is not None:
         counts = torch.zeros(shape, dtype=torch.int64)
@@ -177,11 +177,11 @@ def test_what_is_read_of_views_and_what_counts_as_whole(rollout_python):
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(next(line for line in ended.stdout.splitlines() if line.startswith("found"))[6:])
-    read = {name: boxes and [to_box(box) for box in boxes] for name, boxes in found["read"].items()}
+    read = {name: boxes and [to_slice(box) for box in boxes] for name, boxes in found["read"].items()}
     assert read == {
         "narrowed": [((4, 8), (3, 6))],
         "chunks": [((2, 4), (0, 6)), ((6, 8), (0, 6))],
-        "heads": [whole_box((8, 6))],  # reshaping copies all of it
+        "heads": [whole_slice((8, 6))],  # reshaping copies all of it
         "converted": [((2, 6), (0, 6))],
         "selected": [((1, 2), (0, 6))],
         "skipped": [],
@@ -214,19 +214,19 @@ def directory():
 
 
 def probe(python: str, directory: Path, name: str, num_workers: int) -> tuple[dict, dict]:
-    """Run tests/helpers/needs_probe.py; return the shapes of a model's tensors and what it says."""
+    """Run tests/helpers/required_slices_probe.py; return the shapes of a model's tensors and what it says."""
     shapes = write_model(directory / "model", name)
     tensors = [[name, "float32", shape] for name, shape in shapes.items()]
-    return shapes, ask_probe("needs_probe.py", python, directory, tensors, tensor_parallel_size=num_workers)
+    return shapes, ask_probe("required_slices_probe.py", python, directory, tensors, tensor_parallel_size=num_workers)
 
 
-def expected_read(name: str, shape: tuple[int, ...], rank: int, kv_heads: int) -> list[Box]:
+def expected_read(name: str, shape: tuple[int, ...], rank: int, kv_heads: int) -> list[TensorSlice]:
     """What one of two tensor-parallel workers reads of a tensor."""
 
     def half(axis: int, size: int) -> tuple[int, int]:
         return rank * size // 2, min((rank + 1) * size // 2, shape[axis])
 
-    whole, module = whole_box(shape), name.rpartition(".")[0]
+    whole, module = whole_slice(shape), name.rpartition(".")[0]
     if module.endswith(("embed_tokens", "lm_head")):
         return [(half(0, -(-shape[0] // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE), *whole[1:])]
     if module.endswith("attn.qkv"):  # of a vision tower: queries, keys and values in one tensor
@@ -244,21 +244,21 @@ def expected_read(name: str, shape: tuple[int, ...], rank: int, kv_heads: int) -
 
 def check_probe(shapes, result, expected) -> None:
     """Compare with the expected boxes, by worker and tensor, and what was loaded from them alone with the rest."""
-    assert result["needs"][0] == result["needs"][1], "what was loaded changes what is read"
+    assert result["required"][0] == result["required"][1], "what was loaded changes what is read"
     assert result["stayed"]
     assert all(
         why is None for step in result["errors"] if step != "parts of the other" for why in result["errors"][step]
     )
-    for worker, needs in enumerate(result["needs"][0]):
-        read = {name: [to_box(box) for box in boxes] for name, boxes in needs.items()}
+    for worker, required in enumerate(result["required"][0]):
+        read = {name: [to_slice(box) for box in boxes] for name, boxes in required.items()}
         assert read == {name: expected(name, shape, worker) for name, shape in shapes.items()}
         step = {name: held[worker] for name, held in result["steps"].items()}
         assert step["after tracing"].items() <= step["first"].items()
         assert step["second, needed parts alone"] == step["second"]
         changed = {name for name in step["second"] if step["second"][name] != step["first again"][name]}
         assert len(changed) >= len(step["second"]) / 2, "a worker that loads nothing would agree with anything"
-    together = {name: [to_box(box) for box in boxes] for name, boxes in result["together"].items()}
-    assert together == {name: [whole_box(shape)] for name, shape in shapes.items()}
+    together = {name: [to_slice(box) for box in boxes] for name, boxes in result["together"].items()}
+    assert together == {name: [whole_slice(shape)] for name, shape in shapes.items()}
     check_samples(*result["samples"])
 
 
@@ -278,12 +278,12 @@ def test_two_workers_load_bit_for_bit_from_what_they_read_alone(rollout_python, 
     shapes, result = probe(rollout_python, directory, name, num_workers=2)
     kv_heads = VL.kv_heads if name == "qwen2_5_vl" else MODELS[name]["num_key_value_heads"]
     check_probe(shapes, result, lambda *tensor: expected_read(*tensor, kv_heads))
-    # The board of the other worker lacks what this one reads.
-    assert all("the weight board lacks some of" in why for why in result["errors"]["parts of the other"])
+    # The buffer of the other worker lacks what this one reads.
+    assert all("the weight buffer lacks some of" in why for why in result["errors"]["parts of the other"])
 
 
 @SLOW
 @pytest.mark.timeout(480)
 def test_a_worker_that_loads_in_place_reads_everything_and_keeps_its_weights(rollout_python, directory):
     shapes, result = probe(rollout_python, directory, "qwen2", num_workers=1)
-    check_probe(shapes, result, lambda name, shape, worker: [whole_box(shape)])
+    check_probe(shapes, result, lambda name, shape, worker: [whole_slice(shape)])

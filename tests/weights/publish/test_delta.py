@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindrlhf.weights.exchange.delta import apply_changes, find_changes, may_repeat
+from mindrlhf.weights.publish.tcp import apply_changes, find_changes, may_repeat
 
 
 @settings(max_examples=60, deadline=None)

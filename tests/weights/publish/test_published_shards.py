@@ -9,7 +9,7 @@ from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.specs import DEEPSEEK_V3, QWEN2, QWEN3, QWEN3_MOE
 from mindrlhf.specs.fuse import fuse
 from mindrlhf.weights.convert import hf_shapes
-from mindrlhf.weights.publishing import choose_writers, plan_publication
+from mindrlhf.weights.publish.shards import choose_writers, plan_publication
 
 CONFIG = {
     "num_hidden_layers": 4,
@@ -70,7 +70,7 @@ def logical_tensors(spec, dims):
 def written_by_all(spec, dims, layouts, tensors, node=None):
     """What the ranks write from their shards of the fused parameters, and how often each element was written.
 
-    ``node`` are the ranks of one, which share a board.
+    ``node`` are the ranks of one, which share a buffer.
     """
     rules = {rule.mf_name: rule for rule in spec.rules(dims)}
     fused = {name: fuse(rule, dims, [tensors[hf] for hf in rule.hf_names]) for name, rule in rules.items()}
@@ -81,8 +81,8 @@ def written_by_all(spec, dims, layouts, tensors, node=None):
         for name, parts in plan_publication(layouts, rules, dims, rank, node).items():
             held = fused[name][places[name].shard_of(rank)]
             for part in parts:
-                written[part.hf_name][part.region] = part.of(held)
-                counts[part.hf_name][part.region] += 1
+                written[part.hf_name][part.index] = part.of(held)
+                counts[part.hf_name][part.index] += 1
     return written, counts
 
 
@@ -129,7 +129,7 @@ def test_each_element_of_experts_is_written_once_and_right(name, sizes, stages, 
 
 
 @pytest.mark.parametrize("data, model, num_nodes", [(2, 1, 2), (2, 2, 2), (4, 2, 2), (4, 2, 4), (3, 4, 3)])
-def test_the_ranks_of_each_node_write_the_whole_model_to_its_board(data, model, num_nodes):
+def test_the_ranks_of_each_node_write_the_whole_model_to_its_buffer(data, model, num_nodes):
     dims = QWEN3.dims(CONFIG)
     layouts = parameter_layouts(QWEN3, dims, Layout(data, model))
     tensors = logical_tensors(QWEN3, dims)
@@ -175,4 +175,4 @@ def test_a_shard_of_alternating_rows_copies_nothing():
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     gate, up = plan_publication(layouts, rules, dims, rank=1)[name]
     assert (gate.rows, up.rows) == (slice(0, 95, 2), slice(1, 96, 2))
-    assert gate.region == up.region == (slice(48, 96), slice(0, 64))
+    assert gate.index == up.index == (slice(48, 96), slice(0, 64))

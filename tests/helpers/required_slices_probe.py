@@ -1,10 +1,10 @@
-"""vLLM workers that say what they read of each tensor, and load boards that hold nothing else; rollout interpreter.
+"""vLLM workers that say what they read of each tensor, and load buffers that hold nothing else; rollout interpreter.
 
-usage: python tests/helpers/needs_probe.py < JSON of (config of an engine, tensors as name, dtype, shape)
+usage: python tests/helpers/required_slices_probe.py < JSON of (config of an engine, tensors as name, dtype, shape)
 
-Prints "probe" and JSON: "needs" of each worker, before anything was loaded and later, and of all ("together"); whether
-tracing left every tensor in its place ("stayed"); after each step what each worker held, as digests ("steps"), and why
-it could not load ("errors"); "samples" of the whole board and of those with parts.
+Prints "probe" and JSON: "required" of each worker, before anything was loaded and later, and of all ("together");
+whether tracing left every tensor in its place ("stayed"); after each step what each worker held, as digests ("steps"),
+and why it could not load ("errors"); "samples" of the whole buffer and of those with parts.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ import torch
 
 from mindrlhf.rollout.server.engine import VllmEngine, build_engine
 from mindrlhf.rollout.server.worker import WorkerExtension
-from mindrlhf.weights.board import WeightBoard, WeightBoardError
+from mindrlhf.weights.publish.buffer import WeightBuffer, WeightBufferError
 from mindrlhf.weights.tensors import TensorInfo
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": []}
@@ -65,11 +65,11 @@ class Probe(WorkerExtension):
         ]
 
     def load_own(self, paths: list[str], version: int, in_place: bool) -> str | None:
-        """Load the board of this worker; return why it cannot."""
+        """Load the buffer of this worker; return why it cannot."""
         try:
-            assert self.load_board(paths[self.rank], version, in_place), "the board has everything at once"
+            assert self.load_weight_buffer(paths[self.rank], version, in_place), "the buffer has everything at once"
             return None
-        except WeightBoardError as error:
+        except WeightBufferError as error:
             return str(error)
 
 
@@ -81,27 +81,27 @@ def values_of(infos, seed: int) -> dict[str, np.ndarray]:
     }
 
 
-def whole_board(infos, values, version) -> WeightBoard:
-    board = WeightBoard.create(infos)
-    board.begin(version)
+def whole_buffer(infos, values, version) -> WeightBuffer:
+    buffer = WeightBuffer.create(infos)
+    buffer.begin(version)
     for name, array in values.items():
-        board.write(name, array)
-    board.seal()
-    return board
+        buffer.write(name, array)
+    buffer.commit()
+    return buffer
 
 
-def partial_board(infos, values, version, needs) -> WeightBoard:
-    """A board with what a worker needs, and without numbers everywhere else."""
-    board = WeightBoard.create(infos)
-    board.begin(version)
+def partial_buffer(infos, values, version, required) -> WeightBuffer:
+    """A buffer with what a worker required, and without numbers everywhere else."""
+    buffer = WeightBuffer.create(infos)
+    buffer.begin(version)
     for info in infos:
-        board.view(info.name, [(0, size) for size in info.shape])[...] = np.nan
-        boxes = needs[info.name]
+        buffer.view(info.name, [(0, size) for size in info.shape])[...] = np.nan
+        boxes = required[info.name]
         for box in [tuple((0, size) for size in info.shape)] if boxes is None else boxes:
             region = tuple(slice(start, stop) for start, stop in box)
-            board.write(info.name, values[info.name][(*region, ...)], region)
-    board.seal(needed=needs)
-    return board
+            buffer.write(info.name, values[info.name][(*region, ...)], region)
+    buffer.commit(required=required)
+    return buffer
 
 
 def samples(engine) -> list:
@@ -113,38 +113,41 @@ def samples(engine) -> list:
     return sorted([s.request_id, s.sample_index, s.token_ids.tolist(), s.logprobs.tolist()] for s in finished)
 
 
+PROBE = "required_slices_probe.Probe"
+
+
 def probe(config, infos) -> dict:
     arguments = VllmEngine._engine_arguments
-    VllmEngine._engine_arguments = lambda *given: arguments(*given) | {"worker_extension_cls": "needs_probe.Probe"}
+    VllmEngine._engine_arguments = lambda *given: arguments(*given) | {"worker_extension_cls": PROBE}
     engine = build_engine(config)
     call, num_workers = engine._engine.collective_rpc, config["tensor_parallel_size"]
     in_place = engine._weights_load_in_place
     call("watch")
     steps, errors = {}, {}
 
-    def update(step, boards, version):
-        errors[step] = call("load_own", args=([board.path for board in boards], version, in_place))
+    def update(step, buffers, version):
+        errors[step] = call("load_own", args=([buffer.path for buffer in buffers], version, in_place))
         assert engine._engine.reset_prefix_cache()
         steps[step] = call("held")
 
     first, second = values_of(infos, seed=1), values_of(infos, seed=2)
-    needs = [call("find_needs", args=(infos,))]  # before anything was loaded, and after
-    update("first", [whole_board(infos, first, 1)] * num_workers, 1)
+    required = [call("find_required_slices", args=(infos,))]  # before anything was loaded, and after
+    update("first", [whole_buffer(infos, first, 1)] * num_workers, 1)
     before = call("places")
-    needs.append(call("find_needs", args=(infos,)))
+    required.append(call("find_required_slices", args=(infos,)))
     steps["after tracing"] = call("held")
     stayed = before == call("places")
-    update("second", [whole_board(infos, second, 2)] * num_workers, 2)
+    update("second", [whole_buffer(infos, second, 2)] * num_workers, 2)
     wanted = samples(engine)
-    update("first again", [whole_board(infos, first, 3)] * num_workers, 3)
-    partial = [partial_board(infos, second, 4, own) for own in needs[0]]
-    together = engine.find_needs(infos)
+    update("first again", [whole_buffer(infos, first, 3)] * num_workers, 3)
+    partial = [partial_buffer(infos, second, 4, own) for own in required[0]]
+    together = engine.find_required_slices(infos)
     update("second, needed parts alone", partial, 4)
     found = samples(engine)
     if num_workers > 1:
         update("parts of the other", partial[::-1], 4)
     engine.close()
-    answers = {"needs": needs, "together": together, "stayed": stayed, "samples": [wanted, found]}
+    answers = {"required": required, "together": together, "stayed": stayed, "samples": [wanted, found]}
     return answers | {"steps": steps, "errors": errors}
 
 

@@ -1,0 +1,402 @@
+"""Publishing the weights of all ranks: what each rank does for it, and what rank 0 does.
+
+The ranks of a node share a weight buffer, one for each purpose: one from which the rollout servers load every version
+("publish"), and while a sharded model leaves, one through which rank 0 reads it ("export"). Rank 0 calls the methods of
+:class:`PublishingWorker` on all ranks, for a version in this order::
+
+    once             open_weights, attach_weights
+    for each bucket  publish; where the model is sharded over nodes: sync_weights; on other nodes: commit_weights
+    before a sync    open_transport, connect_transport, when what has to travel is not what it was
+"""
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from mindrlhf.config.rollout import COLLECTIVES, TCP
+from mindrlhf.observe.fingerprint import digest_weights
+from mindrlhf.system.messages import join, last, merged_by, result, union
+from mindrlhf.system.wire import own_host
+from mindrlhf.weights.publish.buffer import WeightBuffer, WrittenSlice
+from mindrlhf.weights.publish.collective import Broadcast, CollectiveTransport
+from mindrlhf.weights.publish.slices import RequiredSlices, TensorSlice, merge_required, to_slice
+from mindrlhf.weights.publish.sync import (
+    Sums,
+    Transfer,
+    check_received,
+    check_replicas,
+    plan_sync,
+    sum_sent,
+    sums_of,
+    written_of,
+)
+from mindrlhf.weights.publish.tcp import TcpTransport
+
+PUBLISH, EXPORT = "publish", "export"
+Transport = TcpTransport | CollectiveTransport
+# Of a buffer through which a model is exported: its memory comes on top of what the run has.
+_EXPORT_BUCKET_BYTES = 4 << 30
+
+
+@result
+class BufferPath:
+    """Where the ranks of a node find its weight buffer; empty where a rank made none."""
+
+    path: str = merged_by(last)
+
+
+@result
+class Published:
+    """What a rank wrote to the weight buffer of its node: by node, see ``WrittenSlice``."""
+
+    written: dict[str, list] = merged_by(join)
+
+
+@result
+class LeaderAddress:
+    """Where the first rank of a node waits for those of the others: host and port by node; empty on other ranks."""
+
+    places: dict[str, Any] = merged_by(union)
+
+
+@result
+class Received:
+    """What crossed between nodes, as it lies in memory there: by node, see ``WrittenSlice``.
+
+    Attributes:
+        slices: what came to the node; where several of its ranks got parts of a slice, their sums add up.
+        sent: what it was the first to send, where that is less than what a rank wrote.
+    """
+
+    slices: dict[str, list] = merged_by(join)
+    sent: dict[str, list] = merged_by(join, default_factory=dict)
+
+
+@dataclass
+class _NodeBuffer:
+    """The weight buffer of a rank's node for one purpose, and what the rank knows of it.
+
+    Attributes:
+        model: what goes through it, a :class:`mindrlhf.training.worker.model.RankModel`.
+        is_owner: this rank, the first of its node, has made it.
+        node: number of the node.
+        ranks: those of the node; None for all.
+        rank, nodes: this rank, and the ranks of each node, where weights travel between nodes by collectives.
+        required: what is read of it on this node; None for everything.
+        transport: between nodes; there when something has to travel.
+        transfers: of all nodes, by bucket.
+    """
+
+    model: Any
+    buffer: WeightBuffer
+    is_owner: bool
+    node: int = 0
+    ranks: Sequence[int] | None = None
+    rank: int = 0
+    nodes: Sequence[Sequence[int]] = ()
+    required: RequiredSlices | None = None
+    transport: Transport | None = None
+    transfers: dict[int, list[Transfer]] = field(default_factory=dict)
+
+
+class PublishingWorker:
+    """The part of a rank's worker that publishes and exports its model; its public methods are called through the team.
+
+    Args:
+        model: what is published, and exported where nothing else is said; see :class:`_NodeBuffer`.
+    """
+
+    def __init__(self, model: Any):
+        self.model = model
+        self._buffers: dict[str, _NodeBuffer] = {}  # by purpose
+
+    @property
+    def node(self) -> int:
+        """Number of this rank's node."""
+        return self._buffers[PUBLISH].node
+
+    def weight_buffer(self, purpose: str = PUBLISH) -> WeightBuffer:
+        """Return the buffer of this rank's node."""
+        return self._buffers[purpose].buffer
+
+    def open_weights(
+        self, purpose: str, is_owner: bool, of: str = "", dtype: str | None = None, bucket_bytes: int = 0
+    ) -> BufferPath:
+        """On the first rank of a node, make its weight buffer.
+
+        Args:
+            purpose: "publish" or "export".
+            is_owner: this is the first rank.
+            of: which model, where a rank has several.
+            dtype: of those who read it; see :func:`mindrlhf.weights.convert.hf_tensor_infos`.
+            bucket_bytes: see :meth:`WeightBuffer.create`.
+        """
+        if not is_owner:
+            return BufferPath("")
+        model = self._published_model(of)
+        buffer = model.create_weight_buffer(dtype, bucket_bytes)
+        self._buffers[purpose] = _NodeBuffer(model, buffer, is_owner=True)
+        return BufferPath(buffer.path)
+
+    def attach_weights(self, purpose: str, path: str, of: str = "", **place: Any) -> None:
+        """Map the weight buffer of this node, and take the ``place`` of this rank: fields of :class:`_NodeBuffer`."""
+        if purpose not in self._buffers:
+            buffer = WeightBuffer.attach(path, writable=True)
+            self._buffers[purpose] = _NodeBuffer(self._published_model(of), buffer, is_owner=False)
+        self._buffers[purpose] = replace(self._buffers[purpose], **place)
+
+    def close_weights(self, purpose: str) -> None:
+        """Unmap the buffer and end the connections with other nodes."""
+        own = self._buffers.pop(purpose)
+        if own.transport is not None:
+            own.transport.close()
+        own.buffer.close()
+
+    def publish(self, version: int, bucket: int = 0, purpose: str = PUBLISH) -> Published:
+        """Write this rank's share of a bucket of the tensors to the buffer of its node."""
+        own = self._buffers[purpose]
+        own.buffer.begin(version, bucket)
+        own.model.write_to(own.buffer, own.ranks)
+        return Published({str(own.node): own.buffer.written()})
+
+    def sync_weights(
+        self, purpose: str, version: int, bucket: int, written: dict[str, list[WrittenSlice]] | None = None
+    ) -> Received:
+        """On a rank with a transport, send what other nodes' buffers lack, and receive what this one does.
+
+        Args:
+            written: by node, what its ranks wrote, where less than all of that is sent.
+        """
+        own = self._buffers[purpose]
+        if own.transport is None:
+            return Received({})
+        came = own.transport.sync(version, bucket)
+        node, sent = str(own.node), {}
+        if written is not None and own.is_owner:
+            sent = sum_sent(own.buffer, own.transfers[bucket], own.node, sums_of(written[node]))
+        return Received({node: written_of(came)}, {node: written_of(sent)})
+
+    def commit_weights(self, purpose: str, written: dict[str, list[WrittenSlice]]) -> None:
+        """On the first rank of another node than rank 0's, make what was written, by node, visible there."""
+        own = self._buffers[purpose]
+        if own.node and own.is_owner:
+            own.buffer.commit(written[str(own.node)], own.required)
+
+    def require_slices(self, required: dict[str, Any] | None) -> None:
+        """Take what the servers of this node read of each tensor, on its first rank; it gets no more from now on."""
+        self._buffers[PUBLISH].required = None if required is None else merge_required([required])
+
+    def open_transport(self, purpose: str) -> LeaderAddress:
+        """On the first rank of a node, wait for those of the others.
+
+        Where collectives are the transport, all ranks take part, and have no address.
+        """
+        own = self._buffers[purpose]
+        if own.nodes:
+            if own.transport is None:
+                own.transport = CollectiveTransport(own.buffer, own.rank, own.nodes, self._open_broadcast)
+            return LeaderAddress({})
+        if not own.is_owner:
+            return LeaderAddress({})
+        if own.transport is None:
+            own.transport = TcpTransport(own.buffer, own.node, own_host())
+        return LeaderAddress({str(own.node): list(own.transport.address)})
+
+    def connect_transport(
+        self, purpose: str, bucket: int, transfers: list, addresses: dict[str, Any], token: str
+    ) -> None:
+        """On a rank with a transport, connect with the others.
+
+        Args:
+            bucket: of the buffer.
+            transfers: what of it has to travel; the fields of :class:`mindrlhf.weights.publish.sync.Transfer`.
+            addresses: host and port by node.
+            token: a secret of the nodes.
+        """
+        own = self._buffers[purpose]
+        if own.transport is not None:
+            planned = [Transfer(name, to_slice(of), to_slice(one), tuple(nodes)) for name, of, one, nodes in transfers]
+            places = {int(node): (host, port) for node, (host, port) in addresses.items()}
+            own.transport.connect(planned, places, token.encode(), bucket)
+            own.transfers[bucket] = planned
+
+    def _published_model(self, name: str) -> Any:
+        """Return the model that a rank means by a name."""
+        return self.model
+
+    def _open_broadcast(self, ranks: tuple[int, ...], root: int, num_words: int) -> Broadcast:
+        """See :data:`mindrlhf.weights.publish.collective.OpenBroadcast`."""
+        raise NotImplementedError(f"a {type(self).__name__} has no collectives")
+
+
+class Ranks(Protocol):
+    """What is needed of :class:`mindrlhf.training.team.Team` here."""
+
+    world_size: int
+    rank_0: Any
+
+    def call(self, method: str, per_rank: Sequence[Mapping[str, Any]] | None = None, **common: Any) -> list[Any]:
+        """Run a method on every rank, or replica."""
+
+
+def open_weight_buffers(
+    ranks: Ranks,
+    nodes: Sequence[Sequence[int]],
+    purpose: str = PUBLISH,
+    of: str = "",
+    dtype: str | None = None,
+    bucket_bytes: int = 0,
+    transport: str = TCP,
+) -> WeightBuffer:
+    """Make a weight buffer on every node and give it to the ranks there; return that of rank 0's node.
+
+    Args:
+        ranks: all ranks, each for itself.
+        nodes: the ranks of each node, rank 0's first.
+        purpose, of, dtype, bucket_bytes: see :meth:`PublishingWorker.open_weights`.
+        transport: `rollout.weights_transport`.
+    """
+    firsts = {own[0] for own in nodes}
+    wanted = [{"is_owner": rank in firsts} for rank in range(ranks.world_size)]
+    common = {"purpose": purpose, "of": of}
+    opened = ranks.call("open_weights", per_rank=wanted, **common, dtype=dtype, bucket_bytes=bucket_bytes)
+    arguments: list[dict] = [{} for _ in range(ranks.world_size)]
+    for node, members in enumerate(nodes):
+        for rank in members:
+            arguments[rank] = {"path": opened[members[0]].path, "node": node, "ranks": members}
+            if transport == COLLECTIVES:
+                arguments[rank] |= {"rank": rank, "nodes": nodes}
+            if purpose == EXPORT and node:
+                arguments[rank]["required"] = {}  # rank 0's buffer alone is read
+    ranks.call("attach_weights", per_rank=arguments, **common)
+    return ranks.rank_0.weight_buffer(purpose)
+
+
+class WeightPublisher:
+    """Rank 0's part: versions of the weights, each in the buffers of all nodes, one bucket of tensors after the other.
+
+    Every rank writes what it holds to the buffer of its node; where the model is sharded over nodes, what the buffers
+    lack then travels between them. A version is committed when its elements were each written, or came, exactly once.
+
+    Args:
+        team: the ranks, or the replicas of a sharded model.
+        buffer: of rank 0's node.
+        purpose: of the buffers.
+    """
+
+    def __init__(self, team: Ranks, buffer: WeightBuffer, purpose: str = PUBLISH):
+        self._team = team
+        self._buffer = buffer
+        self._purpose = purpose
+        self._written: dict[int, list[list[tuple[str, TensorSlice]]]] = {}  # by bucket and node, when it was planned
+        self._transfers: dict[int, list[Transfer]] = {}  # by bucket
+        self._required: Sequence[RequiredSlices | None] | None = None
+
+    def publish(self, version: int, load: Callable[[int, int], None] | None = None) -> str:
+        """Put the weights into the buffers; return their digest.
+
+        Args:
+            load: called with the version and a bucket, from 0, as soon as that is there; the next takes its place when
+                it has returned.
+
+        Raises:
+            RunFailure: the buffers of two nodes differ, or one lacks something.
+        """
+        written: list[WrittenSlice] = []
+        for bucket in range(self._buffer.num_buckets):
+            written += self.put(version, bucket)
+            if load is not None:
+                load(version, bucket)
+        return digest_weights(written)
+
+    def put(self, version: int, bucket: int) -> list[WrittenSlice]:
+        """Put a bucket of the weights into the buffers; return what the ranks together have written."""
+        self._buffer.begin(version, bucket)
+        results: list[Published] = self._call("publish", version=version, bucket=bucket)
+        by_node = join([one.written for one in results])
+        if len(by_node) == 1:
+            self._buffer.commit(by_node["0"])
+            return by_node["0"]
+        written = [sums_of(by_node[str(node)]) for node in range(len(by_node))]
+        check_replicas(written, self._buffer.infos)
+        received = self._sync(version, bucket, written)
+        # What came has the sums of the ranks that wrote it: whoever reads a buffer compares its memory with them.
+        whole = {key: checksum for sums in reversed(written) for key, checksum in sums.items()}
+        own = [whole] * len(written)
+        if self._required is not None:
+            own = [{**sums, **received.get(node, {})} for node, sums in enumerate(written)]
+        self._buffer.commit(written_of(own[0]), self._required and self._required[0])
+        self._call("commit_weights", written={str(node): written_of(own[node]) for node in range(1, len(own))})
+        return written_of(whole)
+
+    def require(self, required: Sequence[RequiredSlices | None]) -> None:
+        """Have the buffers get what is required of the tensors alone, by node; None for everything."""
+        self._required = required
+        self._written = {}
+
+    def _call(self, method: str, **arguments: Any) -> list[Any]:
+        return self._team.call(method, purpose=self._purpose, **arguments)
+
+    def _sync(self, version: int, bucket: int, written: Sequence[Sums]) -> dict[int, Sums]:
+        """Have every node's buffer get what its ranks did not write, check it, and return its sums by node."""
+        infos, transfers = self._buffer.infos, self._plan(bucket, written)
+        if not transfers:
+            return {}
+        by_node = None if self._required is None else {str(node): written_of(one) for node, one in enumerate(written)}
+        results: list[Received] = self._call("sync_weights", version=version, bucket=bucket, written=by_node)
+        expected = {key: checksum for sums in written for key, checksum in sums.items()}
+        for one in results:
+            for sent in one.sent.values():
+                expected |= sums_of(sent)
+        received = {int(node): sums_of(came) for node, came in join([one.slices for one in results]).items()}
+        for node, found in received.items():
+            check_received(found, expected, infos, node)
+        return received
+
+    def _plan(self, bucket: int, written: Sequence[Sums]) -> list[Transfer]:
+        """Return what has to travel of a bucket; the nodes are connected for it."""
+        slices = [list(sums) for sums in written]
+        if self._written.get(bucket) != slices:  # as a rule what it was: a large model's plan takes seconds
+            required, infos = None, self._buffer.infos
+            if self._required is not None:
+                everything: RequiredSlices = {info.name: None for info in infos}
+                required = [everything if one is None else one for one in self._required]
+            transfers = plan_sync(written, infos, required)
+            if transfers != self._transfers.get(bucket, []):
+                self._connect(bucket, transfers)
+            self._written[bucket], self._transfers[bucket] = slices, transfers
+        return self._transfers[bucket]
+
+    def _connect(self, bucket: int, transfers: Sequence[Transfer]) -> None:
+        addresses: dict[str, list] = {}
+        found: list[LeaderAddress] = self._call("open_transport")
+        for one in found:
+            addresses |= one.places
+        planned = [[one.name, one.source, one.slice, one.nodes] for one in transfers]
+        token = secrets.token_hex(16)
+        self._call("connect_transport", bucket=bucket, transfers=planned, addresses=addresses, token=token)
+
+
+def sharded_tensors(
+    team: Ranks, ranks: Ranks, nodes: Sequence[Sequence[int]], of: str = ""
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the Hugging Face tensors of a model that is sharded over ranks, in its own dtype, on rank 0.
+
+    They come by a buffer of a few of them, and have to be used before the next is asked for.
+
+    Args:
+        team: the replicas of the model.
+        ranks: all of them.
+        nodes: the ranks of each node, rank 0's first.
+        of: which model, where a rank has several.
+    """
+    with open_weight_buffers(ranks, nodes, EXPORT, of, bucket_bytes=_EXPORT_BUCKET_BYTES) as buffer:
+        publisher = WeightPublisher(team, buffer, EXPORT)
+        publisher.require([None, *({} for _ in nodes[1:])])
+        for bucket in range(buffer.num_buckets):
+            publisher.put(1, bucket)
+            yield from ((name, array) for name, _, array in buffer.tensors(1))
+    ranks.call("close_weights", purpose=EXPORT)
