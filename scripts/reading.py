@@ -64,6 +64,8 @@ ASSUMED: dict[str, tuple[Any, str]] = {
 CUT = {
     "mindrlhf.training.nodes:connect_generators": "one machine",
     "mindrlhf.weights.publish.tcp": "one machine",
+    "mindrlhf.weights.publish.sync": "one machine",
+    "mindrlhf.weights.publish.collective": "one machine",
     "mindrlhf.training.vision": "a model of text",
     "mindrlhf.models.vision": "a model of text",
     "mindrlhf.images": "a model of text",
@@ -106,7 +108,7 @@ LEFT_OUT = {
     "mindrlhf.rollout.server.required_slices": "makes a CPU fast",
 }
 # Part of the step all the same.
-COUNTED = ("mindrlhf.system.wire",)
+COUNTED = ("mindrlhf.system.wire", "mindrlhf.system.messages")
 
 Atom = tuple
 Value = frozenset

@@ -32,7 +32,7 @@ FLOORS = (
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # The same within training, by folder or module: the loop drives ranks, whose models know nothing of it.
 TRAINING_FLOORS = (
-    ("runtime", "schedule", "vision", "routing", "distillation"),
+    ("broadcast", "runtime", "schedule", "vision", "routing", "distillation"),
     ("records",),
     ("team", "batch"),
     ("replica_team", "nodes", "profiling"),
@@ -50,7 +50,6 @@ TRAINING_FLOOR_OF = {part: number for number, parts in enumerate(TRAINING_FLOORS
 UPWARD_IN_TRAINING = {
     "mindrlhf.training.preflight -> mindrlhf.training.loop.sampling.order",
     "mindrlhf.training.preflight.run -> mindrlhf.training.checkpoints.run",
-    "mindrlhf.training.team -> mindrlhf.training.sharded.broadcast",
 }
 # What one reads in one go. How much must be read for a step is measured in test_reading.py.
 MAX_MODULES, MAX_LINES, MAX_FUNCTION_LINES = 20, 600, 60

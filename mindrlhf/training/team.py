@@ -184,7 +184,7 @@ def _broadcast(words: np.ndarray) -> np.ndarray:
     """Return rank 0's int32 ``words`` on every rank."""
     import mindspore as ms
 
-    from mindrlhf.training.sharded.broadcast import BroadcastCell
+    from mindrlhf.training.broadcast import BroadcastCell
 
     return BroadcastCell(root=0)(ms.Tensor(words)).asnumpy()
 

@@ -94,7 +94,7 @@ def compile_broadcast(ranks, root, num_words, world_size) -> dict:
     from mindrlhf.dryrun.compile.collectives import read_collectives
     from mindrlhf.dryrun.compile.graph import compile_graph, read_graph
     from mindrlhf.models.context import by_itself
-    from mindrlhf.training.sharded.broadcast import group_of, open_broadcast, placeholder
+    from mindrlhf.training.broadcast import group_of, open_broadcast, placeholder
 
     broadcast = open_broadcast(ranks, root, num_words)
     with by_itself():

@@ -22,7 +22,7 @@ from mindspore.ops.communication import broadcast as broadcast_eagerly
 from random_bits import random_bits
 
 from mindrlhf.system.processes import die_with_launcher
-from mindrlhf.training.sharded.broadcast import group_of, open_broadcast
+from mindrlhf.training.broadcast import group_of, open_broadcast
 from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.publish.collective import CollectiveTransport
 from mindrlhf.weights.publish.sync import plan_sync, sums_of, written_of

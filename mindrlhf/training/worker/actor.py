@@ -197,7 +197,7 @@ class Actor(SavesState, ServingWorker):
         return self.reference.top_words(rows) if self._asks_words else {name: self.reference.logprobs(rows)}
 
     def _open_broadcast(self, ranks: tuple[int, ...], root: int, num_words: int) -> Broadcast:
-        from mindrlhf.training.sharded import broadcast
+        from mindrlhf.training import broadcast
 
         return broadcast.open_broadcast(ranks, root, num_words)
 

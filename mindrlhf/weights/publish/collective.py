@@ -2,7 +2,7 @@
 
 Every rank has a part in it, not only the first of a node: it puts buckets together from the weight buffer, which all
 ranks of a node map, or takes them apart into it. What broadcasts is given, so that this module needs no MindSpore:
-:func:`mindrlhf.training.sharded.broadcast.open_broadcast`.
+:func:`mindrlhf.training.broadcast.open_broadcast`.
 
 The ranks of a node count; those with one number on all nodes make a lane. A bucket travels in one lane: from the rank
 of the node that has the slices to those of the nodes that lack them. The lanes get equal shares, so that every device

@@ -269,9 +269,9 @@ class LocalRanks(ThreadedTeam):
 )
 def test_ranks_on_two_machines_complete_the_buffers_of_both(make_ranks, model_dir, form, transport, monkeypatch):
     """Each machine has half of the large parameters; the weights, and their digest, are those of one machine."""
+    from mindrlhf.training import broadcast
     from mindrlhf.training.nodes import find_nodes
     from mindrlhf.training.replica_team import with_replicas
-    from mindrlhf.training.sharded import broadcast
     from mindrlhf.weights.open import open_tensors
     from mindrlhf.weights.publish.publisher import PUBLISH, WeightPublisher, open_weight_buffers
     from mindrlhf.weights.tensors import convert_dtype
