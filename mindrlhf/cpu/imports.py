@@ -49,10 +49,8 @@ def hollow_mindspore() -> bool:
 def left_out(packages: Collection[str]) -> Iterator[None]:
     """Have imports of ``packages`` that the body makes give placeholders, unless a package is loaded already.
 
-    A dotted name leaves out that part of a package.
-
-    What is taken from a placeholder raises ImportError when it is called. After the body the packages can be imported
-    as ever; only modules that were loaded in it keep placeholders.
+    A dotted name leaves out that part of a package. What is taken from a placeholder raises ImportError when it is
+    called. After the body the packages can be imported as ever; only modules that were loaded in it keep placeholders.
     """
     finder = _PlaceholderFinder(frozenset(packages) - sys.modules.keys())
     sys.meta_path.insert(0, finder)

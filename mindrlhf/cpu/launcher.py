@@ -29,10 +29,9 @@ _MANAGER_VARIABLES = ("MS_ENABLE_TFT", "MS_ENABLE_THM")
 
 
 class _NoManager:
-    """Takes the place of msrun's connection to a rank manager."""
+    """Takes the place of msrun's connection to a rank manager: says that there is none."""
 
     def check_enable(self) -> bool:
-        """Say that there is none."""
         return False
 
 

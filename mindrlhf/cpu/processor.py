@@ -1,4 +1,7 @@
-"""Which kernels of matrix products this machine's processor calls for."""
+"""Which kernels of matrix products a processor calls for.
+
+It is this machine's, unless ``flags``, names as in ``/proc/cpuinfo``, or ``made_by`` are given.
+"""
 
 from collections.abc import Collection
 
@@ -14,11 +17,7 @@ def maker() -> str:
 
 
 def has_avx2(flags: Collection[str] | None = None) -> bool:
-    """Return whether a processor multiplies eight float32 numbers at once, and adds them in the same instruction.
-
-    Args:
-        flags: names as in ``/proc/cpuinfo``; those of this machine when None.
-    """
+    """Return whether a processor multiplies eight float32 numbers at once, and adds them in the same instruction."""
     return frozenset(instruction_sets() if flags is None else flags) >= _AVX2
 
 
@@ -27,10 +26,6 @@ def mkl_holds_back(flags: Collection[str] | None = None, made_by: str | None = N
 
     MKL takes its AVX-512 kernels on Intel's processors only. On a Zen 4 it reached 60 to 95 GFLOPS on one thread where
     oneDNN, which goes by the instruction sets, reached 115 to 180.
-
-    Args:
-        flags: names as in ``/proc/cpuinfo``; those of this machine when None.
-        made_by: as ``maker`` gives it; of this machine when None.
     """
     flags = frozenset(instruction_sets() if flags is None else flags)
     made_by = maker() if made_by is None else made_by
@@ -43,9 +38,6 @@ def openblas_environment(flags: Collection[str] | None = None) -> dict[str, str]
     OpenBLAS chooses by a table of processor models. One that is newer than the library, as the one in NumPy 1.26 is by
     now often older, gets kernels of 2004 (Prescott), at a quarter of the speed. The instruction sets decide alike for
     old and new models, of any maker; and unlike a measurement they decide alike on every rank and in a resumed run.
-
-    Args:
-        flags: names as in ``/proc/cpuinfo``; those of this machine when None.
 
     Returns:
         Nothing on other than x86 processors, and on those without AVX2, whose models all libraries know.

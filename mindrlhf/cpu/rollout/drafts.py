@@ -4,8 +4,6 @@ A model that checks several guessed tokens in one step, in place of computing on
 (Leviathan, Kalman and Matias, "Fast inference from transformers via speculative decoding", 2023). The guesses cost no
 model here: after the last tokens comes what most often came after them in the prompt and the responses of the group
 (Saxena, "Prompt lookup decoding", 2023; Oliaro et al., "SuffixDecoding", 2024).
-
-This module is imported by the rollout interpreter too, so it needs the standard library only.
 """
 
 from collections.abc import Sequence

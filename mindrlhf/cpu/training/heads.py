@@ -75,10 +75,7 @@ class _OfLabels(nn.Cell):
             return vocabulary.backward(_rows(hidden), bound[0], *flat, weight_gradient, kept=kept).reshape(hidden.shape)
 
         self.forward_kernel = _kernel(
-            self,
-            forward,
-            shapes=lambda hidden, labels, mask: (labels, labels, labels),
-            dtypes=lambda hidden, labels, mask: (hidden, hidden, hidden),
+            self, forward, lambda hidden, labels, mask: (labels,) * 3, lambda hidden, *others: (hidden,) * 3
         )
         self.backward_kernel = _kernel(self, backward)
 
@@ -106,8 +103,8 @@ class _OfWords(nn.Cell):
         self.forward_kernel = _kernel(
             self,
             forward,
-            shapes=lambda hidden, labels, mask, words: (labels, labels, labels, [*words[:-1], words[-1] + 1]),
-            dtypes=lambda hidden, labels, mask, words: (hidden, hidden, hidden, hidden),
+            lambda hidden, labels, mask, words: (labels, labels, labels, [*words[:-1], words[-1] + 1]),
+            lambda hidden, *others: (hidden,) * 4,
         )
         self.backward_kernel = _kernel(self, backward)
 
@@ -141,8 +138,8 @@ class TiledTopWords(nn.Cell):
         self.kernel = _kernel(
             self,
             forward,
-            shapes=lambda hidden, labels, mask: (labels, [*labels, k], [*labels, k + 1]),
-            dtypes=lambda hidden, labels, mask: (hidden, labels, hidden),
+            lambda hidden, labels, mask: (labels, [*labels, k], [*labels, k + 1]),
+            lambda hidden, labels, mask: (hidden, labels, hidden),
         )
 
     def construct(self, hidden, labels, mask):
