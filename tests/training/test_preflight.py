@@ -165,7 +165,7 @@ def test_a_teachers_words_are_fewer_than_any_vocabulary(distill_config, inputs_d
     most = min(one["vocab_size"] for one in configs) - 1
     assert check_grpo_inputs(changed(good, "algorithm", distill_top_k=most)).num_steps == 8
     too_many = changed(good, "algorithm", distill_top_k=most + 1)
-    assert_refused(too_many, "'algorithm.distill_top_k' is", f"has {most + 1} words", f"set it to {most} or less")
+    assert_refused(too_many, "'algorithm.distill_top_k' is", f"has {most + 1} tokens", f"set it to {most} or less")
 
 
 @pytest.fixture

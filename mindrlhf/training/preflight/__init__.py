@@ -29,10 +29,10 @@ from mindrlhf.training.loop.sampling.order import read_order
 from mindrlhf.training.preflight.features import (
     check_images,
     check_msprobe,
-    check_num_words,
     check_offline_vision,
     check_replay,
     check_sources,
+    check_top_k,
     check_vision,
     model_dims,
 )
@@ -214,7 +214,7 @@ def _check_models(config: GrpoConfig, tokenizer: Tokenizer | None, num_steps: in
     check, model = mistakes.check, config.model
     check(_check_model, model, model.path, tokenizer, needs=["model.path"])
     check(_check_lora, config, model.path, False, needs=["model.path"])
-    check(check_num_words, config, needs=["model.path", *path_keys(config).values()])
+    check(check_top_k, config, needs=["model.path", *path_keys(config).values()])
     for path, key in path_keys(config).items():
         check(_check_model, model, path, tokenizer, needs=[key])
         if config.distillation.teachers:

@@ -146,15 +146,15 @@ def check_sources(config: GrpoConfig, file: PromptFile) -> None:
         )
 
 
-def check_num_words(config: GrpoConfig) -> None:
+def check_top_k(config: GrpoConfig) -> None:
     """Check that student and teachers have tokens beyond those of `algorithm.distill_top_k`."""
     k = config.algorithm.distill_top_k
     for path in (config.model.path, *reference_paths(config)) if k else ():
         vocab_size = model_dims(path).vocab_size
         if k >= vocab_size:
             raise UserError(
-                f"'algorithm.distill_top_k' is {k}, but the model in {path} has {vocab_size} words, of which at least "
-                f"one must be left that is not among the likeliest: set it to {vocab_size - 1} or less (64 is plenty)"
+                f"'algorithm.distill_top_k' is {k}, but the model in {path} has {vocab_size} tokens, of which at least "
+                f"one must be left that is not among the top-k: set it to {vocab_size - 1} or less (64 is plenty)"
             )
 
 
