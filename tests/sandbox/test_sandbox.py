@@ -1,7 +1,9 @@
 import dataclasses
 import functools
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -210,6 +212,28 @@ def test_without_namespaces_the_limits_remain(without_namespaces, capfd):
     run_python(FORKING.format(python="/proc/self/exe", mark=mark, rest="import time; time.sleep(1000)"), limits=SHORT)
     assert gone(mark)
     assert "no namespaces" not in capfd.readouterr().err, "one warning is enough"
+
+
+def leave_before_the_request() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, open(os.devnull, "r+b") as null:
+        server.shared_server().launch([theirs.fileno(), *[null.fileno()] * 3])
+        theirs.close()
+        told = json.loads(ours.makefile("rb").readline())
+    deadline_s = time.monotonic() + 20
+    while (Path(f"/proc/{told['pid']}").exists() or Path(told["work_dir"]).exists()) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{told['pid']}").exists()
+    assert told["work_dir"] == "/sandbox" or not Path(told["work_dir"]).exists()
+
+
+def test_a_caller_that_goes_away_before_its_request_leaves_nothing():
+    leave_before_the_request()
+    assert run_python("print(1)", limits=LIMITS).stdout == "1\n"
+
+
+def test_nor_without_namespaces(without_namespaces):
+    leave_before_the_request()
 
 
 def test_too_few_locks_are_refused_unless_allowed(monkeypatch):

@@ -23,7 +23,7 @@ _SIGNS = re.compile(
     r"""|"(outputs|test_list|entry_point|test_cases)"\s*:""",
     re.MULTILINE,
 )
-_KEYS = frozenset({"outputs", "test_list", "entry_point", "test_cases"})
+_KEYS = frozenset({"test_list", "entry_point", "test_cases"})
 _EXPECTED_FORMS = (
     "give Python tests, a list of them, {inputs, outputs}, a list of {input, output}, or {test, entry_point}"
 )
@@ -140,7 +140,7 @@ def _looks_like_tests(answer: str) -> bool:
             return False
         return True
     if isinstance(tests, dict):
-        return not _KEYS.isdisjoint(tests)
+        return not _KEYS.isdisjoint(tests) or {"inputs", "outputs"} <= tests.keys()
     return isinstance(tests, list) and all(isinstance(test, str) for test in tests)
 
 

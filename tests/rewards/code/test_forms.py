@@ -63,3 +63,28 @@ def test_a_test_that_takes_long_is_looked_at_for_a_moment_only():
     # Fifteen constants would take twelve seconds.
     program = fenced("def add(a, b):\n    return a + b")
     assert reward(program, slow + "assert add(1, 2) == 3", time_limit_s=8) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "verifier", "is_refused"),
+    [
+        ("print(add(1, 2))", "code_execution", True),
+        ("print(add(1, 2))", "", False),
+        ("42", "", False),
+        ("42", "accuracy_reward,code_execution", True),
+        ("assert that the answer is 42", "", False),
+        ("assert True", "", True),
+        ("assert True", "llm_judge", False),
+        ('["assert True"]', "", True),
+        ('{"outputs": [1]}', "", False),
+        ('{"inputs": [""], "outputs": [""]}', "", True),
+        ('["names a drug", "assert yourself"]', "", False),
+        ("def check(candidate):\n    assert candidate(1) == 1", "", True),
+    ],
+)
+def test_which_records_are_checked_when_data_is_built(answer, verifier, is_refused):
+    if not is_refused:
+        UnitTests.check_record(answer, verifier)
+        return
+    with pytest.raises(ValueError, match="nothing|no unit tests"):
+        UnitTests.check_record(answer, verifier)
