@@ -1,6 +1,8 @@
 """`mindrlhf rewards`: the verifiers there are, what a reward function does, and scores of completions."""
 
 import argparse
+from collections.abc import Mapping
+from inspect import Parameter, signature
 
 from mindrlhf.commands.vocabulary import add_aliases, add_template_options, allow_json, print_json
 
@@ -129,12 +131,16 @@ def _check(arguments: argparse.Namespace) -> int:
     return int(any(finding.level == "error" for finding in findings))
 
 
+def _is_required(parameters: Mapping[str, Parameter], name: str) -> bool:
+    return name in parameters and parameters[name].default is Parameter.empty
+
+
 def _score(arguments: argparse.Namespace) -> int:
     import sys
     from pathlib import Path
 
     from mindrlhf.rewards.pool import RewardPool
-    from mindrlhf.rewards.registry import built_in, context_of, parse_verifiers
+    from mindrlhf.rewards.registry import CONTEXT_KEYWORDS, built_in, parse_verifiers
     from mindrlhf.rewards.sample_files import ScoreWriter, SkippedLines, read_samples, score_lines
     from mindrlhf.rewards.selection import Selection
     from mindrlhf.sandbox.server import check_for
@@ -144,7 +150,9 @@ def _score(arguments: argparse.Namespace) -> int:
     selection = Selection(tuple(verifiers), tuple(weights), options=_options(arguments.option))
     selection.check()
     check_for(verifiers, arguments.allow_weak, "--allow-weak")
-    needed = {name for verifier in verifiers if ":" not in verifier for name in context_of(built_in(verifier))}
+    parameters = [signature(built_in(name)).parameters for name in verifiers if ":" not in name]
+    # What has a default may be missing: a prompt, where no template has opened a thought in it.
+    needed = {name for named in parameters for name in CONTEXT_KEYWORDS if _is_required(named, name)}
     needed.discard("finish_reason")  # "stop" is what it is nearly always
     lines = SkippedLines(read_samples(Path(arguments.input), needed), is_allowed=arguments.skip_bad)
     output = None if arguments.output == "-" else Path(arguments.output)

@@ -2,7 +2,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindrlhf.rewards.answers.extraction import MAX_BOXED_CHARS, final_answer, last_boxed
+from mindrlhf.rewards.answers.extraction import (
+    MAX_BOXED_CHARS,
+    behind_thoughts,
+    final_answer,
+    last_boxed,
+    prefilled,
+    response_text,
+)
+from mindrlhf.rewards.registry import built_in
 
 
 @pytest.mark.parametrize(
@@ -104,3 +112,75 @@ def test_ten_megabytes_are_searched_in_linear_time(piece, boxed, answer):
 def test_a_box_too_long_for_an_answer_is_none():
     assert last_boxed("\\boxed{" + "1" * (MAX_BOXED_CHARS - 1) + "}") == "1" * (MAX_BOXED_CHARS - 1)
     assert last_boxed("\\boxed{" + "1" * MAX_BOXED_CHARS + "}") is None
+
+
+def behind_thoughts_by_steps(text):
+    """Slow and independent: one character after the other, with the set of what is open."""
+    opened, place, start = set(), 0, 0
+    while place < len(text):
+        for name in ("think", "reasoning"):
+            if text.startswith(f"<{name}>", place):
+                opened.add(name)
+            if text.startswith(f"</{name}>", place):
+                opened.discard(name)
+                start = place + len(name) + 3
+        place += 1
+    return "" if opened else text[start:]
+
+
+PIECES = ["<think>", "</think>", "<reasoning>", "</reasoning>", "a", "42 ", "\n", "<", ">", "/", "\\boxed{4}"]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=12), st.sampled_from(["", "<think>", "<think>\n\n</think>\n\n"]))
+@settings(max_examples=500, deadline=None)
+def test_behind_thoughts_equals_a_slow_implementation(pieces, prefill):
+    text = "".join(pieces)
+    prompt = f"<|im_start|>user\n<think>?<|im_end|>\n<|im_start|>assistant\n{prefill}"
+    assert behind_thoughts(text) == behind_thoughts_by_steps(text)
+    assert behind_thoughts(text, prompt).lstrip() == behind_thoughts_by_steps(prefill + text).lstrip()
+
+
+ANSWERS = [
+    "42",
+    "\\boxed{42}",
+    "\\boxed{41}",
+    "#### 42",
+    "<answer>42</answer>",
+    "Answer: 42",
+    "The answer is 41.",
+    "no",
+]
+
+
+@given(st.lists(st.sampled_from(ANSWERS), max_size=4), st.lists(st.sampled_from(ANSWERS), max_size=3))
+@settings(max_examples=200, deadline=None)
+def test_no_draft_changes_a_reward(drafts, final):
+    draft, rest = "\n".join(drafts), "\n".join(final)
+    opened = "<|im_start|>assistant\n<think>\n"
+    for name in ("accuracy_reward", "qwen_accuracy_reward", "math_17k_acc", "acc_for_dapo", "knights_and_knaves"):
+        reference = "Zoey is a knave" if name == "knights_and_knaves" else "42"
+        reward = built_in(name)(rest, reference)
+        assert built_in(name)(f"<think>{draft}</think>\n{rest}", reference) == reward
+        assert built_in(name)(f"{draft}</think>\n{rest}", reference, prompt=opened) == reward
+        assert built_in(name)(f"{draft}\n{rest}", reference, prompt=opened) <= 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "written"),
+    [
+        ("<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n", ""),
+        ("<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\n", "<think>\n"),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "<think>\n\n</think>\n\n"),
+        ("<\uff5cUser\uff5c>q<\uff5cAssistant\uff5c><think>\n", "<think>\n"),
+        ("<|im_start|>assistant\nLet me solve this.\n<think>", "<think>"),
+        ("<|start_header_id|>assistant<|end_header_id|>\n\nThe answer: ", "The answer: "),
+        ("User: q\nAssistant: <think>", "<think>"),
+        ("Write <think> </think> <answer> </answer>", ""),
+        ("Write <think> </think> <answer> </answer>\nq\nA:", ""),
+        ("<|im_start|>user\nuse <think><|im_end|>\n<|im_start|>assistant\n", ""),
+        ("", ""),
+    ],
+)
+def test_what_a_template_has_written_before_the_completion(prompt, written):
+    assert prefilled(prompt) == written
+    assert response_text("x", prompt) == written + "x"
