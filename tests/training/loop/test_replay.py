@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from fakes import LocalTeam
+from tiny_models import tiny_model
 
 from mindrlhf.cli import main
 from mindrlhf.config import sections
@@ -21,19 +22,7 @@ from mindrlhf.training.loop.policy import Policy, PolicyUpdate
 from mindrlhf.training.loop.skipped_batches import load_skipped
 from mindrlhf.training.loop.step_record import StepRecord
 
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.2,
-}
+MODEL = tiny_model()
 ROW_LENGTH = 16
 
 
