@@ -7,24 +7,13 @@ from head_hooks import bind
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_tests import SLOW
+from tiny_models import tiny_model
 
 from mindrlhf.errors import UserError
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
 
 ROW_LENGTH = 24
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.3,
-}
+MODEL = tiny_model(tie_word_embeddings=True, initializer_range=0.3)
 REQUESTS = [GenerationRequest(7, (5, 9, 2), 3, seed=1), GenerationRequest(3, (11,), 2, seed=2)]
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from fakes import LocalTeam
 from made_samples import make_sample
+from tiny_models import tiny_model
 
 from mindrlhf.cli import main
 from mindrlhf.config.model import ModelSection
@@ -23,19 +24,7 @@ from mindrlhf.training.loop.policy import Policy, PolicyUpdate
 from mindrlhf.training.loop.skipped_batches import load_skipped
 from mindrlhf.training.loop.step import Step, StepSamples
 
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.2,
-}
+MODEL = tiny_model()
 ROW_LENGTH = 16
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from fakes import LocalTeam
 from made_samples import make_sample
+from tiny_models import tiny_model
 
 from mindrlhf.config.model import ModelSection
 from mindrlhf.config.reward import RewardSection
@@ -13,19 +14,7 @@ from mindrlhf.config.run import DataSection
 from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.loop.reward_model import RewardModel
 
-MODEL = {
-    "architectures": ["Qwen2ForSequenceClassification"],
-    "model_type": "qwen2",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.2,
-}
+MODEL = tiny_model(architectures=["Qwen2ForSequenceClassification"])
 
 
 def sample(prompt, response, reward=0.0, is_generated=None):

@@ -3,23 +3,12 @@
 import json
 
 import numpy as np
+from tiny_models import tiny_model
 
 from mindrlhf.data.mindrecord import Prompt
 
 VOCABULARY = 64
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.2,
-}
+MODEL = tiny_model(vocab_size=VOCABULARY)
 
 
 class PairFile:

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 from slow_tests import RUNS_SLOW_TESTS
+from tiny_models import tiny_model
 
 from mindrlhf.config.model import ModelSection
 from mindrlhf.config.observe import MsprobeSection
@@ -21,19 +22,7 @@ pytestmark = pytest.mark.skipif(find_spec("msprobe") is None, reason="the debug 
 
 NUM_LAYERS = 2 if RUNS_SLOW_TESTS else 1
 LAST = f"layers.{NUM_LAYERS - 1}"
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": NUM_LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.2,
-}
+MODEL = tiny_model(num_hidden_layers=NUM_LAYERS)
 ROW_LENGTH = 16
 
 

@@ -6,6 +6,7 @@ from head_hooks import bind, collect_weight_gradient, graph_parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_tests import RUNS_SLOW_TESTS
+from tiny_models import tiny_model
 
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.training.batch import Batch, RowOptions, make_batch, make_update_batch
@@ -13,20 +14,7 @@ from mindrlhf.training.worker.cells import BUCKET_ELEMENTS, bucket_ranges
 
 VOCABULARY = 96
 KL_COEFFICIENT = 0.1
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2 if RUNS_SLOW_TESTS else 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-    # Large weights, so that attention and clips are far from flat.
-    "initializer_range": 0.2,
-}
+MODEL = tiny_model(vocab_size=VOCABULARY, num_hidden_layers=2 if RUNS_SLOW_TESTS else 1, tie_word_embeddings=True)
 LONGEST = 48
 # Name -> how the batch is cut. The first is the plainest and the one the others are compared with.
 CUTTINGS = {

@@ -7,25 +7,15 @@ import pytest
 import xxhash
 from rewound import Rewound
 from slow_tests import SLOW
+from tiny_models import tiny_model
 
 from mindrlhf.config.load import load_grpo_config
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.training.batch import Batch, RowOptions, make_batch
 
 VOCABULARY = 64
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.2,
-}
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+MODEL = tiny_model(vocab_size=VOCABULARY, **SIZES)
 LENGTHS = ((3, 4), (6, 1), (2, 9), (5, 5), (4, 7), (1, 2))  # prompt, response
 PACKED = RowOptions((32,), 4, 1, True)
 # Few shapes, since each is compiled.

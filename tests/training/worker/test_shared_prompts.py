@@ -4,26 +4,21 @@ import numpy as np
 import pytest
 from head_hooks import bind, collect_weight_gradient, graph_parameters
 from slow_tests import RUNS_SLOW_TESTS, SLOW
+from tiny_models import tiny_model
 
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.training.batch import Batch, RowOptions, make_batch
 
 VOCABULARY, LONGEST = 96, 64
 KL_COEFFICIENT = 0.1
-DENSE = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2 if RUNS_SLOW_TESTS else 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-    # Large weights, so that attention and clips are far from flat.
-    "initializer_range": 0.1,
-}
+NUM_LAYERS = 2 if RUNS_SLOW_TESTS else 1
+DENSE = tiny_model(
+    vocab_size=VOCABULARY,
+    num_hidden_layers=NUM_LAYERS,
+    max_position_embeddings=128,
+    tie_word_embeddings=True,
+    initializer_range=0.1,
+)
 LATENT = {
     **DENSE,
     "architectures": ["DeepseekV3ForCausalLM"],
