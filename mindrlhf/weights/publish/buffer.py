@@ -69,6 +69,8 @@ class WeightBufferError(RunFailure):
 class WeightBuffer:
     """A mapping of the shared memory, made by ``create`` or ``attach``. Not thread-safe.
 
+    What is asked for a version raises ``WeightBufferError`` where the buffer does not hold that version.
+
     Attributes:
         slices_offset: bytes before the list of committed slices, behind the tensors.
     """
@@ -267,11 +269,7 @@ class WeightBuffer:
         self._version_in_progress = None
 
     def tensors(self, version: int) -> Iterator[tuple[str, str, np.ndarray]]:
-        """Yield (name, dtype name, array) of every tensor of the bucket; the arrays are views of the shared memory.
-
-        Raises:
-            WeightBufferError: the buffer does not hold ``version``.
-        """
+        """Yield (name, dtype name, array) of every tensor of the bucket; the arrays are views of the shared memory."""
         self._require(version)
         for i in self._buckets[self.bucket]:
             yield self.infos[i].name, self.infos[i].dtype, self._views[i]
@@ -285,7 +283,7 @@ class WeightBuffer:
         elements. Where slices of the tensors were committed, these are compared.
 
         Raises:
-            WeightBufferError: the buffer does not hold ``version``, or a tensor differs.
+            WeightBufferError: a tensor differs.
         """
         slices = self.slices(version)
         for i in self._buckets[self.bucket]:
@@ -303,7 +301,7 @@ class WeightBuffer:
         """Return by tensor the disjoint slices that were committed; None where it is all of every tensor.
 
         Raises:
-            WeightBufferError: the buffer does not hold ``version``, or the list of slices is damaged.
+            WeightBufferError: the list of slices is damaged.
         """
         self._require(version)
         try:
@@ -325,11 +323,7 @@ class WeightBuffer:
             _check_required(self.infos[i], slices[self.infos[i].name], required)
 
     def checksums(self, version: int) -> np.ndarray:
-        """Return what ``verify`` compares with, uint64 [tensors].
-
-        Raises:
-            WeightBufferError: the buffer does not hold ``version``.
-        """
+        """Return what ``verify`` compares with, uint64 [tensors]."""
         self._require(version)
         return np.array(self._checksums)
 
