@@ -99,8 +99,8 @@ def measure(arguments: argparse.Namespace, ahead: int) -> Turn:
     if not ahead:
         generation_s = median("timing/rollout")
         return Turn(step_s, generation_s, generation_s / step_s, 1 - generation_s / step_s)
-    busy = 1 - median("ahead/idle_servers")
-    return Turn(step_s, busy * step_s, median("ahead/idle_ranks"), 1 - busy)
+    busy = 1 - median("async/idle_servers")
+    return Turn(step_s, busy * step_s, median("async/idle_ranks"), 1 - busy)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Actors of a tiny model that sees, their batches, and gradients against differences of the loss."""
+"""Actors of a tiny vision-language model, their batches, and gradients against differences of the loss."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

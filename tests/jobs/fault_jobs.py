@@ -43,7 +43,7 @@ RECIPE = {
     "observe__tensorboard": "false",
 }
 # Not of the run's course: times, memory and what depends on them.
-_TIMES = ("timing/", "ahead/", "memory/", "e2e_tps", "update_tps", "vllm_tps")
+_TIMES = ("timing/", "async/", "memory/", "e2e_tps", "update_tps", "vllm_tps")
 
 
 class FaultProcess:

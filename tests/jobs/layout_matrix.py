@@ -74,7 +74,7 @@ _ALL_LAYOUTS = {
     # Rows whose samples share prompts.
     "qwen2-dp2-mp2-pp2-zero-shared": (QWEN2, 2, 2, 2, 1, ZERO, {}),
     "qwen3-dp2-mp2-cp2-shared": (QWEN3, 2, 2, 1, 2, {}, {}),
-    # Models that see, whose image rows come in as a parameter.
+    # vision-language models, whose image rows come in as a parameter.
     "sees-dp2-mp2": (SEES, 2, 2, 1, 1, {}, {}),
     "sees-dp2-mp2-sp-whole-zero": (SEES, 2, 2, 1, 1, SP | WHOLE | ZERO, {}),
     # Models whose adapters are trained.
@@ -102,7 +102,7 @@ _MEMORY = {
         "recompute_operators": ("attention", "norms", "activation"),
     },
 }
-# Two counted by hand, one in which all axes take part, a model that sees, and adapters of a critic; the others nightly.
+# Two counted by hand, one in which all axes take part, a VLM, and adapters of a critic; the others nightly.
 # Stages are executed every day as well by test_execution.py.
 _OF_EVERY_DAY = (
     "qwen2-mp2",

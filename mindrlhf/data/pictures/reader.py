@@ -40,7 +40,7 @@ class PictureReader:
         root: where image files lie; None means the folder of the data file.
 
     Raises:
-        UserError: a config that cannot be used, or limits for a model that sees no images.
+        UserError: a config that cannot be used, or limits for a model without vision.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What goes into the Ascend decoder of a model that sees: tokens or rows of images, and positions on three axes.
+"""What goes into the Ascend decoder of a vision-language model: tokens or rows of images, and positions on three axes.
 
 Data-parallel ranks have images of their own: each looks up the rows of its own only, and no collective is added.
 """

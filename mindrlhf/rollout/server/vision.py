@@ -44,7 +44,7 @@ _TORCHVISION = (
 
 @dataclasses.dataclass(frozen=True)
 class VisionModel:
-    """What the server knows of a model that sees."""
+    """What the server knows of a vision-language model."""
 
     image_token: int
     geometry: VisionGeometry
@@ -54,7 +54,7 @@ class VisionModel:
         """Return what config.json says, or None when the model sees nothing.
 
         Raises:
-            UserError: a model that sees, of an unknown architecture.
+            UserError: a vision-language model, of an unknown architecture.
         """
         hf_config = json.loads(Path(model_dir, "config.json").read_text(encoding="utf-8"))
         if hf_config.get("vision_config") is None:

@@ -23,7 +23,7 @@ _MOST_LISTED = 5
 
 
 def check_vision(config: GrpoConfig) -> None:
-    """Refuse what a run of `mindrlhf train` does not do with a model that sees images."""
+    """Refuse what a run of `mindrlhf train` does not do with a vision-language model."""
     refuse(_tower_rules(config))
     path, tokens = config.model.path, image_tokens(config.model.path)
     if tokens is None:
@@ -53,7 +53,7 @@ def check_vision(config: GrpoConfig) -> None:
 
 
 def check_offline_vision(config: SftConfig | DpoConfig | RewardModelConfig) -> None:
-    """Refuse what training on fixed data does not do with a model that sees images."""
+    """Refuse what training on fixed data does not do with a vision-language model."""
     model, sees = config.model, image_tokens(config.model.path) is not None
     if isinstance(config, RewardModelConfig):
         if model.train_vision != "none" or sees:
@@ -72,7 +72,7 @@ def check_offline_vision(config: SftConfig | DpoConfig | RewardModelConfig) -> N
 
 
 def _tower_rules(config: GrpoConfig | SftConfig | DpoConfig) -> Rules:
-    """No adapters for a model that sees images, no tower trained where it has no such cells, or that is not there."""
+    """No adapters for a vision-language model, no tower trained where it has no such cells, or that is not there."""
     model, device, sees = config.model, config.run.device, image_tokens(config.model.path) is not None
     is_trained = f"'model.train_vision' is {model.train_vision}, but"
     yield model.train_vision != "none" and not sees, (

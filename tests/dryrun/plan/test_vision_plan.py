@@ -1,4 +1,4 @@
-"""The plan of models that see: the tower's share of the state by hand, its work, what the text says."""
+"""The plan of vision-language models: the tower's share of the state by hand, its work, what the text says."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Run by the rollout interpreter: transformers' models that see on segments with images; logits, rows and gradients.
+"""Run by the rollout interpreter: transformers' VLMs on segments with images; logits, rows and gradients.
 
 Usage: vl_reference.py MODEL_DIR...; reads MODEL_DIR/inputs.npz, writes expected.npz. The inputs are, for segment n,
 `ids/n` [tokens], `weights/n` [tokens - 1] of the labels' log-probabilities, and `pixels/n` [patches, channels] and

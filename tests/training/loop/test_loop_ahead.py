@@ -65,7 +65,7 @@ def finish(run):
         run.train()
     finally:
         run.trainer.close()
-    changing = ("timing/", "ahead/", "e2e_tps", "update_tps", "vllm_tps")
+    changing = ("timing/", "async/", "e2e_tps", "update_tps", "vllm_tps")
     kept = {
         step: {name: value for name, value in values.items() if not name.startswith(changing)}
         for step, values in run.memory.metrics
@@ -290,7 +290,7 @@ def test_times_and_idle_shares_are_reported():
     run.train()
     run.trainer.close()
     for _, values in run.memory.metrics:
-        assert 0 <= values["ahead/idle_ranks"] <= 1 and 0 <= values["ahead/idle_servers"] <= 1
+        assert 0 <= values["async/idle_ranks"] <= 1 and 0 <= values["async/idle_servers"] <= 1
         # Of the one step that is drawn ahead: whether it is ready by then is a matter of time.
-        assert values["ahead/queue"] in (0, 1) and values["timing/rollout_wait"] >= 0
+        assert values["async/queue"] in (0, 1) and values["timing/rollout_wait"] >= 0
         assert "timing/rollout" not in values and values["vllm_tps"] > 0

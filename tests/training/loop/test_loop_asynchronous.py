@@ -65,7 +65,7 @@ def finish(run):
         run.train()
     finally:
         run.trainer.close()
-    changing = ("timing/", "ahead/", "e2e_tps", "update_tps", "vllm_tps", "segments/unfinished")
+    changing = ("timing/", "async/", "e2e_tps", "update_tps", "vllm_tps", "segments/unfinished")
     kept = {
         step: {name: value for name, value in values.items() if not name.startswith(changing)}
         for step, values in run.memory.metrics

@@ -1,4 +1,4 @@
-"""What models that see are not trained with yet: refused in one line, by `config check` and at the start of a run."""
+"""What VLMs are not trained with yet: refused in one line, by `config check` and at the start of a run."""
 
 from types import SimpleNamespace
 

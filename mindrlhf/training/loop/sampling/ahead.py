@@ -120,7 +120,7 @@ class SamplingAhead:
 
     def metrics(self, timings: Mapping[str, float]) -> dict[str, float]:
         """Return how busy ranks and servers were since the step began, and how many later steps' samples were ready."""
-        return {**self._busy.idle_metrics(timings), "ahead/queue": float(self._num_ready)}
+        return {**self._busy.idle_metrics(timings), "async/queue": float(self._num_ready)}
 
     def close(self) -> None:
         """Break off what is being generated, and end the thread."""

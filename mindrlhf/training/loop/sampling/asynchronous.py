@@ -142,7 +142,7 @@ class SamplingAsynchronously:
         """Return how busy ranks and servers were since the step began, and how many later steps' groups are ready."""
         with self._changed:
             num_complete = len(self._complete)
-        return {**self._busy.idle_metrics(timings), "ahead/queue": num_complete / self._num_groups}
+        return {**self._busy.idle_metrics(timings), "async/queue": num_complete / self._num_groups}
 
     def close(self) -> None:
         """Break off what is being generated, and end the threads."""

@@ -43,8 +43,8 @@ class BusyTime:
         """
         elapsed_s = time.perf_counter() - self._begun_s
         return {
-            "ahead/idle_ranks": timings.get("timing/rollout_wait", 0.0) / timings["timing/all"],
-            "ahead/idle_servers": max(0.0, 1.0 - self.step_s() / elapsed_s),
+            "async/idle_ranks": timings.get("timing/rollout_wait", 0.0) / timings["timing/all"],
+            "async/idle_servers": max(0.0, 1.0 - self.step_s() / elapsed_s),
         }
 
     def _total(self) -> float:
