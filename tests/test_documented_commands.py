@@ -99,6 +99,7 @@ def workshop(tmp_path, monkeypatch, model_dir, capsys) -> Path:
     for name in MODELS:
         (tmp_path / name).symlink_to(model_dir)
     record = {"question": "What is 3 + 4?", "answer": "3 + 4 = 7\n#### 7", "problem": "What is 3 + 4?"}
+    record |= {"level": 1, "meta": {"unit_tests": ["7"]}}
     record |= {"solution": "7", "result": "7", "expected": "7", "kind": "accuracy_reward"}
     record |= {"reward_model": {"ground_truth": "7"}}
     for name in ("train.jsonl", "test.jsonl", "problems.jsonl", "gsm8k_train.jsonl"):
