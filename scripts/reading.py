@@ -52,7 +52,7 @@ STEP = (
 READ_FIRST = ("mindrlhf.training.life_cycle", "mindrlhf.training.reinforcement")
 
 # Keys that a run must set.
-SETTINGS = {("mindrlhf.config.reward:RewardSection", "verifier_function"): ("accuracy",)}
+SETTINGS = {("RewardSection", "verifier_function"): ("accuracy",)}
 # Results that neither the sources nor the config decide: function -> value, and why.
 ASSUMED: dict[str, tuple[Any, str]] = {
     "mindrlhf.training.runtime:num_nodes_from_environment": (1, "one machine"),
@@ -1149,9 +1149,7 @@ class Interpreter:
     def _call_max(self, node: ast.Call, values: list[Value], named: dict[str, Value]) -> Value:
         items = self._walk.items(values[0]) if len(values) == 1 else NOTHING.union(*values)
         self._walk.call(named.get("key", NOTHING), [items])
-        if len(values) == 1 and items and all(type(atom[2]) in (int, float) for atom in items if atom[0] == "constant"):
-            if any(atom[0] != "constant" for atom in items):
-                return frozenset(atom for atom in items if atom[0] != "constant") | ANYTHING
+        if len(values) == 1 and items and all(atom[0] == "constant" and atom[1] in ("int", "float") for atom in items):
             return constant((max if ast.unparse(node.func) == "max" else min)(atom[2] for atom in items))
         return frozenset(atom for atom in items if atom[0] != "constant") | ANYTHING
 
@@ -1247,8 +1245,8 @@ def config_default(cls: str, name: str) -> Any:
         return NOT_A_KEY
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
-    if (cls, name) in SETTINGS:
-        return SETTINGS[cls, name]
+    if (class_name, name) in SETTINGS:
+        return SETTINGS[class_name, name]
     section = getattr(importlib.import_module(module), class_name, None)
     if not dataclasses.is_dataclass(section):
         return NOT_A_KEY
