@@ -35,6 +35,7 @@ _POINT = re.compile(r"^[A-Z]\s*(?=\([^()]*,[^()]*\)$)")
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])\s*")
 _COMMA = re.compile(r",\s*")
 _EQUALS = re.compile("==?")
+_LISTED_IN_TEXT = re.compile(r"^\\text\s*\{([^{}]*(?:,| and | or )[^{}]*)\}$")
 _AND = re.compile(r"\band\b")
 _CURRENCY_CODE = re.compile(r"(?:USD|EUR|GBP|INR|Rs\.?|US)\s*(?=[$0-9])")
 # A variable stands before a bracket without a space: 3x(x-2).
@@ -103,6 +104,7 @@ class _Comparison:
         self._tolerance = tolerance
 
     def equal(self, prediction: str, reference: str, depth: int = 0) -> bool:
+        prediction, reference = (_LISTED_IN_TEXT.sub(r"\1", text) for text in (prediction, reference))
         prediction, reference = (standard_form(_CURRENCY_CODE.sub("", text)) for text in (prediction, reference))
         if _squeezed(prediction) == _squeezed(reference):
             return True

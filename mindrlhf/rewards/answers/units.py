@@ -70,7 +70,7 @@ _OTHER_BASE = re.compile(r"\b(?:base|binary|octal|hex|hexadecimal|mod)\b", re.IG
 _MODULUS = re.compile(r"(?P<value>[^\\]+)\\(?:p?mod\s*\{(?P<braced>[^{}]+)\}|(?:b?mod|pmod)\s*(?P<bare>[0-9a-z]+))")
 # "7 \\text{ (or 8)}" has a second thought behind it, and no unit.
 _SECOND_THOUGHT = re.compile(
-    r"\b(?:or|not|maybe|perhaps|no|rejected|wrong|incorrect|invalid|extraneous|discarded|false)\b|\b[0-9]",
+    r"\b(?:or|not|maybe|perhaps|no|reject(?:ed)?|wrong|incorrect|invalid|extraneous|discarded|false)\b|\b[0-9]",
     re.IGNORECASE,
 )
 _UNNAMED = re.compile("(?:square |cubic |sq )?units?")

@@ -49,6 +49,7 @@ _RUN = re.compile(r"[A-Za-z]{2,}")
 _FACTORS_TURNED = re.compile(r"(?<![0-9.][eE])(?<=[A-Za-z])(?<![0-9.]e)\s*[0-9]")
 _NUMBERS_APART = re.compile(r"(?<![0-9.^_])[0-9][0-9.]*\s+[0-9]")
 _PATH = re.compile(r"[A-Z](?:\s*-\s*[A-Z]){2,}")
+_FIGURE = re.compile(r"\\(?:angle|triangle|widehat|overline|vec|overrightarrow)\s*\{?\s*[A-Z]{3,}\s*\}?")
 _SYMBOLS = re.compile(r"(?=.*[0-9])(?:[A-Z][a-z]?(?:_?\{?[0-9]+\}?)?){2,}")
 _ROMAN = re.compile("[IVXLCDM]{2,}")
 _SHORT_WORDS = frozenset(
@@ -136,7 +137,7 @@ def is_algebra(text: str) -> bool:
     It is not when two letters in a row are a word or a unit, when a number follows a letter or another number
     (``7 R 2``), or when it is a chain of letters (``A-B-C``) or of symbols with numbers (``H_2O``).
     """
-    if _TEXT.search(text) or _PATH.fullmatch(text.strip()) or _SYMBOLS.fullmatch(text.strip()):
+    if _TEXT.search(text) or any(form.fullmatch(text.strip()) for form in (_PATH, _SYMBOLS, _FIGURE)):
         return False
     bare = _COMMAND.sub(r"\\", _ENVIRONMENT.sub(r"\\\\", text))
     if not bare.isascii() or _FACTORS_TURNED.search(bare) or _NUMBERS_APART.search(bare):

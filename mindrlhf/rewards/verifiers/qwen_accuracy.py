@@ -7,9 +7,9 @@ from mindrlhf.rewards.registry import register
 
 @register
 def qwen_accuracy_reward(completion: str, answer: str, *, prompt: str = "", tolerance: float = 0.0) -> float:
-    """1 if the content of the last ``\\boxed{...}`` behind the thoughts equals ``answer``, else 0 (also without a box).
+    """1 if the content of the last ``\\boxed{...}`` equals ``answer``, else 0 (also without a box).
 
-    A later answer that is not in a box must say the same. ``tolerance`` as in ``accuracy_reward``.
+    The box stands behind the thoughts. A later answer that is not in a box must say the same. ``tolerance`` as in ``accuracy_reward``.
 
     Raises:
         ValueError: the reference answer is empty.
