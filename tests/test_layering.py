@@ -32,8 +32,7 @@ FLOORS = (
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # The same within training, by folder or module: the loop drives ranks, whose models know nothing of it.
 TRAINING_FLOORS = (
-    ("broadcast", "runtime", "schedule", "vision", "routing", "distillation"),
-    ("records",),
+    ("broadcast", "runtime", "vision", "routing", "distillation"),
     ("team", "batch"),
     ("replica_team", "nodes", "profiling"),
     ("preflight",),

@@ -1,5 +1,6 @@
 """The sections `training`, `optimizer` and `parallel_config`: from samples to updates, and over which ranks."""
 
+import math
 from dataclasses import dataclass
 
 from mindrlhf.config.keys import RunConfig, key
@@ -49,6 +50,22 @@ class OptimizerSection:
     epsilon: float = key(1e-8, "added to the root of the second moment", minimum=0, exclusive_minimum=True)
     weight_decay: float = key(0.01, "decoupled weight decay of matrices", minimum=0)
     max_grad_norm: float = key(1.0, "gradients are scaled down to this global norm; 0 means never", minimum=0)
+
+    def learning_rate(self, update: int, num_updates: int) -> float:
+        """Return the learning rate of optimiser update ``update`` (from 0) of ``num_updates``.
+
+        A linear warm-up to ``start_lr``, then constant, linear or cosine (Loshchilov and Hutter 2017,
+        arXiv:1608.03983, eq. 5 without restarts) down to ``end_lr``, which the last update reaches.
+        """
+        if update < self.warmup_steps:
+            return self.start_lr * (update + 1) / self.warmup_steps
+        if self.lr_schedule == "constant":
+            return self.start_lr
+        span = max(1, num_updates - 1 - self.warmup_steps)
+        progress = min(1.0, (update - self.warmup_steps) / span)
+        if self.lr_schedule == "cosine":
+            progress = (1.0 - math.cos(math.pi * progress)) / 2.0
+        return self.start_lr + (self.end_lr - self.start_lr) * progress
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from mindrlhf.config.training import FIRST_FIT, SHARED_PROMPTS
 from mindrlhf.data.packing import PackedRows, Row, TokenSequence, fill_rows, first_positions, padding_rows, plan_rows
 from mindrlhf.layout.packing import Piece, RowCost, cut, deal_rows, micro_batch_sizes, plan_best_fit
-from mindrlhf.system.messages import record
+from mindrlhf.system.messages import last, merge, merged_by, record, result, union
 from mindrlhf.training.distillation.rows import asked_together, plan_by_teacher, with_teachers
 from mindrlhf.training.routing.rows import ReplayedExperts, with_experts
 from mindrlhf.training.vision.image_rows import ImageTokens, image_table, with_images
@@ -115,8 +115,8 @@ class Batch:
     def responses(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return one array for each sequence, of its generated tokens, from [rows, length] for each micro-batch."""
         return [
-            arrays[index][row, first:last][self.micro_batches[index].mask[row, first:last] > 0]
-            for index, row, first, last in self.placed
+            arrays[index][row, first:stop][self.micro_batches[index].mask[row, first:last] > 0]
+            for index, row, first, stop in self.placed
         ]
 
     def spread(self, responses: Sequence[np.ndarray], num_ranks: int) -> list[list[np.ndarray]]:
@@ -126,9 +126,9 @@ class Batch:
             By rank, float32 [rows, length] for each of its micro-batches.
         """
         arrays = [np.zeros_like(rows.mask) for rows in self.micro_batches]
-        for (micro_batch, row, first, last), values in zip(self.placed, responses, strict=True):
-            is_generated = self.micro_batches[micro_batch].mask[row, first:last] > 0
-            arrays[micro_batch][row, first:last][is_generated] = values
+        for (micro_batch, row, first, stop), values in zip(self.placed, responses, strict=True):
+            is_generated = self.micro_batches[micro_batch].mask[row, first:stop] > 0
+            arrays[micro_batch][row, first:stop][is_generated] = values
         return [[arrays[number] for number in self.numbers(rank, num_ranks)] for rank in range(num_ranks)]
 
     def in_order(self, shares: Sequence[Sequence[T]]) -> list[T]:
@@ -242,3 +242,96 @@ class _Builder:
         num_together = self.options.num_ranks if self.options.in_step else 1
         micro_batches = asked_together(self.micro_batches, num_together)
         return Batch(micro_batches, num_tokens, placed, tuple(self._ranks), images)
+
+
+record(PackedRows)
+
+
+@result
+class ProcessStatistics:
+    """What a rank has used so far.
+
+    Attributes:
+        recompiles: graphs compiled, one for each shape of rows.
+        peak_rss_gb: largest resident memory.
+    """
+
+    recompiles: int = merged_by(max)
+    peak_rss_gb: float = merged_by(max)
+
+
+@result
+class UpdateResult:
+    """What one optimiser update gave on a rank.
+
+    Attributes:
+        statistics: float64 [statistics of the loss], sums over the rank's tokens, the first the loss; those of all
+            ranks add up.
+        grad_norm: global norm before clipping, the same on all ranks; not finite says that there was no update.
+        process: of the rank.
+    """
+
+    statistics: np.ndarray = merged_by(last)
+    grad_norm: float = merged_by(last)
+    process: ProcessStatistics = merged_by(merge)
+
+
+@result
+class PolicyUpdateResult(UpdateResult):
+    """That of a policy, with the log-probabilities that the update began with.
+
+    Attributes:
+        logprobs: float32 [rows, length] for each micro-batch.
+    """
+
+    logprobs: tuple[np.ndarray, ...] = merged_by(last)
+
+
+@result
+class HeldOutLogProbs:
+    """The summed log-probability of the response tokens of a rank's share."""
+
+    total: float = merged_by(last)
+
+
+@result
+class Machine:
+    """Which machine a rank is on; see :func:`mindrlhf.system.processes.machine`."""
+
+    name: str = merged_by(last)
+
+
+@result
+class SavingState:
+    """Whether a rank is still writing its part of a checkpoint."""
+
+    is_saving: bool = merged_by(any)
+
+
+@result
+class SavedShards:
+    """Checksums of what a rank wrote; see :data:`mindrlhf.checkpoint.state.StateWriter`."""
+
+    checksums: dict[str, str] = merged_by(union)
+
+
+@result
+class HeldSteps:
+    """The steps of which a node holds a part of its own."""
+
+    steps: Any = merged_by(last)
+
+
+@result
+class PartPath:
+    """Where a node writes its part of a checkpoint; empty on ranks that are not its first."""
+
+    path: str = merged_by(last)
+
+
+@result
+class PartState:
+    """A node's part of a checkpoint: what is wrong with it, if anything, and the directories of ranks in it."""
+
+    damage: str = merged_by(last)
+    shards: Any = merged_by(last)

@@ -11,7 +11,7 @@ from mindrlhf.rollout.remote import NodesGenerator, ReplicatedGenerator, accept_
 from mindrlhf.rollout.spanning.share import NodeShare
 from mindrlhf.system.messages import merged_by, result, union
 from mindrlhf.system.wire import family_of, own_host, rank_0_host
-from mindrlhf.training.records import Machine
+from mindrlhf.training.batch import Machine
 from mindrlhf.training.team import Team
 from mindrlhf.weights.publish.publisher import LeaderAddress, PublishingWorker
 from mindrlhf.weights.publish.slices import RequiredSlices, merge_required

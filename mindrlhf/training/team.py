@@ -59,7 +59,7 @@ class Team:
 
         Args:
             method: a public method of the worker; it takes records, arrays and JSON values by name, and returns a
-                record (:mod:`mindrlhf.training.records`) or nothing.
+                record (:mod:`mindrlhf.training.batch`) or nothing.
             per_rank: arguments of their own for each rank.
             common: arguments that all ranks get.
 

@@ -8,9 +8,9 @@ import pytest
 
 from mindrlhf.errors import RunFailure
 from mindrlhf.system.messages import decode, encode, merge
+from mindrlhf.training.batch import Machine
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.nodes import ServingWorker, find_nodes, find_required_slices, start_spanning
-from mindrlhf.training.records import Machine
 from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.publish.publisher import (
     PUBLISH,

@@ -10,7 +10,7 @@ from mindrlhf.checkpoint.manifest import DamagedDirectory, list_files, verify, w
 from mindrlhf.checkpoint.store import CheckpointStore
 from mindrlhf.system import processes
 from mindrlhf.system.files import sync_tree
-from mindrlhf.training.records import HeldSteps, Machine, PartPath, PartState
+from mindrlhf.training.batch import HeldSteps, Machine, PartPath, PartState
 
 # What one rank wrote of a model that is cut. Beside what its node wrote, it was copied there.
 SHARDS = re.compile(r"((?:[^/]+/)*rank_(\d+))/[^/]+")

@@ -16,8 +16,8 @@ from mindrlhf.checkpoint.state import MODEL_NAME, StateWriter
 from mindrlhf.errors import UserError
 from mindrlhf.shards.merge import merge_directory
 from mindrlhf.system.files import remove, scratch_directory
+from mindrlhf.training.batch import SavedShards, SavingState
 from mindrlhf.training.checkpoints.parts import KeepsPart
-from mindrlhf.training.records import SavedShards, SavingState
 from mindrlhf.training.replica_team import ReplicaTeam
 from mindrlhf.training.team import Team
 from mindrlhf.weights.adapters.peft import exported_adapter

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mindrlhf.data.packing import PackedRows
-from mindrlhf.training.batch import Batch, RowOptions
-from mindrlhf.training.records import PolicyUpdateResult
+from mindrlhf.training.batch import Batch, PolicyUpdateResult, RowOptions
 from mindrlhf.training.team import Team
 from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.publish.publisher import WeightPublisher
@@ -23,7 +22,7 @@ class PolicyUpdate:
         grad_norm: global norm before clipping; not finite says that there was no update.
         logprobs: float32 [rows, length] for each micro-batch, in the order of the batch; under the weights that the
             update, or with a sharded model the step, began with.
-        recompiles, peak_rss_gb: the largest of any rank; see :class:`mindrlhf.training.records.ProcessStatistics`.
+        recompiles, peak_rss_gb: the largest of any rank; see :class:`mindrlhf.training.batch.ProcessStatistics`.
     """
 
     statistics: np.ndarray

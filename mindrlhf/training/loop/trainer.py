@@ -23,7 +23,6 @@ from mindrlhf.training.loop.sampling.in_step import Rollout, SamplingInStep
 from mindrlhf.training.loop.sampling.spans import SamplingInSpans
 from mindrlhf.training.loop.step import Step
 from mindrlhf.training.loop.value_function import ValueFunction
-from mindrlhf.training.schedule import learning_rate
 from mindrlhf.training.team import Team
 
 
@@ -175,7 +174,7 @@ class Trainer(Steps):
     def learning_rate(self, update: int) -> float:
         """Return the actor's learning rate at one of its updates, counted from the start of the run."""
         num_updates = (self.num_steps - self.num_critic_steps) * self.updates_per_step
-        return learning_rate(self.config.optimizer, update, num_updates)
+        return self.config.optimizer.learning_rate(update, num_updates)
 
     def warm_up(self) -> None:
         """Compile all graphs and read small prompt files whole; none of it needs the generator."""

@@ -9,9 +9,8 @@ from mindrlhf.config.derived import critic_optimizer
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import RunFailure
 from mindrlhf.observe.timing import StageTimer
+from mindrlhf.training.batch import UpdateResult
 from mindrlhf.training.loop.step import Step
-from mindrlhf.training.records import UpdateResult
-from mindrlhf.training.schedule import learning_rate
 from mindrlhf.training.team import Team
 
 # Returns that vary less than this are all equal: what is left is rounding.
@@ -56,7 +55,7 @@ class ValueFunction:
         with self._timer.stage("update_critic"):
             for _ in range(self._num_iterations):
                 for position, batch in enumerate(step.batches):
-                    lr = learning_rate(self._optimizer, update, self._num_updates)
+                    lr = self._optimizer.learning_rate(update, self._num_updates)
                     results = self._team.call("update_critic", batch=position, lr=lr)
                     loss, num_clipped = np.sum([result.statistics for result in results], axis=0)
                     losses.append(loss)

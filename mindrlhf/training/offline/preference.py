@@ -25,15 +25,13 @@ from mindrlhf.evaluation.statistics import Interval, bootstrap_interval
 from mindrlhf.images.pixels import decode_png
 from mindrlhf.models.load import load_model, load_scorer
 from mindrlhf.observe.fingerprint import digest_arrays
-from mindrlhf.training.batch import Batch, RowOptions, make_batch
+from mindrlhf.training.batch import Batch, RowOptions, UpdateResult, make_batch
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.offline.pair_objectives import DpoObjective, PairResult, RewardModelObjective
 from mindrlhf.training.offline.run import OfflineWorker, run_rank
 from mindrlhf.training.offline.supervised import read_image_files
 from mindrlhf.training.preflight import RunInputs, check_offline_inputs
-from mindrlhf.training.records import UpdateResult
 from mindrlhf.training.runtime import Rank, num_ranks_from_environment
-from mindrlhf.training.schedule import learning_rate
 from mindrlhf.training.team import Team
 from mindrlhf.training.worker.adapted_model import BaseModel
 from mindrlhf.training.worker.cells import check_finite
@@ -185,7 +183,7 @@ class PreferenceTrainer:
     def step(self, index: int, items: np.ndarray) -> dict[str, float]:
         """Make one optimiser update and return its metrics, measured before it."""
         start_s = time.perf_counter()
-        metrics = self.update(self._pairs.take(items), learning_rate(self._config.optimizer, index, self.num_steps))
+        metrics = self.update(self._pairs.take(items), self._config.optimizer.learning_rate(index, self.num_steps))
         if self._config.observe.performance_stats:
             metrics["timing/all"] = time.perf_counter() - start_s
         return metrics

@@ -15,13 +15,11 @@ from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.packing import Row, TokenSequence, plan_rows
 from mindrlhf.images.pixels import decode_png
 from mindrlhf.models.load import load_model
-from mindrlhf.training.batch import Batch, RowOptions, batch_of_rows
+from mindrlhf.training.batch import Batch, HeldOutLogProbs, RowOptions, UpdateResult, batch_of_rows
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.offline.run import OfflineWorker, run_rank
 from mindrlhf.training.preflight import RunInputs, check_offline_inputs
-from mindrlhf.training.records import HeldOutLogProbs, UpdateResult
 from mindrlhf.training.runtime import Rank, num_ranks_from_environment
-from mindrlhf.training.schedule import learning_rate
 from mindrlhf.training.team import Results, Team
 from mindrlhf.training.worker.cells import check_finite
 from mindrlhf.training.worker.learner import Learner
@@ -111,7 +109,7 @@ class SupervisedTrainer:
         """Make one optimiser update and return its metrics."""
         start_s = time.perf_counter()
         batch = self._batch(self._sequences, self._image_files, [self._rows[item] for item in items])
-        lr = learning_rate(self._config.optimizer, index, self.num_steps)
+        lr = self._config.optimizer.learning_rate(index, self.num_steps)
         metrics = _metrics(self._call("update", batch, lr=lr), batch, lr)
         if self._config.observe.performance_stats:
             metrics |= _performance(batch, time.perf_counter() - start_s, self._team.num_devices)

@@ -4,8 +4,7 @@ import numpy as np
 
 from mindrlhf.checkpoint.state import CRITIC_NAME, CRITIC_OPTIMIZER_NAME
 from mindrlhf.data.packing import PackedRows
-from mindrlhf.training.batch import Batch
-from mindrlhf.training.records import UpdateResult
+from mindrlhf.training.batch import Batch, UpdateResult
 from mindrlhf.training.sharded.learner import ShardedLearner
 
 

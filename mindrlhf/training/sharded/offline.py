@@ -14,9 +14,8 @@ from mindrlhf.config.schema import DpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.data.packing import padding_rows
 from mindrlhf.shards.sources import RandomSource, open_scorer_source
 from mindrlhf.specs import scorer_config
-from mindrlhf.training.batch import Batch
+from mindrlhf.training.batch import Batch, HeldOutLogProbs, UpdateResult
 from mindrlhf.training.checkpoints.shards import SavesState
-from mindrlhf.training.records import HeldOutLogProbs, UpdateResult
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.sharded.build import (
     load_trained,

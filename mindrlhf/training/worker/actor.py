@@ -9,11 +9,10 @@ import numpy as np
 from mindrlhf.checkpoint.state import REFERENCE_NAME, StateWriter
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.system import heartbeat
-from mindrlhf.training.batch import Batch
+from mindrlhf.training.batch import Batch, PolicyUpdateResult, ProcessStatistics
 from mindrlhf.training.checkpoints.shards import SavesState
 from mindrlhf.training.distillation.models import FrozenModel
 from mindrlhf.training.nodes import ServingWorker
-from mindrlhf.training.records import PolicyUpdateResult, ProcessStatistics
 from mindrlhf.training.routing.rows import without_experts
 from mindrlhf.training.worker.cell_dump import CellDump
 from mindrlhf.training.worker.learner import ActorLearner

@@ -17,8 +17,7 @@ from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.load import load_scorer
 from mindrlhf.system import heartbeat
 from mindrlhf.system.files import remove
-from mindrlhf.training.batch import Batch
-from mindrlhf.training.records import ProcessStatistics, UpdateResult
+from mindrlhf.training.batch import Batch, ProcessStatistics, UpdateResult
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.worker.actor import Actor
 from mindrlhf.training.worker.learner import Learner

@@ -19,9 +19,8 @@ from mindrlhf.models.context import run_graph
 from mindrlhf.observe.timing import peak_rss_gb
 from mindrlhf.shards.sources import ShardedSource, saved_state
 from mindrlhf.system import speed_ups
-from mindrlhf.training.batch import Batch
+from mindrlhf.training.batch import Batch, ProcessStatistics
 from mindrlhf.training.checkpoints.shards import SavesState
-from mindrlhf.training.records import ProcessStatistics
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.worker.adapted_model import trained_model
 from mindrlhf.training.worker.cell_dump import CellDump

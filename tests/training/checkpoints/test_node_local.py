@@ -18,10 +18,10 @@ from mindrlhf.config.training import ParallelSection
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.layout.layout import Layout
+from mindrlhf.training.batch import Machine
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.checkpoints.shards import SavesState
-from mindrlhf.training.records import Machine
 from mindrlhf.training.replica_team import ReplicaTeam
 
 NUM_RANKS, RANKS_PER_NODE = 4, 2

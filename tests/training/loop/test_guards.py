@@ -16,7 +16,7 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.samples import Sample
-from mindrlhf.training.batch import RowOptions, make_batch
+from mindrlhf.training.batch import PolicyUpdateResult, ProcessStatistics, RowOptions, make_batch
 from mindrlhf.training.loop import guards as guards_module
 from mindrlhf.training.loop.guards import Guards
 from mindrlhf.training.loop.policy import Policy, PolicyUpdate
@@ -29,7 +29,6 @@ from mindrlhf.training.loop.skipped_batches import (
     saved_arrays,
 )
 from mindrlhf.training.loop.step import Step, StepSamples
-from mindrlhf.training.records import PolicyUpdateResult, ProcessStatistics
 
 NUM_RANKS = 2
 LENGTHS = [3, 1, 2, 4]

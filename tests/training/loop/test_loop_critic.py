@@ -7,8 +7,8 @@ from test_loop import Run
 
 from mindrlhf.config.algorithm import CriticSection
 from mindrlhf.errors import RunFailure
+from mindrlhf.training.batch import ProcessStatistics, UpdateResult
 from mindrlhf.training.loop.value_function import critic_optimizer, value_metrics
-from mindrlhf.training.records import ProcessStatistics, UpdateResult
 
 GAMMA, LAMBDA, BETA = 0.9, 0.8, 0.4
 ALGORITHM = {"advantage": "gae", "gamma": GAMMA, "gae_lambda": LAMBDA, "whiten_advantages": False}

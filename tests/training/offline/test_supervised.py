@@ -16,12 +16,12 @@ from mindrlhf.config.training import OptimizerSection
 from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.images.geometry import VisionGeometry
 from mindrlhf.images.pixels import encode_png, image_digest
+from mindrlhf.training.batch import HeldOutLogProbs, ProcessStatistics, UpdateResult
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.life_cycle import run_steps
 from mindrlhf.training.offline.run import OfflineSteps
 from mindrlhf.training.offline.supervised import SupervisedTrainer, read_sequences
 from mindrlhf.training.preflight import RunInputs
-from mindrlhf.training.records import HeldOutLogProbs, ProcessStatistics, UpdateResult
 from mindrlhf.training.vision.image_rows import ImageTokens
 
 

@@ -256,7 +256,7 @@ class LocalRanks(ThreadedTeam):
     """Ranks that work at the same time, each on a machine of a name."""
 
     def __init__(self, actors, machines):
-        from mindrlhf.training.records import Machine
+        from mindrlhf.training.batch import Machine
 
         super().__init__(actors)
         for actor, machine in zip(actors, machines, strict=True):

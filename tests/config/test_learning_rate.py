@@ -5,11 +5,10 @@ import math
 import pytest
 
 from mindrlhf.config.training import OptimizerSection
-from mindrlhf.training.schedule import learning_rate
 
 
 def rates(options: OptimizerSection, num_updates: int) -> list[float]:
-    return [learning_rate(options, update, num_updates) for update in range(num_updates)]
+    return [options.learning_rate(update, num_updates) for update in range(num_updates)]
 
 
 def test_constant():
@@ -51,7 +50,7 @@ def test_an_end_above_the_start_is_reached_too():
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_updates_after_the_last_stay_at_the_end(schedule):
     options = OptimizerSection(start_lr=1.0, end_lr=0.1, lr_schedule=schedule, warmup_steps=2)
-    assert learning_rate(options, 99, 10) == pytest.approx(0.1)
+    assert options.learning_rate(99, 10) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
