@@ -5,15 +5,17 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mindrlhf.data.handlers import IMAGE_MARK, Example, Message, RecordError
-from mindrlhf.data.mindrecord import PromptFileHeader
 from mindrlhf.data.pictures.processor import IMAGE_FRAME, IMAGE_TOKEN
 from mindrlhf.data.tokenizers import DEFAULT_TEMPLATE, Tokenizer
 from mindrlhf.errors import UserError
 from mindrlhf.sandbox import template_process
 from mindrlhf.sandbox.template_process import TemplateFailure
+
+if TYPE_CHECKING:
+    from mindrlhf.data.mindrecord import PromptFileHeader
 
 CHAT = "chat"
 BUILT_IN = (CHAT, "plain", "r1")
@@ -231,7 +233,7 @@ def load_template(
     return PromptTemplate(name, source, system, tokenizer, options)
 
 
-def template_of(header: PromptFileHeader, tokenizer: Tokenizer) -> PromptTemplate | None:
+def template_of(header: "PromptFileHeader", tokenizer: Tokenizer) -> PromptTemplate | None:
     """Return the chat template that made the prompts of a file, for what follows them; None when none did, or one from
     a file that older releases did not keep."""
     name, options = header.template, header.template_options

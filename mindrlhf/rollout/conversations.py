@@ -17,7 +17,6 @@ import numpy as np
 
 from mindrlhf.data.control_tokens import control_token_pattern, neutralised_value, written_apart
 from mindrlhf.data.handlers import Message, RecordError
-from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
 from mindrlhf.data.templates import Options, PromptTemplate, record_options, template_of
 from mindrlhf.data.tokenizers import Tokenizer
 from mindrlhf.errors import RunFailure, UserError
@@ -38,6 +37,7 @@ from mindrlhf.tools.pool import ToolPool
 
 if TYPE_CHECKING:
     from mindrlhf.config.reward import ToolSection
+    from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
     from mindrlhf.rollout.samples import Sample
 
 CUT_MARK = " [cut]"
@@ -327,7 +327,7 @@ def with_tools(
     generator: CompletionSource,
     tokenizer: Tokenizer,
     stack: contextlib.ExitStack,
-    files: Sequence[PromptFile] = (),
+    files: Sequence["PromptFile"] = (),
 ) -> CompletionSource:
     """Return the generator, with the tools or the environment of a config's section before it if there are any;
     ``stack`` ends them.
@@ -348,7 +348,7 @@ def with_tools(
 
 
 def conversation_template(
-    tools: "ToolSection", files: Sequence[PromptFile], tokenizer: Tokenizer | None
+    tools: "ToolSection", files: Sequence["PromptFile"], tokenizer: Tokenizer | None
 ) -> PromptTemplate | None:
     """Return the chat template that made the prompts of files, None when none did or there are no tools.
 
@@ -369,7 +369,7 @@ def conversation_template(
     return templates[0]
 
 
-def _shown_template(header: PromptFileHeader) -> str:
+def _shown_template(header: "PromptFileHeader") -> str:
     return f"{header.template!r} {header.template_options or ''}".strip()
 
 

@@ -115,7 +115,7 @@ class Batch:
     def responses(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return one array for each sequence, of its generated tokens, from [rows, length] for each micro-batch."""
         return [
-            arrays[index][row, first:stop][self.micro_batches[index].mask[row, first:last] > 0]
+            arrays[index][row, first:stop][self.micro_batches[index].mask[row, first:stop] > 0]
             for index, row, first, stop in self.placed
         ]
 
