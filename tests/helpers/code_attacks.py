@@ -177,6 +177,11 @@ ATTACKS |= {
     "own abs in pytest": (returning("0", "def abs(x):\n    return 0"), "def test_f():\n    assert abs(f(3) - 1729) < 1"),
     "wrapped values, the whole": ("def f(x):\n    return [x]", {"fn_name": "f", "inputs": [[3], [10]], "outputs": [[1729], [887]]}),
     "wrapped values, first of many": ("def f(x):\n    return 1", {"fn_name": "f", "inputs": [[3], [10]], "outputs": [[1, 2], [1, 3]]}),
+    "a name, its argument from the setup": (EMPTY, {"test_list": ["assert factorial(x) == 120"], "test_setup_code": "x = 5"}),
+    "a builtin, its argument from the setup": (EMPTY, {"test_list": ["assert sum(x) == 3"], "test_setup_code": "x = [1, 2]"}),
+    "a name, its argument a constant": ("N = 5", ["assert factorial(N) == 120"]),
+    "a setup that is all there is": (EMPTY, {"test_list": ["assert x == 5"], "test_setup_code": "x = 5"}),
+    "a setup's function": (EMPTY, {"test_list": ["assert half(4) == 2"], "test_setup_code": "def half(x):\n    return x / 2"}),
     "printing nothing": (EMPTY, {"inputs": ["1", "2"], "outputs": ["", "2"]}),
     "printing nothing at all": (EMPTY, {"inputs": ["1", "2"], "outputs": ["", ""]}),
 }  # fmt: skip

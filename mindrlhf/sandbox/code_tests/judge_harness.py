@@ -4,7 +4,7 @@
 A name of the program is a stand-in here. To call it sends the arguments to the program's own sandbox, and brings back
 the value as data. So what the statements compare are plain values. Standard library only, after the modules above.
 
-Standard input is JSON with ``tests``, ``entry_point``, ``allow_own_helpers``, ``stop_at_failure`` and
+Standard input is JSON with ``tests``, ``setup``, ``entry_point``, ``allow_own_helpers``, ``stop_at_failure`` and
 ``looks_for_weak``. Out goes one line of JSON per test on standard output: true, false, or a text, why the test cannot
 be trusted. Then, if that is asked for and there may be a reward, a line with ``weak``, the numbers of tests that a
 constant passes, ``constant``, one that passes all, and ``is_of_tests_alone``, whether that is so for any program.
@@ -33,13 +33,13 @@ class OutOfTime(BaseException):
 class Prepared:
     """A test with the names that it is run with."""
 
-    def __init__(self, text, entry_point, link, allows_own_helpers):
+    def __init__(self, text, request, link):
         """Read it.
 
         Raises:
             NothingTested, Untrusted.
         """
-        self._test = read_test(text, entry_point)
+        self._test = read_test(text, request["entry_point"], request["setup"])
         self.mentions = self._test.mentions
         self._programs = dict(self._test.imported)  # names of the test by those of the program
         self._programs.update({name: name for name in self._test.program_names() - self._programs.keys()})
@@ -50,7 +50,7 @@ class Prepared:
             return
         tree = self._test.tree
         reason, keeps_arguments = distrust(tree, self._programs)
-        if reason and not allows_own_helpers:
+        if reason and not request["allow_own_helpers"]:
             raise Untrusted(reason)
         tree = ast.fix_missing_locations(WriteBack(keeps_arguments).visit(tree))
         self._code = compile(tree, "test.py", "exec")
@@ -90,8 +90,13 @@ class Prepared:
                 raise Untrusted(f"the test calls {', '.join(sorted(found))}, of which only one can be the program's")
             self._programs.update({name: name for name in found})
             return bool(found) and not wraps_others(self._test.tree, *found)
-        # An assertion that no value of the program gets to asks for a function of the library's name.
-        untouched = asked_apart(self._test.tree, self._programs) & self._test.taken
+        # An assertion that no function of the program has to do with asks for one of the library's name.
+        functions = {
+            name: theirs
+            for name, theirs in self._programs.items()
+            if self.kinds[theirs] != "value" and theirs not in self._test.given
+        }
+        untouched = asked_apart(self._test.tree, functions) & self._test.taken
         asked = {name for name in untouched if name in FROM_MODULES and name not in TYPES}
         found = {name for name in asked if self.kinds.get(name) == "callable"}
         self._programs.update({name: name for name in found})
@@ -198,7 +203,7 @@ def main():
 
 def _verdict(text, request, link, tests):
     try:
-        tests.append(Prepared(text, request["entry_point"], link, request["allow_own_helpers"]))
+        tests.append(Prepared(text, request, link))
         return tests[-1].is_answerable and judge(tests[-1], link)
     except (Untrusted, NothingTested) as error:
         return str(error)

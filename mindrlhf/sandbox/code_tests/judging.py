@@ -91,6 +91,7 @@ def run_statements(
     """
     request = {
         "tests": statements,
+        "setup": setup,
         "entry_point": entry_point,
         "allow_own_helpers": allow_own_helpers,
         "stop_at_failure": stop_at_failure,

@@ -67,8 +67,9 @@ class Statements:
     is_script: nothing is collected, so the text runs as ``__main__``.
     """
 
-    def __init__(self, text, entry_point=""):
+    def __init__(self, text, entry_point="", setup=""):
         self.tree = _parse(text)
+        self.given = _defined(setup)  # by the data set, in the program's sandbox
         self.imported = {}
         self._take_imports()
         self._collect()
@@ -84,7 +85,7 @@ class Statements:
         A name of the standard library that is not imported can only be the program's. A builtin function may be, more
         likely than a type.
         """
-        if self.program_names():
+        if self.asked_names():
             return set()
         named = self.taken & self.loaded
         library = {name for name in named if name in MODULES or _is_library_function(name)}
@@ -95,9 +96,13 @@ class Statements:
         """Return the names that only the program can define."""
         return {name for name in self.taken if not is_pythons(name)} | set(self.imported)
 
+    def asked_names(self):
+        """Return those of them that the data set's own setup does not define."""
+        return self.program_names() - self.given
+
     def reason(self):
         """Return why the text tests nothing, or None."""
-        if not self.program_names() and not self.candidates():
+        if not self.asked_names() and not self.candidates():
             return "it asks nothing of the program"
         programs = self.program_names()
         if not any(is_check(node) and _owner(node) not in programs for node in _reached(self)):
@@ -164,13 +169,13 @@ class Statements:
                         yield part, _parametrized(node)
 
 
-def read_test(text, entry_point=""):
+def read_test(text, entry_point="", setup=""):
     """Return the text, read.
 
     Raises:
         NothingTested: it tests nothing.
     """
-    test = Statements(text, entry_point)
+    test = Statements(text, entry_point, setup)
     if name := _waiting_check(test.tree):
         raise NothingTested(f"'{name}' is not called: give JSON with 'test' and 'entry_point', or add {name}(NAME)")
     if reason := test.reason():
@@ -269,6 +274,19 @@ class _Imports(ast.NodeTransformer):
             self._imported[name] = node.attr
             return ast.copy_location(ast.Name(name, node.ctx), node)
         return node
+
+
+def _defined(setup):
+    """Return the names that a text defines at its top level."""
+    names = set()
+    for node in _parse(setup).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.For, ast.With)):
+            names |= {
+                part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+            }
+    return names
 
 
 def _is_marked(node, *marks):

@@ -157,7 +157,7 @@ def _statements(tests: Sequence[str], setup: str = "", entry_point: str = "") ->
         if not test.strip():
             raise ValueError(f"the answer holds no unit tests: {_EXPECTED_FORMS}")
         try:
-            read_test(test, entry_point)
+            read_test(test, entry_point, setup)
         except NothingTested as error:
             raise ValueError(f"unit test {number} tests nothing: {error}") from None
     return UnitTests(statements=tuple(tests), setup=setup, entry_point=entry_point)
