@@ -9,7 +9,8 @@ from mindrlhf.rewards.registry import register
 def qwen_accuracy_reward(completion: str, answer: str, *, prompt: str = "", tolerance: float = 0.0) -> float:
     """1 if the content of the last ``\\boxed{...}`` equals ``answer``, else 0 (also without a box).
 
-    The box stands behind the thoughts. A later answer that is not in a box must say the same. ``tolerance`` as in ``accuracy_reward``.
+    The box stands behind the thoughts. A later answer that is not in a box must say the same. ``tolerance`` as in
+    ``accuracy_reward``.
 
     Raises:
         ValueError: the reference answer is empty.
