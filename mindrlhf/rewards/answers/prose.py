@@ -13,8 +13,7 @@ from mindrlhf.rewards.answers.units import FACTORS, is_measure
 
 # A final expression and what stands around it on its line.
 MAX_LINE_CHARS = 500
-MAX_UNICODE_TAIL_CHARS = 2000
-MAX_SENTENCE_CHARS = 1000
+MAX_UNICODE_TAIL_CHARS, MAX_SENTENCE_CHARS = 2000, 1000
 
 # "... is $18.00, I think": a number by itself, seen without taking the line apart.
 _ALONE = re.compile(
@@ -44,8 +43,7 @@ _ORDINALS = frozenset(["st", "nd", "rd", "th"])
 _LEAD = re.compile(
     "so|thus|hence|therefore|then|is|are|be|gets?|have|that|and|since|because|obtain|where|with", re.IGNORECASE
 )
-_OPENING, _CLOSING = "([{", ")]}"
-_ENDS = " \t=+*/^,:.&_"
+_OPENING, _CLOSING, _ENDS = "([{", ")]}", " \t=+*/^,:.&_"
 
 _CUE = re.compile(r"\b(?:is|are|equals|equal to|be|was|were)\b[:\s]*|[A-Za-z]:\s+|=")
 _SENTENCE_END = re.compile(r"[.!?;](?:\s|$)|,\s+(?:not|which|since|because|as|so|but)\b|\s+(?:because|since)\b|\n")
@@ -158,7 +156,7 @@ def final_expression(text: str) -> str | None:
 
 def stated_value(text: str) -> str | None:
     """The value of the last "the answer is ..." of ``text``, or None."""
-    tail = text[-_MAX_BEHIND_CHARS:]
+    tail = text[-_MAX_BEHIND_CHARS:].strip()
     found = [match for match in _STATED.finditer(tail) if not _CHECKING.search(tail, 0, match.start())]
     return found[-1]["value"].strip() if found else None
 
@@ -180,8 +178,10 @@ def is_denied(before: str) -> bool:
 
 def value_beside(before: str) -> str | None:
     """The value that the text in front of an answer names beside it ("41 or"), or None."""
+    if "or" not in before[-40:].lower():
+        return None
     before = re.sub(r"<answer>\s*$", "", before[-MAX_LINE_CHARS:])
-    beside = _BESIDE.search(before)
+    beside = _BESIDE.search(before, max(0, len(before) - _MAX_DENIAL_CHARS))
     return None if beside is None else final_expression(before[: beside.start(1)])
 
 
