@@ -178,7 +178,8 @@ def test_a_warm_up_makes_no_update(make_ranks):
     assert not any(inputs[3].any() for _, _, inputs in cells.updates), "its rows weigh nothing"
 
 
-def test_all_ranks_publish_the_model_and_rank_0_exports_it(make_ranks, model_dir, tmp_path, monkeypatch):
+@pytest.mark.parametrize("machines", ["xx", "xy"], ids=["one machine", "two machines"])
+def test_all_ranks_publish_the_model_and_rank_0_exports_it(make_ranks, model_dir, tmp_path, monkeypatch, machines):
     from mindrlhf.training.nodes import find_nodes
     from mindrlhf.training.replica_team import with_replicas
     from mindrlhf.weights.open import open_tensors
@@ -189,7 +190,7 @@ def test_all_ranks_publish_the_model_and_rank_0_exports_it(make_ranks, model_dir
         "nothing is sharded, and the test is about shards"
     )
     actors = [actor for actor, _, _ in ranks]
-    team = LocalRanks(actors, "xx")
+    team = LocalRanks(actors, machines)
     monkeypatch.setattr(publisher, "_EXPORT_BUCKET_BYTES", 1 << 16)
     tensors = publisher.sharded_tensors(with_replicas(PARALLEL, team), team, find_nodes(team))
     actors[0].export(tmp_path / "final", None, tensors)
