@@ -156,14 +156,14 @@ def test_the_worked_example_of_the_batch_arithmetic():
     sequences = [TokenSequence(token_ids, token_ids, {}) for _ in range(per_update)]
     batch = make_batch(sequences, RowOptions((1024,), micro_batch_size, num_ranks, pack=True))
     num_rows = sum(rows.num_rows for rows in batch.micro_batches)
-    assert all((rows.segment_ids > 0).all() for rows in batch.micro_batches), "no row is padding"
+    assert all((rows.segment_ids > 0).all() for rows in batch.micro_batches), "no sequence is padding"
     assert (num_samples, per_update, num_rows, len(batch.micro_batches)) == (128, 64, 16, 4)
     per_rank = len(batch.micro_batches) // num_ranks
     num_steps = -(-1000 // (chunk_size * num_rollouts))
     page = _text(ROOT / "docs" / "concepts.md")
     assert f"16 * 8 = {num_samples} samples in a step" in page
     assert f"{num_minibatches} updates of {per_update} samples" in page
-    assert f"4 samples fit a row, so an update has {num_rows} rows" in page
+    assert f"4 samples fit a packed sequence, so an update has {num_rows} of them" in page
     division = f"{num_rows} / {micro_batch_size} = {len(batch.micro_batches)} micro-batches"
     assert f"{division}, {per_rank} for each rank" in page
     assert f"1,000 / 16, rounded up: {num_steps} steps" in page
