@@ -42,7 +42,7 @@ class OptimizerSection:
 
     start_lr: float = key(1e-6, "learning rate after the warm-up", minimum=0)
     end_lr: float | None = key(None, "learning rate at the last step; null keeps `start_lr`", minimum=0)
-    lr_schedule: str = key("constant", "course from start_lr to end_lr", choices=("constant", "linear", "cosine"))
+    lr_schedule: str = key("constant", "schedule from start_lr to end_lr", choices=("constant", "linear", "cosine"))
     warmup_steps: int = key(0, "optimiser updates over which the learning rate rises from 0", minimum=0)
     beta1: float = key(0.9, "decay of the first moment", minimum=0, maximum=0.9999)
     beta2: float = key(0.95, "decay of the second moment", minimum=0, maximum=0.99999)
@@ -140,8 +140,8 @@ def batch_rules(config: RunConfig) -> Rules:
         "a step (chunk_size * num_rollouts * num_generations)"
     )
     yield training.packing != FIRST_FIT and not training.pack, (
-        f"'training.packing' is {training.packing}, but training.pack=false puts each sample into its own row: set "
-        "pack to true, or packing to first_fit"
+        f"'training.packing' is {training.packing}, but training.pack=false gives each sample a sequence of its own: "
+        "set pack to true, or packing to first_fit"
     )
     yield 0 < longest <= config.rollout.max_response_length, (
         f"'training.sequence_lengths' ends at {longest}, which leaves no room for a prompt beside "

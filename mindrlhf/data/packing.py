@@ -73,7 +73,7 @@ def plan_rows(lengths: Sequence[int], row_lengths: Sequence[int], *, pack: bool 
     for index, length in enumerate(lengths):
         fitting = next((row for row in row_lengths if row >= length), None)
         if fitting is None:
-            raise ValueError(f"sequence {index} has {length} tokens, more than the longest row, {row_lengths[-1]}")
+            raise ValueError(f"sequence {index} has {length} tokens, more than the sequence length, {row_lengths[-1]}")
         by_length[fitting].append(index)
     rows = []
     for row_length, indices in by_length.items():

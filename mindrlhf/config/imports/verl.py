@@ -181,7 +181,7 @@ RULES: dict[str, Rule] = {
     "data.tool_config_path": by_hand("name the tools in tools.names; docs/tools.md"),
     "data.apply_chat_template_kwargs*": by_hand("give them to mindrlhf data build --template-option"),
     "data.filter_overlong_prompts*": without("mindrlhf data build counts and leaves out prompts that are too long"),
-    "data.truncation": without("prompts that are too long are left out, not cut"),
+    "data.truncation": without("prompts that are too long are left out, not truncated"),
     **each(
         "data.",
         "use_shm prompt_key reward_fn_key val_batch_size return_raw_input_ids return_raw_chat return_full_prompt "

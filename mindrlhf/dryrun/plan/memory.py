@@ -170,7 +170,7 @@ def _rollout_items(inputs: MemoryInputs) -> list[MemoryItem]:
     rollout = inputs.rollout
     workspace = (
         f"{format_size(FIXED_WORKSPACE_BYTES)} + max_num_seqs {rollout.max_num_seqs} x {inputs.dims.vocab_size:,} "
-        f"words x {LOGIT_BYTES} B"
+        f"tokens x {LOGIT_BYTES} B"
     )
     return [
         _rollout_weights(inputs),
@@ -290,9 +290,9 @@ def _logits(inputs: MemoryInputs, stage: int) -> MemoryItem:
         return MemoryItem("logits", 0, False, "in the last stage only")
     tile, width = inputs.config.memory.head_tile, activations.logit_width(inputs.element_bytes)
     positions, num_words = activations.logit_tile(inputs.dims, inputs.layout, inputs.num_tokens, tile)
-    words = f"{inputs.dims.vocab_size:,} words / model_parallel {inputs.layout.model_parallel}"
+    words = f"{inputs.dims.vocab_size:,} tokens / model_parallel {inputs.layout.model_parallel}"
     if tile.words:
-        words = f"{num_words:,} words"
+        words = f"{num_words:,} tokens"
     size = activations.logit_bytes(inputs.dims, inputs.layout, inputs.num_tokens, inputs.element_bytes, tile)
     return MemoryItem("logits", size, False, f"{positions:,} positions x {words} x {width} B")
 
@@ -308,7 +308,7 @@ def _mask(inputs: MemoryInputs) -> MemoryItem:
     """The [rows, 1, length, length] mask of packed rows: one byte, and the comparison it is made from."""
     rows, length = inputs.batch.rows_per_pipeline_micro_batch, inputs.batch.row_length
     context = inputs.layout.context_parallel
-    how = f"{rows} row{'s' if rows > 1 else ''} x {length:,} x {length:,} x 2 B"
+    how = f"{rows} sequence{'s' if rows > 1 else ''} x {length:,} x {length:,} x 2 B"
     if context > 1:
         how += f" / context_parallel {context}"
     return MemoryItem("attention mask", 2 * rows * length**2 // context, False, how)

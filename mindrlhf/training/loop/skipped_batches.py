@@ -161,9 +161,9 @@ def _first_misfit(batch: SkippedBatch, micro_batches: Sequence[PackedRows], logp
         # Several numbers of experts for each position.
         arrays += [array[:, :, 0, 0] if name == EXPERTS else array for name, array in rows.context.items()]
         if computed.ndim != 2 or any(array.shape != computed.shape for array in arrays):
-            return "a row"
+            return "a packed sequence"
         if rows.context.keys() - {EXPERTS} not in (set(), {PREFIX_IDS, POSITIONS}):
-            return "what its rows say of prompts"
+            return "what its sequences say of prompts"
         if "advantages" not in rows.tokens:
             return "an advantage"
     if not (isinstance(batch.samples, list) and isinstance(batch.placed, list)):

@@ -58,7 +58,7 @@ class Actor(SavesState, ServingWorker):
     def warm_up(self, shapes: list[PackedRows], graphs: list[str]) -> None:
         """Run the graphs on rows of weight 0, for every shape there is, while the generator is still starting."""
         for rows in shapes:
-            size = f"rows of {rows.labels.shape[1]} tokens"
+            size = f"sequences of {rows.labels.shape[1]} tokens"
             for name in graphs:
                 if _is_known_ahead(self._model_of(name)):
                     heartbeat.enter(f"compiling {name} for {size}")

@@ -128,7 +128,7 @@ class WholeModel(RankModel):
 
     def top_words(self, rows: PackedRows) -> dict[str, np.ndarray]:
         """See :meth:`mindrlhf.training.distillation.models.FrozenModel.top_words`."""
-        assert self._likeliest is not None, "nothing was built that finds the likeliest words"
+        assert self._likeliest is not None, "nothing was built that finds the top-k tokens"
         found = run_graph(self._likeliest, *model_tensors(self.network, rows))
         logprobs, words, of_words = (output.asnumpy() for output in found)
         words, of_words = likeliest_first(words, of_words)

@@ -339,7 +339,7 @@ def test_rows_that_share_prompts_are_saved_with_what_the_model_reads(tmp_path):
     for one, other in zip(micro_batches, batch.micro_batches, strict=True):
         np.testing.assert_array_equal(one.model_inputs, other.model_inputs)
     save_skipped(tmp_path / "half", saved, {name: array for name, array in arrays.items() if "positions" not in name})
-    with pytest.raises(UserError, match="what its rows say of prompts is missing or wrong"):
+    with pytest.raises(UserError, match="what its sequences say of prompts is missing or wrong"):
         load_skipped(tmp_path / "half")
 
 
@@ -363,7 +363,7 @@ def test_rows_with_a_teachers_words_are_saved_with_them(tmp_path):
         np.testing.assert_array_equal(found.tokens[name], array)
     rows.tokens["teacher_words"] = rows.tokens["teacher_words"][:, :7]
     save_skipped(tmp_path / "short", saved, saved_arrays([rows], [rows.mask]))
-    with pytest.raises(UserError, match="a row is missing or wrong"):
+    with pytest.raises(UserError, match="a packed sequence is missing or wrong"):
         load_skipped(tmp_path / "short")
 
 
