@@ -36,7 +36,7 @@ _PART_WAIT_S = 2.0
 
 
 class Parts(Protocol):
-    """The processes of a server on further nodes (:class:`mindrlhf.rollout.spanning.parts.ServerParts`)."""
+    """The processes of a server on further nodes (:class:`mindrlhf.rollout.multi_node.parts.ServerParts`)."""
 
     def start(self) -> Span:
         """Start them, and return the place of the process here."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from mindrlhf.errors import RunFailure
 from mindrlhf.layout.servers import Places
+from mindrlhf.rollout.multi_node.share import NodeShare
 from mindrlhf.rollout.remote import NodesGenerator, ReplicatedGenerator, accept_nodes, answer, remotes
-from mindrlhf.rollout.spanning.share import NodeShare
 from mindrlhf.system.messages import merged_by, result, union
 from mindrlhf.system.wire import family_of, own_host, rank_0_host
 from mindrlhf.training.records import Machine

@@ -28,12 +28,12 @@ from mindrlhf.observe.timing import StageTimer
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.registry import part_name
 from mindrlhf.rollout.conversations import with_tools
-from mindrlhf.rollout.elastic.door import Door, take_address
 from mindrlhf.rollout.elastic.generator import ElasticGenerator
+from mindrlhf.rollout.elastic.listener import Door, take_address
+from mindrlhf.rollout.multi_node.share import NodeShare
 from mindrlhf.rollout.remote import NodesGenerator
 from mindrlhf.rollout.replicas import Replicas, server_options, start_replicas
 from mindrlhf.rollout.samples import Sampler
-from mindrlhf.rollout.spanning.share import NodeShare
 from mindrlhf.rollout.types import SamplingParams
 from mindrlhf.specs import find_spec
 from mindrlhf.system import heartbeat
@@ -43,8 +43,8 @@ from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.checkpoints.shards import export_adapter
 from mindrlhf.training.distillation.models import as_one
+from mindrlhf.training.loop.dump import KeyData
 from mindrlhf.training.loop.guards import Guards, Observers
-from mindrlhf.training.loop.key_data import KeyData
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.reward_model import RewardModel
 from mindrlhf.training.loop.sampling.in_step import PromptSampling, Rollout

@@ -17,7 +17,7 @@ from mindrlhf.dryrun.plan.parameters import (
 from mindrlhf.dryrun.plan.rollout import FIXED_WORKSPACE_BYTES, LOGIT_BYTES, RolloutPlan
 from mindrlhf.layout.batch import BatchPlan
 from mindrlhf.layout.layout import Layout
-from mindrlhf.layout.spans import NUM_SPANS
+from mindrlhf.layout.parameter_buckets import NUM_SPANS
 from mindrlhf.specs import ModelDims
 from mindrlhf.system.sizes import format_size
 

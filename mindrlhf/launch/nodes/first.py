@@ -18,8 +18,8 @@ from mindrlhf.launch.failure_report import is_worth_a_restart, say
 from mindrlhf.launch.launch import find_free_port
 from mindrlhf.launch.nodes.channel import LOST, Channel, told_activity
 from mindrlhf.launch.nodes.facts import Fact, as_message, differences, name_nodes
-from mindrlhf.launch.nodes.guests import ROLLOUT_ROLE, Guests
 from mindrlhf.launch.nodes.place import Place
+from mindrlhf.launch.nodes.rollout_nodes import ROLLOUT_ROLE, Guests
 from mindrlhf.launch.peers import Ending, Peers
 from mindrlhf.launch.processes import POLL_INTERVAL_S
 from mindrlhf.system.handshake import Stranger, admit, greet_newcomers

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from mindrlhf.errors import RunFailure
 from mindrlhf.launch.failure_report import say
 from mindrlhf.launch.nodes.channel import LOST
-from mindrlhf.launch.nodes.guests import ROLLOUT_ROLE, DoorAddress
 from mindrlhf.launch.nodes.other import OtherNode
+from mindrlhf.launch.nodes.rollout_nodes import ROLLOUT_ROLE, DoorAddress
 from mindrlhf.launch.peers import Ending
 from mindrlhf.system import processes
 from mindrlhf.system.idle import Activity

@@ -3,8 +3,8 @@
 import threading
 from collections.abc import Iterator, Sequence
 
-from mindrlhf.rollout.elastic.door import Door, say
-from mindrlhf.rollout.elastic.member import Member
+from mindrlhf.rollout.elastic.listener import Door, say
+from mindrlhf.rollout.elastic.peer import Member
 from mindrlhf.rollout.remote import ReplicatedGenerator
 from mindrlhf.rollout.replicas import Unfinished, merge
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams

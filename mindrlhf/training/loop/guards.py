@@ -20,7 +20,7 @@ from mindrlhf.observe.fingerprint import FingerprintWriter
 from mindrlhf.observe.records import JsonlWriter
 from mindrlhf.observe.samples import SampleWriter
 from mindrlhf.rollout.samples import Sample, verifier_names
-from mindrlhf.training.loop.key_data import KeyData
+from mindrlhf.training.loop.dump import KeyData
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.skipped_batches import SkippedBatch, save_skipped, saved_arrays
 from mindrlhf.training.loop.step import Step

@@ -17,10 +17,10 @@ from mindrlhf.training.loop.guards import Observers
 from mindrlhf.training.loop.objective import Objective
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.report import StepReport
-from mindrlhf.training.loop.sampling.ahead import SamplingAhead
 from mindrlhf.training.loop.sampling.asynchronous import SamplingAsynchronously
 from mindrlhf.training.loop.sampling.in_step import Rollout, SamplingInStep
-from mindrlhf.training.loop.sampling.spans import SamplingInSpans
+from mindrlhf.training.loop.sampling.off_policy import SamplingAhead
+from mindrlhf.training.loop.sampling.segments import SamplingInSpans
 from mindrlhf.training.loop.step import Step
 from mindrlhf.training.loop.value_function import ValueFunction
 from mindrlhf.training.schedule import learning_rate

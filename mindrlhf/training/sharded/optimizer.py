@@ -4,7 +4,7 @@ import mindspore as ms
 from mindformers.core.optim.adamw import AdamW
 from mindspore import ops
 
-from mindrlhf.layout.spans import spans_of_equal_size
+from mindrlhf.layout.parameter_buckets import spans_of_equal_size
 
 
 class WithholdableAdamW(AdamW):

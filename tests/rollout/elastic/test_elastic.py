@@ -12,10 +12,10 @@ import pytest
 from mindrlhf.errors import RunFailure
 from mindrlhf.launch.launch import find_free_port
 from mindrlhf.launch.nodes import channel
-from mindrlhf.launch.nodes.guests import DOOR_VARIABLE, DoorAddress
+from mindrlhf.launch.nodes.rollout_nodes import DOOR_VARIABLE, DoorAddress
 from mindrlhf.rollout.elastic import node
-from mindrlhf.rollout.elastic.door import Door, take_address
 from mindrlhf.rollout.elastic.generator import ElasticGenerator
+from mindrlhf.rollout.elastic.listener import Door, take_address
 from mindrlhf.rollout.types import Cancelled, Completion, GenerationRequest, SamplingParams
 from mindrlhf.system.handshake import Stranger, introduce
 from mindrlhf.weights.publish.buffer import WeightBuffer

@@ -13,7 +13,7 @@ from test_loop import NUM_GENERATIONS, Run
 from mindrlhf.config.observe import MsprobeSection
 from mindrlhf.debugging.dump_diff import compare_dumps
 from mindrlhf.debugging.dump_paths import rank_dir, rank_dirs
-from mindrlhf.training.loop.key_data import KeyData
+from mindrlhf.training.loop.dump import KeyData
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.worker.actor import Actor
 

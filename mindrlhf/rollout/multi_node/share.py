@@ -4,10 +4,10 @@ import dataclasses
 import socket
 from collections.abc import Collection
 
+from mindrlhf.rollout.multi_node.parts import ServerParts
+from mindrlhf.rollout.multi_node.supervisor import PartKeeper
 from mindrlhf.rollout.remote import accept_nodes
 from mindrlhf.rollout.replicas import Replicas
-from mindrlhf.rollout.spanning.keeper import PartKeeper
-from mindrlhf.rollout.spanning.parts import ServerParts
 from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions
 from mindrlhf.system.wire import family_of

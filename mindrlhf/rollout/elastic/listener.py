@@ -8,8 +8,8 @@ import sys
 import threading
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.launch.nodes.guests import DOOR_VARIABLE, DoorAddress
-from mindrlhf.rollout.elastic.member import Member
+from mindrlhf.launch.nodes.rollout_nodes import DOOR_VARIABLE, DoorAddress
+from mindrlhf.rollout.elastic.peer import Member
 from mindrlhf.system.handshake import Stranger, admit, greet_newcomers
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, family_of
 

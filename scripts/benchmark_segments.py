@@ -1,7 +1,7 @@
 """Seconds of a whole run with partial rollout, against the same run that finishes all responses in their step.
 
     bash examples/long_tail/make_model.sh
-    .venv/bin/python scripts/benchmark_spans.py examples/long_tail/config.yaml [section.key=value ...]
+    .venv/bin/python scripts/benchmark_segments.py examples/long_tail/config.yaml [section.key=value ...]
         [--segment-tokens 64] [--in-flight 3] [--max-segments 13] [--seeds 0 1 2] [--warmup 5] [--out figures.json]
 
 Steps of partial rollout differ from each other, quick prompts come early and long ones late, so whole runs are

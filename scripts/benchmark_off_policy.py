@@ -1,7 +1,7 @@
 """Seconds of a step with samples generated ahead, against the same config within the step, in turns.
 
-    .venv/bin/python scripts/benchmark_ahead.py CONFIG [section.key=value ...] [--ahead 1] [--steps 20] [--warmup 5]
-        [--repeats 3] [--asynchronous TOKENS] [--any-core] [--out figures.json]
+    .venv/bin/python scripts/benchmark_off_policy.py CONFIG [section.key=value ...] [--ahead 1] [--steps 20]
+        [--warmup 5] [--repeats 3] [--asynchronous TOKENS] [--any-core] [--out figures.json]
 
 Both sides run `mindrlhf train` on the config without checkpoints, and evaluations but a short last one. They take
 turns, and each turn gives the median step after warm-up; the ratio of each pair of turns is one measurement, so what
@@ -70,7 +70,7 @@ def train(arguments: list[str], any_core: bool) -> None:
         errors = process.communicate()[1]
         is_over.set()
     if process.returncode:
-        sys.exit(f"benchmark_ahead: mindrlhf train failed\n{errors[-2000:]}")
+        sys.exit(f"benchmark_off_policy: mindrlhf train failed\n{errors[-2000:]}")
 
 
 def measure(arguments: argparse.Namespace, ahead: int) -> Turn:

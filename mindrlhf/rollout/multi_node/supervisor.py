@@ -16,7 +16,7 @@ _CLOSE_TIMEOUT_S = 30.0
 
 
 class PartKeeper:
-    """Does by a thread of its own what the owner of the server asks; see :mod:`mindrlhf.rollout.spanning.parts`.
+    """Does by a thread of its own what the owner of the server asks; see :mod:`mindrlhf.rollout.multi_node.parts`.
 
     Args:
         options: of the server, with a log of this part.

@@ -13,9 +13,9 @@ from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.launch.launch import find_free_port
 from mindrlhf.launch.nodes.facts import Fact
 from mindrlhf.launch.nodes.first import FirstNode
-from mindrlhf.launch.nodes.guests import DOOR_VARIABLE, DoorAddress
 from mindrlhf.launch.nodes.place import Place
 from mindrlhf.launch.nodes.rollout_node import RolloutNode
+from mindrlhf.launch.nodes.rollout_nodes import DOOR_VARIABLE, DoorAddress
 from mindrlhf.launch.restarts import run_with_restarts
 
 pytestmark = pytest.mark.timeout(60)

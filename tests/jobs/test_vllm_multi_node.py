@@ -26,8 +26,8 @@ from test_vllm_server import (
     write_model,
 )
 
+from mindrlhf.rollout.multi_node.share import NodeShare
 from mindrlhf.rollout.replicas import Replicas
-from mindrlhf.rollout.spanning.share import NodeShare
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm_options import VllmOptions
 from mindrlhf.system.processes import descendants, shared_memory_files
@@ -147,7 +147,7 @@ def test_two_processes_on_each_of_two_nodes_give_the_tokens_of_one_process(tmp_p
 TRAINER = """
 import sys, time
 from pathlib import Path
-from test_vllm_spanning import spanning
+from test_vllm_multi_node import spanning
 with spanning(Path(sys.argv[1]), 2) as server:
     server.generator.wait_ready()
     print(*(pid for pids in server.all_pids() for pid in pids), flush=True)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindrlhf.layout.spans import NUM_SPANS, spans_of_equal_size
+from mindrlhf.layout.parameter_buckets import NUM_SPANS, spans_of_equal_size
 
 
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=60))
