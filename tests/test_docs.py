@@ -169,6 +169,75 @@ def test_the_worked_example_of_the_batch_arithmetic():
     assert f"1,000 / 16, rounded up: {num_steps} steps" in page
 
 
+# What the pages say of these things in the field's terms; the patterns are what they were called here once.
+FIELD_TERMS = {
+    r"(row lengths?|(packed|padding|plain) rows?|rows of [\d,]+( tokens)?)": "packed sequences, sequence length",
+    r"image rows?": "image embeddings",
+    r"([\d,]+|sampled|teacher's|other) words?|likeliest": "token, top-k tokens",
+    r"cut": "sharded of a model, truncated of a response, divided of a batch",
+    r"(models?|one) that sees?": "vision-language model",
+    r"ahead": "off-policy (by k steps)",
+    r"spans?|spanning": "segment of a response, bucket of parameters, multi-node server",
+    r"exchang\w*": "weight sync, all-to-all",
+    r"carriers?": "transport",
+    r"boards?|seal(s|ed)?": "weight buffer, committed",
+    r"doors?|guests?|keepers?|members?": "listener, rollout-only nodes, supervisor, peer",
+    r"strangers?": "unauthenticated peer",
+    r"leash": "limits",
+    r"rooms?|floors?|house": "package, layer",
+    r"pretend\w*": "simulated",
+    r"stale": "off-policy",
+    r"left ?over": "carried over",
+    r"without signal": "zero-advantage",
+    r"rehears\w*|lowering": "CPU emulation of compiled graphs",
+    r"key data": "dump of msprobe",
+    r"course": "metrics, schedule",
+}
+# The same words where they mean what they mean elsewhere; `code` may hold any name, old keys and metrics too.
+ORDINARY = (r"of course", r"cut off", r"stale prefix cache", r"spans nodes")
+
+
+def _private_words(text: str) -> list[str]:
+    """Return what a text says in words that are not the field's, with the words to take instead."""
+    prose = re.sub(r"^```.*?^```|`[^`]*`", " ", text, flags=re.DOTALL | re.MULTILINE)
+    prose = re.sub(r"\]\([^)]*\)", "]", prose)  # where links lead
+    prose = re.sub("|".join(ORDINARY), " ", re.sub(r"\s+", " ", prose), flags=re.IGNORECASE)
+    return [
+        f"{found[0]}: {term}"
+        for pattern, term in FIELD_TERMS.items()
+        for found in re.finditer(rf"(?<![\w-])({pattern})(?![\w-])", prose, flags=re.IGNORECASE)
+    ]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=_name)
+def test_pages_use_the_terms_of_the_field(page):
+    assert _private_words(_text(page)) == []
+
+
+def _parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    below = [one for action in parser._subparsers._group_actions for one in action.choices.values()]
+    return [parser, *(found for one in below for found in (_parsers(one) if one._subparsers else [one]))]
+
+
+def test_the_help_of_commands_uses_the_terms_of_the_field():
+    helps = {parser.prog: parser.format_help() for parser in _parsers(build_parser())}
+    assert len(helps) > 25 and "mindrlhf weights shard" in helps
+    assert {prog: words for prog, text in helps.items() if (words := _private_words(text))} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("Rows of 128 tokens are cut by the sampled\nword.", 3),
+        ("An answer that was cut off, of course; see `rollout.ahead` and a server that spans nodes.", 0),
+        ("```yaml\nrollout: {ahead: 1}\n```\nSampling ahead", 1),
+        ("The rows of a table, five different words, and a keyboard.", 0),
+    ],
+)
+def test_what_counts_as_a_term_of_the_field(text, number):
+    assert len(_private_words(text)) == number
+
+
 def test_exit_codes_in_the_faq():
     rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", _text(ROOT / "docs" / "faq.md"), flags=re.MULTILINE))
     assert "you can mend it" in rows[str(UserError.exit_code)]
