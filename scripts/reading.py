@@ -57,7 +57,7 @@ SETTINGS = {("mindrlhf.config.reward:RewardSection", "verifier_function"): ("acc
 ASSUMED: dict[str, tuple[Any, str]] = {
     "mindrlhf.training.runtime:num_nodes_from_environment": (1, "one machine"),
     "mindrlhf.training.runtime:num_ranks_from_environment": (1, "one rank"),
-    "mindrlhf.training.reinforcement:ReinforcementTraining._spans_nodes": (False, "one machine"),
+    "mindrlhf.training.reinforcement:ReinforcementTraining._has_multi_node_servers": (False, "one machine"),
     "mindrlhf.rollout.elastic.listener:take_address": (None, "one machine"),
 }
 # What such a step does not do, although neither sources nor config say so: not followed.

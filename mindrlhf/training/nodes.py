@@ -112,7 +112,7 @@ def find_required_slices(team: Team, nodes: Nodes, places: Places) -> list[Requi
     return required
 
 
-def start_spanning(team: Team, nodes: Nodes, places: Places) -> ReplicatedGenerator | NodesGenerator:
+def start_multi_node(team: Team, nodes: Nodes, places: Places) -> ReplicatedGenerator | NodesGenerator:
     """Start the servers of a run, which lie over several nodes, in the background; every rank has its weight buffer.
 
     Args:

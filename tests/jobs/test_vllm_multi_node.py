@@ -67,7 +67,7 @@ class Spanning:
     @property
     def pids(self) -> list[int]:
         """The process with the engine, and the other node's."""
-        return [self.generator._generators[0]._process.pid, self.shares[1]._keeper._process.pid]
+        return [self.generator._generators[0]._process.pid, self.shares[1]._supervisor._process.pid]
 
     def all_pids(self) -> list[list[int]]:
         """The processes of each node."""

@@ -17,7 +17,7 @@ from mindrlhf.dryrun.plan.parameters import (
 from mindrlhf.dryrun.plan.rollout import FIXED_WORKSPACE_BYTES, LOGIT_BYTES, RolloutPlan
 from mindrlhf.layout.batch import BatchPlan
 from mindrlhf.layout.layout import Layout
-from mindrlhf.layout.parameter_buckets import NUM_SPANS
+from mindrlhf.layout.parameter_buckets import NUM_BUCKETS
 from mindrlhf.specs import ModelDims
 from mindrlhf.system.sizes import format_size
 
@@ -28,7 +28,7 @@ TEACHERS = "teachers"
 # CANN's context, operator binaries and streams of the trainer and of the generator, asleep or not.
 _CONTEXT_BYTES = 2_500_000_000
 # MindSpore works a graph off level by level, so that intermediate results of the optimiser's step exist for all
-# parameters of a span at once: gradients without what is not finite, scaled ones, new moments and weights. What its
+# parameters of a bucket at once: gradients without what is not finite, scaled ones, new moments and weights. What its
 # planner (2.9.0, level 1) keeps beside the state is up to 4.9 float32 copies.
 NUM_STEP_COPIES = 5
 # HCCL keeps two buffers of HCCL_BUFFSIZE (200 MB unless set) per communicator.
@@ -226,13 +226,13 @@ def _update_items(inputs: MemoryInputs, stage: int) -> list[MemoryItem]:
 
 
 def _step_item(inputs: MemoryInputs, state: StageState) -> MemoryItem:
-    """What AdamW computes on the way, of the parameters of a span: at most the largest and a share of the others."""
+    """What AdamW computes on the way, of the parameters of a bucket: at most the largest and a share of the others."""
     num_trained = state.gradient_sums // GRADIENT_SUM_BYTES
     largest = state.largest_elements
     others = num_trained - largest
     elements, how = num_trained, f"{num_trained:,}"
     if is_split(inputs.config.parallel_config):
-        elements, how = largest + others // NUM_SPANS, f"({largest:,} + {others:,} / {NUM_SPANS})"
+        elements, how = largest + others // NUM_BUCKETS, f"({largest:,} + {others:,} / {NUM_BUCKETS})"
     size = NUM_STEP_COPIES * elements * 4
     return MemoryItem("optimizer's work", size, False, f"{NUM_STEP_COPIES} x {how} x 4 B")
 

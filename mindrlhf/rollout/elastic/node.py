@@ -10,7 +10,7 @@ from typing import Any
 
 from mindrlhf.errors import RunFailure
 from mindrlhf.launch.nodes.channel import LOST, Channel
-from mindrlhf.launch.nodes.rollout_nodes import DoorAddress
+from mindrlhf.launch.nodes.rollout_nodes import ListenerAddress
 from mindrlhf.rollout.elastic.listener import say
 from mindrlhf.rollout.elastic.peer import FAILED, LEAVING, NODE, transfers_of, unpack_infos, whole_tensors
 from mindrlhf.rollout.remote import ReplicatedGenerator
@@ -28,7 +28,7 @@ _GOODBYE_LIMIT_S = 2.0
 
 
 def serve(
-    generator: ReplicatedGenerator, num_servers: int, address: DoorAddress, ending: Callable[[], object | None]
+    generator: ReplicatedGenerator, num_servers: int, address: ListenerAddress, ending: Callable[[], object | None]
 ) -> None:
     """Answer for the servers of this node, whenever rank 0 listens, until ``ending`` says something.
 
@@ -49,7 +49,7 @@ def serve(
 class _Service:
     """What a thread does for the servers; ``leave`` is for another."""
 
-    def __init__(self, generator: ReplicatedGenerator, num_servers: int, address: DoorAddress) -> None:
+    def __init__(self, generator: ReplicatedGenerator, num_servers: int, address: ListenerAddress) -> None:
         self.failure: Exception | None = None
         self._generator = generator
         self._num_servers = num_servers

@@ -115,7 +115,7 @@ def step_metrics(config: GrpoConfig, objective: Objective, step: Step) -> dict[s
         sample_metrics(samples.generated),
         rollout_metrics(step.trained, step.train_logprobs, num_older, has_older=has_older),
         staleness_metrics(samples.used, step.version) if has_older else {},
-        span_metrics(samples) if config.rollout.segment_tokens else {},
+        segment_metrics(samples) if config.rollout.segment_tokens else {},
         packing_metrics(step.batches),
         {"packing/computed": float(step.computed.mean())},
         update_metrics(config, objective, step) if step.updates else {},
@@ -170,7 +170,7 @@ def staleness_metrics(used: Sequence[Sample], version: int) -> dict[str, float]:
     return {"staleness/mean": float(mean), "staleness/max": float(staleness.max())}
 
 
-def span_metrics(samples: StepSamples) -> dict[str, float]:
+def segment_metrics(samples: StepSamples) -> dict[str, float]:
     """Return with how many weights the responses of a step were made, and how many go on in the next."""
     counts = [len(sample.completion.spans) for sample in samples.used]
     return {
