@@ -15,7 +15,7 @@ for the step does, whose loops are in ``STEP``.
 
 What it does not see: a class or function that is found by text alone (the verifier stands in ``STEP`` therefore), what
 happens after an exception, and calls from NumPy, MindSpore and vLLM, unless they were handed the function. What it sees
-too much: an attribute of two objects of one class is one. Config, the rest of a run and rooms whose names say enough
+too much: an attribute of two objects of one class is one. Config, the rest of a run and packages whose names say enough
 are in ``SETTINGS``, ``ASSUMED``, ``CUT`` and ``LEFT_OUT``, each with its reason.
 """
 

@@ -63,7 +63,7 @@ def run_rank(config: GrpoConfig, *, resume: bool = False) -> None:
     """Do this rank's part of a run: rank 0 drives the loop, the others serve it.
 
     Raises:
-        UserError, RunFailure: as the rooms raise them.
+        UserError, RunFailure: as what it calls raises them.
     """
     inputs = check_grpo_inputs(config, num_ranks_from_environment(), num_nodes=num_nodes_from_environment())
     life_cycle.run_rank(config, ReinforcementTraining(config, inputs), resume=resume)
@@ -315,7 +315,7 @@ def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     from mindrlhf.training.worker.critic import ActorCritic, Turns, build_critic
     from mindrlhf.training.worker.learner import PolicyLearner
     from mindrlhf.training.worker.model import WholeModel
-    from mindrlhf.training.worker.policy_loss import build_policy_logprobs, build_policy_loss, build_top_words
+    from mindrlhf.training.worker.policy_loss import build_policy_logprobs, build_policy_loss, build_top_tokens
 
     model, algorithm, device = config.model, config.algorithm, config.run.device
     length, temperature = inputs.row_lengths[-1], config.rollout.temperature
@@ -327,16 +327,16 @@ def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     references = []
     for path in reference_paths(config):
         if is_base(config, path):
-            likeliest = build_top_words(config, loss.policy, network.dims.vocab_size)
+            likeliest = build_top_tokens(config, loss.policy, network.dims.vocab_size)
             references.append(BaseModel(loss.policy, rank, likeliest))
             continue
         frozen = load_model(dataclasses.replace(model, train_vision="none"), path, config.run, length, **options)
         if network.images is not None and path == model.path and model.train_vision == "none":
             frozen.images.borrow(network.images)
         logprobs = PolicyLogProbs(frozen, temperature, device, tile)
-        references.append(WholeModel(logprobs, rank, build_top_words(config, logprobs, network.dims.vocab_size)))
+        references.append(WholeModel(logprobs, rank, build_top_tokens(config, logprobs, network.dims.vocab_size)))
     parts = {"learner": learner, "reference": as_one(references), "saves_reference": algorithm.sync_ref_model}
-    parts["asks_words"] = algorithm.distill_top_k > 0
+    parts["asks_top_k"] = algorithm.distill_top_k > 0
     if needs_critic(config):
         critic = build_critic(config, length, rank)
         frozen = [parameter for one in references for parameter in one.network.get_parameters()]
