@@ -114,7 +114,7 @@ class PackedRows:
     labels: np.ndarray  # int32 [rows, length]
     mask: np.ndarray  # float32 [rows, length]: 1 where the label is a response token that the model generated
     # name -> float32 [rows, length]: a value per such token, at its position, else 0. With `algorithm.distill_top_k`
-    # also "teacher_words", int32 [rows, length, k], and "teacher_logprobs", float32 [rows, length, k + 1].
+    # also "teacher_tokens", int32 [rows, length, k], and "teacher_logprobs", float32 [rows, length, k + 1].
     tokens: dict[str, np.ndarray]
     # name -> int32 [rows, length]: what else the model reads of each token. Nothing in plain rows. With shared prompts
     # "prefix_ids", the segment that the token's own one continues (its own where that continues none), and

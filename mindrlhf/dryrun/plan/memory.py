@@ -289,10 +289,10 @@ def _logits(inputs: MemoryInputs, stage: int) -> MemoryItem:
     if stage != inputs.layout.pipeline_stage - 1:
         return MemoryItem("logits", 0, False, "in the last stage only")
     tile, width = inputs.config.memory.head_tile, activations.logit_width(inputs.element_bytes)
-    positions, num_words = activations.logit_tile(inputs.dims, inputs.layout, inputs.num_tokens, tile)
+    positions, vocabulary = activations.logit_tile(inputs.dims, inputs.layout, inputs.num_tokens, tile)
     words = f"{inputs.dims.vocab_size:,} tokens / model_parallel {inputs.layout.model_parallel}"
-    if tile.words:
-        words = f"{num_words:,} tokens"
+    if tile.vocabulary:
+        words = f"{vocabulary:,} tokens"
     size = activations.logit_bytes(inputs.dims, inputs.layout, inputs.num_tokens, inputs.element_bytes, tile)
     return MemoryItem("logits", size, False, f"{positions:,} positions x {words} x {width} B")
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # What the ranks were given, by the stage that computed it; the rest was made for the update.
 _STAGE_OF = {"old_logprobs": "old_log_prob"}
-_STAGE_OF |= dict.fromkeys(("reference_logprobs", "teacher_words", "teacher_logprobs"), "reference")
+_STAGE_OF |= dict.fromkeys(("reference_logprobs", "teacher_tokens", "teacher_logprobs"), "reference")
 
 
 class StepDump:

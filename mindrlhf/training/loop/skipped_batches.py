@@ -156,7 +156,7 @@ def _first_misfit(batch: SkippedBatch, micro_batches: Sequence[PackedRows], logp
         # With vision a position takes several numbers.
         arrays = [rows.input_ids[:, :, 0] if rows.input_ids.ndim == 3 else rows.input_ids]
         arrays += [rows.segment_ids, rows.labels, rows.mask]
-        # Several words of a teacher for each position.
+        # Several tokens of a teacher for each position.
         arrays += [array[:, :, 0] if array.ndim == 3 else array for array in rows.tokens.values()]
         # Several numbers of experts for each position.
         arrays += [array[:, :, 0, 0] if name == EXPERTS else array for name, array in rows.context.items()]

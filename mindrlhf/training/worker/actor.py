@@ -33,7 +33,7 @@ class Actor(SavesState, ServingWorker):
         learner: trains the policy.
         reference: the reference model, or the teachers as one; None when beta is 0.
         saves_reference: the reference changes during the run, so checkpoints must hold it.
-        asks_words: the reference is asked for its likeliest words too.
+        asks_top_k: the reference is asked for its top-k tokens too.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class Actor(SavesState, ServingWorker):
         reference: FrozenModel | None,
         *,
         saves_reference: bool,
-        asks_words: bool = False,
+        asks_top_k: bool = False,
     ):
         SavesState.__init__(self)
         ServingWorker.__init__(self, learner.model)
         self.learner = learner
         self.reference = reference
         self._saves_reference = saves_reference
-        self._asks_words = asks_words
+        self._asks_top_k = asks_top_k
         self._reward_model: RankModel | None = None
         self._cell_dump: CellDump | None = None
         self._batches: list[Batch] = []  # this rank's part of the updates of a step
@@ -97,7 +97,7 @@ class Actor(SavesState, ServingWorker):
     def compute_logprobs(self, name: str, batch: int) -> list[np.ndarray]:
         """Fill in ``name`` ("old_logprobs" or "reference_logprobs") for received batch number ``batch``; return it.
 
-        Where the reference is asked for its likeliest words, they stay here: it is this rank's update that reads them.
+        Where the reference is asked for its top-k tokens, they stay here: it is this rank's update that reads them.
         """
         model, micro_batches = self._model_of(name), self._batches[batch].micro_batches
         if self._cell_dump is not None:
@@ -194,7 +194,7 @@ class Actor(SavesState, ServingWorker):
             return {name: self.model.logprobs(rows)}
         # The reference model has other weights: what the policy's generator chose says nothing of its experts.
         rows = without_experts(rows)
-        return self.reference.top_words(rows) if self._asks_words else {name: self.reference.logprobs(rows)}
+        return self.reference.top_tokens(rows) if self._asks_top_k else {name: self.reference.logprobs(rows)}
 
     def _open_broadcast(self, ranks: tuple[int, ...], root: int, num_words: int) -> Broadcast:
         from mindrlhf.training import broadcast
