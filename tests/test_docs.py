@@ -175,7 +175,7 @@ FIELD_TERMS = {
     r"image rows?": "image embeddings",
     r"([\d,]+|sampled|teacher's|other) words?|likeliest": "token, top-k tokens",
     r"cut": "sharded of a model, truncated of a response, divided of a batch",
-    r"(models?|one) that sees?": "vision-language model",
+    r"(models?|critics?|one) that (does not |do not )?sees?": "vision-language model",
     r"ahead": "off-policy (by k steps)",
     r"spans?|spanning": "segment of a response, bucket of parameters, multi-node server",
     r"exchang\w*": "weight sync, all-to-all",
