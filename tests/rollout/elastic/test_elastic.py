@@ -198,7 +198,7 @@ def test_weights_travel_as_changes_after_the_first_time(run, capsys):
     sent = []
     for version in (1, 2):
         run.update(version)
-        (peer,) = run.generator._members
+        (peer,) = run.generator._peers
         sent.append(peer._transport.sent_bytes - sum(sent))
     assert sent[0] == sum(info.size_bytes for info in INFOS)
     # 50 elements or so of the 192,000 of 16 bits changed; those of 32 bits travel whole.
@@ -222,7 +222,7 @@ def test_the_prompts_of_a_node_that_dies_are_issued_again(run, capsys):
 
 def hang_up(run: Run) -> None:
     """Cut all connections of rank 0 to the nodes, as the kernel does for a node whose processes are killed."""
-    (peer,) = run.generator._members
+    (peer,) = run.generator._peers
     peer._channel._connection._connection.shutdown(socket.SHUT_RDWR)
 
 
