@@ -60,13 +60,13 @@ class ParallelSection:
     pipeline_stage: int = key(1, "stages that the layers are split into", minimum=1)
     context_parallel: int = key(1, "ranks that share each sequence", minimum=1)
     expert_parallel: int = key(1, "ranks that share the experts", minimum=1)
-    use_seq_parallel: bool = key(False, "split norms and residuals along the sequence over the model_parallel ranks")
+    use_seq_parallel: bool = key(False, "shard norms and residuals along the sequence over the model_parallel ranks")
     micro_batch_num: int = key(1, "micro-batches in flight in the pipeline", minimum=1)
     micro_batch_interleave_num: int = key(
         1, "halves of a micro-batch whose compute and communication overlap", minimum=1, maximum=2
     )
     vocab_emb_dp: bool = key(True, "keep the embedding whole on each rank instead of sharding its vocabulary")
-    enable_parallel_optimizer: bool = key(False, "split the optimiser state over the data-parallel ranks (ZeRO)")
+    enable_parallel_optimizer: bool = key(False, "shard the optimiser state over the data-parallel ranks (ZeRO)")
     optimizer_weight_shard_size: int = key(-1, "ranks that share one optimiser state; -1 means all", minimum=-1)
 
 
@@ -101,7 +101,7 @@ def is_split(parallel: ParallelSection) -> bool:
 def parallel_rules(parallel: ParallelSection) -> Rules:
     """Rules of the section `parallel_config` alone."""
     yield parallel.use_seq_parallel and parallel.model_parallel == 1, (
-        "'parallel_config.use_seq_parallel' splits over model_parallel ranks, which is 1: set it to false"
+        "'parallel_config.use_seq_parallel' shards over model_parallel ranks, which is 1: set it to false"
     )
     stages = parallel.pipeline_stage
     yield stages > 1 and parallel.micro_batch_num < stages, (
@@ -144,7 +144,7 @@ def batch_rules(config: RunConfig) -> Rules:
         "set pack to true, or packing to first_fit"
     )
     yield 0 < longest <= config.rollout.max_response_length, (
-        f"'training.sequence_lengths' ends at {longest}, which leaves no room for a prompt beside "
+        f"'training.sequence_lengths' ends at {longest}, which leaves no tokens for a prompt beside "
         f"rollout.max_response_length = {config.rollout.max_response_length}: raise the one or lower the other"
     )
 

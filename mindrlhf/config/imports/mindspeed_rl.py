@@ -138,7 +138,7 @@ _MODEL = {
     "adam_beta1": to("optimizer.beta1"),
     "adam_beta2": to("optimizer.beta2"),
     "optimizer": only("adam", "adamw", otherwise="the optimiser is AdamW"),
-    "swap_optimizer": only(False, otherwise="parallel_config.enable_parallel_optimizer splits the optimiser's state"),
+    "swap_optimizer": only(False, otherwise="parallel_config.enable_parallel_optimizer shards the optimiser's state"),
     "recompute_granularity": into(_recompute),
     "recompute_*": without("recomputation is by whole layers: `model.recompute`"),
     "bf16": into(_types),

@@ -244,7 +244,7 @@ RULES: dict[str, Rule] = {
     f"{_ACTOR}.megatron.use_distributed_optimizer": to("parallel_config.enable_parallel_optimizer"),
     f"{_ACTOR}.megatron.*": without(_MEMORY),
     f"{_ACTOR}.ulysses_sequence_parallel_size": to("parallel_config.context_parallel"),
-    f"{_ACTOR}.fsdp_config.fsdp_size": without("parallel_config.enable_parallel_optimizer splits optimiser states"),
+    f"{_ACTOR}.fsdp_config.fsdp_size": without("parallel_config.enable_parallel_optimizer shards optimiser states"),
     f"{_ACTOR}.fsdp_config.*": without(_MEMORY),
     f"{_ACTOR}.router_replay.mode": only("disabled", otherwise="expert choices are not replayed"),
     **each(
