@@ -24,6 +24,8 @@ PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("model_c
 PAGES += sorted(ROOT.glob("examples/**/README.md"))
 KEYS = {dotted for config in (GrpoConfig, SftConfig) for dotted, _, _ in dotted_keys(config)}
 SECTIONS = {dotted.partition(".")[0] for dotted in KEYS}
+# What pages name as a user's own.
+NOT_OURS = {"path/to/file.py", "tools/search.py", "tools/search_server.py", "games/guess.py"}
 FILE_ENDINGS = {"json", "jsonl", "md", "mindrecord", "py", "safetensors", "sh", "svg", "yaml"}
 
 
@@ -98,6 +100,17 @@ def test_files_named_in_commands_exist(page):
             for path in own.findall(word.partition("=")[2] or word):
                 file = ROOT / path.partition(":")[0]
                 assert file.exists() or path == "scripts/quickstart.sh", f"{path} does not exist"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=_name)
+def test_sources_and_tests_named_in_prose_exist(page):
+    """Names in capitals stand for any."""
+    for path, test in re.findall(r"`(?:mindrlhf/)?((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)(?:::(\w+))?", _prose(page)):
+        if path in NOT_OURS:
+            continue
+        (file, *_) = [*filter(Path.is_file, (ROOT / path, ROOT / "mindrlhf" / path)), None]
+        assert file is not None, f"{path} does not exist"
+        assert not test or f"def {test}(" in file.read_text(encoding="utf-8"), f"{path} has no {test}"
 
 
 def _documented_metrics() -> set[str]:
