@@ -8,7 +8,7 @@
 
 The tables: each algorithm's recipe; when samples are drawn (docs/async.md); all weights and adapters (docs/lora.md);
 a model with experts that are routed anew or as the generator did (examples/experts); a teacher's verdict on the
-sampled word, its likeliest words, and rewards (examples/distill).
+sampled token, its top-k tokens, and rewards (examples/distill).
 One run of one rank after another. A finished run stays in its directory and is read, not repeated, the next time; when
 its config is no longer the recipe's, that is an error. A run that was broken off starts again. The Markdown table goes
 to stdout, progress to stderr.
@@ -51,9 +51,9 @@ _ALGORITHMS = {
 # When samples are drawn is compared by the quickstart itself, to where its curve is flat.
 _SCHEDULES = {
     "in step": (_QUICKSTART, ()),
-    "1 ahead": (_QUICKSTART, ("rollout.off_policy_steps=1",)),
-    "2 ahead": (_QUICKSTART, ("rollout.off_policy_steps=2",)),
-    "in spans": (_QUICKSTART, ("rollout.segment_tokens=16", "rollout.in_flight=2")),
+    "off-policy by 1": (_QUICKSTART, ("rollout.off_policy_steps=1",)),
+    "off-policy by 2": (_QUICKSTART, ("rollout.off_policy_steps=2",)),
+    "partial rollout": (_QUICKSTART, ("rollout.segment_tokens=16", "rollout.in_flight=2")),
     "asynchronous": (
         _QUICKSTART,
         ("rollout.asynchronous=true", "rollout.off_policy_steps=2", "rollout.segment_tokens=8"),
@@ -76,8 +76,8 @@ _EXPERTS = {
 _DISTILL = "examples/distill/config.yaml"
 _DISTILLATION = {
     "sampled word": (_DISTILL, ()),
-    "8 words": (_DISTILL, ("algorithm.distill_top_k=8",)),
-    "64 words": (_DISTILL, ("algorithm.distill_top_k=64",)),
+    "8 tokens": (_DISTILL, ("algorithm.distill_top_k=8",)),
+    "64 tokens": (_DISTILL, ("algorithm.distill_top_k=64",)),
     "rewards": (_QUICKSTART, ("run.max_steps=50", "evaluation.every_steps=10")),
 }
 TABLES = {

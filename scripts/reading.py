@@ -15,7 +15,7 @@ for the step does, whose loops are in ``STEP``.
 
 What it does not see: a class or function that is found by text alone (the verifier stands in ``STEP`` therefore), what
 happens after an exception, and calls from NumPy, MindSpore and vLLM, unless they were handed the function. What it sees
-too much: an attribute of two objects of one class is one. Config, the rest of a run and rooms whose names say enough
+too much: an attribute of two objects of one class is one. Config, the rest of a run and packages whose names say enough
 are in ``SETTINGS``, ``ASSUMED``, ``CUT`` and ``LEFT_OUT``, each with its reason.
 """
 
@@ -57,8 +57,8 @@ SETTINGS = {("RewardSection", "verifier_function"): ("accuracy",)}
 ASSUMED: dict[str, tuple[Any, str]] = {
     "mindrlhf.training.runtime:num_nodes_from_environment": (1, "one machine"),
     "mindrlhf.training.runtime:num_ranks_from_environment": (1, "one rank"),
-    "mindrlhf.training.reinforcement:ReinforcementTraining._spans_nodes": (False, "one machine"),
-    "mindrlhf.rollout.elastic.door:take_address": (None, "one machine"),
+    "mindrlhf.training.reinforcement:ReinforcementTraining._has_multi_node_servers": (False, "one machine"),
+    "mindrlhf.rollout.elastic.listener:take_address": (None, "one machine"),
 }
 # What such a step does not do, although neither sources nor config say so: not followed.
 CUT = {
@@ -76,7 +76,7 @@ CUT = {
     "mindrlhf.rollout.sent_experts": "training.replay_routing",
     "mindrlhf.rollout.server.routing": "training.replay_routing",
     "mindrlhf.training.distillation": "distillation.teachers",
-    "mindrlhf.rollout.server.span": "one machine",
+    "mindrlhf.rollout.server.multi_node": "one machine",
     "mindrlhf.training.loop.skipped_batches": "all gradients are finite",
     "mindrlhf.training.checkpoints.run:RunCheckpoints.save": "checkpoint.every_steps",
     "mindrlhf.training.checkpoints.run:RunCheckpoints.save_broken_off": "nobody asks the run to end",

@@ -24,6 +24,8 @@ PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("model_c
 PAGES += sorted(ROOT.glob("examples/**/README.md"))
 KEYS = {dotted for config in (GrpoConfig, SftConfig) for dotted, _, _ in dotted_keys(config)}
 SECTIONS = {dotted.partition(".")[0] for dotted in KEYS}
+# What pages name as a user's own.
+NOT_OURS = {"path/to/file.py", "tools/search.py", "tools/search_server.py", "games/guess.py"}
 FILE_ENDINGS = {"json", "jsonl", "md", "mindrecord", "py", "safetensors", "sh", "svg", "yaml"}
 
 
@@ -100,6 +102,17 @@ def test_files_named_in_commands_exist(page):
                 assert file.exists() or path == "scripts/quickstart.sh", f"{path} does not exist"
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=_name)
+def test_sources_and_tests_named_in_prose_exist(page):
+    """Names in capitals stand for any."""
+    for path, test in re.findall(r"`(?:mindrlhf/)?((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)(?:::(\w+))?", _prose(page)):
+        if path in NOT_OURS:
+            continue
+        (file, *_) = [*filter(Path.is_file, (ROOT / path, ROOT / "mindrlhf" / path)), None]
+        assert file is not None, f"{path} does not exist"
+        assert not test or f"def {test}(" in file.read_text(encoding="utf-8"), f"{path} has no {test}"
+
+
 def _documented_metrics() -> set[str]:
     rows = [line for line in _text(ROOT / "docs" / "metrics.md").splitlines() if line.startswith("| `")]
     return {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
@@ -156,17 +169,86 @@ def test_the_worked_example_of_the_batch_arithmetic():
     sequences = [TokenSequence(token_ids, token_ids, {}) for _ in range(per_update)]
     batch = make_batch(sequences, RowOptions((1024,), micro_batch_size, num_ranks, pack=True))
     num_rows = sum(rows.num_rows for rows in batch.micro_batches)
-    assert all((rows.segment_ids > 0).all() for rows in batch.micro_batches), "no row is padding"
+    assert all((rows.segment_ids > 0).all() for rows in batch.micro_batches), "no sequence is padding"
     assert (num_samples, per_update, num_rows, len(batch.micro_batches)) == (128, 64, 16, 4)
     per_rank = len(batch.micro_batches) // num_ranks
     num_steps = -(-1000 // (chunk_size * num_rollouts))
     page = _text(ROOT / "docs" / "concepts.md")
     assert f"16 * 8 = {num_samples} samples in a step" in page
     assert f"{num_minibatches} updates of {per_update} samples" in page
-    assert f"4 samples fit a row, so an update has {num_rows} rows" in page
+    assert f"4 samples fit a packed sequence, so an update has {num_rows} of them" in page
     division = f"{num_rows} / {micro_batch_size} = {len(batch.micro_batches)} micro-batches"
     assert f"{division}, {per_rank} for each rank" in page
     assert f"1,000 / 16, rounded up: {num_steps} steps" in page
+
+
+# What the pages say of these things in the field's terms; the patterns are what they were called here once.
+FIELD_TERMS = {
+    r"(row lengths?|(packed|padding|plain) rows?|rows of [\d,]+( tokens)?)": "packed sequences, sequence length",
+    r"image rows?": "image embeddings",
+    r"([\d,]+|sampled|teacher's|other) words?|likeliest": "token, top-k tokens",
+    r"cut": "sharded of a model, truncated of a response, divided of a batch",
+    r"(models?|critics?|one) that (does not |do not )?sees?": "vision-language model",
+    r"ahead": "off-policy (by k steps)",
+    r"spans?|spanning": "segment of a response, bucket of parameters, multi-node server",
+    r"exchang\w*": "weight sync, all-to-all",
+    r"carriers?": "transport",
+    r"boards?|seal(s|ed)?": "weight buffer, committed",
+    r"doors?|guests?|keepers?|members?": "listener, rollout-only nodes, supervisor, peer",
+    r"strangers?": "unauthenticated peer",
+    r"leash": "limits",
+    r"rooms?|floors?|house": "package, layer",
+    r"pretend\w*": "simulated",
+    r"stale": "off-policy",
+    r"left ?over": "carried over",
+    r"without signal": "zero-advantage",
+    r"rehears\w*|lowering": "CPU emulation of compiled graphs",
+    r"key data": "dump of msprobe",
+    r"course": "metrics, schedule",
+}
+# The same words where they mean what they mean elsewhere; `code` may hold any name, old keys and metrics too.
+ORDINARY = (r"of course", r"cut off", r"stale prefix cache", r"spans nodes")
+
+
+def _private_words(text: str) -> list[str]:
+    """Return what a text says in words that are not the field's, with the words to take instead."""
+    prose = re.sub(r"^```.*?^```|`[^`]*`", " ", text, flags=re.DOTALL | re.MULTILINE)
+    prose = re.sub(r"\]\([^)]*\)", "]", prose)  # where links lead
+    prose = re.sub("|".join(ORDINARY), " ", re.sub(r"\s+", " ", prose), flags=re.IGNORECASE)
+    return [
+        f"{found[0]}: {term}"
+        for pattern, term in FIELD_TERMS.items()
+        for found in re.finditer(rf"(?<![\w-])({pattern})(?![\w-])", prose, flags=re.IGNORECASE)
+    ]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=_name)
+def test_pages_use_the_terms_of_the_field(page):
+    assert _private_words(_text(page)) == []
+
+
+def _parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    below = [one for action in parser._subparsers._group_actions for one in action.choices.values()]
+    return [parser, *(found for one in below for found in (_parsers(one) if one._subparsers else [one]))]
+
+
+def test_the_help_of_commands_uses_the_terms_of_the_field():
+    helps = {parser.prog: parser.format_help() for parser in _parsers(build_parser())}
+    assert len(helps) > 25 and "mindrlhf weights shard" in helps
+    assert {prog: words for prog, text in helps.items() if (words := _private_words(text))} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("Rows of 128 tokens are cut by the sampled\nword.", 3),
+        ("An answer that was cut off, of course; see `rollout.ahead` and a server that spans nodes.", 0),
+        ("```yaml\nrollout: {ahead: 1}\n```\nSampling ahead", 1),
+        ("The rows of a table, five different words, and a keyboard.", 0),
+    ],
+)
+def test_what_counts_as_a_term_of_the_field(text, number):
+    assert len(_private_words(text)) == number
 
 
 def test_exit_codes_in_the_faq():

@@ -23,8 +23,8 @@ NOT_RUN = {
     "msprobe": "another project's command, on dumps of two runs",
     "msrun": "starts ranks; in tests/jobs/test_tutorial_msrun.py",
     "python scripts/benchmark_rewards.py": "measures",
-    "python scripts/benchmark_ahead.py": "measures",
-    "python scripts/benchmark_spans.py": "measures",
+    "python scripts/benchmark_off_policy.py": "measures",
+    "python scripts/benchmark_segments.py": "measures",
     "python scripts/benchmark_drafts.py": "measures",
     "python scripts/fuzz.py": "takes minutes; in tests/fuzz",
     "python scripts/compare_algorithms.py": "trains",
@@ -98,6 +98,12 @@ def workshop(tmp_path, monkeypatch, model_dir, capsys) -> Path:
         (tmp_path / name).symlink_to(ROOT / name)
     for name in MODELS:
         (tmp_path / name).symlink_to(model_dir)
+    thinking = tmp_path / "Qwen3-8B"  # one whose template reads an option
+    thinking.mkdir()
+    (thinking / "tokenizer.json").symlink_to(model_dir / "tokenizer.json")
+    tokenizer_config = json.loads((model_dir / "tokenizer_config.json").read_text())
+    tokenizer_config["chat_template"] += "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+    (thinking / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     record = {"question": "What is 3 + 4?", "answer": "3 + 4 = 7\n#### 7", "problem": "What is 3 + 4?"}
     record |= {"level": 1, "meta": {"unit_tests": ["7"]}}
     record |= {"solution": "7", "result": "7", "expected": "7", "kind": "accuracy_reward"}

@@ -1,5 +1,5 @@
-"""The house rules: which room may import which, which rooms stay light, and how large a folder, a module and a function
-may be. Imports are read from the sources, so a rule is checked on every path, whether or not it is run."""
+"""The rules of the layers: which package may import which, which stay light, and how large a folder, a module and a
+function may be. Imports are read from the sources, so a rule is checked on every path, whether or not it is run."""
 
 import ast
 import re
@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mindrlhf"
 MAP = ROOT / "CONTRIBUTING.md"
 
-# The rooms by floor, from the ground up. An import goes to a lower floor or along its own, never up.
-FLOORS = (
+# The packages by layer, from the ground up. An import goes to a lower layer or along its own, never up.
+LAYERS = (
     ("errors", "algorithms", "system"),
     ("config", "hub", "specs", "observe", "images"),
     ("data", "layout", "launch", "sandbox"),
@@ -29,9 +29,9 @@ FLOORS = (
     ("dryrun", "cpu"),
     ("commands", "doctor", "cli"),
 )
-FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 # The same within training, by folder or module: the loop drives ranks, whose models know nothing of it.
-TRAINING_FLOORS = (
+TRAINING_LAYERS = (
     ("broadcast", "runtime", "vision", "routing", "distillation"),
     ("team", "batch"),
     ("replica_team", "nodes", "profiling"),
@@ -44,7 +44,7 @@ TRAINING_FLOORS = (
     ("offline", "reinforcement"),
     ("main",),
 )
-TRAINING_FLOOR_OF = {part: number for number, parts in enumerate(TRAINING_FLOORS) for part in parts}
+TRAINING_LAYER_OF = {part: number for number, parts in enumerate(TRAINING_LAYERS) for part in parts}
 # What still goes up there: no arrow may be added.
 UPWARD_IN_TRAINING = {
     "mindrlhf.training.preflight -> mindrlhf.training.loop.sampling.order",
@@ -70,8 +70,8 @@ TRAINING_PACKAGES = {"xxhash", "pyarrow", "jsonlines", "scipy", "tensorboard", "
 ROLLOUT_LIBRARIES = {"vllm", "vllm_ascend", "torch", "torch_npu"}
 HEAVY_LIBRARIES = TRAINING_LIBRARIES | ROLLOUT_LIBRARIES
 # Where loading a module may load MindSpore, vLLM or PyTorch, and what stays light within.
-SERVER_ROOMS = ("mindrlhf.rollout.server", "mindrlhf.cpu.rollout")
-MINDSPORE_ROOMS = (
+SERVER_PACKAGES = ("mindrlhf.rollout.server", "mindrlhf.cpu.rollout")
+MINDSPORE_PACKAGES = (
     "mindrlhf.algorithms",
     "mindrlhf.models",
     "mindrlhf.training",
@@ -79,7 +79,7 @@ MINDSPORE_ROOMS = (
     "mindrlhf.cpu.training",
     "mindrlhf.dryrun.execute",
 )
-HEAVY_ROOMS = (*MINDSPORE_ROOMS, *SERVER_ROOMS)
+HEAVY_PACKAGES = (*MINDSPORE_PACKAGES, *SERVER_PACKAGES)
 LIGHT_WITHIN = ("mindrlhf.algorithms.advantages", "mindrlhf.algorithms.head", "mindrlhf.cpu.training.vocabulary")
 # What the others look up: the functions of these modules, by way of ``mindrlhf.system.speed_ups``.
 CPU, HOOKS = "mindrlhf.cpu", {"training.hooks", "rollout.hooks", "launcher", "imports"}
@@ -201,12 +201,12 @@ def num_lines(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     return [*module.split("."), ""][1]
 
 
-def in_rooms(module: str, rooms: tuple[str, ...]) -> bool:
-    return any(module == room or module.startswith((f"{room}.", f"{room}_")) for room in rooms)
+def in_packages(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == package or module.startswith((f"{package}.", f"{package}_")) for package in packages)
 
 
 def test_the_reader_of_imports_sees_chains_relative_imports_and_functions(tmp_path):
@@ -249,33 +249,35 @@ def test_the_reader_of_arrows_sees_lazy_ones_those_for_types_and_circles(tmp_pat
     assert find_circles(graph) == ["pack.a, pack.b, pack.c"]
 
 
-def test_the_floors_are_those_of_the_package_and_of_the_map_in_the_readme():
-    rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
-    assert rooms - {"__init__"} == set(FLOOR_OF)
+def test_the_layers_are_those_of_the_package_and_of_the_map_in_contributing():
+    packages = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert packages - {"__init__"} == set(LAYER_OF)
     rows = re.findall(r"^\| (\d) \| `mindrlhf/(\w+)(?:\.py)?` \| .+ \|$", MAP.read_text(encoding="utf-8"), re.M)
-    assert [(int(floor), room) for floor, room in rows] == [(FLOOR_OF[room], room) for room in FLOOR_OF]
+    assert [(int(layer), package) for layer, package in rows] == [(LAYER_OF[package], package) for package in LAYER_OF]
 
 
-def test_every_arrow_goes_to_a_lower_floor_or_along_its_own():
+def test_every_arrow_goes_to_a_lower_layer_or_along_its_own():
     graph = import_graph(all_imports())
-    assert graph.pop("mindrlhf") == set(), "the package itself imports a room"
-    arrows = [(source, target) for source, targets in graph.items() for target in targets if room_of(target)]
+    assert graph.pop("mindrlhf") == set(), "the package itself imports a package"
+    arrows = [(source, target) for source, targets in graph.items() for target in targets if package_of(target)]
     upward = {
-        f"{source} -> {target}" for source, target in arrows if FLOOR_OF[room_of(source)] < FLOOR_OF[room_of(target)]
+        f"{source} -> {target}"
+        for source, target in arrows
+        if LAYER_OF[package_of(source)] < LAYER_OF[package_of(target)]
     }
     assert upward == set()
     assert len(arrows) > 500, "hardly any arrows: the reader of imports must be broken"
 
 
-def test_every_arrow_within_training_goes_to_a_lower_floor_or_along_its_own():
+def test_every_arrow_within_training_goes_to_a_lower_layer_or_along_its_own():
     parts = {module: module.split(".")[2] for module in all_imports() if module.startswith("mindrlhf.training.")}
-    assert set(parts.values()) == set(TRAINING_FLOOR_OF), "each folder and module of training has a floor"
+    assert set(parts.values()) == set(TRAINING_LAYER_OF), "each folder and module of training has a layer"
     graph = import_graph(all_imports())
     arrows = [(source, target) for source in parts for target in graph[source] & parts.keys()]
     upward = {
         f"{source} -> {target}"
         for source, target in arrows
-        if TRAINING_FLOOR_OF[parts[source]] < TRAINING_FLOOR_OF[parts[target]]
+        if TRAINING_LAYER_OF[parts[source]] < TRAINING_LAYER_OF[parts[target]]
     }
     assert upward - UPWARD_IN_TRAINING == set()
     assert len(arrows) > 100, "hardly any arrows: the reader of imports must be broken"
@@ -285,7 +287,7 @@ def test_no_small_module_is_there_for_one_other_alone():
     importers = Counter(target for targets in import_graph(all_imports()).values() for target in targets)
     lengths = {module_name(path): num_lines(path) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"}
     small = {module for module, length in lengths.items() if length < MIN_LINES and importers[module] == 1}
-    assert {module for module in small if not in_rooms(module, FOUND_BY_NAME)} - SMALL_HOPS == set()
+    assert {module for module in small if not in_packages(module, FOUND_BY_NAME)} - SMALL_HOPS == set()
     assert any(importers[module] > 1 for module, length in lengths.items() if length < MIN_LINES)
 
 
@@ -293,47 +295,48 @@ def test_no_files_import_each_other_in_a_circle():
     assert set(find_circles(import_graph(all_imports()))) == set()
 
 
-def test_no_rooms_of_a_floor_import_each_other_in_a_circle():
-    arrows = {room: set() for room in FLOOR_OF}
+def test_no_packages_of_a_layer_import_each_other_in_a_circle():
+    arrows = {package: set() for package in LAYER_OF}
     for source, targets in import_graph(all_imports()).items():
-        for room in {room_of(target) for target in targets} & FLOOR_OF.keys():
-            if FLOOR_OF[room] == FLOOR_OF[room_of(source)]:
-                arrows[room_of(source)].add(room)
+        for package in {package_of(target) for target in targets} & LAYER_OF.keys():
+            if LAYER_OF[package] == LAYER_OF[package_of(source)]:
+                arrows[package_of(source)].add(package)
     assert find_circles(arrows) == []
 
 
 def test_nothing_imports_the_speed_ups_of_a_cpu_and_one_module_looks_them_up():
     sources = {module_name(path): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
-    outside = {module: source for module, source in sources.items() if not in_rooms(module, (CPU,))}
+    outside = {module: source for module, source in sources.items() if not in_packages(module, (CPU,))}
     assert {module for module, source in outside.items() if CPU in source} == {"mindrlhf.system.speed_ups"}
     looked_up = set(re.findall(r'_find\("([\w.]+)"\)', outside["mindrlhf.system.speed_ups"]))
     assert looked_up == HOOKS and {f"{CPU}.{name}" for name in HOOKS} <= sources.keys()
 
 
-@pytest.mark.parametrize("room", FLOOR_OF)
-def test_light_rooms_load_neither_mindspore_nor_vllm_nor_torch(room):
+@pytest.mark.parametrize("package", LAYER_OF)
+def test_light_packages_load_neither_mindspore_nor_vllm_nor_torch(package):
     imports = all_imports()
-    modules = [module for module in imports if room_of(module) == room]
-    light = [module for module in modules if not in_rooms(module, HEAVY_ROOMS) or in_rooms(module, LIGHT_WITHIN)]
+    modules = [module for module in imports if package_of(module) == package]
+    heavy = {module for module in modules if in_packages(module, HEAVY_PACKAGES)}
+    light = [module for module in modules if module not in heavy or in_packages(module, LIGHT_WITHIN)]
     assert [chain for module in light for chain in import_chains(module, imports, HEAVY_LIBRARIES)] == []
 
 
-def test_only_rooms_of_the_trainer_import_mindspore_when_loaded():
+def test_only_packages_of_the_trainer_import_mindspore_when_loaded():
     importers = {module for module, imports in all_imports().items() if imports.at_load & TRAINING_LIBRARIES}
-    assert {module for module in importers if not in_rooms(module, MINDSPORE_ROOMS)} == set()
+    assert {module for module in importers if not in_packages(module, MINDSPORE_PACKAGES)} == set()
     assert importers, "no module imports MindSpore: the reader of imports must be broken"
 
 
 def test_only_the_rollout_server_imports_vllm_and_torch():
     importers = {module for module, imports in all_imports().items() if imports.anywhere & ROLLOUT_LIBRARIES}
-    assert {module for module in importers if not in_rooms(module, SERVER_ROOMS)} == set()
+    assert {module for module in importers if not in_packages(module, SERVER_PACKAGES)} == set()
 
 
 @pytest.mark.parametrize("libraries", [TRAINING_LIBRARIES, TRAINING_PACKAGES], ids=["mindspore", "packages"])
 def test_the_rollout_server_can_live_without_those_of_the_trainer(libraries):
     imports = all_imports()
     anywhere = {module: Imports(found.anywhere, found.anywhere, found.named) for module, found in imports.items()}
-    servers = [module for module in imports if in_rooms(module, SERVER_ROOMS)]
+    servers = [module for module in imports if in_packages(module, SERVER_PACKAGES)]
     # Its own functions count as well; of the other modules, what loading them loads.
     graph = imports | {module: anywhere[module] for module in servers}
     assert [chain for module in servers for chain in import_chains(module, graph, libraries)] == []

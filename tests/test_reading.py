@@ -31,7 +31,8 @@ def test_the_walk_goes_through_all_processes_of_a_step_and_through_no_other_algo
     called = {f"{module}:{name}" for module, names in step.functions.items() for name in names}
     ways = ("Team.call[update]", "Dispatcher.add", "VllmGenerator.generate", "VllmEngine.submit")
     assert [way for way in ways if not any(one.endswith(f":{way}") for one in called)] == []
-    others = ("sharded", "critic", "value_function", "ahead", "asynchronous", "spans", "lora", "tools", "elastic")
+    others = ("sharded", "critic", "value_function", "off_policy", "asynchronous", "segments", "lora", "tools")
+    others += ("elastic", "multi_node")
     assert [module for module in step.lines if module.rpartition(".")[2] in others or ".sharded." in module] == []
 
 

@@ -321,10 +321,10 @@ def test_nothing_listens_but_rank_0_and_between_nodes_node_0():
         ("mindrlhf/weights/publish/tcp.py", "create_server("),
         # Of a rollout server over several nodes: the rank that owns it, while those of the others connect, and torch's
         # store, which would listen on all addresses.
-        ("mindrlhf/rollout/spanning/share.py", "create_server("),
-        ("mindrlhf/rollout/server/span.py", "create_server("),
+        ("mindrlhf/rollout/multi_node/share.py", "create_server("),
+        ("mindrlhf/rollout/server/multi_node.py", "create_server("),
         # With --elastic: rank 0, for nodes for rollout only.
-        ("mindrlhf/rollout/elastic/door.py", "create_server("),
+        ("mindrlhf/rollout/elastic/listener.py", "create_server("),
     }
 
 

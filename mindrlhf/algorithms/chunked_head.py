@@ -1,4 +1,4 @@
-"""The vocabulary projection of a graph, tile by tile: logits of some positions and words exist at a time, never all.
+"""The vocabulary projection of a graph, tile by tile: logits of some positions and tokens exist at a time, never all.
 
 What :class:`mindrlhf.algorithms.logprobs.GraphTokenLogProbs` computes, for Ascend. The backward pass computes every
 tile again from the log-normaliser. It is written out, since MindSpore's own differentiation would keep every tile, and
@@ -55,21 +55,21 @@ class ChunkedTokenLogProbs(nn.Cell):
                 self.total = ops.AllReduce(ops.ReduceOp.SUM, group)
                 self.largest = ops.AllReduce(ops.ReduceOp.MAX, group)
 
-    def construct(self, hidden, labels, mask, words=None):
+    def construct(self, hidden, labels, mask, token_ids=None):
         """Return log-probabilities and entropies, float32 [rows, length] each, 0 where ``mask`` is 0.
 
-        ``hidden`` is [rows, length, width]; ``labels`` int32 and ``mask`` float32 [rows, length]. With ``words``, int32
-        [rows, length, k], which are of models on one rank, their log-probabilities and that of all others together
-        come third, float32 [rows, length, k + 1].
+        ``hidden`` is [rows, length, width]; ``labels`` int32 and ``mask`` float32 [rows, length]. With ``token_ids``,
+        int32 [rows, length, k], which are of models on one rank, their log-probabilities and that of all others
+        together come third, float32 [rows, length, k + 1].
         """
         weight = self.cast(self.weight, hidden.dtype)
-        if words is None:
+        if token_ids is None:
             outputs = self.on_each_rank(hidden, weight, labels, self.first_rows)
             return self.mask(self._output(outputs, 0), mask), self.mask(self._output(outputs, 1), mask)
-        asked = ops.concat((ops.expand_dims(labels, -1), words), -1)
+        asked = ops.concat((ops.expand_dims(labels, -1), token_ids), -1)
         outputs = self.on_each_rank(hidden, weight, asked, self.first_rows)
-        word_logprobs = with_rest(outputs[:, :, 3:]) * ops.expand_dims(mask, -1)
-        return self.mask(self._output(outputs, 0), mask), self.mask(self._output(outputs, 1), mask), word_logprobs
+        top_k_logprobs = with_rest(outputs[:, :, 3:]) * ops.expand_dims(mask, -1)
+        return self.mask(self._output(outputs, 0), mask), self.mask(self._output(outputs, 1), mask), top_k_logprobs
 
     def _output(self, outputs, number):
         stop = (*outputs.shape[:2], number + 1)
@@ -78,19 +78,20 @@ class ChunkedTokenLogProbs(nn.Cell):
     def _forward(self, hidden, weight, labels, first_row):
         """Log-probability, entropy and log-normaliser of each token, float32 [rows, length, 3].
 
-        With ``labels`` [rows, length, 1 + k] the log-probabilities of the k words after the label come after these.
+        With ``labels`` [rows, length, 1 + k] the log-probabilities of the k tokens after the label come after these.
         """
-        shape, num_words = labels.shape, weight.shape[0]
+        shape, vocab_size = labels.shape, weight.shape[0]
         rows = _as_rows(hidden)
         index = ops.reshape(labels - first_row, (rows.shape[0], -1))
         largest, sums, chosen, done = (), (), (), ()
         for start, stop in _spans(rows.shape[0], self.tile.positions):
-            found = _tile_statistics(_cut(rows, start, stop), weight, _cut(index, start, stop), self.tile.words, done)
+            part, labelled = _cut(rows, start, stop), _cut(index, start, stop)
+            found = _tile_statistics(part, weight, labelled, self.tile.vocabulary, done)
             largest, sums, chosen, done = largest + found[:1], sums + found[1:2], chosen + found[2:], found
         largest, sums, chosen = ops.Concat()(largest), ops.Concat()(sums), ops.Concat()(chosen)
         highest = largest if self.largest is None else self.largest(largest)
         sums = _shift(sums, largest, highest)
-        inside = ops.cast(ops.logical_and(index >= 0, index < num_words), ms.float32)
+        inside = ops.cast(ops.logical_and(index >= 0, index < vocab_size), ms.float32)
         parts = ops.concat((sums, (chosen - highest) * inside), -1)
         if self.total is not None:
             parts = self.total(parts)
@@ -113,12 +114,12 @@ class ChunkedTokenLogProbs(nn.Cell):
         # What several ranks hold has, on each, a part of its gradient in MindSpore's graphs.
         if self.total is not None:
             slopes = self.total(slopes)
-        words = _spans(weight.shape[0], self.tile.words)
+        tiles = _spans(weight.shape[0], self.tile.vocabulary)
         grad_rows, grad_weight, done = (), (), ()
         for start, stop in _spans(rows.shape[0], self.tile.positions):
             tokens = (_cut(outputs, start, stop), _cut(slopes, start, stop), _cut(index, start, stop))
-            grad_tile, grad_words, part = 0.0, (), _cut(rows, start, stop)
-            for number, (first, last) in enumerate(words):
+            grad_tile, grad_tiles, part = 0.0, (), _cut(rows, start, stop)
+            for number, (first, last) in enumerate(tiles):
                 table = ops.depend(_cut(weight, first, last), done)
                 grad_logits = _logit_gradients(part, table, tokens, first)
                 grad_tile = grad_tile + ops.cast(ops.MatMul()(grad_logits, table), ms.float32)
@@ -128,49 +129,49 @@ class ChunkedTokenLogProbs(nn.Cell):
                 done = (grad_tile, added)
                 if stop == rows.shape[0]:
                     added = ops.cast(added, weight.dtype)
-                grad_words = grad_words + (added,)
-            grad_rows, grad_weight = grad_rows + (ops.cast(grad_tile, hidden.dtype),), grad_words
+                grad_tiles = grad_tiles + (added,)
+            grad_rows, grad_weight = grad_rows + (ops.cast(grad_tile, hidden.dtype),), grad_tiles
         grad_hidden = ops.Reshape()(ops.Concat()(grad_rows), hidden.shape)
         return grad_hidden, ops.Concat()(grad_weight), ops.ZerosLike()(labels), ops.ZerosLike()(first_row)
 
 
-class ChunkedTopWords(nn.Cell):
-    """The likeliest words of each position on one rank, tile by tile, without gradients.
+class ChunkedTopTokens(nn.Cell):
+    """The top-k tokens of each position on one rank, tile by tile, without gradients.
 
     Args:
         weight: output projection [vocabulary, width].
-        k: number of words.
-        num_words: which may be chosen: the first so many.
+        k: number of tokens.
+        vocab_size: which may be chosen: the first so many.
         tile: how much is computed at a time.
     """
 
-    def __init__(self, weight: ms.Parameter, k: int, num_words: int, tile: HeadTile):
+    def __init__(self, weight: ms.Parameter, k: int, vocab_size: int, tile: HeadTile):
         super().__init__(auto_prefix=False)
         self.weight = weight
         self.k = k
-        self.num_words = num_words
+        self.vocab_size = vocab_size
         self.tile = tile
 
     def construct(self, hidden, labels, mask):
-        """Return what :class:`mindrlhf.algorithms.top_k.cells.TopWords` does, of scaled hidden states."""
+        """Return what :class:`mindrlhf.algorithms.top_k.cells.TopTokens` does, of scaled hidden states."""
         rows, index, weight = _as_rows(hidden), ops.reshape(labels, (-1, 1)), ops.cast(self.weight, hidden.dtype)
-        logprobs, words, word_logprobs, done = (), (), (), ()
+        logprobs, token_ids, top_k_logprobs, done = (), (), (), ()
         for start, stop in _spans(rows.shape[0], self.tile.positions):
             part = ops.depend(_cut(rows, start, stop), done)
-            largest, sums, chosen = _tile_statistics(part, weight, _cut(index, start, stop), self.tile.words, ())
+            largest, sums, chosen = _tile_statistics(part, weight, _cut(index, start, stop), self.tile.vocabulary, ())
             log_sum = ops.log(_column(sums, 0))
             logits, best = self._best(part, ops.depend(weight, log_sum))
             done = (chosen - largest - log_sum, best, with_rest(logits - largest - log_sum))
-            logprobs, words, word_logprobs = logprobs + done[:1], words + done[1:2], word_logprobs + done[2:]
+            logprobs, token_ids, top_k_logprobs = logprobs + done[:1], token_ids + done[1:2], top_k_logprobs + done[2:]
         shape, flat = labels.shape, ops.reshape(mask, (-1, 1))
         logprobs = ops.reshape(ops.Concat()(logprobs) * flat, shape)
-        words = ops.reshape(ops.Concat()(words) * ops.cast(flat, ms.int32), (*shape, self.k))
-        return logprobs, words, ops.reshape(ops.Concat()(word_logprobs) * flat, (*shape, self.k + 1))
+        token_ids = ops.reshape(ops.Concat()(token_ids) * ops.cast(flat, ms.int32), (*shape, self.k))
+        return logprobs, token_ids, ops.reshape(ops.Concat()(top_k_logprobs) * flat, (*shape, self.k + 1))
 
     def _best(self, rows, weight):
-        """The largest logits and their words, [n, k] each, in the order of the words."""
-        logits, words = None, None
-        for first, last in _spans(self.num_words, self.tile.words):
+        """The largest logits and their tokens, [n, k] each, in the order of the tokens."""
+        logits, token_ids = None, None
+        for first, last in _spans(self.vocab_size, self.tile.vocabulary):
             table = _cut(weight, first, last)
             if logits is not None:
                 table = ops.depend(table, logits)
@@ -178,19 +179,19 @@ class ChunkedTopWords(nn.Cell):
             numbers = ops.reshape(ops.cast(ops.range(first, last, 1), ms.int32), (1, -1))
             numbers = ops.broadcast_to(ops.depend(numbers, found), found.shape)
             if logits is not None:
-                found, numbers = ops.concat((logits, found), -1), ops.concat((words, numbers), -1)
-            logits, words = _largest(found, numbers, self.k)
-        return logits, words
+                found, numbers = ops.concat((logits, found), -1), ops.concat((token_ids, numbers), -1)
+            logits, token_ids = _largest(found, numbers, self.k)
+        return logits, token_ids
 
 
-def _largest(logits, words, k):
-    """The k largest logits and their words, in the order of columns; of equal ones at the edge, the first columns.
+def _largest(logits, token_ids, k):
+    """The k largest logits and their tokens, in the order of columns; of equal ones at the edge, the first columns.
 
     TopK says which values they are, but its CPU kernel (MindSpore 2.9.0) takes any of equal ones: so the columns are
     chosen by a second one, of numbers that are all different.
     """
     if logits.shape[1] <= k:
-        return logits, words
+        return logits, token_ids
     smallest = _column(ops.TopK()(logits, k)[0], k - 1)
     above = ops.cast(logits > smallest, ms.float32)
     equal = ops.cast(ops.equal(logits, smallest), ms.float32)
@@ -198,16 +199,16 @@ def _largest(logits, words, k):
     kept = above + equal * ops.cast(ops.CumSum()(equal, 1) <= room, ms.float32)
     columns = ops.reshape(ops.cast(ops.range(0, logits.shape[1], 1), ms.float32), (1, -1))
     _, order = ops.TopK()(kept * (logits.shape[1] - columns), k)
-    return ops.gather_elements(logits, 1, order), ops.gather_elements(words, 1, order)
+    return ops.gather_elements(logits, 1, order), ops.gather_elements(token_ids, 1, order)
 
 
-def _tile_statistics(rows, weight, index, num_words, done):
+def _tile_statistics(rows, weight, index, num_columns, done):
     """Largest logit [n, 1]; sums of exp(z - largest) and of that times (z - largest) [n, 2]; the labels' logits [n, 1].
 
-    Milakov and Gimelshein 2018 (arXiv:1805.02867), algorithm 3, over the words of one rank.
+    Milakov and Gimelshein 2018 (arXiv:1805.02867), algorithm 3, over the tokens of one rank.
     """
     largest, sums, chosen = None, None, None
-    for first, last in _spans(weight.shape[0], num_words):
+    for first, last in _spans(weight.shape[0], num_columns):
         logits = _logits(rows, ops.depend(_cut(weight, first, last), done))
         picked = _pick(logits, index - first)
         highest = ops.ReduceMax(keep_dims=True)(logits, -1)
@@ -225,8 +226,8 @@ def _tile_statistics(rows, weight, index, num_words, done):
     return largest, sums, chosen
 
 
-def _logit_gradients(rows, table, tokens, first_word):
-    """Gradients [n, words] of a tile of logits, in the compute dtype.
+def _logit_gradients(rows, table, tokens, first_id):
+    """Gradients [n, vocabulary] of a tile of logits, in the compute dtype.
 
     With z the logits and p their softmax: d log p(label) / dz = onehot(label) - p, d entropy / dz = -p (log p +
     entropy).
@@ -237,19 +238,19 @@ def _logit_gradients(rows, table, tokens, first_word):
     # Or the labels' places in all tiles would be made first: as much as one whole of the logits.
     index = ops.depend(index, logprobs)
     if index.shape[1] > 1:
-        return _gradients_of_several(logprobs, outputs, slopes, index - first_word, rows.dtype)
+        return _gradients_of_several(logprobs, outputs, slopes, index - first_id, rows.dtype)
     factor = -grad_logprobs - grad_entropy * (logprobs + _column(outputs, 1))
-    words = ops.reshape(ops.range(first_word, first_word + table.shape[0], 1), (1, -1))
-    is_label = ops.cast(ops.equal(index, ops.cast(words, index.dtype)), ms.float32)
+    ids = ops.reshape(ops.range(first_id, first_id + table.shape[0], 1), (1, -1))
+    is_label = ops.cast(ops.equal(index, ops.cast(ids, index.dtype)), ms.float32)
     return ops.cast(ops.exp(logprobs) * factor + is_label * grad_logprobs, rows.dtype)
 
 
 def _gradients_of_several(logprobs, outputs, slopes, index, dtype):
-    """The same where the slopes have columns from the fourth on for words that may be among the tile's too."""
+    """The same where the slopes have columns from the fourth on for tokens that may be among the tile's too."""
     grad_chosen = ops.concat((_column(slopes, 0), _columns_from(slopes, 3)), -1)
     inside = ops.logical_and(index >= 0, index < logprobs.shape[-1])
     index = ops.select(inside, index, ops.ZerosLike()(index))
-    # Several words of one position add up where they are the same: the label may be one of the others.
+    # Several tokens of one position add up where they are the same: the label may be one of the others.
     added = GatherDGradV2()(logprobs, 1, index, grad_chosen * ops.cast(inside, ms.float32))
     total = ops.ReduceSum(keep_dims=True)(grad_chosen, -1)
     factor = -total - _column(slopes, 1) * (logprobs + _column(outputs, 1))
@@ -268,7 +269,7 @@ def _logits(rows, table):
 
 
 def _pick(logits, index):
-    """Logits [n, 1] of the labels that are among the tile's words, else 0."""
+    """Logits [n, 1] of the labels that are among the tile's tokens, else 0."""
     inside = ops.logical_and(index >= 0, index < logits.shape[-1])
     chosen = ops.gather_elements(logits, 1, ops.select(inside, index, ops.ZerosLike()(index)))
     return chosen * ops.cast(inside, ms.float32)

@@ -44,12 +44,12 @@ class GraphTokenLogProbs(nn.Cell):
         self.squeeze = ops.Squeeze(-1).shard(token)
         self.mask = ops.Mul().shard(tokens + tokens)
 
-    def construct(self, hidden, labels, mask, words=None):
+    def construct(self, hidden, labels, mask, token_ids=None):
         """Return log-probabilities and entropies, float32 [rows, length] each, 0 where ``mask`` is 0.
 
-        ``hidden`` is [rows, length, width]; ``labels`` int32 and ``mask`` float32 [rows, length]. With ``words``, int32
-        [rows, length, k], which are of models on one rank, their log-probabilities and that of all others together
-        come third, float32 [rows, length, k + 1].
+        ``hidden`` is [rows, length, width]; ``labels`` int32 and ``mask`` float32 [rows, length]. With ``token_ids``,
+        int32 [rows, length, k], which are of models on one rank, their log-probabilities and that of all others
+        together come third, float32 [rows, length, k + 1].
         """
         logits = self.cast(self.project(hidden, self.cast(self.weight, hidden.dtype)), ms.float32)
         logits = self.subtract(logits, ops.stop_gradient(self.max(logits, -1)))
@@ -60,10 +60,10 @@ class GraphTokenLogProbs(nn.Cell):
         mean = self.divide(self.sum(self.multiply(weights, logits), -1), total)
         logprobs = self.squeeze(self.subtract_tokens(chosen, log_total))
         entropy = self.squeeze(self.subtract_tokens(log_total, mean))
-        if words is None:
+        if token_ids is None:
             return self.mask(logprobs, mask), self.mask(entropy, mask)
-        word_logprobs = with_rest(ops.gather_elements(logits, 2, words) - log_total)
-        return self.mask(logprobs, mask), self.mask(entropy, mask), word_logprobs * ops.expand_dims(mask, -1)
+        top_k_logprobs = with_rest(ops.gather_elements(logits, 2, token_ids) - log_total)
+        return self.mask(logprobs, mask), self.mask(entropy, mask), top_k_logprobs * ops.expand_dims(mask, -1)
 
 
 # What a rank does with its own part of the vocabulary: MindSpore's Morph runs a function on local shards.

@@ -36,8 +36,8 @@ class SampleTotals:
 
 
 @dataclass(frozen=True)
-class AheadState:
-    """Of the steps whose samples were generated ahead and are not trained on, in order: one item for each."""
+class OffPolicyState:
+    """Of the steps whose samples were generated off-policy and are not trained on yet, in order: one item for each."""
 
     versions: list[int]  # of the weights
     num_stale: list[int]  # samples that dynamic sampling had left over before
@@ -71,7 +71,7 @@ class AlgorithmState:
     kl: KlState | None = None
     first_evaluation: PairAccuracy | None = None
     last_evaluation: PairAccuracy | None = None
-    ahead: AheadState | None = None
+    ahead: OffPolicyState | None = None
     asynchronous: AsynchronousState | None = None
 
     def to_json(self) -> dict[str, Any]:

@@ -105,14 +105,14 @@ def load_leftover(directory: Path, records: Sequence[Mapping[str, Any]]) -> list
     try:
         named = [(dict(entry["record"]), list(entry["arrays"])) for entry in records]
     except (KeyError, TypeError, ValueError) as error:
-        raise DamagedDirectory(f"{directory} is damaged: its leftover samples are no records ({error})") from error
+        raise DamagedDirectory(f"{directory} is damaged: its carried-over samples are no records ({error})") from error
     path = directory / LEFTOVER_NAME
     arrays = load_arrays(path) if any(names for _, names in named) else {}
     present = set(arrays)
     for index, (_, names) in enumerate(named):
         for name in names:
             if f"{index}.{name}" not in present:
-                raise DamagedDirectory(f"{path} is damaged: it lacks the array {name!r} of leftover sample {index}")
+                raise DamagedDirectory(f"{path} is damaged: it lacks the array {name!r} of carried-over sample {index}")
     return [
         LeftoverSample(record, {name: arrays[f"{index}.{name}"] for name in names})
         for index, (record, names) in enumerate(named)

@@ -27,7 +27,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--compile", action="store_true", help="ask MindSpore's memory planner too (minutes)")
     parser.add_argument("--search", action="store_true", help="propose parallel_configs that fit")
     parser.add_argument(
-        "--async", dest="schedules", action="store_true", help="compare sampling in step, ahead and in spans"
+        "--async", dest="schedules", action="store_true", help="compare sampling in step, off-policy and in segments"
     )
     parser.add_argument(
         "--lengths",

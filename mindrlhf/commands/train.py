@@ -294,11 +294,11 @@ class _Run:
         rejoins = self.max_restarts > 0
         node = RolloutNode(place, secret, lambda _: find_facts(), log_dir, limit_s=limit_s, rejoins=rejoins)
 
-        def start(door) -> None:
+        def start(address) -> None:
             print(f"mindrlhf: starting vLLM; log: {log_dir / 'rollout_0.log'}", flush=True)
             with contextlib.ExitStack() as stack:
                 servers, num_servers = start_servers(self.config, num_ranks, place.num_nodes, stack, log_dir)
-                serve(servers, num_servers, door, node.ending)
+                serve(servers, num_servers, address, node.ending)
 
         return node.serve_rollout(start)
 

@@ -127,7 +127,7 @@ class AlgorithmSection:
     entropy_coefficient: float = key(0.0, "weight of the entropy bonus", minimum=0)
     dynamic_sampling: bool = key(
         False,
-        "sample prompts until each group of a step has rewards that differ; what is left over is used in the next step",
+        "sample prompts until each group of a step has rewards that differ; the rest is carried over to the next step",
     )
     max_oversampling: int = key(
         10, "a step with `dynamic_sampling` samples at most this many times its number of prompts", minimum=1

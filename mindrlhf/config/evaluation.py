@@ -19,7 +19,7 @@ class EvaluationSection:
         0, "end the run after this many evaluations in a row that are no better than the best; 0 means never", minimum=0
     )
     num_samples: int = key(1, "samples per prompt", minimum=1)
-    temperature: float = key(1.0, "sampling temperature; 0 takes the likeliest token", minimum=0)
+    temperature: float = key(1.0, "sampling temperature; 0 takes the most likely token", minimum=0)
     max_prompts: int = key(0, "use only the first prompts of `data.eval_file`; 0 means all", minimum=0)
     verifier: str = key(
         "", "the verifier whose mean is called accuracy; empty means the first of `reward.verifier_function`"

@@ -18,7 +18,7 @@ class MemorySection:
     logit_positions: int = key(
         0, "positions of a rank's micro-batch whose logits exist at a time (Ascend); 0 means all", minimum=0
     )
-    logit_words: int = key(
+    logit_vocabulary: int = key(
         0, "tokens of a rank's part of the vocabulary whose logits exist at a time (Ascend); 0 means all", minimum=0
     )
     recompute_layers: str = key(
@@ -46,7 +46,7 @@ class MemorySection:
     @property
     def head_tile(self) -> HeadTile:
         """Of how many logits there is memory at a time."""
-        return HeadTile(self.logit_positions, self.logit_words)
+        return HeadTile(self.logit_positions, self.logit_vocabulary)
 
     @property
     def recomputes_parts(self) -> bool:
@@ -82,7 +82,7 @@ def memory_rules(
         shares_devices: there is a generator, and it takes turns with training.
     """
     is_cpu, operators, layers = device == "cpu", set(memory.recompute_operators), memory.recompute_layers
-    for name in ("logit_positions", "logit_words"):
+    for name in ("logit_positions", "logit_vocabulary"):
         yield is_cpu and getattr(memory, name), (
             f"'memory.{name}' is {getattr(memory, name)}, but run.device=cpu always computes logits in tiles of its "
             "own: remove it"
@@ -91,7 +91,7 @@ def memory_rules(
         "'memory.recompute_operators' is set, but run.device=cpu recomputes whole layers: remove it"
     )
     yield not has_head and memory.head_tile, (
-        "'memory.logit_positions' or logit_words is set, but a reward model has no logits: remove it"
+        "'memory.logit_positions' or logit_vocabulary is set, but a reward model has no logits: remove it"
     )
     for name in ("offload_optimizer", "swap_moments"):
         yield is_cpu and getattr(memory, name), (

@@ -8,7 +8,7 @@ from mindrlhf.errors import Rules
 # In the order in which a step runs them: the first that differs between two dumps is where they parted.
 STAGES = ("rollout", "old_log_prob", "reference", "update")
 SINKS = ("tensorboard", "wandb", "swanlab", "mlflow")
-KEY_DATA_LEVEL, CELL_LEVEL = "debug", "L0"  # as msprobe calls them
+DEBUG_LEVEL, CELL_LEVEL = "debug", "L0"  # as msprobe calls them
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class MsprobeSection:
     first_step: int = key(1, "first step that is dumped", minimum=1)
     last_step: int = key(1, "last step that is dumped", minimum=1)
     level: str = key(
-        KEY_DATA_LEVEL,
+        DEBUG_LEVEL,
         "debug: samples, log-probabilities, advantages, loss; L0: the cells of the model and the gradients as well",
-        choices=(KEY_DATA_LEVEL, CELL_LEVEL),
+        choices=(DEBUG_LEVEL, CELL_LEVEL),
     )
     task: str = key(
         "statistics",

@@ -13,6 +13,7 @@ RENAMED: dict[str, str] = {
     "training.batch_size": "training.micro_batch_size",
     "supervised.batch_size": "supervised.micro_batch_size",
     "preference.batch_size": "preference.micro_batch_size",
+    "memory.logit_words": "memory.logit_vocabulary",
     "rollout.ahead": "rollout.off_policy_steps",
     "rollout.max_spans": "rollout.max_segments",
     "rollout.span_tokens": "rollout.segment_tokens",

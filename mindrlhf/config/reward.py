@@ -56,7 +56,7 @@ class ToolSection:
     max_turns: int = key(4, "most turns of the model in one response, the last included", minimum=2)
     max_calls: int = key(8, "most calls in one response; further ones are answered with an error", minimum=1)
     timeout_s: float = key(5.0, "time limit of one call, in seconds", minimum=0, exclusive_minimum=True)
-    max_response_tokens: int = key(256, "tokens of one answer of a tool; the rest is cut off", minimum=1)
+    max_response_tokens: int = key(256, "tokens of one answer of a tool; the rest is truncated", minimum=1)
     num_workers: int = key(1, "tool processes", minimum=1, maximum=256)
     memory_limit_mib: int = key(1024, "memory of a tool process, in MiB", minimum=64)
 

@@ -86,7 +86,7 @@ class RolloutSection:
     kv_cache_gib: int = key(1, "key-value cache of a server on CPU at most, in GiB", minimum=1)
     weight_buffer_gib: float = key(
         0.0,
-        "host memory of a node through which new weights pass to the servers, in buckets, in GiB; 0: room for all",
+        "host memory of a node through which new weights pass to the servers, in buckets, in GiB; 0: the whole model",
         minimum=0,
     )
     start_timeout_s: float = key(300.0, "longest wait for a server to come up, in seconds", minimum=1)
@@ -105,7 +105,8 @@ def schedule_rules(config: RunConfig) -> Rules:
     if ahead:
         yield rollout.weight_buffer_gib, (
             f"'rollout.weight_buffer_gib' is {rollout.weight_buffer_gib:g}, but with rollout.off_policy_steps = "
-            f"{ahead} new weights wait until the servers are done, so that they need room for all of them: set it to 0"
+            f"{ahead} new weights wait until the servers are done, so that the buffer must hold all of them: set it "
+            "to 0"
         )
         yield 0 < num_steps <= ahead, (
             f"'rollout.off_policy_steps' is {ahead}, but the run ends after run.max_steps = {num_steps} steps, so that "

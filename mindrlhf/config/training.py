@@ -43,7 +43,7 @@ class OptimizerSection:
 
     start_lr: float = key(1e-6, "learning rate after the warm-up", minimum=0)
     end_lr: float | None = key(None, "learning rate at the last step; null keeps `start_lr`", minimum=0)
-    lr_schedule: str = key("constant", "course from start_lr to end_lr", choices=("constant", "linear", "cosine"))
+    lr_schedule: str = key("constant", "schedule from start_lr to end_lr", choices=("constant", "linear", "cosine"))
     warmup_steps: int = key(0, "optimiser updates over which the learning rate rises from 0", minimum=0)
     beta1: float = key(0.9, "decay of the first moment", minimum=0, maximum=0.9999)
     beta2: float = key(0.95, "decay of the second moment", minimum=0, maximum=0.99999)
@@ -77,13 +77,13 @@ class ParallelSection:
     pipeline_stage: int = key(1, "stages that the layers are split into", minimum=1)
     context_parallel: int = key(1, "ranks that share each sequence", minimum=1)
     expert_parallel: int = key(1, "ranks that share the experts", minimum=1)
-    use_seq_parallel: bool = key(False, "split norms and residuals along the sequence over the model_parallel ranks")
+    use_seq_parallel: bool = key(False, "shard norms and residuals along the sequence over the model_parallel ranks")
     micro_batch_num: int = key(1, "micro-batches in flight in the pipeline", minimum=1)
     micro_batch_interleave_num: int = key(
         1, "halves of a micro-batch whose compute and communication overlap", minimum=1, maximum=2
     )
     vocab_emb_dp: bool = key(True, "keep the embedding whole on each rank instead of sharding its vocabulary")
-    enable_parallel_optimizer: bool = key(False, "split the optimiser state over the data-parallel ranks (ZeRO)")
+    enable_parallel_optimizer: bool = key(False, "shard the optimiser state over the data-parallel ranks (ZeRO)")
     optimizer_weight_shard_size: int = key(-1, "ranks that share one optimiser state; -1 means all", minimum=-1)
 
 
@@ -118,7 +118,7 @@ def is_split(parallel: ParallelSection) -> bool:
 def parallel_rules(parallel: ParallelSection) -> Rules:
     """Rules of the section `parallel_config` alone."""
     yield parallel.use_seq_parallel and parallel.model_parallel == 1, (
-        "'parallel_config.use_seq_parallel' splits over model_parallel ranks, which is 1: set it to false"
+        "'parallel_config.use_seq_parallel' shards over model_parallel ranks, which is 1: set it to false"
     )
     stages = parallel.pipeline_stage
     yield stages > 1 and parallel.micro_batch_num < stages, (
@@ -157,11 +157,11 @@ def batch_rules(config: RunConfig) -> Rules:
         "a step (chunk_size * num_rollouts * num_generations)"
     )
     yield training.packing != FIRST_FIT and not training.pack, (
-        f"'training.packing' is {training.packing}, but training.pack=false puts each sample into its own row: set "
-        "pack to true, or packing to first_fit"
+        f"'training.packing' is {training.packing}, but training.pack=false gives each sample a sequence of its own: "
+        "set pack to true, or packing to first_fit"
     )
     yield 0 < longest <= config.rollout.max_response_length, (
-        f"'training.sequence_lengths' ends at {longest}, which leaves no room for a prompt beside "
+        f"'training.sequence_lengths' ends at {longest}, which leaves no tokens for a prompt beside "
         f"rollout.max_response_length = {config.rollout.max_response_length}: raise the one or lower the other"
     )
 

@@ -73,7 +73,7 @@ def plan_rows(lengths: Sequence[int], row_lengths: Sequence[int], *, pack: bool 
     for index, length in enumerate(lengths):
         fitting = next((row for row in row_lengths if row >= length), None)
         if fitting is None:
-            raise ValueError(f"sequence {index} has {length} tokens, more than the longest row, {row_lengths[-1]}")
+            raise ValueError(f"sequence {index} has {length} tokens, more than the sequence length, {row_lengths[-1]}")
         by_length[fitting].append(index)
     rows = []
     for row_length, indices in by_length.items():
@@ -114,7 +114,7 @@ class PackedRows:
     labels: np.ndarray  # int32 [rows, length]
     mask: np.ndarray  # float32 [rows, length]: 1 where the label is a response token that the model generated
     # name -> float32 [rows, length]: a value per such token, at its position, else 0. With `algorithm.distill_top_k`
-    # also "teacher_words", int32 [rows, length, k], and "teacher_logprobs", float32 [rows, length, k + 1].
+    # also "teacher_tokens", int32 [rows, length, k], and "teacher_logprobs", float32 [rows, length, k + 1].
     tokens: dict[str, np.ndarray]
     # name -> int32 [rows, length]: what else the model reads of each token. Nothing in plain rows. With shared prompts
     # "prefix_ids", the segment that the token's own one continues (its own where that continues none), and

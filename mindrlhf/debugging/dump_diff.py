@@ -133,7 +133,7 @@ def _read_phases(directory: Path, stage: str) -> tuple[Leaves, Leaves, Leaves]:
             cells.update(_flatten(entry[part], f"{name}.{part.removesuffix('_args')}"))
     given: Leaves = {}
     results: Leaves = {}
-    for name, value in _read_data(directory / layout.KEY_DATA_NAME).items():
+    for name, value in _read_data(directory / layout.DEBUG_NAME).items():
         is_given = stage == "update" and name.partition(".")[0] not in layout.UPDATE_RESULTS
         (given if is_given else results).update(_flatten(value, name))
     return given, cells, results

@@ -50,7 +50,7 @@ class StageDump:
 
     Args:
         directory: see :func:`mindrlhf.debugging.dump_paths.rank_dir`; it is made.
-        level: "debug" for key data, "L0" for cells.
+        level: "debug" for inputs and results, "L0" for cells.
         task: "statistics", or "tensor" to write the arrays as well.
     """
 
@@ -62,7 +62,7 @@ class StageDump:
 
         logger.level = max(logger.level, _WARNING)
         self._directory = directory
-        self._names = [layout.KEY_DATA_NAME]
+        self._names = [layout.DEBUG_NAME]
         if level == CELL_LEVEL:
             self._names = [layout.STACK_NAME, layout.CONSTRUCT_NAME, layout.CELLS_NAME]
         self._counts: Counter[str] = Counter()
@@ -81,7 +81,7 @@ class StageDump:
         self._counts[name] += 1
         return self._counts[name] - 1
 
-    def add_key_data(self, name: str, value: Any) -> None:
+    def add_values(self, name: str, value: Any) -> None:
         """Add a value, see :func:`describe`; the same name may come again."""
         full = f"{name}.{self.count(name)}.debug"
         with self._failures():
@@ -123,7 +123,7 @@ class StageDump:
             paths.dump_file_path = str(new / layout.CELLS_NAME)
             paths.stack_file_path = str(new / layout.STACK_NAME)
             paths.construct_file_path = str(new / layout.CONSTRUCT_NAME)
-            paths.debug_file_path = str(new / layout.KEY_DATA_NAME)
+            paths.debug_file_path = str(new / layout.DEBUG_NAME)
             paths.dump_error_info_path = str(new / "dump_error_info.log")
             paths.dump_tensor_data_dir = self._writer.dump_tensor_data_dir
             self._writer.update_dump_paths(paths)

@@ -7,9 +7,9 @@ from mindrlhf.config.observe import STAGES
 
 DEFAULT_NAME = "dump"  # in the run's output directory
 # File names as msprobe has them.
-KEY_DATA_NAME, CELLS_NAME, CONSTRUCT_NAME, STACK_NAME = "debug.json", "dump.json", "construct.json", "stack.json"
+DEBUG_NAME, CELLS_NAME, CONSTRUCT_NAME, STACK_NAME = "debug.json", "dump.json", "construct.json", "stack.json"
 TENSORS_NAME = "dump_tensor_data"
-# Key data of the update that it computes itself, after its cells; the rest of its key data goes into them.
+# Arrays of the update that it computes itself, after its cells; the rest of its arrays goes into them.
 UPDATE_RESULTS = ("logprobs", "loss", "grad_norm")
 
 _STEP, _RANK = re.compile(r"step(\d+)"), re.compile(r"rank(\d+)")
@@ -27,6 +27,6 @@ def rank_dirs(dump_dir: Path) -> dict[tuple[int, str, int], Path]:
     for number, stage in enumerate(STAGES):
         for path in Path(dump_dir).glob(f"{stage}/step*/rank*"):
             step, rank = _STEP.fullmatch(path.parent.name), _RANK.fullmatch(path.name)
-            if step and rank and any((path / name).is_file() for name in (KEY_DATA_NAME, CELLS_NAME)):
+            if step and rank and any((path / name).is_file() for name in (DEBUG_NAME, CELLS_NAME)):
                 found[int(step[1]), number, int(rank[1])] = path
     return {(step, STAGES[number], rank): found[step, number, rank] for step, number, rank in sorted(found)}

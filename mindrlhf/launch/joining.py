@@ -1,7 +1,7 @@
 """Whether the ranks of a run have found each other, and who waits for whom when they do not in time.
 
-MindSpore's ranks meet at its scheduler, which asks nobody who he is: strangers that connect to its port delay a start,
-and a program that was quicker to take the port prevents it. Such a start is tried once more, on another port.
+MindSpore's ranks meet at its scheduler, which authenticates nobody: other programs that connect to its port delay a
+start, and a program that was quicker to take the port prevents it. Such a start is tried once more, on another port.
 """
 
 import signal
@@ -115,7 +115,7 @@ class Rouser:
             processes.signal_all([pids[name] for name in looking], heartbeat.ROUSE_SIGNAL)
 
 
-def may_be_a_strangers_doing(name: str, returncode: int, meeting: Meeting) -> bool:
+def may_be_a_foreign_connections_doing(name: str, returncode: int, meeting: Meeting) -> bool:
     """Whether a process that ended may have fallen over what came to its port, or found the port taken."""
     failed = returncode in _CRASHES or (returncode > 0 and is_worth_a_restart(exit_code(returncode)))
     return failed and not meeting.is_over and (name == SCHEDULER or meeting.is_stuck_at_scheduler)

@@ -19,7 +19,7 @@ from typing import TextIO
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.launch.failure_report import describe_end, exit_code, failure_report, log_name, say
 from mindrlhf.launch.health import HealthMonitor
-from mindrlhf.launch.joining import JoiningWatch, may_be_a_strangers_doing
+from mindrlhf.launch.joining import JoiningWatch, may_be_a_foreign_connections_doing
 from mindrlhf.launch.logs import LogFollower
 from mindrlhf.launch.machine import msrun_argv
 from mindrlhf.launch.nodes.secret import SECRET_VARIABLE
@@ -294,7 +294,7 @@ class _Watch:
                 return exit_code(self._run.msrun_returncode)
             if (culprit := self._run.find_culprit()) is not None:
                 meeting = self._joining.look(self._health.activities())
-                if may_repeat and may_be_a_strangers_doing(*culprit, meeting):
+                if may_repeat and may_be_a_foreign_connections_doing(*culprit, meeting):
                     say(f"{culprit[0]} {describe_end(culprit[1])} before the ranks had found each other")
                     return None
                 return self._report_end(*culprit)

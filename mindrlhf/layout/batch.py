@@ -54,8 +54,8 @@ def plan_batch(config: GrpoConfig, data_parallel: int) -> BatchPlan:
     training, parallel = config.training, config.parallel_config
     if not training.sequence_lengths:
         raise UserError(
-            "'training.sequence_lengths' is empty, so the row length depends on the data, which a plan does not read: "
-            f"set it, for example training.sequence_lengths=[{2 * config.rollout.max_response_length}]"
+            "'training.sequence_lengths' is empty, so the sequence length depends on the data, which a plan does not "
+            f"read: set it, for example training.sequence_lengths=[{2 * config.rollout.max_response_length}]"
         )
     micro_batch_num = parallel.micro_batch_num
     if training.micro_batch_size % micro_batch_num:
@@ -120,24 +120,24 @@ def batch_lines(config: GrpoConfig, batch: BatchPlan, data_parallel: int) -> lis
          f"{rollout.num_replicas}"),
         ("response tokens per step, at most", f"{batch.max_response_tokens:,}", f"{batch.num_samples:,} x "
          f"max_response_length {rollout.max_response_length:,}"),
-        ("prompt tokens, at most", f"{batch.max_prompt_length:,}", f"row length {batch.row_length:,} - "
+        ("prompt tokens, at most", f"{batch.max_prompt_length:,}", f"sequence length {batch.row_length:,} - "
          f"max_response_length {rollout.max_response_length:,}"),
         ("samples per update", f"{batch.num_samples_per_update:,}", f"{batch.num_samples:,} / num_minibatches "
          f"{training.num_minibatches}"),
-        ("rows per update, at most", f"{batch.num_rows_per_update:,}", _row_words(config, batch)),
+        ("packed sequences per update, at most", f"{batch.num_rows_per_update:,}", _row_words(config, batch)),
         ("micro-batches per rank and update", f"{batch.num_micro_batches_per_rank:,}",
-         f"{batch.num_rows_per_update:,} rows / (micro_batch_size {training.micro_batch_size} x data_parallel "
+         f"{batch.num_rows_per_update:,} sequences / (micro_batch_size {training.micro_batch_size} x data_parallel "
          f"{data_parallel}), "
          "rounded up"),
     ]  # fmt: skip
     if batch.num_pipeline_micro_batches > 1:
         lines.append(
-            ("rows per pipeline micro-batch", f"{batch.rows_per_pipeline_micro_batch:,}",
+            ("sequences per pipeline micro-batch", f"{batch.rows_per_pipeline_micro_batch:,}",
              f"micro_batch_size {training.micro_batch_size} / micro_batch_num {batch.num_pipeline_micro_batches}")
         )  # fmt: skip
     lines += [
         ("positions per update, at most", f"{batch.num_tokens_per_update:,}",
-         f"{batch.num_micro_batches_per_rank:,} x {data_parallel} ranks x {training.micro_batch_size} rows x "
+         f"{batch.num_micro_batches_per_rank:,} x {data_parallel} ranks x {training.micro_batch_size} sequences x "
          f"{batch.row_length:,} tokens"),
         ("updates per step", f"{batch.num_updates:,}", f"num_minibatches {training.num_minibatches} x num_iterations "
          f"{training.num_iterations}"),
@@ -147,6 +147,6 @@ def batch_lines(config: GrpoConfig, batch: BatchPlan, data_parallel: int) -> lis
 
 def _row_words(config: GrpoConfig, batch: BatchPlan) -> str:
     if not config.training.pack:
-        return "one sample per row (training.pack is false)"
+        return "one sample per sequence (training.pack is false)"
     half = -(-batch.num_samples_per_update // 2)
-    return f"one sample per row; about {half:,} if samples fill half a row"
+    return f"one sample per sequence; about {half:,} if samples fill half of one"

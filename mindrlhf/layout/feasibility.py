@@ -57,7 +57,7 @@ def check_feasible(config: GrpoConfig, dims: ModelDims, layout: Layout) -> Batch
     if batch.rows_per_pipeline_micro_batch % interleaves:
         raise UserError(
             f"'parallel_config.micro_batch_interleave_num' is {interleaves}, but a pipeline micro-batch has "
-            f"{batch.rows_per_pipeline_micro_batch} rows (training.micro_batch_size / micro_batch_num): set "
+            f"{batch.rows_per_pipeline_micro_batch} sequences (training.micro_batch_size / micro_batch_num): set "
             f"training.micro_batch_size to a multiple of {interleaves * batch.num_pipeline_micro_batches}"
         )
     return batch

@@ -77,7 +77,7 @@ def plan_best_fit(pieces: Sequence[Piece], row_lengths: Sequence[int], cost: Row
     largest = max(range(len(pieces)), key=lambda item: pieces[item].size + pieces[item].prefix_size)
     needed = pieces[largest].size + pieces[largest].prefix_size
     if needed > row_lengths[-1]:
-        raise ValueError(f"sample {largest} takes {needed} tokens, more than the longest row, {row_lengths[-1]}")
+        raise ValueError(f"sample {largest} takes {needed} tokens, more than the sequence length, {row_lengths[-1]}")
     lengths = [length for length in row_lengths if length >= needed]
     mixed = [[short for short in row_lengths if short <= length] for length in lengths]
     plans = [_plan(pieces, choice) for choice in mixed]

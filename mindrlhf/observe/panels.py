@@ -67,8 +67,8 @@ SPEED = (
     _Lines("Peak memory", "GB", {"memory/peak_rss_gb": "peak memory"}, from_zero=True, noisy=False),
 )
 LEARNING = (
-    _Lines("Groups without signal", "%", {"reward/groups_without_signal": "groups"}, from_zero=True),
-    _Lines("Responses cut at the limit", "%", {"response_length/cut_fraction": "responses"}, from_zero=True),
+    _Lines("Zero-advantage groups", "%", {"reward/groups_without_signal": "groups"}, from_zero=True),
+    _Lines("Truncated responses", "%", {"response_length/cut_fraction": "responses"}, from_zero=True),
 )
 
 

@@ -242,5 +242,5 @@ def content_hash(script: str) -> str:
 
 
 def package_text(name: str) -> str:
-    """Return a file of a page, by its place in this room."""
+    """Return a file of a page, by its place in this package."""
     return resources.files("mindrlhf.observe").joinpath(name).read_text(encoding="utf-8")

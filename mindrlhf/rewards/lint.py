@@ -90,7 +90,7 @@ def hostile_samples() -> Iterator[RewardInput]:
         "tags without end": "<think><answer>" * (HOSTILE_CHARS // 100),
         "a tower of powers": "\\boxed{9**9**9} \\boxed{9^{9^{9}}}",
         "a lone surrogate and a NUL": "\ud800\x00",
-        "a cut-off box": "so it is \\boxed{4",
+        "an unclosed box": "so it is \\boxed{4",
     }
     for name, text in texts.items():
         yield RewardInput(0, text, "42", name, "length", len(text) // 4 + 1)

@@ -34,7 +34,7 @@ from mindrlhf.rollout.types import (
     unpack_sampling,
 )
 from mindrlhf.system import heartbeat
-from mindrlhf.system.handshake import SignedConnection, Stranger, admit, introduce
+from mindrlhf.system.handshake import SignedConnection, UnauthenticatedPeer, admit, introduce
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 
 _CONNECT_TIMEOUT_S = 60.0
@@ -152,7 +152,7 @@ def accept_nodes(listener: socket.socket, token: bytes, nodes: Collection[int]) 
     Raises:
         RunFailure: one did not connect in time.
     """
-    end_s = time.monotonic() + _CONNECT_TIMEOUT_S  # for all of them: strangers may come without end
+    end_s = time.monotonic() + _CONNECT_TIMEOUT_S  # for all of them: unauthenticated peers may come without end
     found: dict[int, SignedConnection] = {}
     while missing := sorted(set(nodes) - found.keys()):
         listener.settimeout(max(0.001, end_s - time.monotonic()))
@@ -161,7 +161,7 @@ def accept_nodes(listener: socket.socket, token: bytes, nodes: Collection[int]) 
         except TimeoutError:
             raise RunFailure(f"the first rank of node {missing[0]} did not connect; see its log") from None
         connection.settimeout(None)
-        with contextlib.suppress(Stranger):
+        with contextlib.suppress(UnauthenticatedPeer):
             signed = admit(connection, token)
             found[int(signed.receive()[0]["node"])] = signed
     return found

@@ -12,7 +12,7 @@ import numpy as np
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.processes.liveness import StallWatch
-from mindrlhf.rollout.processes.server import ServerProcess, Span
+from mindrlhf.rollout.processes.server import NodePlace, ServerProcess
 from mindrlhf.rollout.types import (
     Cancelled,
     Completion,
@@ -36,9 +36,9 @@ _PART_WAIT_S = 2.0
 
 
 class Parts(Protocol):
-    """The processes of a server on further nodes (:class:`mindrlhf.rollout.spanning.parts.ServerParts`)."""
+    """The processes of a server on further nodes (:class:`mindrlhf.rollout.multi_node.parts.ServerParts`)."""
 
-    def start(self) -> Span:
+    def start(self) -> NodePlace:
         """Start them, and return the place of the process here."""
 
     def note_shared_memory(self) -> None:

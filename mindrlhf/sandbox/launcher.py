@@ -6,7 +6,7 @@ start, and there are then three processes more:
 1. the watch leaves the namespaces of the launcher and waits, so that the end of all the others is seen;
 2. the namespace's first process reads the request, mounts what the program may write to, counts what it holds, and
    kills it at a limit: with it ends the namespace and all that is in it;
-3. the program runs without rights, under limits, a Landlock ruleset and a seccomp filter (``leash/``).
+3. the program runs without rights, under limits, a Landlock ruleset and a seccomp filter (``limits/``).
 
 A program gets a copy of all memory of the processes it was forked from, freed parts too. So the launcher and the watch
 never read a request: they pass on descriptors, and the only process that reads it has no descendants but that program's
@@ -39,7 +39,7 @@ import tempfile
 import threading
 import types
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "leash"))
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "limits"))
 import landlock  # noqa: E402
 import namespaces  # noqa: E402
 import seccomp  # noqa: E402

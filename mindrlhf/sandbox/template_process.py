@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import Any
 
 from mindrlhf.errors import UserError
-from mindrlhf.sandbox.leash import landlock
+from mindrlhf.sandbox.limits import landlock
 from mindrlhf.system.hollow import hollow_packages
 
 MAX_CPU_S = 3  # of one compilation or rendering

@@ -35,7 +35,7 @@ _SERVER, _CLIENT, _SESSION = b"server", b"client", b"session"
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
 
 
-class Stranger(ConnectionError):
+class UnauthenticatedPeer(ConnectionError):
     """The peer does not know the secret, or says that this side does not."""
 
 
@@ -148,7 +148,7 @@ class SignedConnection:
 def greet_newcomers(listener: socket.socket, greet: Callable[[socket.socket], None]) -> None:
     """Have a thread call ``greet`` with each connection that comes, until the listener is closed.
 
-    Each call has a thread of its own: a stranger that says nothing keeps nobody waiting.
+    Each call has a thread of its own: an unauthenticated peer that says nothing keeps nobody waiting.
     """
 
     def accept() -> None:
@@ -166,7 +166,7 @@ def admit(connection: socket.socket, secret: bytes, timeout_s: float = _TIMEOUT_
     """Let the peer of an accepted connection prove that it knows ``secret``, and prove it to the peer.
 
     Raises:
-        Stranger: it does not, or said nothing that makes sense within ``timeout_s``.
+        UnauthenticatedPeer: it does not, or said nothing that makes sense within ``timeout_s``.
     """
     try:
         keep_alive(connection)
@@ -176,14 +176,14 @@ def admit(connection: socket.socket, secret: bytes, timeout_s: float = _TIMEOUT_
         theirs = bytes.fromhex(str(header.get("challenge")))
         if len(theirs) != _NONCE_BYTES or not _is_proof(header.get("proof"), secret, _CLIENT, own + theirs):
             send_message(connection, {"refused": True}, timeout_s=timeout_s)
-            raise Stranger("it does not know the secret")
+            raise UnauthenticatedPeer("it does not know the secret")
         send_message(connection, {"proof": _proof(secret, _SERVER, own + theirs)}, timeout_s=timeout_s)
-    except Stranger:
+    except UnauthenticatedPeer:
         connection.close()
         raise
     except (OSError, ProtocolError, ValueError) as error:
         connection.close()
-        raise Stranger(f"it does not speak as one of us ({error})") from None
+        raise UnauthenticatedPeer(f"it does not speak as one of us ({error})") from None
     return SignedConnection(connection, _session_key(secret, own + theirs), is_server=True)
 
 
@@ -191,7 +191,7 @@ def introduce(connection: socket.socket, secret: bytes, timeout_s: float = _TIME
     """Prove to the peer that accepted this connection that this side knows ``secret``, and have it do the same.
 
     Raises:
-        Stranger: it refuses, or does not know the secret.
+        UnauthenticatedPeer: it refuses, or does not know the secret.
         ConnectionClosed, ProtocolError, TimeoutError: it is nobody who speaks so.
     """
     try:
@@ -202,9 +202,9 @@ def introduce(connection: socket.socket, secret: bytes, timeout_s: float = _TIME
         send_message(connection, {"challenge": own.hex(), "proof": proof}, timeout_s=timeout_s)
         header, _ = receive_message(connection, timeout_s, max_payload_bytes=0)
         if header.get("refused"):
-            raise Stranger("the secrets differ")
+            raise UnauthenticatedPeer("the secrets differ")
         if not _is_proof(header.get("proof"), secret, _SERVER, theirs + own):
-            raise Stranger("the other side does not know the secret")
+            raise UnauthenticatedPeer("the other side does not know the secret")
     except ValueError as error:
         connection.close()
         raise ProtocolError(f"no challenge came ({error})") from None

@@ -129,7 +129,7 @@ def run_rank(config: AnyConfig, training: Training, *, resume: bool) -> None:
         resume: continue from the newest whole checkpoint.
 
     Raises:
-        UserError, RunFailure: as the rooms raise them.
+        UserError, RunFailure: as what it calls raises them.
     """
     start_s, output_dir = time.time(), Path(config.run.output_dir)
     with contextlib.ExitStack() as stack:

@@ -7,8 +7,8 @@ from typing import Any
 
 from mindrlhf.errors import RunFailure
 from mindrlhf.layout.servers import Places
+from mindrlhf.rollout.multi_node.share import NodeShare
 from mindrlhf.rollout.remote import NodesGenerator, ReplicatedGenerator, accept_nodes, answer, remotes
-from mindrlhf.rollout.spanning.share import NodeShare
 from mindrlhf.system.messages import merged_by, result, union
 from mindrlhf.system.wire import family_of, own_host, rank_0_host
 from mindrlhf.training.batch import Machine
@@ -112,7 +112,7 @@ def find_required_slices(team: Team, nodes: Nodes, places: Places) -> list[Requi
     return required
 
 
-def start_spanning(team: Team, nodes: Nodes, places: Places) -> ReplicatedGenerator | NodesGenerator:
+def start_multi_node(team: Team, nodes: Nodes, places: Places) -> ReplicatedGenerator | NodesGenerator:
     """Start the servers of a run, which lie over several nodes, in the background; every rank has its weight buffer.
 
     Args:

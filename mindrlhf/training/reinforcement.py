@@ -28,12 +28,12 @@ from mindrlhf.observe.timing import StageTimer
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.registry import part_name
 from mindrlhf.rollout.conversations import with_tools
-from mindrlhf.rollout.elastic.door import Door, take_address
 from mindrlhf.rollout.elastic.generator import ElasticGenerator
+from mindrlhf.rollout.elastic.listener import Listener, take_address
+from mindrlhf.rollout.multi_node.share import NodeShare
 from mindrlhf.rollout.remote import NodesGenerator
 from mindrlhf.rollout.replicas import Replicas, server_options, start_replicas
 from mindrlhf.rollout.samples import Sampler
-from mindrlhf.rollout.spanning.share import NodeShare
 from mindrlhf.rollout.types import SamplingParams
 from mindrlhf.specs import find_spec
 from mindrlhf.system import heartbeat
@@ -43,12 +43,12 @@ from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.checkpoints.shards import export_adapter
 from mindrlhf.training.distillation.models import as_one
+from mindrlhf.training.loop.dump import StepDump
 from mindrlhf.training.loop.guards import Guards, Observers
-from mindrlhf.training.loop.key_data import KeyData
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.reward_model import RewardModel
 from mindrlhf.training.loop.sampling.in_step import PromptSampling, Rollout
-from mindrlhf.training.nodes import connect_generators, find_nodes, find_required_slices, start_spanning
+from mindrlhf.training.nodes import connect_generators, find_nodes, find_required_slices, start_multi_node
 from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs, check_sandbox
 from mindrlhf.training.profiling.ranks import profile_dir
 from mindrlhf.training.replica_team import with_replicas
@@ -63,7 +63,7 @@ def run_rank(config: GrpoConfig, *, resume: bool = False) -> None:
     """Do this rank's part of a run: rank 0 drives the loop, the others serve it.
 
     Raises:
-        UserError, RunFailure: as the rooms raise them.
+        UserError, RunFailure: as what it calls raises them.
     """
     inputs = check_grpo_inputs(config, num_ranks_from_environment(), num_nodes=num_nodes_from_environment())
     life_cycle.run_rank(config, ReinforcementTraining(config, inputs), resume=resume)
@@ -77,7 +77,7 @@ class ReinforcementTraining(life_cycle.Training):
         self._config = config
         self._inputs = inputs
         self._output_dir = Path(config.run.output_dir)
-        self._door = take_address()
+        self._listener_address = take_address()
         num_nodes = num_nodes_from_environment()
         self._places = place_servers(config.rollout, num_nodes, num_ranks_from_environment() // num_nodes)
         self._share: NodeShare | None = None  # of a server over several nodes
@@ -98,7 +98,7 @@ class ReinforcementTraining(life_cycle.Training):
 
     def _start_or_prepare(self, stack: contextlib.ExitStack, log_dir: Path) -> None:
         """Start this node's servers; one over several nodes has to wait until their ranks know each other."""
-        if not self._spans_nodes:
+        if not self._has_multi_node_servers:
             self._generator = _start_generator(self._config, self._inputs, self._places, stack, log_dir)
             return
         rollout, settings = self._config.rollout, _server_settings(self._config, self._inputs, log_dir)
@@ -107,7 +107,7 @@ class ReinforcementTraining(life_cycle.Training):
         stack.callback(self._share.close)
 
     @property
-    def _spans_nodes(self) -> bool:
+    def _has_multi_node_servers(self) -> bool:
         return len(self._places[0]) > 1
 
     def servers(self) -> Replicas | None:
@@ -138,15 +138,16 @@ class ReinforcementTraining(life_cycle.Training):
         nodes = find_nodes(ranks)
         transport = config.rollout.weights_transport
         buffer = stack.enter_context(open_weight_buffers(ranks, nodes, transport=transport, **form))
-        if self._spans_nodes:
-            self._generator = start_spanning(ranks, nodes, self._places)
+        if self._has_multi_node_servers:
+            self._generator = start_multi_node(ranks, nodes, self._places)
             stack.callback(self._share.close)  # before the team, whose ranks end the parts on their nodes
         else:
             self._generator.use_weight_buffer(buffer.path)
             if len(nodes) > 1:
                 self._generator = connect_generators(ranks, range(1, len(nodes)), self._generator)
-        if self._door is not None:
-            self._generator = ElasticGenerator(self._generator, len(self._places), Door(self._door), buffer)
+        if self._listener_address is not None:
+            listener = Listener(self._listener_address)
+            self._generator = ElasticGenerator(self._generator, len(self._places), listener, buffer)
             stack.callback(self._generator.close)
         self._policy = Policy(self.team, buffer)
         self.order = _prompt_order(config, inputs)
@@ -190,7 +191,7 @@ class ReinforcementTraining(life_cycle.Training):
             self._reward_model.warm_up()
         heartbeat.enter("waiting for vLLM")
         self._generator.wait_ready()
-        if self._spans_nodes and is_split(self._config.parallel_config):
+        if self._has_multi_node_servers and is_split(self._config.parallel_config):
             heartbeat.enter("asking vLLM which parts of the weights it reads")
             self._policy.require(find_required_slices(self._ranks, find_nodes(self._ranks), self._places))
         return trainer
@@ -244,8 +245,8 @@ class ReinforcementTraining(life_cycle.Training):
         fingerprint = FingerprintWriter(self._output_dir / FINGERPRINT_NAME, first_step=first_step)
         stack.callback(fingerprint.close)
         msprobe = config.msprobe
-        key_data = KeyData(msprobe, dump_dir(msprobe, config.run), self._policy) if msprobe.enabled else None
-        return Observers(guards, samples, fingerprint, key_data)
+        dump = StepDump(msprobe, dump_dir(msprobe, config.run), self._policy) if msprobe.enabled else None
+        return Observers(guards, samples, fingerprint, dump)
 
 
 def _server_settings(config: GrpoConfig, inputs: RunInputs, log_dir: Path) -> dict[str, Any]:
@@ -314,7 +315,7 @@ def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     from mindrlhf.training.worker.critic import ActorCritic, Turns, build_critic
     from mindrlhf.training.worker.learner import PolicyLearner
     from mindrlhf.training.worker.model import WholeModel
-    from mindrlhf.training.worker.policy_loss import build_policy_logprobs, build_policy_loss, build_top_words
+    from mindrlhf.training.worker.policy_loss import build_policy_logprobs, build_policy_loss, build_top_tokens
 
     model, algorithm, device = config.model, config.algorithm, config.run.device
     length, temperature = inputs.row_lengths[-1], config.rollout.temperature
@@ -326,16 +327,16 @@ def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     references = []
     for path in reference_paths(config):
         if is_base(config, path):
-            likeliest = build_top_words(config, loss.policy, network.dims.vocab_size)
+            likeliest = build_top_tokens(config, loss.policy, network.dims.vocab_size)
             references.append(BaseModel(loss.policy, rank, likeliest))
             continue
         frozen = load_model(dataclasses.replace(model, train_vision="none"), path, config.run, length, **options)
         if network.images is not None and path == model.path and model.train_vision == "none":
             frozen.images.borrow(network.images)
         logprobs = PolicyLogProbs(frozen, temperature, device, tile)
-        references.append(WholeModel(logprobs, rank, build_top_words(config, logprobs, network.dims.vocab_size)))
+        references.append(WholeModel(logprobs, rank, build_top_tokens(config, logprobs, network.dims.vocab_size)))
     parts = {"learner": learner, "reference": as_one(references), "saves_reference": algorithm.sync_ref_model}
-    parts["asks_words"] = algorithm.distill_top_k > 0
+    parts["asks_top_k"] = algorithm.distill_top_k > 0
     if needs_critic(config):
         critic = build_critic(config, length, rank)
         frozen = [parameter for one in references for parameter in one.network.get_parameters()]

@@ -22,7 +22,7 @@ from mindrlhf.system.wire import ConnectionClosed, ProtocolError, rank_0_host, r
 from mindrlhf.training.runtime import Rank
 
 _ADMISSION_TIMEOUT_S = 60.0
-_HELLO_TIMEOUT_S = 5.0  # a stranger that says nothing keeps the ranks waiting no longer than this
+_HELLO_TIMEOUT_S = 5.0  # an unauthenticated peer that says nothing keeps the ranks waiting no longer than this
 _TOKEN_WORDS = 4
 
 Results = list[Any]  # the records that the ranks returned from one call, by rank; None where they return nothing
@@ -148,7 +148,7 @@ def _admit(rank: Rank) -> list[socket.socket]:
     token = [secrets.randbits(31) for _ in range(_TOKEN_WORDS)]
     with socket.create_server((rank_0_host(), 0), backlog=rank.world_size) as listener:
         _broadcast(np.array([listener.getsockname()[1], *token], np.int32))
-        end_s = time.monotonic() + _ADMISSION_TIMEOUT_S  # for all of them: strangers may come without end
+        end_s = time.monotonic() + _ADMISSION_TIMEOUT_S  # for all of them: unauthenticated peers may come without end
         connections: dict[int, socket.socket] = {}
         while len(connections) < rank.world_size - 1:
             listener.settimeout(max(0.001, end_s - time.monotonic()))
@@ -157,7 +157,7 @@ def _admit(rank: Rank) -> list[socket.socket]:
                 header, _ = receive_message(connection, timeout_s=_HELLO_TIMEOUT_S, max_payload_bytes=0)
             except (ConnectionClosed, ProtocolError, TimeoutError):
                 header = {}
-            if not _is_admitted(header, token):  # a stranger
+            if not _is_admitted(header, token):  # an unauthenticated peer
                 connection.close()
                 continue
             connections[header["rank"]] = connection

@@ -8,7 +8,7 @@ from test_logprobs import VOCABULARY, draw, expected, make_policy, run
 
 from mindrlhf.algorithms.head import HeadTile
 
-# 21 positions, 40 words: tiles that divide them and tiles that do not.
+# 21 positions, 40 tokens of the vocabulary: tiles that divide them and tiles that do not.
 TILES = [HeadTile(11, 15), HeadTile(7, 0)]
 
 
@@ -40,7 +40,7 @@ def test_values_and_gradients_equal_float64(tile, tied):
 
 
 def test_large_logits_neither_overflow_nor_vanish():
-    """Tiles whose largest logits are hundreds apart: a word of probability 1, and rows where none of a tile counts."""
+    """Tiles whose largest logits are hundreds apart: a token of probability 1, and rows where none of a tile counts."""
     import mindspore as ms
 
     policy, (input_ids, labels, mask, weights) = chunked(TILES[0], False), draw()
@@ -62,11 +62,11 @@ def test_a_head_without_tiles_is_the_plain_one():
     from mindrlhf.algorithms.logprobs import GraphTokenLogProbs
 
     assert isinstance(make_policy("ascend", 1.0).token_logprobs, GraphTokenLogProbs)
-    assert not HeadTile() and HeadTile(words=VOCABULARY)
+    assert not HeadTile() and HeadTile(vocabulary=VOCABULARY)
 
 
-def test_a_rank_with_half_of_the_words():
-    """Collectives that add what the other rank would send: results of all words, gradients of the own ones.
+def test_a_rank_with_half_of_the_vocabulary():
+    """Collectives that add what the other rank would send: results of all tokens, gradients of the own ones.
 
     The stand-in adds the same numbers to the slopes of the backward pass, so those are what gradients are expected of.
     """

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindrlhf.checkpoint.algorithm_state import (
-    AheadState,
     AlgorithmState,
     GuardsState,
     KlState,
+    OffPolicyState,
     PairAccuracy,
     SampleTotals,
 )
@@ -29,7 +29,7 @@ states = st.builds(
     st.none() | st.builds(GuardsState, counts, st.lists(floats, max_size=3), st.dictionaries(st.text(), counts)),
     st.none() | st.builds(KlState, floats),
     *[st.none() | st.builds(PairAccuracy, st.text(), counts, st.lists(floats, max_size=4))] * 2,
-    st.none() | st.builds(AheadState, *[st.lists(counts, max_size=3)] * 3),
+    st.none() | st.builds(OffPolicyState, *[st.lists(counts, max_size=3)] * 3),
 )
 
 

@@ -46,10 +46,10 @@ def test_samples_come_back_as_they_were(tmp_path_factory, leftover):
 
 def test_a_missing_array_and_strange_records_are_damage(tmp_path):
     save_leftover(tmp_path, [LeftoverSample({}, {"ids": np.arange(3)})])
-    with pytest.raises(UserError, match="lacks the array 'logprobs' of leftover sample 0"):
+    with pytest.raises(UserError, match="lacks the array 'logprobs' of carried-over sample 0"):
         load_leftover(tmp_path, [{"record": {}, "arrays": ["ids", "logprobs"]}])
     for strange in ([{"arrays": []}], [{"record": {}, "arrays": 3}], ["text"]):
-        with pytest.raises(UserError, match="leftover samples are no records"):
+        with pytest.raises(UserError, match="carried-over samples are no records"):
             load_leftover(tmp_path, strange)
     (tmp_path / LEFTOVER_NAME).unlink()
     with pytest.raises(UserError, match=LEFTOVER_NAME):

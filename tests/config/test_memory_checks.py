@@ -13,7 +13,7 @@ ASCEND = "run.device=ascend"
 # The overrides that break a rule, and words of the message.
 MISTAKES = {
     "tiles on the CPU": (["memory.logit_positions=512"], ["'memory.logit_positions' is 512", "run.device=cpu"]),
-    "words on the CPU": (["memory.logit_words=512"], ["'memory.logit_words' is 512", "remove it"]),
+    "vocabulary on the CPU": (["memory.logit_vocabulary=512"], ["'memory.logit_vocabulary' is 512", "remove it"]),
     "negative": ([ASCEND, "memory.logit_positions=-1"], ["'memory.logit_positions' is -1", "at least 0"]),
     "swap on the CPU": (["memory.swap_moments=true"], ["run.device=cpu all is on the host"]),
     "offload on the CPU": (["memory.offload_optimizer=true"], ["run.device=cpu all is on the host"]),

@@ -18,12 +18,14 @@ from mindrlhf.errors import UserError
 OLD, NEW = "training.prompts_at_a_time", "training.chunk_size"
 # By their old names, and by those of today: values that are not the default.
 EARLIER = {
+    "memory": {"logit_words": 7},
     "rollout": {"ahead": 3, "span_tokens": 5, "max_spans": 6, "board_gib": 2.0, "weights_carrier": "collectives"},
     "training": {"batch_size": 2, "row_lengths": [64, 128]},
     "supervised": {"batch_size": 3, "row_lengths": [32]},
     "preference": {"batch_size": 6, "row_lengths": [48]},
 }
 TODAY = {
+    "memory": {"logit_vocabulary": 7},
     "rollout": {
         "off_policy_steps": 3,
         "segment_tokens": 5,

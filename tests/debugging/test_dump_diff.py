@@ -15,7 +15,7 @@ INPUT, CELL, LOSS = "advantages.0.debug", "Cell.net.Net.forward.0", "loss.0.debu
 
 
 def write(directory, stage="update", step=2, rank=0, *, saved=(), **arrays):
-    """Write a rank's part: a cell with "input" and "output", key data under the other names."""
+    """Write a rank's part: a cell with "input" and "output", values under the other names."""
     target = rank_dir(directory, stage, step, rank)
     (target / "dump_tensor_data").mkdir(parents=True)
 

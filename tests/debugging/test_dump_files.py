@@ -38,10 +38,10 @@ def test_where_the_dump_goes():
 @needs_msprobe
 def test_files_appear_whole_and_numbered(tmp_path):
     dump = dump_files.StageDump(tmp_path / "d", "debug", "tensor")
-    dump.add_key_data("loss", np.array(1.5))
+    dump.add_values("loss", np.array(1.5))
     dump.write()
     before = (tmp_path / "d" / "debug.json").read_text()
-    dump.add_key_data("loss", np.array(2.5))
+    dump.add_values("loss", np.array(2.5))
     assert (tmp_path / "d" / "debug.json").read_text() == before
     dump.write()
     names = {path.name for path in (tmp_path / "d").rglob("*") if path.is_file()}
@@ -61,7 +61,7 @@ def test_a_disk_that_refuses_is_a_failure_of_the_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(np, "save", refuse)
     with pytest.raises(RunFailure, match="No space left on device"):
-        dump.add_key_data("loss", np.array(1.5))
+        dump.add_values("loss", np.array(1.5))
 
 
 VALUES = {

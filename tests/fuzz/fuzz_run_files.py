@@ -152,7 +152,7 @@ def _write_dump(directory: Path) -> Path:
 
     described = [describe(np.arange(3.0), "values", save), describe(np.ones((2, 2), np.float16), "row", save)]
     cells = {"Cell.net.Net.forward.0": {"input_args": described[:1], "output": described[1:]}}
-    for name, data in ((layout.CELLS_NAME, cells), (layout.KEY_DATA_NAME, {"loss.0.debug": described})):
+    for name, data in ((layout.CELLS_NAME, cells), (layout.DEBUG_NAME, {"loss.0.debug": described})):
         (target / name).write_text(json.dumps({"task": "statistics", "data": data}))
     return target
 

@@ -95,7 +95,7 @@ _ALL_LAYOUTS = {
 }
 # Keys of the section `memory`.
 _MEMORY = {
-    "qwen2-mp2-tiles": {"logit_positions": 24, "logit_words": 200},
+    "qwen2-mp2-tiles": {"logit_positions": 24, "logit_vocabulary": 200},
     "qwen2-dp2-mp2-pp2-cp2-sp-zero-tiles": {
         "logit_positions": 8,
         "recompute_layers": "0",

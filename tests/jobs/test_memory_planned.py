@@ -27,7 +27,7 @@ DEEP = hf_config(QWEN2, 4, hidden_size=1024, intermediate_size=4096, head_dim=12
 CASES = {
     "logits": (WIDE, {}),
     "tiles of positions": (WIDE, {"logit_positions": 256}),
-    "tiles of words": (WIDE, {"logit_words": 2048}),
+    "tiles of the vocabulary": (WIDE, {"logit_vocabulary": 2048}),
     "activations": (DEEP, {}),
     "layers": (DEEP, {"recompute_layers": "0-2"}),
     "operators": (DEEP, {"recompute_operators": ("activation",)}),
@@ -60,7 +60,7 @@ def _estimates(config: dict):
     return dims, layout, layer_bytes(*arguments) - checkpoint_bytes(*arguments), activation
 
 
-@pytest.mark.parametrize("tiles", ["tiles of positions", "tiles of words"])
+@pytest.mark.parametrize("tiles", ["tiles of positions", "tiles of the vocabulary"])
 def test_tiles_save_most_of_the_logits(planned, tiles):
     dims, layout, _, _ = _estimates(WIDE)
     whole = logit_bytes(dims, layout, LENGTH, 2)

@@ -1,4 +1,4 @@
-"""The cells of a teacher's likeliest words compile for an NPU, kernels and memory included; nothing is computed."""
+"""The cells of a teacher's top-k tokens compile for an NPU, kernels and memory included; nothing is computed."""
 
 import subprocess
 import sys
@@ -28,6 +28,6 @@ def test_update_and_teachers_pass_compile_for_an_npu(tmp_path):
     assert finished.returncode == 0, finished.stdout + finished.stderr
     planned = [line.split() for line in finished.stdout.splitlines() if line.startswith(("whole", "tiled"))]
     assert [line[:2] for line in planned] == [
-        [form, name] for form in ("whole", "tiled") for name in ("update", "logprobs", "words")
+        [form, name] for form in ("whole", "tiled") for name in ("update", "logprobs", "tokens")
     ]
     assert all(int(line[2]) > 0 for line in planned)

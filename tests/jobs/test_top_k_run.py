@@ -1,4 +1,4 @@
-"""Distillation from a teacher's likeliest words as a run of two ranks: it learns, and is resumed bit for bit."""
+"""Distillation from a teacher's top-k tokens as a run of two ranks: it learns, and is resumed bit for bit."""
 
 import json
 import math
@@ -54,7 +54,7 @@ def test_it_learns_the_teachers_distributions(uninterrupted):
     assert [line["step"] for line in metrics] == list(range(1, NUM_STEPS + 1))
     kl = [line["distill/topk_kl"] for line in metrics]
     assert sum(kl[-3:]) < 0.7 * sum(kl[:3])
-    # The teacher is sure of its words: the student learns to choose among them.
+    # The teacher is sure of its tokens: the student learns to choose among them.
     assert metrics[-1]["distill/student_mass"] > metrics[0]["distill/student_mass"]
     for line in metrics:
         assert line["loss"] == pytest.approx(line["distill/topk_kl"], rel=1e-5)  # beta is 1, and rewards teach nothing

@@ -1,4 +1,4 @@
-"""A process that compiles the cells of a teacher's likeliest words for a simulated NPU; prints what was compiled.
+"""A process that compiles the cells of a teacher's top-k tokens for a simulated NPU; prints what was compiled.
 
 Usage: top_k_compile.py; each line is the name of a cell and its planned memory in bytes.
 """
@@ -16,7 +16,7 @@ from mindspore import nn, ops  # noqa: E402
 from mindrlhf.algorithms import policy_losses  # noqa: E402
 from mindrlhf.algorithms.head import WHOLE_HEAD, HeadTile  # noqa: E402
 from mindrlhf.algorithms.logprobs import PolicyLogProbs  # noqa: E402
-from mindrlhf.algorithms.top_k.cells import TopWords, WordLogProbs  # noqa: E402
+from mindrlhf.algorithms.top_k.cells import TopKLogProbs, TopTokens  # noqa: E402
 from mindrlhf.algorithms.top_k.loss import TopKPolicyLoss  # noqa: E402
 from mindrlhf.dryrun.compile.graph import plan_memory  # noqa: E402
 
@@ -55,13 +55,13 @@ ms.set_device("Ascend")
 mask, ids = np.ones((ROWS, LENGTH), np.float32), np.ones((ROWS, LENGTH), np.int32)
 rows = [ms.Tensor(one) for one in (ids, ids, ids, mask)]
 for tile in (WHOLE_HEAD, HeadTile(48, 300)):
-    policy = WordLogProbs(Embedding(), 0.9, "ascend", tile)
+    policy = TopKLogProbs(Embedding(), 0.9, "ascend", tile)
     surrogate = policy_losses.surrogate("ppo_clip", clip_low=0.2, clip_high=0.2)
     loss = TopKPolicyLoss(policy, surrogate, K, on_policy=True)
     scalars = [ms.Tensor(value, ms.float32) for value in (1.0, 9.0)]
     given = [ms.Tensor(one) for one in loss.token_arrays({}, mask)]
     teacher = PolicyLogProbs(Embedding(), 0.9, "ascend", tile)
     cells = {"update": (Gradients(loss), [*rows, *given, *scalars])}
-    cells |= {"logprobs": (policy, rows), "words": (TopWords(teacher, K, VOCABULARY - 10, tile), rows)}
+    cells |= {"logprobs": (policy, rows), "tokens": (TopTokens(teacher, K, VOCABULARY - 10, tile), rows)}
     for name, (cell, inputs) in cells.items():
         print("tiled" if tile else "whole", name, plan_memory(cell, inputs))

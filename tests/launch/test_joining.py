@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from mindrlhf.launch.joining import JoiningWatch, Meeting, Rouser, may_be_a_strangers_doing
+from mindrlhf.launch.joining import JoiningWatch, Meeting, Rouser, may_be_a_foreign_connections_doing
 from mindrlhf.launch.processes import SCHEDULER
 from mindrlhf.system import processes
 from mindrlhf.system.heartbeat import JOINED, JOINING, ROUSE_SIGNAL, STARTING
@@ -69,7 +69,7 @@ def test_the_limit_counts_until_all_have_met(monkeypatch):
     ],
 )
 def test_what_another_port_may_mend(name, returncode, looking, absent, expected):
-    assert may_be_a_strangers_doing(name, returncode, Meeting(looking, absent)) == expected
+    assert may_be_a_foreign_connections_doing(name, returncode, Meeting(looking, absent)) == expected
 
 
 def test_only_ranks_that_look_for_others_who_are_there_are_woken_and_not_for_ever(monkeypatch):

@@ -15,7 +15,7 @@ import pytest
 import sandbox_probes
 from sandbox_probes import HUNGRY, PROBES
 
-from mindrlhf.sandbox.leash import seccomp
+from mindrlhf.sandbox.limits import seccomp
 
 pytestmark = [
     pytest.mark.timeout(400),

@@ -11,7 +11,7 @@ import pytest
 
 from mindrlhf.errors import UserError
 from mindrlhf.sandbox import template_process
-from mindrlhf.sandbox.leash import landlock
+from mindrlhf.sandbox.limits import landlock
 from mindrlhf.sandbox.template_process import TemplateFailure, find_variables, render
 
 NOW = {"strftime_now": "2024-07-26"}

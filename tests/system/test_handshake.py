@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from mindrlhf.system.handshake import SignedConnection, Stranger, admit, introduce
+from mindrlhf.system.handshake import SignedConnection, UnauthenticatedPeer, admit, introduce
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message, send_message
 
 pytestmark = pytest.mark.timeout(60)
@@ -66,7 +66,7 @@ def test_who_shares_the_secret_can_talk_both_ways(pair):
 
 def test_another_secret_is_turned_away_on_both_sides(pair):
     server, client = meet(pair, SECRET, b"another secret of some length")
-    assert isinstance(server, Stranger) and isinstance(client, Stranger)
+    assert isinstance(server, UnauthenticatedPeer) and isinstance(client, UnauthenticatedPeer)
     assert "does not know the secret" in str(server)
     assert "the secrets differ" in str(client)
 
@@ -77,7 +77,7 @@ def test_strangers_with_other_words_are_turned_away(pair, words):
     client.sendall(words)
     if words:
         client.shutdown(socket.SHUT_WR)
-    with pytest.raises(Stranger, match="does not speak as one of us"):
+    with pytest.raises(UnauthenticatedPeer, match="does not speak as one of us"):
         admit(server, SECRET, timeout_s=0.5)
 
 
@@ -88,7 +88,7 @@ def test_the_proof_is_the_hmac_of_both_challenges_and_an_overheard_one_is_worth_
     def run() -> None:
         try:
             admitted.append(admit(server, SECRET, 5.0))
-        except Stranger as error:
+        except UnauthenticatedPeer as error:
             admitted.append(error)
 
     thread = threading.Thread(target=run)
@@ -102,7 +102,7 @@ def test_the_proof_is_the_hmac_of_both_challenges_and_an_overheard_one_is_worth_
     send_message(client, {"challenge": own.hex(), "proof": old})
     assert receive_message(client, 5)[0] == {"refused": True}
     thread.join()
-    assert isinstance(admitted[0], Stranger)
+    assert isinstance(admitted[0], UnauthenticatedPeer)
 
 
 def test_the_client_does_not_talk_to_a_server_that_only_echoes_its_proof(pair):
@@ -112,7 +112,7 @@ def test_the_client_does_not_talk_to_a_server_that_only_echoes_its_proof(pair):
     def run() -> None:
         try:
             results.append(introduce(client, SECRET, 5.0))
-        except Stranger as error:
+        except UnauthenticatedPeer as error:
             results.append(error)
 
     thread = threading.Thread(target=run)
@@ -121,7 +121,7 @@ def test_the_client_does_not_talk_to_a_server_that_only_echoes_its_proof(pair):
     header, _ = receive_message(server, 5)
     send_message(server, {"proof": header["proof"]})
     thread.join()
-    assert isinstance(results[0], Stranger)
+    assert isinstance(results[0], UnauthenticatedPeer)
 
 
 def spoil_array(header: dict, arrays: dict) -> tuple[dict, dict]:

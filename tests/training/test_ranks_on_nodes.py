@@ -10,7 +10,7 @@ from mindrlhf.errors import RunFailure
 from mindrlhf.system.messages import decode, encode, merge
 from mindrlhf.training.batch import Machine
 from mindrlhf.training.loop.policy import Policy
-from mindrlhf.training.nodes import ServingWorker, find_nodes, find_required_slices, start_spanning
+from mindrlhf.training.nodes import ServingWorker, find_nodes, find_required_slices, start_multi_node
 from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.publish.publisher import (
     PUBLISH,
@@ -270,7 +270,7 @@ def test_the_first_ranks_of_the_nodes_of_a_server_find_each_other(monkeypatch):
     team, nodes = spanning_team(["a", "a", "b", "b", "c", "c", "d", "d", "e", "e"])
     connected = []
     monkeypatch.setattr("mindrlhf.training.nodes.connect_generators", lambda *given: connected.append(given) or "all")
-    assert start_spanning(team, nodes, [(0, 1), (2, 3)]) == "all"
+    assert start_multi_node(team, nodes, [(0, 1), (2, 3)]) == "all"
     assert connected == [(team, [2], "servers of rank 0")]
     asked = {rank.index: rank.asked for rank in team.ranks if rank.asked}
     token = asked[0][1][2]
@@ -285,7 +285,7 @@ def test_the_first_ranks_of_the_nodes_of_a_server_find_each_other(monkeypatch):
 
 def test_one_server_over_all_nodes_is_rank_0s_own():
     team, nodes = spanning_team(["a", "b", "c"])
-    assert start_spanning(team, nodes, [(0, 1, 2)]) == "servers of rank 0"
+    assert start_multi_node(team, nodes, [(0, 1, 2)]) == "servers of rank 0"
     assert team.ranks[0].asked[1][:2] == ("start", [1, 2])
 
 
@@ -294,7 +294,7 @@ def test_fewer_machines_than_the_launchers_said_are_named():
     with pytest.raises(
         RunFailure, match="laid over nodes up to 1, but the ranks are on 1 machines: start a"
     ):
-        start_spanning(team, nodes, [(0, 1)])
+        start_multi_node(team, nodes, [(0, 1)])
 
 
 class Servers:

@@ -1,1 +1,1 @@
-"""Distillation from the K likeliest words of a teacher at each position, in place of the one that was sampled."""
+"""Distillation from the top-k tokens of a teacher at each position, in place of the one that was sampled."""

@@ -1,4 +1,4 @@
-"""All words but some as one more: graph code."""
+"""All tokens but some as one more: graph code."""
 
 from mindspore import ops
 
@@ -6,7 +6,7 @@ from mindrlhf.algorithms.head import LEAST_REST
 
 
 def with_rest(logprobs):
-    """Return log-probabilities [..., k], float32, with that of all other words as the last of k + 1.
+    """Return log-probabilities [..., k], float32, with that of all other tokens as the last of k + 1.
 
     It has a gradient, but none where it is at ``LEAST_REST``.
     """

@@ -181,7 +181,7 @@ RULES: dict[str, Rule] = {
     "data.tool_config_path": by_hand("name the tools in tools.names; docs/tools.md"),
     "data.apply_chat_template_kwargs*": by_hand("give them to mindrlhf data build --template-option"),
     "data.filter_overlong_prompts*": without("mindrlhf data build counts and leaves out prompts that are too long"),
-    "data.truncation": without("prompts that are too long are left out, not cut"),
+    "data.truncation": without("prompts that are too long are left out, not truncated"),
     **each(
         "data.",
         "use_shm prompt_key reward_fn_key val_batch_size return_raw_input_ids return_raw_chat return_full_prompt "
@@ -244,7 +244,7 @@ RULES: dict[str, Rule] = {
     f"{_ACTOR}.megatron.use_distributed_optimizer": to("parallel_config.enable_parallel_optimizer"),
     f"{_ACTOR}.megatron.*": without(_MEMORY),
     f"{_ACTOR}.ulysses_sequence_parallel_size": to("parallel_config.context_parallel"),
-    f"{_ACTOR}.fsdp_config.fsdp_size": without("parallel_config.enable_parallel_optimizer splits optimiser states"),
+    f"{_ACTOR}.fsdp_config.fsdp_size": without("parallel_config.enable_parallel_optimizer shards optimiser states"),
     f"{_ACTOR}.fsdp_config.*": without(_MEMORY),
     f"{_ACTOR}.router_replay.mode": only("disabled", otherwise="expert choices are not replayed"),
     **each(

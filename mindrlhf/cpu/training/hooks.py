@@ -1,17 +1,17 @@
 """What a rank may ask: see :func:`mindrlhf.system.speed_ups.of_rank`.
 
-``TiledTokenLogProbs`` takes the place of :class:`mindrlhf.algorithms.logprobs.GraphTokenLogProbs`, ``TiledTopWords``
-that of :class:`mindrlhf.algorithms.chunked_head.ChunkedTopWords`, ``make_host_step`` that of
+``TiledTokenLogProbs`` takes the place of :class:`mindrlhf.algorithms.logprobs.GraphTokenLogProbs`, ``TiledTopTokens``
+that of :class:`mindrlhf.algorithms.chunked_head.ChunkedTopTokens`, ``make_host_step`` that of
 :class:`mindrlhf.training.worker.cells.OptimizerStep`, and ``run_graph`` that of calling a cell.
 """
 
 from mindrlhf.cpu.training.graph_cache import open_graph_cache, run_graph
-from mindrlhf.cpu.training.heads import TiledTokenLogProbs, TiledTopWords, bind, collect_gradients, in_graph
+from mindrlhf.cpu.training.heads import TiledTokenLogProbs, TiledTopTokens, bind, collect_gradients, in_graph
 from mindrlhf.cpu.training.host_optimizer import make_host_step
 
 __all__ = [
     "TiledTokenLogProbs",
-    "TiledTopWords",
+    "TiledTopTokens",
     "bind",
     "collect_gradients",
     "in_graph",

@@ -34,7 +34,7 @@ class KeptPowers:
 
     def clear(self) -> None:
         """Forget it all."""
-        self._powers = self._memory[:0].reshape(0, 0, 0)  # [tiles, kept tokens, words of a tile], the last not full
+        self._powers = self._memory[:0].reshape(0, 0, 0)  # [tiles, kept tokens, tile], the last not full
         self._maxima = np.zeros((0, 0), np.float32)  # [kept tokens, tiles]
         self._places = np.zeros(0, np.int64)  # of each token among the kept ones
 
@@ -53,7 +53,7 @@ class KeptPowers:
         self._places[active] = np.arange(len(active))
 
     def of(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return powers [tiles, n, words] and maxima [n, tiles] of active tokens, views where they lie side by side."""
+        """Return powers [tiles, n, tile] and maxima [n, tiles] of active tokens, views where they lie side by side."""
         if not self._powers.size:
             return None
         places = self._places[tokens]
@@ -67,7 +67,7 @@ def forward(
     weight: np.ndarray,
     labels: np.ndarray,
     mask: np.ndarray,
-    words: np.ndarray | None = None,
+    token_ids: np.ndarray | None = None,
     kept: KeptPowers | None = None,
 ) -> tuple[np.ndarray, ...]:
     """Compute log p(label), the entropy of p and the log-normaliser, p = softmax(hidden @ weight.T).
@@ -77,20 +77,20 @@ def forward(
         weight: float32 [vocabulary, width].
         labels: int32 [tokens].
         mask: float32 [tokens]; 0 skips a position.
-        words: int32 [tokens, k], of which the log-probabilities are asked too; those of a position all different.
+        token_ids: int32 [tokens, k], of which the log-probabilities are asked too; those of a position all different.
         kept: takes what :func:`backward` would compute again.
 
     Returns:
-        float32 [tokens] each: log-probability, entropy (nats), log-normaliser; and where words are given float32
+        float32 [tokens] each: log-probability, entropy (nats), log-normaliser; and where tokens are given float32
         [tokens, k + 1], their log-probabilities and that of all others together. 0 at skipped positions.
     """
     outputs = [np.zeros(len(labels), np.float32) for _ in range(3)]
-    outputs += [] if words is None else [np.zeros((len(words), words.shape[1] + 1), np.float32)]
+    outputs += [] if token_ids is None else [np.zeros((len(token_ids), token_ids.shape[1] + 1), np.float32)]
     active = np.flatnonzero(mask)
     if kept is not None:
         kept.begin(active, len(labels), len(weight))
     for rows in _token_tiles(active):
-        given = None if words is None else _GivenWords(words[rows])
+        given = None if token_ids is None else _GivenTokens(token_ids[rows])
         room = None if kept is None else kept.of(rows)
         values = _forward_tile(hidden[rows], weight, labels[rows], given, room)
         if given is not None:
@@ -100,75 +100,75 @@ def forward(
     return tuple(outputs)
 
 
-def top_words(
-    hidden: np.ndarray, weight: np.ndarray, labels: np.ndarray, mask: np.ndarray, k: int, num_words: int
+def top_tokens(
+    hidden: np.ndarray, weight: np.ndarray, labels: np.ndarray, mask: np.ndarray, k: int, vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Find the ``k`` likeliest of the first ``num_words`` words at each position; the logits exist in tiles only.
+    """Find the ``k`` likeliest of the first ``vocab_size`` tokens at each position; the logits exist in tiles only.
 
     Args:
         hidden, weight, labels, mask: as of :func:`forward`.
-        k: at most ``num_words``.
-        num_words: which words may be chosen; all of the vocabulary share in the probability.
+        k: at most ``vocab_size``.
+        vocab_size: which tokens may be chosen; all of the vocabulary share in the probability.
 
     Returns:
-        Log-probability of the label, float32 [tokens]; the words in the order of their numbers, int32 [tokens, k]: of
-        words that are equally likely those of the smallest numbers; their log-probabilities and that of all others
+        Log-probability of the label, float32 [tokens]; the tokens in the order of their numbers, int32 [tokens, k]: of
+        tokens that are equally likely those of the smallest numbers; their log-probabilities and that of all others
         together, float32 [tokens, k + 1]. 0 at skipped positions.
     """
     logprobs = np.zeros(len(labels), np.float32)
-    words, word_logprobs = np.zeros((len(labels), k), np.int32), np.zeros((len(labels), k + 1), np.float32)
+    token_ids, top_k_logprobs = np.zeros((len(labels), k), np.int32), np.zeros((len(labels), k + 1), np.float32)
     for rows in _token_tiles(np.flatnonzero(mask)):
-        best = _BestWords(len(rows), k, num_words)
+        best = _BestTokens(len(rows), k, vocab_size)
         logprobs[rows], _, log_normaliser = _forward_tile(hidden[rows], weight, labels[rows], best)
-        words[rows], word_logprobs[rows] = best.words, _with_rest(best.logits - log_normaliser[:, None])
-    return logprobs, words, word_logprobs
+        token_ids[rows], top_k_logprobs[rows] = best.token_ids, _with_rest(best.logits - log_normaliser[:, None])
+    return logprobs, token_ids, top_k_logprobs
 
 
-class _GivenWords:
-    """Takes the logits of given words, int32 [tokens, k], out of the tiles as they come by."""
+class _GivenTokens:
+    """Takes the logits of given tokens, int32 [tokens, k], out of the tiles as they come by."""
 
-    def __init__(self, words: np.ndarray):
-        self._words = words
-        self.logits = np.zeros(words.shape, np.float32)
+    def __init__(self, token_ids: np.ndarray):
+        self._token_ids = token_ids
+        self.logits = np.zeros(token_ids.shape, np.float32)
 
     def see(self, start: int, tile: np.ndarray) -> None:
-        """Look at the logits [tokens, n] of the words from ``start``."""
-        rows, columns, inside = _places(self._words, start, tile.shape[1])
+        """Look at the logits [tokens, n] of the tokens from ``start``."""
+        rows, columns, inside = _places(self._token_ids, start, tile.shape[1])
         self.logits[rows, columns] = tile[rows, inside]
 
 
-class _BestWords:
-    """Keeps the ``k`` largest logits of the tiles as they come by, and their words, in the order of the words."""
+class _BestTokens:
+    """Keeps the ``k`` largest logits of the tiles as they come by, and their tokens, in the order of the tokens."""
 
-    def __init__(self, num_tokens: int, k: int, num_words: int):
-        self._k, self._num_words = k, num_words
-        self.words = np.zeros((num_tokens, 0), np.int32)
+    def __init__(self, num_tokens: int, k: int, vocab_size: int):
+        self._k, self._vocab_size = k, vocab_size
+        self.token_ids = np.zeros((num_tokens, 0), np.int32)
         self.logits = np.zeros((num_tokens, 0), np.float32)
 
     def see(self, start: int, tile: np.ndarray) -> None:
-        """Look at the logits [tokens, n] of the words from ``start``."""
-        tile = tile[:, : max(self._num_words - start, 0)]
+        """Look at the logits [tokens, n] of the tokens from ``start``."""
+        tile = tile[:, : max(self._vocab_size - start, 0)]
         numbers = np.broadcast_to(np.arange(start, start + tile.shape[1], dtype=np.int32), tile.shape)
         logits = np.concatenate([self.logits, tile], axis=1)
-        words = np.concatenate([self.words, numbers], axis=1)
+        token_ids = np.concatenate([self.token_ids, numbers], axis=1)
         if logits.shape[1] > self._k:
             last = -np.partition(-logits, self._k - 1, axis=1)[:, self._k - 1, None]
             above, equal = logits > last, logits == last
-            # Columns are in the order of the words: of the equal ones the first have the smallest numbers.
+            # Columns are in the order of the tokens: of the equal ones the first have the smallest numbers.
             room = self._k - above.sum(axis=1, keepdims=True)
             kept = above | (equal & (equal.cumsum(axis=1) <= room))
-            logits, words = logits[kept].reshape(-1, self._k), words[kept].reshape(-1, self._k)
-        self.words, self.logits = words, logits
+            logits, token_ids = logits[kept].reshape(-1, self._k), token_ids[kept].reshape(-1, self._k)
+        self.token_ids, self.logits = token_ids, logits
 
 
 def _with_rest(logprobs: np.ndarray) -> np.ndarray:
-    """Return log-probabilities float64 [tokens, k] with that of all other words as the last of k + 1."""
+    """Return log-probabilities float64 [tokens, k] with that of all other tokens as the last of k + 1."""
     rest = 1.0 - np.exp(logprobs).sum(axis=1, keepdims=True)
     return np.concatenate([logprobs, np.log(np.maximum(rest, LEAST_REST))], axis=1)
 
 
-def _word_gradients(logprobs: np.ndarray, slopes: np.ndarray) -> np.ndarray:
-    """Return the gradients of words' log-probabilities, float32 [tokens, k], from those [tokens, k + 1] with the rest.
+def _given_gradients(logprobs: np.ndarray, slopes: np.ndarray) -> np.ndarray:
+    """Return the gradients of tokens' log-probabilities, float32 [tokens, k], from those [tokens, k + 1] with the rest.
 
     With r = 1 - sum p: d log r / d log p = -p / r, or 0 where r is at its least.
     """
@@ -182,17 +182,17 @@ def _token_tiles(active: np.ndarray) -> list[np.ndarray]:
     return [active[start : start + TOKEN_TILE] for start in range(0, len(active), TOKEN_TILE)]
 
 
-def _places(words: np.ndarray, start: int, num_words: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return row and column of the ``words`` that a tile has, and their columns in the tile."""
-    rows, columns = np.nonzero((words >= start) & (words < start + num_words))
-    return rows, columns, words[rows, columns] - start
+def _places(token_ids: np.ndarray, start: int, num_columns: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return row and column of the ``token_ids`` that a tile has, and their columns in the tile."""
+    rows, columns = np.nonzero((token_ids >= start) & (token_ids < start + num_columns))
+    return rows, columns, token_ids[rows, columns] - start
 
 
 def _forward_tile(
     hidden: np.ndarray,
     weight: np.ndarray,
     labels: np.ndarray,
-    watch: _GivenWords | _BestWords | None = None,
+    watch: _GivenTokens | _BestTokens | None = None,
     room: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> tuple[np.ndarray, ...]:
     num_tokens, vocabulary = len(hidden), len(weight)
@@ -244,7 +244,7 @@ def backward(
         entropy, log_normaliser: what :func:`forward` returned.
         grad_logprobs, grad_entropy: float32 [tokens], the gradients of the loss.
         grad_weight: float32 [vocabulary, width], changed in place; None for a weight that is not trained.
-        given: words that were, their results, and the gradients of these, float32 [tokens, k + 1].
+        given: tokens that were, their results, and the gradients of these, float32 [tokens, k + 1].
         kept: what :func:`forward` has put there for these inputs; it is forgotten then.
 
     Returns:
@@ -253,8 +253,8 @@ def backward(
     grad_hidden = np.zeros_like(hidden)
     has_gradient = (grad_logprobs != 0) | (grad_entropy != 0)
     if given is not None:
-        grad_words = _word_gradients(*given[1:])
-        has_gradient |= (grad_words != 0).any(axis=1)
+        grad_given = _given_gradients(*given[1:])
+        has_gradient |= (grad_given != 0).any(axis=1)
     for rows in _token_tiles(np.flatnonzero((mask != 0) & has_gradient)):
         powers = None if kept is None or given is not None or grad_entropy[rows].any() else kept.of(rows)
         if powers is not None:
@@ -271,7 +271,7 @@ def backward(
             grad_logprobs[rows],
             grad_entropy[rows],
             grad_weight,
-            None if given is None else (given[0][rows], grad_words[rows]),
+            None if given is None else (given[0][rows], grad_given[rows]),
         )
     if kept is not None:
         kept.clear()
@@ -288,7 +288,7 @@ def _backward_tile_of_powers(
     powers: np.ndarray,
     maxima: np.ndarray,
 ) -> np.ndarray:
-    """What :func:`_backward_tile` does without entropy and words: a row of p is one of powers times a factor.
+    """What :func:`_backward_tile` does without entropy and tokens: a row of p is one of powers times a factor.
 
     The powers are changed: with 1 divided by that factor taken from the label's, a row is one of p - onehot(label).
     Labels for which that would be too large for a float32 are added by themselves.
@@ -337,9 +337,9 @@ def _backward_tile(
     """Add to ``grad_weight`` in place and return the gradient of ``hidden`` for one tile of tokens."""
     grad_hidden = np.zeros_like(hidden)
     is_dense = bool(grad_entropy.any()) or given is not None
-    # With g of each word: d sum g log p / dz = g - p sum g.
+    # With g of each token: d sum g log p / dz = g - p sum g.
     total = grad_logprobs if given is None else grad_logprobs + given[1].sum(axis=1)
-    # Without entropy and words the gradient of a row of logits is -grad_logprobs * p but for its label. That factor is
+    # Without entropy and tokens the gradient of a row of logits is -grad_logprobs * p but for its label. That factor is
     # applied to the narrow matrices, not to the tile.
     row_scale = np.ones((len(hidden), 1), np.float32) if is_dense else -grad_logprobs[:, None]
     scaled_hidden = hidden * row_scale

@@ -145,9 +145,9 @@ def checkpoint_bytes(widths: LayerWidths, layout: Layout, num_tokens: int, eleme
 
 
 def logit_tile(dims: ModelDims, layout: Layout, num_tokens: int, tile: HeadTile) -> tuple[int, int]:
-    """Return of how many positions and words of one micro-batch a rank has logits at a time."""
-    num_words = dims.vocab_size // layout.model_parallel
-    return min(tile.positions or num_tokens, num_tokens), min(tile.words or num_words, num_words)
+    """Return of how many positions and tokens of the vocabulary of one micro-batch a rank has logits at a time."""
+    vocab_size = dims.vocab_size // layout.model_parallel
+    return min(tile.positions or num_tokens, num_tokens), min(tile.vocabulary or vocab_size, vocab_size)
 
 
 def logit_bytes(
@@ -162,11 +162,11 @@ def head_gradient_bytes(dims: ModelDims, layout: Layout, num_tokens: int, elemen
 
     The sum is float32; a tile's product is in the compute dtype and in float32, and is added into a new array.
     """
-    positions, words = logit_tile(dims, layout, num_tokens, tile)
+    positions, vocabulary = logit_tile(dims, layout, num_tokens, tile)
     if positions == num_tokens:
         return 0
-    num_words = dims.vocab_size // layout.model_parallel
-    return dims.hidden_size * (4 * num_words + (8 + element_bytes) * words)
+    vocab_size = dims.vocab_size // layout.model_parallel
+    return dims.hidden_size * (4 * vocab_size + (8 + element_bytes) * vocabulary)
 
 
 def logit_width(element_bytes: int) -> int:

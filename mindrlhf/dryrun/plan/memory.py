@@ -17,7 +17,7 @@ from mindrlhf.dryrun.plan.parameters import (
 from mindrlhf.dryrun.plan.rollout import FIXED_WORKSPACE_BYTES, LOGIT_BYTES, RolloutPlan
 from mindrlhf.layout.batch import BatchPlan
 from mindrlhf.layout.layout import Layout
-from mindrlhf.layout.spans import NUM_SPANS
+from mindrlhf.layout.parameter_buckets import NUM_BUCKETS
 from mindrlhf.specs import ModelDims
 from mindrlhf.system.sizes import format_size
 
@@ -28,7 +28,7 @@ TEACHERS = "teachers"
 # CANN's context, operator binaries and streams of the trainer and of the generator, asleep or not.
 _CONTEXT_BYTES = 2_500_000_000
 # MindSpore works a graph off level by level, so that intermediate results of the optimiser's step exist for all
-# parameters of a span at once: gradients without what is not finite, scaled ones, new moments and weights. What its
+# parameters of a bucket at once: gradients without what is not finite, scaled ones, new moments and weights. What its
 # planner (2.9.0, level 1) keeps beside the state is up to 4.9 float32 copies.
 NUM_STEP_COPIES = 5
 # HCCL keeps two buffers of HCCL_BUFFSIZE (200 MB unless set) per communicator.
@@ -170,7 +170,7 @@ def _rollout_items(inputs: MemoryInputs) -> list[MemoryItem]:
     rollout = inputs.rollout
     workspace = (
         f"{format_size(FIXED_WORKSPACE_BYTES)} + max_num_seqs {rollout.max_num_seqs} x {inputs.dims.vocab_size:,} "
-        f"words x {LOGIT_BYTES} B"
+        f"tokens x {LOGIT_BYTES} B"
     )
     return [
         _rollout_weights(inputs),
@@ -226,13 +226,13 @@ def _update_items(inputs: MemoryInputs, stage: int) -> list[MemoryItem]:
 
 
 def _step_item(inputs: MemoryInputs, state: StageState) -> MemoryItem:
-    """What AdamW computes on the way, of the parameters of a span: at most the largest and a share of the others."""
+    """What AdamW computes on the way, of the parameters of a bucket: at most the largest and a share of the others."""
     num_trained = state.gradient_sums // GRADIENT_SUM_BYTES
     largest = state.largest_elements
     others = num_trained - largest
     elements, how = num_trained, f"{num_trained:,}"
     if is_split(inputs.config.parallel_config):
-        elements, how = largest + others // NUM_SPANS, f"({largest:,} + {others:,} / {NUM_SPANS})"
+        elements, how = largest + others // NUM_BUCKETS, f"({largest:,} + {others:,} / {NUM_BUCKETS})"
     size = NUM_STEP_COPIES * elements * 4
     return MemoryItem("optimizer's work", size, False, f"{NUM_STEP_COPIES} x {how} x 4 B")
 
@@ -289,10 +289,10 @@ def _logits(inputs: MemoryInputs, stage: int) -> MemoryItem:
     if stage != inputs.layout.pipeline_stage - 1:
         return MemoryItem("logits", 0, False, "in the last stage only")
     tile, width = inputs.config.memory.head_tile, activations.logit_width(inputs.element_bytes)
-    positions, num_words = activations.logit_tile(inputs.dims, inputs.layout, inputs.num_tokens, tile)
-    words = f"{inputs.dims.vocab_size:,} words / model_parallel {inputs.layout.model_parallel}"
-    if tile.words:
-        words = f"{num_words:,} words"
+    positions, vocabulary = activations.logit_tile(inputs.dims, inputs.layout, inputs.num_tokens, tile)
+    words = f"{inputs.dims.vocab_size:,} tokens / model_parallel {inputs.layout.model_parallel}"
+    if tile.vocabulary:
+        words = f"{vocabulary:,} tokens"
     size = activations.logit_bytes(inputs.dims, inputs.layout, inputs.num_tokens, inputs.element_bytes, tile)
     return MemoryItem("logits", size, False, f"{positions:,} positions x {words} x {width} B")
 
@@ -308,7 +308,7 @@ def _mask(inputs: MemoryInputs) -> MemoryItem:
     """The [rows, 1, length, length] mask of packed rows: one byte, and the comparison it is made from."""
     rows, length = inputs.batch.rows_per_pipeline_micro_batch, inputs.batch.row_length
     context = inputs.layout.context_parallel
-    how = f"{rows} row{'s' if rows > 1 else ''} x {length:,} x {length:,} x 2 B"
+    how = f"{rows} sequence{'s' if rows > 1 else ''} x {length:,} x {length:,} x 2 B"
     if context > 1:
         how += f" / context_parallel {context}"
     return MemoryItem("attention mask", 2 * rows * length**2 // context, False, how)

@@ -70,7 +70,7 @@ def search_lines(result: SearchResult, plan: Plan) -> list[str]:
         f"{result.num_fitting:,} fit."
     ]
     if not result.best:
-        return [*lines, "None fits: use more devices, shorter rows, or a smaller share for the generator."]
+        return [*lines, "None fits: use more devices, shorter sequences, or a smaller share for the generator."]
     header = ("", "dp", "mp", "pp", "cp", "ep", "opt", "recompute", "micro", "peak", "free", "s/update")
     rows = [header, *(_candidate_row(index, one) for index, one in enumerate(result.best, 1))]
     lines += columns(rows, ">" * len(header))

@@ -18,11 +18,11 @@ from mindrlhf.launch.failure_report import is_worth_a_restart, say
 from mindrlhf.launch.launch import find_free_port
 from mindrlhf.launch.nodes.channel import LOST, Channel, told_activity
 from mindrlhf.launch.nodes.facts import Fact, as_message, differences, name_nodes
-from mindrlhf.launch.nodes.guests import ROLLOUT_ROLE, Guests
 from mindrlhf.launch.nodes.place import Place
+from mindrlhf.launch.nodes.rollout_nodes import ROLLOUT_ROLE, RolloutNodes
 from mindrlhf.launch.peers import Ending, Peers
 from mindrlhf.launch.processes import POLL_INTERVAL_S
-from mindrlhf.system.handshake import Stranger, admit, greet_newcomers
+from mindrlhf.system.handshake import UnauthenticatedPeer, admit, greet_newcomers
 from mindrlhf.system.idle import Activity
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 
@@ -88,7 +88,7 @@ class FirstNode(Peers):
         self._listener, host = _listen(place)
         if self.num_nodes > 1:
             self.host = host
-        self._guests = Guests(host, secret) if place.is_elastic else None
+        self._rollout_nodes = RolloutNodes(host, secret) if place.is_elastic else None
         greet_newcomers(self._listener, self._admit)
 
     def __enter__(self) -> "FirstNode":
@@ -110,8 +110,8 @@ class FirstNode(Peers):
         self._gather()
         if self.num_nodes > 1:
             self.scheduler_port = find_free_port(self.host)
-        if self._guests is not None:
-            self.environment = self._guests.open()
+        if self._rollout_nodes is not None:
+            self.environment = self._rollout_nodes.open()
         self._ending, self._report, self._is_watched, self._has_started = None, "", True, True
         for place, number in self._seats.items():
             node = self._nodes[number]
@@ -122,8 +122,8 @@ class FirstNode(Peers):
             code = start(resume)
         finally:
             self._is_watched = False
-            if self._guests is not None:
-                self._guests.shut()
+            if self._rollout_nodes is not None:
+                self._rollout_nodes.shut()
             code = self._end_others(code)
         return code
 
@@ -133,17 +133,17 @@ class FirstNode(Peers):
         for node in self._nodes.values():
             node.channel.send("over", code=code)
         end_s = time.monotonic() + _GOODBYE_LIMIT_S
-        if self._guests is not None:
-            self._guests.say_goodbye(code)
+        if self._rollout_nodes is not None:
+            self._rollout_nodes.say_goodbye(code)
         # They close: what is closed here first may be lost on its way.
-        while (self._nodes or self._guests) and time.monotonic() < end_s:
+        while (self._nodes or self._rollout_nodes) and time.monotonic() < end_s:
             self._take_news()
             time.sleep(POLL_INTERVAL_S)
         for node in self._nodes.values():
             node.channel.close()
         self._nodes = {}
-        if self._guests is not None:
-            self._guests.close()
+        if self._rollout_nodes is not None:
+            self._rollout_nodes.close()
         self._listener.close()
 
     def ending(self) -> Ending | None:
@@ -163,7 +163,7 @@ class FirstNode(Peers):
     def activity(self) -> tuple[Activity, int]:
         """See :meth:`Peers.activity`."""
         all_of_them = [node.activity for node in self._nodes.values()]
-        all_of_them += self._guests.activities() if self._guests is not None else []
+        all_of_them += self._rollout_nodes.activities() if self._rollout_nodes is not None else []
         total = sum((activity for activity, _ in all_of_them), Activity(0.0))
         return total, sum(number for _, number in all_of_them)
 
@@ -176,7 +176,7 @@ class FirstNode(Peers):
                 header, _ = signed.receive(_JOIN_TIMEOUT_S)
                 node = None if header.get("role") == ROLLOUT_ROLE else int(header["node"])
                 facts = dict(header["facts"])
-            except Stranger as error:
+            except UnauthenticatedPeer as error:
                 return say(f"a connection from {peer} was turned away: {error}")
             except (ConnectionClosed, ProtocolError, TimeoutError, KeyError, ValueError, TypeError):
                 return say(f"a connection from {peer} was turned away: it does not join as a node does")
@@ -248,7 +248,7 @@ class FirstNode(Peers):
             except queue.Empty:
                 return
             if node is None:
-                self._hear_guest(channel, message)
+                self._hear_rollout_node(channel, message)
             elif message["kind"] == "join":
                 self._take_in(node, channel, message)
             elif node in self._nodes and self._nodes[node].channel is channel:
@@ -274,17 +274,17 @@ class FirstNode(Peers):
                 say(line)
                 channel.send("waiting", line=line)
 
-    def _hear_guest(self, channel: Channel, message: dict[str, Any]) -> None:
-        if self._guests is None:
+    def _hear_rollout_node(self, channel: Channel, message: dict[str, Any]) -> None:
+        if self._rollout_nodes is None:
             if message["kind"] == "join":
                 channel.send("refused", lines=["the run takes no nodes for rollout only: give --elastic to all"])
         elif message["kind"] != "join":
-            self._guests.hear(channel, message)
+            self._rollout_nodes.hear(channel, message)
         elif problem := message.get("problem"):
-            self._guests.take_in(channel, message["host"], [problem])
+            self._rollout_nodes.accept(channel, message["host"], [problem])
         else:  # which writes nothing to shared directories
             facts = {name: fact for name, fact in self._facts.items() if name not in self._probes}
-            self._guests.take_in(
+            self._rollout_nodes.accept(
                 channel, message["host"], differences({0: facts, self._num_launchers: message["facts"]})
             )
 

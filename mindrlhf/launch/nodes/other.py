@@ -14,7 +14,7 @@ from mindrlhf.launch.nodes.channel import LOST, SILENCE_LIMIT_S, Channel
 from mindrlhf.launch.nodes.facts import Fact, as_message
 from mindrlhf.launch.nodes.place import Place
 from mindrlhf.launch.peers import Ending, Peers
-from mindrlhf.system.handshake import SignedConnection, Stranger, introduce
+from mindrlhf.system.handshake import SignedConnection, UnauthenticatedPeer, introduce
 from mindrlhf.system.idle import Activity
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 
@@ -192,7 +192,7 @@ class OtherNode(Peers):
             connection.settimeout(None)
             signed = introduce(connection, self._secret)
             welcome, _ = signed.receive(_CONNECT_TIMEOUT_S)
-        except Stranger as error:
+        except UnauthenticatedPeer as error:
             raise UserError(
                 f"node 0 at {self._place.master}:{self._place.port} and this node do not know each other ({error}): "
                 "set MINDRLHF_SECRET to the same on all nodes, or on none of them"

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from mindrlhf.errors import RunFailure
 from mindrlhf.launch.failure_report import say
 from mindrlhf.launch.nodes.channel import LOST
-from mindrlhf.launch.nodes.guests import ROLLOUT_ROLE, DoorAddress
 from mindrlhf.launch.nodes.other import OtherNode
+from mindrlhf.launch.nodes.rollout_nodes import ROLLOUT_ROLE, ListenerAddress
 from mindrlhf.launch.peers import Ending
 from mindrlhf.system import processes
 from mindrlhf.system.idle import Activity
@@ -29,11 +29,11 @@ class RolloutNode(OtherNode):
     orders = ("go", "over", LOST, _LEAVE)
     _next_look_s = 0.0
 
-    def serve_rollout(self, start: Callable[[DoorAddress], None]) -> int:
+    def serve_rollout(self, start: Callable[[ListenerAddress], None]) -> int:
         """Start the servers of this node whenever node 0 says so, and return the exit code.
 
         Args:
-            start: starts them for the run behind the door, and ends them when ``ending`` says so.
+            start: starts them for the run at that address, and ends them when ``ending`` says so.
 
         Raises:
             UserError: this node differs from node 0, or the secrets.
@@ -48,7 +48,7 @@ class RolloutNode(OtherNode):
                 elif message["kind"] == "go":
                     self._ending = None
                     try:
-                        start(DoorAddress.of_order(message, self._secret))
+                        start(ListenerAddress.of_order(message, self._secret))
                     except RunFailure:
                         self._say_goodbye()
                         raise

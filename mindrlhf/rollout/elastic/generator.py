@@ -3,8 +3,8 @@
 import threading
 from collections.abc import Iterator, Sequence
 
-from mindrlhf.rollout.elastic.door import Door, say
-from mindrlhf.rollout.elastic.member import Member
+from mindrlhf.rollout.elastic.listener import Listener, say
+from mindrlhf.rollout.elastic.peer import Peer
 from mindrlhf.rollout.remote import ReplicatedGenerator
 from mindrlhf.rollout.replicas import Unfinished, merge
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
@@ -20,16 +20,18 @@ class ElasticGenerator:
     Args:
         own: the servers of the nodes that train; their failure is the run's.
         num_own_servers: how many they are.
-        door: where the others come in.
+        listener: where the others come in.
         buffer: of rank 0, whole whenever a version is committed.
     """
 
-    def __init__(self, own: ReplicatedGenerator, num_own_servers: int, door: Door, buffer: WeightBuffer) -> None:
+    def __init__(
+        self, own: ReplicatedGenerator, num_own_servers: int, listener: Listener, buffer: WeightBuffer
+    ) -> None:
         self._own = own
         self._num_own_servers = num_own_servers
-        self._door = door
+        self._listener = listener
         self._buffer = buffer
-        self._members: list[Member] = []
+        self._peers: list[Peer] = []
 
     def wait_ready(self) -> None:
         """Block until every server of the nodes that train can answer."""
@@ -39,10 +41,10 @@ class ElasticGenerator:
         """Yield every completion as it finishes, in any order."""
         unfinished = Unfinished(requests)
         while waiting := unfinished.requests():
-            members = self._present()
+            peers = self._present()
             turns = [self._own] * self._num_own_servers
-            turns += [member for member in members for _ in range(member.num_servers)]
-            shares = {source: [] for source in (self._own, *members)}
+            turns += [peer for peer in peers for _ in range(peer.num_servers)]
+            shares = {source: [] for source in (self._own, *peers)}
             for position, request in enumerate(waiting):
                 shares[turns[position % len(turns)]].append(request)
             streams = [
@@ -58,9 +60,9 @@ class ElasticGenerator:
 
     def update_weights(self, version: int) -> None:
         """Have every server load ``version`` from its node's buffer; nodes that have come take part from now on."""
-        newcomers = self._door.take_newcomers()
-        members = [*self._present(), *newcomers]
-        threads = [threading.Thread(target=self._update, args=(member, version)) for member in members]
+        newcomers = self._listener.take_newcomers()
+        peers = [*self._present(), *newcomers]
+        threads = [threading.Thread(target=self._update, args=(peer, version)) for peer in peers]
         for thread in threads:
             thread.start()
         try:
@@ -68,11 +70,11 @@ class ElasticGenerator:
         finally:
             for thread in threads:
                 thread.join()
-        self._members = [member for member in members if not member.is_lost]
-        for member in self._members:
-            if member in newcomers:
-                servers = f"{member.num_servers} server{'s' if member.num_servers > 1 else ''}"
-                say(f"rollout node {member.name} takes part from version {version} of the weights on, with {servers}")
+        self._peers = [peer for peer in peers if not peer.is_lost]
+        for peer in self._peers:
+            if peer in newcomers:
+                servers = f"{peer.num_servers} server{'s' if peer.num_servers > 1 else ''}"
+                say(f"rollout node {peer.name} takes part from version {version} of the weights on, with {servers}")
 
     def sleep(self) -> None:
         """Give the device memory of the nodes that train back to the trainer; the others keep theirs."""
@@ -88,25 +90,25 @@ class ElasticGenerator:
 
     def close(self) -> None:
         """End the conversations with the nodes that come and go; who started the other servers stops them."""
-        self._door.close()
-        for member in self._members:
-            member.close()
+        self._listener.close()
+        for peer in self._peers:
+            peer.close()
 
-    def _present(self) -> list[Member]:
-        return [member for member in self._members if not member.is_lost]
+    def _present(self) -> list[Peer]:
+        return [peer for peer in self._peers if not peer.is_lost]
 
-    def _update(self, member: Member, version: int) -> None:
+    def _update(self, peer: Peer, version: int) -> None:
         try:
-            member.update_weights(version, self._buffer)
+            peer.update_weights(version, self._buffer)
         except Exception as error:  # whatever it is, the run does not need this node
-            member.drop(str(error) or type(error).__name__)
+            peer.drop(str(error) or type(error).__name__)
 
 
 def _while_it_lasts(
-    member: Member, requests: Sequence[GenerationRequest], sampling: SamplingParams
+    peer: Peer, requests: Sequence[GenerationRequest], sampling: SamplingParams
 ) -> Iterator[Completion]:
     """Yield what a node samples until it is done or lost."""
     try:
-        yield from member.generate(requests, sampling)
+        yield from peer.generate(requests, sampling)
     except Exception as error:  # whatever it is, the run does not need this node
-        member.drop(str(error) or type(error).__name__)
+        peer.drop(str(error) or type(error).__name__)

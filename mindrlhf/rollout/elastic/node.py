@@ -1,4 +1,4 @@
-"""The servers of a node for rollout only, for rank 0 of the run; :mod:`mindrlhf.rollout.elastic.member` asks."""
+"""The servers of a node for rollout only, for rank 0 of the run; :mod:`mindrlhf.rollout.elastic.peer` asks."""
 
 import contextlib
 import queue
@@ -10,9 +10,9 @@ from typing import Any
 
 from mindrlhf.errors import RunFailure
 from mindrlhf.launch.nodes.channel import LOST, Channel
-from mindrlhf.launch.nodes.guests import DoorAddress
-from mindrlhf.rollout.elastic.door import say
-from mindrlhf.rollout.elastic.member import FAILED, LEAVING, NODE, transfers_of, unpack_infos, whole_tensors
+from mindrlhf.launch.nodes.rollout_nodes import ListenerAddress
+from mindrlhf.rollout.elastic.listener import say
+from mindrlhf.rollout.elastic.peer import FAILED, LEAVING, NODE, transfers_of, unpack_infos, whole_tensors
 from mindrlhf.rollout.remote import ReplicatedGenerator
 from mindrlhf.rollout.types import Cancelled, pack_completions, unpack_requests, unpack_sampling
 from mindrlhf.system.handshake import SignedConnection, introduce
@@ -28,7 +28,7 @@ _GOODBYE_LIMIT_S = 2.0
 
 
 def serve(
-    generator: ReplicatedGenerator, num_servers: int, address: DoorAddress, ending: Callable[[], object | None]
+    generator: ReplicatedGenerator, num_servers: int, address: ListenerAddress, ending: Callable[[], object | None]
 ) -> None:
     """Answer for the servers of this node, whenever rank 0 listens, until ``ending`` says something.
 
@@ -49,7 +49,7 @@ def serve(
 class _Service:
     """What a thread does for the servers; ``leave`` is for another."""
 
-    def __init__(self, generator: ReplicatedGenerator, num_servers: int, address: DoorAddress) -> None:
+    def __init__(self, generator: ReplicatedGenerator, num_servers: int, address: ListenerAddress) -> None:
         self.failure: Exception | None = None
         self._generator = generator
         self._num_servers = num_servers

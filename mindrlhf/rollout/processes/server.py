@@ -32,7 +32,7 @@ _OWN_OPTIONS = ("python", "env", "log_path", "start_timeout_s", "stall_timeout_s
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
+class NodePlace:
     """Where a process stands among those of a server that lies over several nodes.
 
     Attributes:
@@ -66,7 +66,7 @@ class ServerProcess:
         options: VllmOptions,
         arguments: Sequence[str] = (),
         descriptors: Sequence[int] = (),
-        span: Span | None = None,
+        span: NodePlace | None = None,
     ):
         self._log_path = options.log_path
         self._shared_memory: set[str] = set()

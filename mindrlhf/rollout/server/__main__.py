@@ -18,7 +18,7 @@ JSON``. It serves that one connection and ends with it. Messages (see ``mindrlhf
 A request that fails is answered by "failed" with a message; the server goes on.
 
 With ``--headless`` in place of the socket it is the part of a server whose engine is on another node: it does what that
-engine asks, and ends when one of its workers does (see ``mindrlhf.rollout.spanning``).
+engine asks, and ends when one of its workers does (see ``mindrlhf.rollout.multi_node``).
 """
 
 import argparse
@@ -41,7 +41,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mindrlhf.rollout.sent_images import unpack_images
-from mindrlhf.rollout.server.span import prepare
+from mindrlhf.rollout.server.multi_node import prepare
 from mindrlhf.rollout.types import Completion, pack_completions
 from mindrlhf.system import heartbeat, processes, speed_ups
 from mindrlhf.system.wire import ConnectionClosed, receive_message, send_message

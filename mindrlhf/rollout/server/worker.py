@@ -11,8 +11,8 @@ from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise
 from vllm.platforms import current_platform
 
 from mindrlhf.rollout.server.cpu import do_without_lscpu, rotate_every_head
+from mindrlhf.rollout.server.multi_node import buffer_of_node, join_nodes
 from mindrlhf.rollout.server.required_slices import trace_reads, without_memory
-from mindrlhf.rollout.server.span import buffer_of_node, join_span
 from mindrlhf.system import speed_ups
 from mindrlhf.weights.publish.buffer import WeightBuffer, WeightBufferError
 from mindrlhf.weights.publish.slices import RequiredSlices
@@ -23,7 +23,7 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writable
 # A worker process of its own imports this module before it looks at the cores, and builds the model.
 do_without_lscpu()
 rotate_every_head()
-join_span()
+join_nodes()
 
 
 @dataclass

@@ -23,10 +23,10 @@ class FrozenModel(Protocol):
     def logprobs(self, rows: PackedRows) -> np.ndarray:
         """Return what the model says of each token of this rank's rows, float32 [rows, length]."""
 
-    def top_words(self, rows: PackedRows) -> dict[str, np.ndarray]:
+    def top_tokens(self, rows: PackedRows) -> dict[str, np.ndarray]:
         """Return what a whole model finds likeliest in the place of each token, by names of token arrays.
 
-        These are "reference_logprobs", float32 [rows, length], of the tokens that are there; "teacher_words", int32
+        These are "reference_logprobs", float32 [rows, length], of the tokens that are there; "teacher_tokens", int32
         [rows, length, K], the likeliest first and of equally likely ones the smallest number; and
         "teacher_logprobs", float32 [rows, length, K + 1], their log-probabilities and that of all others together. All
         are 0 outside the mask.
@@ -58,11 +58,11 @@ class Teachers:
             found[own] = model.logprobs(rows)[own]
         return found
 
-    def top_words(self, rows: PackedRows) -> dict[str, np.ndarray]:
-        """See :meth:`FrozenModel.top_words`; 0 in rows of padding."""
+    def top_tokens(self, rows: PackedRows) -> dict[str, np.ndarray]:
+        """See :meth:`FrozenModel.top_tokens`; 0 in rows of padding."""
         found: dict[str, np.ndarray] = {}
         for model, own in self._asked(rows):
-            for name, array in model.top_words(rows).items():
+            for name, array in model.top_tokens(rows).items():
                 found.setdefault(name, np.zeros_like(array))[own] = array[own]
         return found
 

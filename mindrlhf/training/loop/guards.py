@@ -20,7 +20,7 @@ from mindrlhf.observe.fingerprint import FingerprintWriter
 from mindrlhf.observe.records import JsonlWriter
 from mindrlhf.observe.samples import SampleWriter
 from mindrlhf.rollout.samples import Sample, verifier_names
-from mindrlhf.training.loop.key_data import KeyData
+from mindrlhf.training.loop.dump import StepDump
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.skipped_batches import SkippedBatch, save_skipped, saved_arrays
 from mindrlhf.training.loop.step import Step
@@ -282,13 +282,13 @@ class Observers:
     """Who looks at a step when it is done: guards, and files with its samples and fingerprints.
 
     Attributes:
-        key_data: dumps chosen steps; None when there are none.
+        dump: dumps chosen steps; None when there are none.
     """
 
     guards: "Guards"
     samples: SampleWriter
     fingerprint: FingerprintWriter
-    key_data: KeyData | None = None
+    dump: StepDump | None = None
 
 
 class Guards:

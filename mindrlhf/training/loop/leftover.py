@@ -45,10 +45,10 @@ class SampleLedger:
         """
         generated, used, dropped, leftover = map(len, (step.generated, step.used, step.dropped, step.leftover))
         before = self._totals.carried
-        assert before == step.num_stale, f"{before} samples were left over, {step.num_stale} are used"
+        assert before == step.num_stale, f"{before} samples were carried over, {step.num_stale} are used"
         assert before + generated == used + leftover + dropped, (
-            f"{before} samples left over before and {generated} generated are not {used} used, {leftover} left over "
-            f"and {dropped} dropped"
+            f"{before} samples carried over before and {generated} generated are not {used} used, {leftover} carried "
+            f"over and {dropped} dropped"
         )
         last = self._totals
         self._totals = totals = SampleTotals(
@@ -88,7 +88,7 @@ def from_leftover(leftover: Sequence[LeftoverSample]) -> list[Sample]:
             sample = _flat_sample(item) if isinstance(item.record.get("prompt"), str) else unpack(Sample, item)
         except KeyError as error:
             raise DamagedDirectory(
-                f"the checkpoint is damaged: {error} of leftover sample {index} is missing or new"
+                f"the checkpoint is damaged: {error} of carried-over sample {index} is missing or new"
             ) from error
         samples.append(dataclasses.replace(sample, images=sample.prompt.images))
     return samples

@@ -55,11 +55,11 @@ class Objective:
     @property
     def kl_in_reward(self) -> bool:
         """Whether the KL term is a part of the reward."""
-        return self.needs_reference and self._algorithm.kl_in == "reward" and not self.learns_words
+        return self.needs_reference and self._algorithm.kl_in == "reward" and not self.learns_top_k
 
     @property
-    def learns_words(self) -> bool:
-        """Whether the loss has a KL of its own, against a teacher's likeliest words."""
+    def learns_top_k(self) -> bool:
+        """Whether the loss has a KL of its own, against a teacher's top-k tokens."""
         return self._algorithm.distill_top_k > 0
 
     @property

@@ -115,7 +115,7 @@ def step_metrics(config: GrpoConfig, objective: Objective, step: Step) -> dict[s
         sample_metrics(samples.generated),
         rollout_metrics(step.trained, step.train_logprobs, num_older, has_older=has_older),
         staleness_metrics(samples.used, step.version) if has_older else {},
-        span_metrics(samples) if config.rollout.segment_tokens else {},
+        segment_metrics(samples) if config.rollout.segment_tokens else {},
         packing_metrics(step.batches),
         {"packing/computed": float(step.computed.mean())},
         update_metrics(config, objective, step) if step.updates else {},
@@ -170,7 +170,7 @@ def staleness_metrics(used: Sequence[Sample], version: int) -> dict[str, float]:
     return {"staleness/mean": float(mean), "staleness/max": float(staleness.max())}
 
 
-def span_metrics(samples: StepSamples) -> dict[str, float]:
+def segment_metrics(samples: StepSamples) -> dict[str, float]:
     """Return with how many weights the responses of a step were made, and how many go on in the next."""
     counts = [len(sample.completion.spans) for sample in samples.used]
     return {
@@ -192,7 +192,7 @@ def update_metrics(config: GrpoConfig, objective: Objective, step: Step) -> dict
     counts = [batches[position % len(batches)].num_computed for position in range(len(updates))]
     means = [_per_token(update.statistics, count) for update, count in zip(updates, counts)]
     loss, *per_token = np.mean(means, axis=0)
-    further = TOP_K_STATISTICS if objective.learns_words else ()
+    further = TOP_K_STATISTICS if objective.learns_top_k else ()
     names = dict(zip((*POLICY_STATISTICS[1:], *further), per_token, strict=True))
     metrics = {
         "loss": loss,
@@ -208,11 +208,11 @@ def update_metrics(config: GrpoConfig, objective: Objective, step: Step) -> dict
     if objective.is_corrected:
         metrics["correction/weight"] = names["correction"]
         metrics["correction/changed"] = names["corrected"]
-    if objective.learns_words:
+    if objective.learns_top_k:
         metrics["distill/topk_kl"] = names["topk_kl"]
         metrics["distill/teacher_mass"] = names["teacher_mass"]
         metrics["distill/student_mass"] = names["student_mass"]
-    if not objective.needs_reference or objective.kl_in_reward or objective.learns_words:
+    if not objective.needs_reference or objective.kl_in_reward or objective.learns_top_k:
         del metrics["kl"]  # the loss computed none, and 0 would claim otherwise
     if config.algorithm.kl_target is not None:
         metrics["kl_coefficient"] = objective.kl.coefficient

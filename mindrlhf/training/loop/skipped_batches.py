@@ -156,14 +156,14 @@ def _first_misfit(batch: SkippedBatch, micro_batches: Sequence[PackedRows], logp
         # With vision a position takes several numbers.
         arrays = [rows.input_ids[:, :, 0] if rows.input_ids.ndim == 3 else rows.input_ids]
         arrays += [rows.segment_ids, rows.labels, rows.mask]
-        # Several words of a teacher for each position.
+        # Several tokens of a teacher for each position.
         arrays += [array[:, :, 0] if array.ndim == 3 else array for array in rows.tokens.values()]
         # Several numbers of experts for each position.
         arrays += [array[:, :, 0, 0] if name == EXPERTS else array for name, array in rows.context.items()]
         if computed.ndim != 2 or any(array.shape != computed.shape for array in arrays):
-            return "a row"
+            return "a packed sequence"
         if rows.context.keys() - {EXPERTS} not in (set(), {PREFIX_IDS, POSITIONS}):
-            return "what its rows say of prompts"
+            return "what its sequences say of prompts"
         if "advantages" not in rows.tokens:
             return "an advantage"
     if not (isinstance(batch.samples, list) and isinstance(batch.placed, list)):

@@ -17,10 +17,10 @@ from mindrlhf.training.loop.guards import Observers
 from mindrlhf.training.loop.objective import Objective
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.report import StepReport
-from mindrlhf.training.loop.sampling.ahead import SamplingAhead
 from mindrlhf.training.loop.sampling.asynchronous import SamplingAsynchronously
 from mindrlhf.training.loop.sampling.in_step import Rollout, SamplingInStep
-from mindrlhf.training.loop.sampling.spans import SamplingInSpans
+from mindrlhf.training.loop.sampling.off_policy import SamplingOffPolicy
+from mindrlhf.training.loop.sampling.segments import SamplingInSegments
 from mindrlhf.training.loop.step import Step
 from mindrlhf.training.loop.value_function import ValueFunction
 from mindrlhf.training.team import Team
@@ -63,7 +63,7 @@ class Trainer(Steps):
 
     def step(self) -> dict[str, float]:
         """Do one step and return its metrics; see ``Steps.step``."""
-        key_data = self._begin_key_data()
+        dump = self._begin_dump()
         step = self._sample()
         with self.timer.stage("pack"):
             self.objective.make_batches(step, self.parts.rows)  # with their advantages, unless these have to wait
@@ -76,9 +76,9 @@ class Trainer(Steps):
             self._finish_advantages(step)
         if step.number > self.num_critic_steps:
             self._update(step)
-        if key_data:
+        if dump:
             with self.timer.stage("dump"):
-                key_data.finish(step)
+                dump.finish(step)
         self.sampling.free_buffer(step.number)
         with self.timer.stage("reshard_to_infer"):
             self.publish()
@@ -151,7 +151,7 @@ class Trainer(Steps):
 
     def _report(self, step: Step) -> dict[str, float]:
         """Write the step down, have the guards look at it, and return its metrics."""
-        if self.objective.learns_words:
+        if self.objective.learns_top_k:
             kl = self.objective.divergences(step.samples.used, step.train_logprobs, step.reference_logprobs)[1]
             step.metrics |= kl
         timings = self.timer.finish_step()
@@ -218,25 +218,25 @@ class Trainer(Steps):
         """End what is still going on."""
         self.sampling.close()
 
-    def _begin_key_data(self):
+    def _begin_dump(self):
         """Begin the dump of the step if it is among the chosen ones."""
-        key_data, number = self.parts.observers.key_data, self.progress.step + 1
-        if not (key_data and key_data.is_due(number)):
+        dump, number = self.parts.observers.dump, self.progress.step + 1
+        if not (dump and dump.is_due(number)):
             return None
-        key_data.begin(number)
-        return key_data
+        dump.begin(number)
+        return dump
 
 
 def choose_sampling(
     config: GrpoConfig, rollout: Rollout, progress: Progress, num_steps: int, objective: Objective, timer: StageTimer
-) -> SamplingInStep | SamplingAhead | SamplingAsynchronously:
+) -> SamplingInStep | SamplingOffPolicy | SamplingAsynchronously:
     """Return the schedule of a run."""
     waiting = {"wait_stage": lambda: timer.stage("rollout_wait")}
     if config.rollout.asynchronous:
         return SamplingAsynchronously(config, rollout, progress, num_steps, **waiting)
     if config.rollout.segment_tokens:
-        return SamplingInSpans(config, rollout, progress, num_steps)
+        return SamplingInSegments(config, rollout, progress, num_steps)
     greedy = {"needs_greedy": objective.needs_greedy}
     if ahead := config.rollout.off_policy_steps:
-        return SamplingAhead(rollout, progress, ahead=ahead, num_steps=num_steps, **greedy, **waiting)
+        return SamplingOffPolicy(rollout, progress, ahead=ahead, num_steps=num_steps, **greedy, **waiting)
     return SamplingInStep(rollout, progress, **greedy)

@@ -67,7 +67,7 @@ def run_rank(
         resume: continue from the newest whole checkpoint.
 
     Raises:
-        UserError, RunFailure: as the rooms raise them.
+        UserError, RunFailure: as what it calls raises them.
     """
     life_cycle.run_rank(config, OfflineTraining(config, build_learner, make_trainer), resume=resume)
 

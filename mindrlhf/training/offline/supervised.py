@@ -52,7 +52,7 @@ def run_supervised_rank(config: SftConfig, *, resume: bool = False) -> None:
     """Do this rank's part of a supervised run: rank 0 drives the loop, the others serve it.
 
     Raises:
-        UserError, RunFailure: as the rooms raise them.
+        UserError, RunFailure: as what it calls raises them.
     """
     inputs = check_offline_inputs(config, num_ranks_from_environment())
     run_rank(

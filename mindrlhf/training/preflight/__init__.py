@@ -253,7 +253,7 @@ def _check_model(model: ModelSection, path: str, tokenizer: Tokenizer | None) ->
     dims = spec.dims(hf_config)
     if tokenizer is not None and tokenizer.vocab_size > dims.vocab_size:
         raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model in {path} has room for {dims.vocab_size}: "
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model in {path} has {dims.vocab_size}: "
             "use the model's own tokenizer"
         )
     if not (model.random_init and path == model.path):

@@ -56,7 +56,7 @@ class ParallelUpdate(nn.Cell):
         self.network.set_grad()
         self.optimizer = optimizer
         self.weights = optimizer.parameters
-        self.spans = optimizer.spans
+        self.buckets = optimizer.buckets
         self.max_grad_norm = max_grad_norm
         self.accumulates = parallel.pipeline_stage > 1 or parallel.micro_batch_num > 1
         self.keeps_shards = parallel.enable_parallel_optimizer
@@ -108,28 +108,28 @@ class ParallelUpdate(nn.Cell):
     # are whole: no shape may be written down, nor a constant in the shape of a gradient. Such as zeros_like gives would
     # also be as large in the graph and on the device as the gradients: the compiler turns it into data.
     #
-    # All goes from span to span of the parameters, as in WithholdableAdamW.
+    # All goes from bucket to bucket of the parameters, as in WithholdableAdamW.
 
     def _add(self, gradients):
         """Add to the totals, in place, and return them."""
         totals, done = (), ()
         # Last parameters first, as the backward pass finds their gradients.
-        for start, stop in self.spans[::-1]:
+        for start, stop in self.buckets[::-1]:
             done = self.hyper_map(_accumulate, self.totals[start:stop], ops.depend(gradients[start:stop], done))
             totals = done + totals
         return totals
 
     def _norm(self, totals, defect):
         squares = defect
-        for start, stop in self.spans:
+        for start, stop in self.buckets:
             parts = ops.depend(totals[start:stop], squares)
-            # A pipeline stage may have no parameter of a span, and a sum must have terms.
+            # A pipeline stage may have no parameter of a bucket, and a sum must have terms.
             squares = ops.addn((squares,) + self.hyper_map(_square_share, self.shares[start:stop], parts))
         return ops.sqrt(squares if self.all_reduce is None else self.all_reduce(squares))
 
     def _multiply(self, targets, factor, done):
         """Multiply by 0 or 1, in place, and make 0 what is not finite."""
-        for start, stop in self.spans:
+        for start, stop in self.buckets:
             multiply = ops.partial(_scale, ops.depend(factor, done))
             done = self.hyper_map(multiply, targets[start:stop])
         return done

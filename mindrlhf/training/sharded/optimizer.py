@@ -4,7 +4,7 @@ import mindspore as ms
 from mindformers.core.optim.adamw import AdamW
 from mindspore import ops
 
-from mindrlhf.layout.spans import spans_of_equal_size
+from mindrlhf.layout.parameter_buckets import buckets_of_equal_size
 
 
 class WithholdableAdamW(AdamW):
@@ -17,7 +17,7 @@ class WithholdableAdamW(AdamW):
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self.spans = spans_of_equal_size([parameter.size for parameter in self._parameters])
+        self.buckets = buckets_of_equal_size([parameter.size for parameter in self._parameters])
 
     def construct(self, gradients, scale, applies):
         """Update the parameters with ``scale`` times the gradients where ``applies`` is 1; else change nothing.
@@ -31,8 +31,8 @@ class WithholdableAdamW(AdamW):
         step = ops.maximum(ops.cast(counted, ms.float32), ops.ones_like(applies))
         corrections = (1.0 - ops.pow(self.beta1, step), 1.0 - ops.pow(self.beta2, step))
         done = applies
-        for start, stop in self.spans:
-            # All that an update computes takes a gradient or one of these, and so waits for the span before.
+        for start, stop in self.buckets:
+            # All that an update computes takes a gradient or one of these, and so waits for the bucket before.
             applied = ops.depend(applies, done)
             held = 1.0 - applied
             betas = (self.beta1 * applied + held, self.beta2 * applied + held)

@@ -32,7 +32,7 @@ class Actor(SavesState, ServingWorker):
         learner: trains the policy.
         reference: the reference model, or the teachers as one; None when beta is 0.
         saves_reference: the reference changes during the run, so checkpoints must hold it.
-        asks_words: the reference is asked for its likeliest words too.
+        asks_top_k: the reference is asked for its top-k tokens too.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class Actor(SavesState, ServingWorker):
         reference: FrozenModel | None,
         *,
         saves_reference: bool,
-        asks_words: bool = False,
+        asks_top_k: bool = False,
     ):
         SavesState.__init__(self)
         ServingWorker.__init__(self, learner.model)
         self.learner = learner
         self.reference = reference
         self._saves_reference = saves_reference
-        self._asks_words = asks_words
+        self._asks_top_k = asks_top_k
         self._reward_model: RankModel | None = None
         self._cell_dump: CellDump | None = None
         self._batches: list[Batch] = []  # this rank's part of the updates of a step
@@ -57,7 +57,7 @@ class Actor(SavesState, ServingWorker):
     def warm_up(self, shapes: list[PackedRows], graphs: list[str]) -> None:
         """Run the graphs on rows of weight 0, for every shape there is, while the generator is still starting."""
         for rows in shapes:
-            size = f"rows of {rows.labels.shape[1]} tokens"
+            size = f"sequences of {rows.labels.shape[1]} tokens"
             for name in graphs:
                 if _is_known_ahead(self._model_of(name)):
                     heartbeat.enter(f"compiling {name} for {size}")
@@ -96,7 +96,7 @@ class Actor(SavesState, ServingWorker):
     def compute_logprobs(self, name: str, batch: int) -> list[np.ndarray]:
         """Fill in ``name`` ("old_logprobs" or "reference_logprobs") for received batch number ``batch``; return it.
 
-        Where the reference is asked for its likeliest words, they stay here: it is this rank's update that reads them.
+        Where the reference is asked for its top-k tokens, they stay here: it is this rank's update that reads them.
         """
         model, micro_batches = self._model_of(name), self._batches[batch].micro_batches
         if self._cell_dump is not None:
@@ -193,7 +193,7 @@ class Actor(SavesState, ServingWorker):
             return {name: self.model.logprobs(rows)}
         # The reference model has other weights: what the policy's generator chose says nothing of its experts.
         rows = without_experts(rows)
-        return self.reference.top_words(rows) if self._asks_words else {name: self.reference.logprobs(rows)}
+        return self.reference.top_tokens(rows) if self._asks_top_k else {name: self.reference.logprobs(rows)}
 
     def _open_broadcast(self, ranks: tuple[int, ...], root: int, num_words: int) -> Broadcast:
         from mindrlhf.training import broadcast

@@ -91,10 +91,10 @@ class BaseModel(WholeModel):
         with self.network.lora.off():
             return super().logprobs(rows)
 
-    def top_words(self, rows: PackedRows) -> dict[str, np.ndarray]:
-        """See :meth:`WholeModel.top_words`."""
+    def top_tokens(self, rows: PackedRows) -> dict[str, np.ndarray]:
+        """See :meth:`WholeModel.top_tokens`."""
         with self.network.lora.off():
-            return super().top_words(rows)
+            return super().top_tokens(rows)
 
 
 def trained_model(policy: PolicyLogProbs | TokenScores, rank: Rank) -> WholeModel:

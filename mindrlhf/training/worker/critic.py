@@ -136,7 +136,7 @@ class ActorCritic(Actor):
         """Compile the graphs of both models; see :meth:`Actor.warm_up`."""
         self._turns.take("critic")
         for rows in shapes:
-            size = f"rows of {rows.labels.shape[1]} tokens"
+            size = f"sequences of {rows.labels.shape[1]} tokens"
             heartbeat.enter(f"compiling the critic for {size}")
             self.critic.warm_up(rows)
         self._turns.take("actor")

@@ -11,8 +11,8 @@ import numpy as np
 from mindrlhf.algorithms.head import likeliest_first
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.scores import TokenScores
-from mindrlhf.algorithms.top_k.cells import TopWords
-from mindrlhf.algorithms.top_k.loss import TEACHER_LOGPROBS, TEACHER_WORDS
+from mindrlhf.algorithms.top_k.cells import TopTokens
+from mindrlhf.algorithms.top_k.loss import TEACHER_LOGPROBS, TEACHER_TOKENS
 from mindrlhf.checkpoint.manifest import below
 from mindrlhf.checkpoint.state import StateWriter
 from mindrlhf.data.packing import PackedRows
@@ -113,10 +113,10 @@ class WholeModel(RankModel):
     Args:
         policy: its log-probabilities, or scores.
         rank: this process.
-        likeliest: of a teacher that is asked for its likeliest words: what finds them, over ``policy``.
+        likeliest: of a teacher that is asked for its top-k tokens: what finds them, over ``policy``.
     """
 
-    def __init__(self, policy: PolicyLogProbs | TokenScores, rank: Rank, likeliest: TopWords | None = None):
+    def __init__(self, policy: PolicyLogProbs | TokenScores, rank: Rank, likeliest: TopTokens | None = None):
         super().__init__(policy.model)
         self.policy = policy
         self._rank = rank
@@ -126,13 +126,13 @@ class WholeModel(RankModel):
         """See :meth:`RankModel.logprobs`."""
         return run_graph(self.policy, *model_tensors(self.network, rows))[0].asnumpy().copy()
 
-    def top_words(self, rows: PackedRows) -> dict[str, np.ndarray]:
-        """See :meth:`mindrlhf.training.distillation.models.FrozenModel.top_words`."""
-        assert self._likeliest is not None, "nothing was built that finds the likeliest words"
+    def top_tokens(self, rows: PackedRows) -> dict[str, np.ndarray]:
+        """See :meth:`mindrlhf.training.distillation.models.FrozenModel.top_tokens`."""
+        assert self._likeliest is not None, "nothing was built that finds the top-k tokens"
         found = run_graph(self._likeliest, *model_tensors(self.network, rows))
-        logprobs, words, of_words = (output.asnumpy() for output in found)
-        words, of_words = likeliest_first(words, of_words)
-        return {"reference_logprobs": logprobs.copy(), TEACHER_WORDS: words, TEACHER_LOGPROBS: of_words}
+        logprobs, token_ids, of_given = (output.asnumpy() for output in found)
+        token_ids, of_given = likeliest_first(token_ids, of_given)
+        return {"reference_logprobs": logprobs.copy(), TEACHER_TOKENS: token_ids, TEACHER_LOGPROBS: of_given}
 
     def copy_from(self, other: "WholeModel") -> None:
         """See :meth:`RankModel.copy_from`."""

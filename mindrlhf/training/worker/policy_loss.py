@@ -6,7 +6,7 @@ from mindrlhf.algorithms import policy_losses
 from mindrlhf.algorithms.corrections import RolloutCorrection
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.losses import PolicyLoss
-from mindrlhf.algorithms.top_k.cells import TopWords, WordLogProbs
+from mindrlhf.algorithms.top_k.cells import TopKLogProbs, TopTokens
 from mindrlhf.algorithms.top_k.loss import TopKPolicyLoss
 from mindrlhf.config.derived import correction_weight, is_corrected, is_on_policy
 from mindrlhf.config.schema import GrpoConfig
@@ -30,12 +30,12 @@ def build_policy_loss(config: GrpoConfig, policy) -> PolicyLoss:
 
 def build_policy_logprobs(config: GrpoConfig, network) -> PolicyLogProbs:
     """Return the log-probabilities of a whole model that is trained."""
-    kind = WordLogProbs if config.algorithm.distill_top_k else PolicyLogProbs
+    kind = TopKLogProbs if config.algorithm.distill_top_k else PolicyLogProbs
     return kind(network, config.rollout.temperature, config.run.device, config.memory.head_tile)
 
 
-def build_top_words(config: GrpoConfig, policy: PolicyLogProbs, vocab_size: int) -> TopWords | None:
-    """Return what finds the likeliest words of a teacher; None where it is not asked for them.
+def build_top_tokens(config: GrpoConfig, policy: PolicyLogProbs, vocab_size: int) -> TopTokens | None:
+    """Return what finds the top-k tokens of a teacher; None where it is not asked for them.
 
     Args:
         policy: its log-probabilities.
@@ -43,8 +43,8 @@ def build_top_words(config: GrpoConfig, policy: PolicyLogProbs, vocab_size: int)
     """
     if not config.algorithm.distill_top_k:
         return None
-    num_words = min(vocab_size, policy.model.dims.vocab_size)
-    return TopWords(policy, config.algorithm.distill_top_k, num_words, config.memory.head_tile)
+    vocab_size = min(vocab_size, policy.model.dims.vocab_size)
+    return TopTokens(policy, config.algorithm.distill_top_k, vocab_size, config.memory.head_tile)
 
 
 def _build_correction(config: GrpoConfig) -> RolloutCorrection:

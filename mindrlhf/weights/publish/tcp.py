@@ -21,7 +21,7 @@ from functools import partial
 import numpy as np
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.system.handshake import SignedConnection, Stranger, admit, introduce
+from mindrlhf.system.handshake import SignedConnection, UnauthenticatedPeer, admit, introduce
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, family_of
 from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.publish.slices import TensorSlice, chunks, sum_bits, sum_chunks
@@ -215,7 +215,7 @@ class TcpTransport:
         return checksum
 
     def _accept(self, wanted: set[tuple[int, int]], token: bytes) -> None:
-        end_s = time.monotonic() + _CONNECT_TIMEOUT_S  # for all of them: strangers may come without end
+        end_s = time.monotonic() + _CONNECT_TIMEOUT_S  # for all of them: unauthenticated peers may come without end
         while missing := wanted - self._incoming.keys():
             self._listener.settimeout(max(0.001, end_s - time.monotonic()))
             try:
@@ -224,7 +224,7 @@ class TcpTransport:
                 other = min(missing)[0]
                 raise RunFailure(f"node {other} did not connect to node {self._node} for the weights") from None
             connection.settimeout(None)
-            with contextlib.suppress(Stranger):
+            with contextlib.suppress(UnauthenticatedPeer):
                 signed = admit(connection, token)
                 header, _ = signed.receive(_CONNECT_TIMEOUT_S)
                 self._incoming[int(header["node"]), int(header["stream"])] = signed

@@ -58,7 +58,7 @@ def config(tmp_path):
         (
             ["micro_batch_interleave_num=2", "micro_batch_num=4"],
             1,
-            r"micro_batch_interleave_num' is 2, but a pipeline micro-batch has 1 rows .* multiple of 8",
+            r"micro_batch_interleave_num' is 2, but a pipeline micro-batch has 1 sequences .* multiple of 8",
         ),
     ],
 )

@@ -27,10 +27,10 @@ def test_tiles_of_positions_bound_the_logits_and_add_the_heads_gradient_up():
     assert items("memory.logit_positions=512", phase=OLD_LOGPROBS)["logits"] == tiled["logits"]
 
 
-def test_tiles_of_words_need_no_sum():
-    tiled = items("memory.logit_words=9504")
+def test_tiles_of_the_vocabulary_need_no_sum():
+    tiled = items("memory.logit_vocabulary=9504")
     assert tiled["logits"] == POSITIONS * 9504 * 18 and "head's gradient" not in tiled
-    assert items("memory.logit_words=1000000") == items()
+    assert items("memory.logit_vocabulary=1000000") == items()
 
 
 def test_layers_that_are_recomputed_keep_their_input():
@@ -102,7 +102,7 @@ def test_a_layer_that_the_model_lacks_is_refused():
 
 @pytest.mark.parametrize("name, logits", [("qwen2_5_7b_16npu_32k", 16_384), ("qwen2_5_7b_16npu_128k", 32_768)])
 def test_long_rows_fit_with_tiles(name, logits):
-    """The recipes: without tiles the logits alone would take that many positions of 38,016 words."""
+    """The recipes: without tiles the logits alone would take that many positions of 38,016 tokens."""
     assert plan_of(name).fits
     (whole,) = (one for one in plan_of(name, "memory.logit_positions=0").memory if one.phase == UPDATE)
     assert {item.name: item.size_bytes for item in whole.items}["logits"] == logits * WORDS // 4 * 18

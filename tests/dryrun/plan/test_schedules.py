@@ -69,8 +69,9 @@ def test_ahead_takes_what_the_slower_side_takes():
     two = 100 * 2 * 8  # 16 groups each: 128 responses, 8 rounds
     three = 100 * (2 * 5 + 1.5)  # 11 groups, 88 responses
     best = min(max(two, 1000 * 8 / 6 + 8), max(three, 1000 * 8 / 5 + 8))
-    assert outcomes["1 ahead"].seconds == pytest.approx(best, rel=0.02)
-    assert outcomes["1 ahead"].keys["parallel_config.data_parallel"] + outcomes["1 ahead"].num_rollout_devices == 8
+    found = outcomes["off-policy by 1"]
+    assert found.seconds == pytest.approx(best, rel=0.02)
+    assert found.keys["parallel_config.data_parallel"] + found.num_rollout_devices == 8
 
 
 @pytest.mark.parametrize("ahead, pair_s", [(1, 50.0), (2, 40.0)])
@@ -84,15 +85,15 @@ def test_weights_of_the_stated_age_are_waited_for(ahead, pair_s):
     assert 2 * simulate._ahead([30.0, 10.0] * 4, 20.0, 0.0, ahead) == pytest.approx(pair_s)
 
 
-def test_a_long_tail_leaves_devices_idle_and_spans_fill_them():
+def test_a_long_tail_leaves_devices_idle_and_partial_rollout_fills_them():
     outcomes = {one.name: one for one in simulate.simulate(rates(train_s=100.0), LONG_TAIL)}
-    in_step, spans = outcomes["in step"], outcomes["in spans, 2 in flight"]
+    in_step, partial = outcomes["in step"], outcomes["partial rollout, 2 in flight"]
     assert in_step.idle > 0.3
-    assert spans.seconds < 0.8 * in_step.seconds
+    assert partial.seconds < 0.8 * in_step.seconds
     # Prefixes that are computed again cost what they are said to.
     again = {one.name: one for one in simulate.simulate(rates(train_s=100.0, prefill_s=1.0), LONG_TAIL)}
     assert again["in step"].seconds == in_step.seconds
-    assert again["in spans, 2 in flight"].seconds > spans.seconds
+    assert again["partial rollout, 2 in flight"].seconds > partial.seconds
 
 
 def test_a_schedule_must_gain_to_be_recommended():

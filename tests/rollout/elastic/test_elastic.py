@@ -12,12 +12,12 @@ import pytest
 from mindrlhf.errors import RunFailure
 from mindrlhf.launch.launch import find_free_port
 from mindrlhf.launch.nodes import channel
-from mindrlhf.launch.nodes.guests import DOOR_VARIABLE, DoorAddress
+from mindrlhf.launch.nodes.rollout_nodes import LISTENER_VARIABLE, ListenerAddress
 from mindrlhf.rollout.elastic import node
-from mindrlhf.rollout.elastic.door import Door, take_address
 from mindrlhf.rollout.elastic.generator import ElasticGenerator
+from mindrlhf.rollout.elastic.listener import Listener, take_address
 from mindrlhf.rollout.types import Cancelled, Completion, GenerationRequest, SamplingParams
-from mindrlhf.system.handshake import Stranger, introduce
+from mindrlhf.system.handshake import UnauthenticatedPeer, introduce
 from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.tensors import TensorInfo
 
@@ -92,14 +92,14 @@ class Servers:
 class Node:
     """A node for rollout only, in a thread."""
 
-    def __init__(self, address: DoorAddress, num_servers: int) -> None:
+    def __init__(self, address: ListenerAddress, num_servers: int) -> None:
         self.servers = Servers()
         self.is_ending = threading.Event()
         self.failure: Exception | None = None
         self.thread = threading.Thread(target=self._serve, args=(address, num_servers), daemon=True)
         self.thread.start()
 
-    def _serve(self, address: DoorAddress, num_servers: int) -> None:
+    def _serve(self, address: ListenerAddress, num_servers: int) -> None:
         try:
             node.serve(self.servers, num_servers, address, lambda: self.is_ending.is_set() or None)
         except Exception as error:
@@ -110,19 +110,19 @@ class Run:
     """Rank 0, its buffer and its own servers."""
 
     def __init__(self) -> None:
-        self.address = DoorAddress("127.0.0.1", find_free_port(), "ab" * 32)
+        self.address = ListenerAddress("127.0.0.1", find_free_port(), "ab" * 32)
         self.buffer = WeightBuffer.create(INFOS)
         self.own = Servers()
         self.own.use_weight_buffer(self.buffer.path)
-        self.door = Door(self.address)
-        self.generator = ElasticGenerator(self.own, 1, self.door, self.buffer)
+        self.listener = Listener(self.address)
+        self.generator = ElasticGenerator(self.own, 1, self.listener, self.buffer)
         self.nodes: list[Node] = []
         self.random = np.random.default_rng(0)
         self.values = [
             self.random.integers(0, 2**16, info.shape).astype(f"u{info.numpy_dtype.itemsize}") for info in INFOS
         ]
 
-    def start(self, num_servers: int = 1, address: DoorAddress | None = None) -> Node:
+    def start(self, num_servers: int = 1, address: ListenerAddress | None = None) -> Node:
         self.nodes.append(Node(address or self.address, num_servers))
         return self.nodes[-1]
 
@@ -198,8 +198,8 @@ def test_weights_travel_as_changes_after_the_first_time(run, capsys):
     sent = []
     for version in (1, 2):
         run.update(version)
-        (member,) = run.generator._members
-        sent.append(member._transport.sent_bytes - sum(sent))
+        (peer,) = run.generator._peers
+        sent.append(peer._transport.sent_bytes - sum(sent))
     assert sent[0] == sum(info.size_bytes for info in INFOS)
     # 50 elements or so of the 192,000 of 16 bits changed; those of 32 bits travel whole.
     assert sent[1] < 1000
@@ -222,8 +222,8 @@ def test_the_prompts_of_a_node_that_dies_are_issued_again(run, capsys):
 
 def hang_up(run: Run) -> None:
     """Cut all connections of rank 0 to the nodes, as the kernel does for a node whose processes are killed."""
-    (member,) = run.generator._members
-    member._channel._connection._connection.shutdown(socket.SHUT_RDWR)
+    (peer,) = run.generator._peers
+    peer._channel._connection._connection.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_node_that_comes_again_takes_part_again(run, capsys):
@@ -298,9 +298,9 @@ def test_a_node_that_falls_silent_is_lost(run, capsys, monkeypatch):
     assert run.sample() == run.alone()
 
 
-def test_strangers_and_nonsense_at_the_door_change_nothing(run, capsys):
+def test_strangers_and_nonsense_at_the_listener_change_nothing(run, capsys):
     with socket.create_connection((run.address.host, run.address.port)) as connection:
-        with pytest.raises(Stranger):
+        with pytest.raises(UnauthenticatedPeer):
             introduce(connection, b"another key")
     with socket.create_connection((run.address.host, run.address.port)) as connection:
         introduce(connection, bytes.fromhex(run.address.key)).send({"host": "odd", "num_servers": "many"})
@@ -311,6 +311,6 @@ def test_strangers_and_nonsense_at_the_door_change_nothing(run, capsys):
 
 
 def test_who_rank_0_starts_does_not_get_to_know_the_key(monkeypatch):
-    monkeypatch.setenv(DOOR_VARIABLE, '{"host": "10.0.0.1", "port": 7, "key": "00ff"}')
-    assert take_address() == DoorAddress("10.0.0.1", 7, "00ff")
+    monkeypatch.setenv(LISTENER_VARIABLE, '{"host": "10.0.0.1", "port": 7, "key": "00ff"}')
+    assert take_address() == ListenerAddress("10.0.0.1", 7, "00ff")
     assert take_address() is None

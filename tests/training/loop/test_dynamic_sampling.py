@@ -173,11 +173,11 @@ def test_every_prompt_of_a_run_is_used_once_or_dropped_also_over_a_restart(
 
 def test_a_lost_sample_is_noticed():
     step = GroupSampling(make_config()).collect(Rounds([1, 0, 1, 1, 0, 0, 1, 1]), [])
-    with pytest.raises(AssertionError, match="24 generated are not 12 used, 3 left over and 8 dropped"):
+    with pytest.raises(AssertionError, match="24 generated are not 12 used, 3 carried over and 8 dropped"):
         SampleLedger().add(dataclasses.replace(step, dropped=step.dropped[1:]))
     ledger = SampleLedger()
     ledger.add(step)
-    with pytest.raises(AssertionError, match="3 samples were left over, 0 are used"):
+    with pytest.raises(AssertionError, match="3 samples were carried over, 0 are used"):
         ledger.add(step)
 
 
@@ -223,9 +223,9 @@ def test_a_leftover_sample_that_lacks_a_value_is_damage(path, name):
         else:
             name = "strange"
             inner[name] = 1
-        with pytest.raises(DamagedDirectory, match=f"'{name}' of leftover sample 1 is missing or new"):
+        with pytest.raises(DamagedDirectory, match=f"'{name}' of carried-over sample 1 is missing or new"):
             from_leftover([leftover, LeftoverSample(record, leftover.arrays)])
-    with pytest.raises(DamagedDirectory, match="'reward' of leftover sample 0"):
+    with pytest.raises(DamagedDirectory, match="'reward' of carried-over sample 0"):
         from_leftover([LeftoverSample({**leftover.record, "reward": 0.5}, leftover.arrays)])
 
 
@@ -254,9 +254,9 @@ def test_leftover_samples_of_earlier_releases_are_read():
     assert len(seen.images) == 11
     for image, same in zip(images, seen.images, strict=True):
         np.testing.assert_array_equal(image, same, strict=True)
-    with pytest.raises(DamagedDirectory, match="'answer' of leftover sample 0"):
+    with pytest.raises(DamagedDirectory, match="'answer' of carried-over sample 0"):
         from_leftover([LeftoverSample({name: record[name] for name in record if name != "answer"}, arrays)])
-    with pytest.raises(DamagedDirectory, match="'strange' of leftover sample 0"):
+    with pytest.raises(DamagedDirectory, match="'strange' of carried-over sample 0"):
         from_leftover([LeftoverSample(record | {"strange": 1}, arrays)])
 
 

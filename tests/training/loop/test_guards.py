@@ -338,16 +338,16 @@ def test_rows_that_share_prompts_are_saved_with_what_the_model_reads(tmp_path):
     for one, other in zip(micro_batches, batch.micro_batches, strict=True):
         np.testing.assert_array_equal(one.model_inputs, other.model_inputs)
     save_skipped(tmp_path / "half", saved, {name: array for name, array in arrays.items() if "positions" not in name})
-    with pytest.raises(UserError, match="what its rows say of prompts is missing or wrong"):
+    with pytest.raises(UserError, match="what its sequences say of prompts is missing or wrong"):
         load_skipped(tmp_path / "half")
 
 
-def test_rows_with_a_teachers_words_are_saved_with_them(tmp_path):
+def test_rows_with_a_teachers_tokens_are_saved_with_them(tmp_path):
     values = {"advantages": np.zeros(2, np.float32)}
     ids = np.array([1, 2], np.int32)
     batch = make_batch([TokenSequence(ids, ids + 2, values)], RowOptions((8,), 2, 1, True))
     (rows,) = batch.part_of(0, 1).micro_batches
-    rows.tokens["teacher_words"] = np.arange(2 * 8 * 3, dtype=np.int32).reshape(2, 8, 3)
+    rows.tokens["teacher_tokens"] = np.arange(2 * 8 * 3, dtype=np.int32).reshape(2, 8, 3)
     rows.tokens["teacher_logprobs"] = -np.arange(2 * 8 * 4, dtype=np.float32).reshape(2, 8, 4)
     saved = SkippedBatch(
         step=1, update=1, num_micro_batches=1, num_tokens=2, kl_coefficient=1.0, loss="nan", grad_norm="nan",
@@ -360,9 +360,9 @@ def test_rows_with_a_teachers_words_are_saved_with_them(tmp_path):
     for name, array in rows.tokens.items():
         assert found.tokens[name].dtype == array.dtype
         np.testing.assert_array_equal(found.tokens[name], array)
-    rows.tokens["teacher_words"] = rows.tokens["teacher_words"][:, :7]
+    rows.tokens["teacher_tokens"] = rows.tokens["teacher_tokens"][:, :7]
     save_skipped(tmp_path / "short", saved, saved_arrays([rows], [rows.mask]))
-    with pytest.raises(UserError, match="a row is missing or wrong"):
+    with pytest.raises(UserError, match="a packed sequence is missing or wrong"):
         load_skipped(tmp_path / "short")
 
 

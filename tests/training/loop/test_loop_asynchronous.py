@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import test_loop
 from test_loop import NUM_GENERATIONS, Run
-from test_loop_spans import LONGEST, SPAN
-from test_loop_spans import Server as Spans
+from test_loop_segments import LONGEST, SPAN
+from test_loop_segments import Server as Spans
 
 from mindrlhf.checkpoint.algorithm_state import AlgorithmState
 from mindrlhf.checkpoint.leftover import leftover_records, load_leftover, save_leftover

@@ -1,4 +1,4 @@
-"""Key data of the loop's steps: what is dumped is what the scripted samples, the ranks and the algorithm say."""
+"""Dumps of the loop's steps: what is dumped is what the scripted samples, the ranks and the algorithm say."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from test_loop import NUM_GENERATIONS, Run
 from mindrlhf.config.observe import MsprobeSection
 from mindrlhf.debugging.dump_diff import compare_dumps
 from mindrlhf.debugging.dump_paths import rank_dir, rank_dirs
-from mindrlhf.training.loop.key_data import KeyData
+from mindrlhf.training.loop.dump import StepDump
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.worker.actor import Actor
 
@@ -60,14 +60,14 @@ def train(directory, *, world_size=1, **section):
     ranks = Ranks(run.trainer.parts.team)
     for rank in ranks.team.workers:
         rank.compute_logprobs = _keeping(rank)
-    key_data = KeyData(MsprobeSection(enabled=True, **section), directory, Policy(ranks, None))
-    observers = dataclasses.replace(run.trainer.parts.observers, key_data=key_data)
+    dump = StepDump(MsprobeSection(enabled=True, **section), directory, Policy(ranks, None))
+    observers = dataclasses.replace(run.trainer.parts.observers, dump=dump)
     run.trainer.parts = dataclasses.replace(run.trainer.parts, observers=observers)
     return run(), ranks.calls
 
 
 def read(directory, stage, step, name):
-    """Return the arrays or values of each time that key data of this name were written."""
+    """Return the arrays or values of each time that arrays of this name were written."""
     place = rank_dir(directory, stage, step, 0)
     data = json.loads((place / "debug.json").read_text())["data"]
 
@@ -84,7 +84,7 @@ def read(directory, stage, step, name):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_key_data_of_a_step_by_hand(tmp_path, world_size):
+def test_the_dump_of_a_step_by_hand(tmp_path, world_size):
     metrics, calls = train(tmp_path, task="tensor", first_step=2, last_step=2, world_size=world_size)
     assert calls == [], "level debug asks nothing of the ranks"
     assert {place[:2] for place in rank_dirs(tmp_path)} == {
@@ -128,7 +128,7 @@ def test_two_runs_are_the_same_and_stages_can_be_chosen(tmp_path):
     found = compare_dumps(tmp_path / "a", tmp_path / "b")
     assert found.is_same and not found.one_sided and all(count.num_compared for count in found.stages)
     train(tmp_path / "two_ranks", stages=stages, world_size=2)
-    assert compare_dumps(tmp_path / "a", tmp_path / "two_ranks").is_same, "key data do not depend on the ranks"
+    assert compare_dumps(tmp_path / "a", tmp_path / "two_ranks").is_same, "dumps do not depend on the ranks"
 
 
 def test_ranks_are_told_which_steps_to_dump(tmp_path):

@@ -98,7 +98,7 @@ def _fit(run: Path, limit: int) -> ResponseLengths:
         return middle * math.exp(sigma * top) > longest
 
     sigma = _halve(*_SIGMAS, is_too_wide)
-    source = f"fitted to {len(steps)} steps of {run}: mean {mean:.0f}, longest {longest:.0f}, cut {cut:.1%}"
+    source = f"fitted to {len(steps)} steps of {run}: mean {mean:.0f}, longest {longest:.0f}, truncated {cut:.1%}"
     return ResponseLengths(_median(mean, sigma, limit), sigma, limit, source)
 
 

@@ -1,4 +1,4 @@
-"""What devices of a run wait for, by an event simulation of its schedules: in step, ahead of training, in spans.
+"""What devices of a run wait for, by an event simulation of its schedules: in step, off-policy, by partial rollout.
 
 Every schedule is the product's own: see docs/async.md. Lengths within a group are drawn independently, which makes
 groups less alike than they are; nothing else takes time but what :class:`Rates` has.
@@ -58,7 +58,7 @@ def simulate(rates: Rates, lengths: ResponseLengths) -> list[Outcome]:
         span = segment_tokens(lengths)
         seconds = _in_spans(rates, lengths, num_servers, num_in_flight, span) + shared_s
         keys = {"rollout.segment_tokens": span, "rollout.in_flight": num_in_flight, "rollout.max_segments": MAX_SPANS}
-        found.append(outcome(f"in spans, {num_in_flight:g} in flight", keys, 0, seconds))
+        found.append(outcome(f"partial rollout, {num_in_flight:g} in flight", keys, 0, seconds))
     splits = [
         (keys, num_devices, [_drain(rates, batch) for batch in _batches(rates, lengths, servers)], train_s)
         for keys, num_devices, servers, train_s in _splits(rates)
@@ -66,7 +66,7 @@ def simulate(rates: Rates, lengths: ResponseLengths) -> list[Outcome]:
     for ahead in _AHEAD:
         options = [
             outcome(
-                f"{ahead} ahead",
+                f"off-policy by {ahead}",
                 keys | {"rollout.off_policy_steps": ahead},
                 devices,
                 _ahead(drawn, train_s, switch_s, ahead),

@@ -1,1 +1,1 @@
-"""The schedules by which samples are made: within the step, ahead of it, in segments, or asynchronously."""
+"""The schedules of sampling: within the step, off-policy by some steps, in segments, or asynchronously."""

@@ -32,7 +32,7 @@ from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.loop.sampling.busy import BusyTime
 from mindrlhf.training.loop.sampling.in_step import Rollout
 from mindrlhf.training.loop.sampling.order import ORDER_NAME, read_order
-from mindrlhf.training.loop.sampling.rounds import Group, SpanRounds, from_leftover, to_leftover
+from mindrlhf.training.loop.sampling.rounds import Group, SegmentRounds, from_leftover, to_leftover
 from mindrlhf.training.loop.step import StepSamples
 
 
@@ -55,7 +55,7 @@ class SamplingAsynchronously:
         self._rollout = rollout
         self._progress = progress
         self._prompts = rollout.prompts.beside_the_loop()
-        self._rounds = SpanRounds(config, rollout, self._prompts, max_segments=None)
+        self._rounds = SegmentRounds(config, rollout, self._prompts, max_segments=None)
         self._num_responses = config.algorithm.num_generations
         self._num_groups = config.training.chunk_size * config.training.num_rollouts
         self._num_steps = num_steps
@@ -244,10 +244,10 @@ class SamplingAsynchronously:
         return max(0, allowed - self._prompts.stream.num_taken)
 
     def _do_round(self) -> None:
-        """Give every response that goes on a span of tokens, and begin with new ones where the bound allows."""
+        """Give every response that goes on a segment of tokens, and begin with new ones where the bound allows."""
         groups = [*self._going_on, *self._rounds.begin(self._num_to_begin())]
         records = self._rounds.read(groups)
-        groups = self._rounds.give_span(groups, records, self._version)
+        groups = self._rounds.give_segment(groups, records, self._version)
         with self._changed:
             self._num_rounds += 1
             self._take_up(groups, records)

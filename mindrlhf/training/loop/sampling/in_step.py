@@ -237,7 +237,7 @@ class GroupSampling:
             chosen += taught
             without_signal += useless
         used, surplus = chosen[: self._num_groups], chosen[self._num_groups :]
-        assert len(surplus) < self._chunk_size, f"{len(surplus)} groups are left over from chunks of {self._chunk_size}"
+        assert len(surplus) < self._chunk_size, f"{len(surplus)} groups carried over, of chunks of {self._chunk_size}"
         num_missing = self._num_groups - len(used)
         fillers, dropped = without_signal[:num_missing], without_signal[num_missing:]
         return StepSamples(

@@ -1,4 +1,4 @@
-"""Responses that are given so many tokens at a time: what :mod:`.spans` and :mod:`.asynchronous` are made of."""
+"""Responses that are given so many tokens at a time: what :mod:`.segments` and :mod:`.asynchronous` are made of."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -52,8 +52,8 @@ class Group:
         return all(response.finish_reason for response in self.responses)
 
 
-class SpanRounds:
-    """Begins groups, gives all responses that go on a span of tokens, and scores complete groups.
+class SegmentRounds:
+    """Begins groups, gives all responses that go on a segment of tokens, and scores complete groups.
 
     A round is the same whatever the number of servers and their speed: it follows from the groups and the weights.
 
@@ -84,7 +84,7 @@ class SpanRounds:
         """Return the prompts of groups by the group's number."""
         return dict(zip([group.number for group in groups], self._prompts.read([group.prompt for group in groups])))
 
-    def give_span(self, groups: Sequence[Group], records: Mapping[int, Prompt], version: int) -> list[Group]:
+    def give_segment(self, groups: Sequence[Group], records: Mapping[int, Prompt], version: int) -> list[Group]:
         """Return the groups with up to so many tokens more for each response that goes on."""
         places = [
             (group.number, index)

@@ -13,16 +13,16 @@ from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.launch.launch import find_free_port
 from mindrlhf.launch.nodes.facts import Fact
 from mindrlhf.launch.nodes.first import FirstNode
-from mindrlhf.launch.nodes.guests import DOOR_VARIABLE, DoorAddress
 from mindrlhf.launch.nodes.place import Place
 from mindrlhf.launch.nodes.rollout_node import RolloutNode
+from mindrlhf.launch.nodes.rollout_nodes import LISTENER_VARIABLE, ListenerAddress
 from mindrlhf.launch.restarts import run_with_restarts
 
 pytestmark = pytest.mark.timeout(60)
 
 SECRET = b"a secret of some length"
 FACTS = (Fact("'optimizer.start_lr'", 0.1, "use one config"), Fact("run.output_dir", "the directory of node 0", "-"))
-GUEST_FACTS = FACTS[:1]
+ROLLOUT_NODE_FACTS = FACTS[:1]
 
 
 class Node0:
@@ -31,7 +31,7 @@ class Node0:
     def __init__(self, tmp_path: Path, *, is_elastic: bool = True, max_restarts: int = 0) -> None:
         self.port = find_free_port()
         self.orders: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self.doors: list[DoorAddress] = []
+        self.addresses: list[ListenerAddress] = []
         self.hosts: list[str] = []
         self.code: int | None = None
         place = Place(0, 1, "127.0.0.1", self.port, is_elastic=is_elastic)
@@ -50,8 +50,8 @@ class Node0:
 
     def _ranks(self, resume: bool) -> int:
         self.hosts.append(self.nodes.host)
-        if DOOR_VARIABLE in self.nodes.environment:
-            self.doors.append(DoorAddress(**json.loads(self.nodes.environment[DOOR_VARIABLE])))
+        if LISTENER_VARIABLE in self.nodes.environment:
+            self.addresses.append(ListenerAddress(**json.loads(self.nodes.environment[LISTENER_VARIABLE])))
         while True:
             assert self.nodes.ending() is None  # nothing that such a node does ends the ranks
             with contextlib.suppress(queue.Empty):
@@ -59,13 +59,13 @@ class Node0:
             time.sleep(0.02)
 
 
-class Guest:
+class RolloutNodeRun:
     """The launcher of a node for rollout only, in a thread."""
 
-    def __init__(self, port: int, facts=GUEST_FACTS, secret: bytes = SECRET, fails: bool = False) -> None:
+    def __init__(self, port: int, facts=ROLLOUT_NODE_FACTS, secret: bytes = SECRET, fails: bool = False) -> None:
         place = Place(1, 1, "127.0.0.1", port, is_elastic=True, is_for_rollout=True)
         self.node = RolloutNode(place, secret, lambda _: facts, Path("none"), limit_s=30.0, rejoins=False)
-        self.doors: list[DoorAddress] = []
+        self.addresses: list[ListenerAddress] = []
         self.ends: list[str] = []
         self.result: object = None
         self.fails = fails
@@ -78,8 +78,8 @@ class Guest:
         except Exception as error:
             self.result = error
 
-    def _servers(self, door: DoorAddress) -> None:
-        self.doors.append(door)
+    def _servers(self, address: ListenerAddress) -> None:
+        self.addresses.append(address)
         if self.fails:
             raise RunFailure("vLLM died")
         while (ending := self.node.ending()) is None:
@@ -99,44 +99,44 @@ def wait_until(condition) -> None:
         time.sleep(0.02)
 
 
-def test_it_learns_of_rank_0s_door_whenever_it_comes_and_ends_with_the_run(tmp_path, capsys):
+def test_it_learns_of_rank_0s_address_whenever_it_comes_and_ends_with_the_run(tmp_path, capsys):
     lead = Node0(tmp_path)
-    wait_until(lambda: lead.doors)
-    guests = [Guest(lead.port), Guest(lead.port)]
-    wait_until(lambda: all(guest.doors for guest in guests))
-    assert guests[0].doors == guests[1].doors == lead.doors
-    (door,) = lead.doors
-    assert door.host == "127.0.0.1" and door.port != lead.port and len(bytes.fromhex(door.key)) == 32
-    assert SECRET.hex() not in door.key
+    wait_until(lambda: lead.addresses)
+    nodes = [RolloutNodeRun(lead.port), RolloutNodeRun(lead.port)]
+    wait_until(lambda: all(node.addresses for node in nodes))
+    assert nodes[0].addresses == nodes[1].addresses == lead.addresses
+    (address,) = lead.addresses
+    assert address.host == "127.0.0.1" and address.port != lead.port and len(bytes.fromhex(address.key)) == 32
+    assert SECRET.hex() not in address.key
     # Rank 0 may have to wait for them alone.
     wait_until(lambda: lead.nodes.activity()[0].cpu_time_s > 0 and lead.nodes.activity()[1] >= 2)
     lead.orders.put(0)
-    assert [guest.end() for guest in guests] == [0, 0]
+    assert [node.end() for node in nodes] == [0, 0]
     lead.thread.join(20)
     assert lead.code == 0
     assert capsys.readouterr().err.count("has come") == 2
 
 
-def test_each_start_of_the_ranks_has_a_door_of_its_own(tmp_path):
+def test_each_start_of_the_ranks_has_an_address_of_its_own(tmp_path):
     lead = Node0(tmp_path, max_restarts=1)
-    guest = Guest(lead.port)
-    wait_until(lambda: len(guest.doors) == 1)
+    node = RolloutNodeRun(lead.port)
+    wait_until(lambda: len(node.addresses) == 1)
     lead.orders.put(1)
-    wait_until(lambda: len(guest.doors) == len(lead.doors) == 2)  # the guest may be told first
-    assert guest.ends == ["the ranks have ended"]
-    assert guest.doors == lead.doors and guest.doors[0].key != guest.doors[1].key
+    wait_until(lambda: len(node.addresses) == len(lead.addresses) == 2)  # the node may be told first
+    assert node.ends == ["the ranks have ended"]
+    assert node.addresses == lead.addresses and node.addresses[0].key != node.addresses[1].key
     lead.orders.put(0)
-    assert guest.end() == 0
+    assert node.end() == 0
 
 
 def test_it_leaves_and_the_run_goes_on(tmp_path, capsys):
     lead = Node0(tmp_path)
-    guest = Guest(lead.port)
-    wait_until(lambda: guest.doors)
-    guest.node.leave()
-    assert guest.end() == 0
-    again = Guest(lead.port)
-    wait_until(lambda: again.doors)
+    node = RolloutNodeRun(lead.port)
+    wait_until(lambda: node.addresses)
+    node.node.leave()
+    assert node.end() == 0
+    again = RolloutNodeRun(lead.port)
+    wait_until(lambda: again.addresses)
     assert lead.code is None
     lead.orders.put(0)
     assert again.end() == 0
@@ -146,8 +146,8 @@ def test_it_leaves_and_the_run_goes_on(tmp_path, capsys):
 
 def test_servers_that_fail_end_their_node_only(tmp_path):
     lead = Node0(tmp_path)
-    guest = Guest(lead.port, fails=True)
-    assert isinstance(guest.end(), RunFailure)
+    node = RolloutNodeRun(lead.port, fails=True)
+    assert isinstance(node.end(), RunFailure)
     lead.orders.put(0)
     lead.thread.join(20)
     assert lead.code == 0
@@ -161,18 +161,18 @@ def test_servers_that_fail_end_their_node_only(tmp_path):
             (Fact("'optimizer.start_lr'", 0.2, "use one config"),),
             r"'optimizer.start_lr' is 0.1 on node 0, 0.2 on",
         ),
-        (False, GUEST_FACTS, "the run takes no nodes for rollout only: give --elastic to all"),
+        (False, ROLLOUT_NODE_FACTS, "the run takes no nodes for rollout only: give --elastic to all"),
     ],
 )
 def test_one_that_differs_or_is_not_wanted_is_refused_alone(tmp_path, is_elastic, facts, line):
     lead = Node0(tmp_path, is_elastic=is_elastic)
     wait_until(lambda: lead.hosts)
-    guest = Guest(lead.port, facts)
-    result = guest.end()
+    node = RolloutNodeRun(lead.port, facts)
+    result = node.end()
     assert isinstance(result, UserError) and line in str(result)
     lead.orders.put(0)
     lead.thread.join(20)
-    assert lead.code == 0 and bool(lead.doors) == is_elastic
+    assert lead.code == 0 and bool(lead.addresses) == is_elastic
 
 
 def test_one_node_that_trains_keeps_its_ranks_to_itself(tmp_path):
@@ -185,7 +185,7 @@ def test_one_node_that_trains_keeps_its_ranks_to_itself(tmp_path):
 
 def test_a_wrong_secret_is_named(tmp_path):
     lead = Node0(tmp_path)
-    guest = Guest(lead.port, secret=b"another secret, as long")
-    assert "do not know each other" in str(guest.end())
+    node = RolloutNodeRun(lead.port, secret=b"another secret, as long")
+    assert "do not know each other" in str(node.end())
     lead.orders.put(0)
     lead.thread.join(20)

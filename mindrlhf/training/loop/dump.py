@@ -1,4 +1,4 @@
-"""The key data of chosen steps, as rank 0 has them: samples, log-probabilities, advantages, loss."""
+"""What msprobe compares of chosen steps, as rank 0 has them: samples, log-probabilities, advantages, loss."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mindrlhf.config.observe import CELL_LEVEL, KEY_DATA_LEVEL, MsprobeSection
+from mindrlhf.config.observe import CELL_LEVEL, DEBUG_LEVEL, MsprobeSection
 from mindrlhf.debugging.dump_files import StageDump
 from mindrlhf.debugging.dump_paths import rank_dir
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 # What the ranks were given, by the stage that computed it; the rest was made for the update.
 _STAGE_OF = {"old_logprobs": "old_log_prob"}
-_STAGE_OF |= dict.fromkeys(("reference_logprobs", "teacher_words", "teacher_logprobs"), "reference")
+_STAGE_OF |= dict.fromkeys(("reference_logprobs", "teacher_tokens", "teacher_logprobs"), "reference")
 
 
-class KeyData:
-    """Writes the key data of each step in the range, and has the ranks write their cells.
+class StepDump:
+    """Writes the inputs and results of each step in the range, and has the ranks write their cells.
 
     Args:
         section: what to dump; ``enabled`` is true.
@@ -44,7 +44,7 @@ class KeyData:
             self._policy.begin_dump(step)
 
     def finish(self, step: "Step") -> None:
-        """Write the key data of a step, before its batches are gone.
+        """Write the dump of a step, before its batches are gone.
 
         Raises:
             RunFailure: the disk refuses.
@@ -64,9 +64,9 @@ class KeyData:
             ]
         for stage, values in entries.items():
             if values and stage in self._section.stages:
-                dump = StageDump(rank_dir(self._dump_dir, stage, step.number, 0), KEY_DATA_LEVEL, self._section.task)
+                dump = StageDump(rank_dir(self._dump_dir, stage, step.number, 0), DEBUG_LEVEL, self._section.task)
                 for name, value in values:
-                    dump.add_key_data(name, value)
+                    dump.add_values(name, value)
                 dump.write()
 
     def _token_arrays(self, step: "Step") -> dict[str, list[np.ndarray]]:

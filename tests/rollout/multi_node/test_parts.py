@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.rollout.spanning.share import NodeShare
+from mindrlhf.rollout.multi_node.share import NodeShare
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm_options import VllmOptions
 

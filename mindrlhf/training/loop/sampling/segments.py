@@ -14,16 +14,16 @@ import math
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.loop.sampling.in_step import Rollout, SamplingInStep
-from mindrlhf.training.loop.sampling.rounds import Group, SpanRounds, from_leftover, to_leftover
+from mindrlhf.training.loop.sampling.rounds import Group, SegmentRounds, from_leftover, to_leftover
 from mindrlhf.training.loop.step import StepSamples
 
 
-class SamplingInSpans(SamplingInStep):
+class SamplingInSegments(SamplingInStep):
     """Takes the place of :class:`SamplingInStep`; see there for the methods."""
 
     def __init__(self, config: GrpoConfig, rollout: Rollout, progress: Progress, num_steps: int):
         super().__init__(rollout, progress, needs_greedy=False)
-        self._rounds = SpanRounds(config, rollout, rollout.prompts, config.rollout.max_segments)
+        self._rounds = SegmentRounds(config, rollout, rollout.prompts, config.rollout.max_segments)
         self._in_flight = config.rollout.in_flight
         self._num_responses = config.algorithm.num_generations
         self._num_groups = config.training.chunk_size * config.training.num_rollouts
@@ -44,9 +44,9 @@ class SamplingInSpans(SamplingInStep):
         groups += self._rounds.begin(min(math.ceil(self._in_flight * self._num_groups), left) - len(groups))
         records = self._rounds.read(groups)
         with prompts.generating():
-            groups = self._rounds.give_span(groups, records, version)
+            groups = self._rounds.give_segment(groups, records, version)
             while sum(group.is_complete for group in groups) < self._num_groups:
-                groups = self._rounds.give_span(groups, records, version)
+                groups = self._rounds.give_segment(groups, records, version)
             used = [group for group in groups if group.is_complete][: self._num_groups]
             samples = self._rounds.score(used, records)
         self._rollout.generator.sleep()

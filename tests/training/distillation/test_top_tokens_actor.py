@@ -1,4 +1,4 @@
-"""Likeliest words of teachers, and the KL of an update against them, in the actor that a run builds; against logits."""
+"""Top-k tokens of teachers, and the KL of an update against them, in the actor that a run builds; against logits."""
 
 import json
 import subprocess
@@ -50,7 +50,7 @@ def actor(directories, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def logprobs_alone(directories):
-    """Log-probabilities of all words at the positions of a response, float64: a model's logits on this sample alone."""
+    """Log-probabilities of all tokens at the positions of a response, float64: a model's logits on this alone."""
     import mindspore as ms
     from causal_logits import CausalLMLogits
 
@@ -80,11 +80,11 @@ def log_softmax(logits):
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
-def with_rest(full, words):
+def with_rest(full, token_ids):
     chosen = np.zeros(full.shape, bool)
-    np.put_along_axis(chosen, words.astype(np.int64), True, axis=-1)
+    np.put_along_axis(chosen, token_ids.astype(np.int64), True, axis=-1)
     rest = np.log(np.where(chosen, 0.0, np.exp(full)).sum(axis=-1, keepdims=True))
-    return np.concatenate([np.take_along_axis(full, words.astype(np.int64), -1), rest], axis=-1)
+    return np.concatenate([np.take_along_axis(full, token_ids.astype(np.int64), -1), rest], axis=-1)
 
 
 def given() -> list[TokenSequence]:
@@ -107,20 +107,20 @@ def ask(actor, sequences):
     return batch, rows, found
 
 
-def test_each_sample_has_the_words_of_its_own_teacher(actor, logprobs_alone):
+def test_each_sample_has_the_tokens_of_its_own_teacher(actor, logprobs_alone):
     samples = given()
     batch, rows, found = ask(actor, samples)
     assert {teacher for one in rows for teacher in one.teachers} == {0, 1, 2}
     for number, sample in enumerate(samples):
         full = logprobs_alone("math" if sample.teacher == 1 else "code", sample)
-        words = np.argsort(-full, axis=-1, kind="stable")[:, :K]
-        np.testing.assert_array_equal(found["teacher_words"][number], words)
-        np.testing.assert_allclose(found["teacher_logprobs"][number], with_rest(full, words), atol=3e-5)
-        own = full[np.arange(len(words)), sample.response_ids]
+        token_ids = np.argsort(-full, axis=-1, kind="stable")[:, :K]
+        np.testing.assert_array_equal(found["teacher_tokens"][number], token_ids)
+        np.testing.assert_allclose(found["teacher_logprobs"][number], with_rest(full, token_ids), atol=3e-5)
+        own = full[np.arange(len(token_ids)), sample.response_ids]
         np.testing.assert_allclose(found["reference_logprobs"][number], own, atol=2e-5)
     for one in rows:
         outside = one.mask == 0
-        assert not any(one.tokens[name][outside].any() for name in ("teacher_words", "teacher_logprobs"))
+        assert not any(one.tokens[name][outside].any() for name in ("teacher_tokens", "teacher_logprobs"))
 
 
 def test_an_update_learns_the_kl_against_them(actor, logprobs_alone):
@@ -129,8 +129,8 @@ def test_an_update_learns_the_kl_against_them(actor, logprobs_alone):
     actor.receive_tokens("advantages", [[np.zeros_like(one.mask) for one in batch.micro_batches]])
     result = actor.update(0, 0.0, 0.5)
     loss, kl_sum = 0.0, 0.0
-    for sample, words, of_teacher in zip(samples, found["teacher_words"], found["teacher_logprobs"], strict=True):
-        student = with_rest(logprobs_alone("student", sample), words)
+    for sample, token_ids, of_teacher in zip(samples, found["teacher_tokens"], found["teacher_logprobs"], strict=True):
+        student = with_rest(logprobs_alone("student", sample), token_ids)
         kl = (np.exp(student) * (student - of_teacher)).sum(axis=-1)
         loss, kl_sum = loss + 0.5 * kl @ sample.values["weights"], kl_sum + kl.sum()
     assert kl_sum / batch.num_tokens > 0.05
@@ -169,7 +169,7 @@ def test_the_base_of_adapters_stays_the_teacher(directories, tmp_path):
     assert kl[1] > 1e-3
 
 
-def test_a_teacher_of_more_words_than_the_student_chooses_among_the_students(directories, tmp_path):
+def test_a_teacher_of_more_tokens_than_the_student_chooses_among_the_students(directories, tmp_path):
     config = json.loads((Path(directories["math"]) / "config.json").read_text())
     wide = {**config, "vocab_size": VOCABULARY + 32}
     export_hf(random_hf_weights(wide, 7), wide, tmp_path / "wide")
@@ -177,18 +177,18 @@ def test_a_teacher_of_more_words_than_the_student_chooses_among_the_students(dir
     actor = build(model, {}, tmp_path)
     samples = [TokenSequence(one.prompt_ids, one.response_ids, one.values) for one in given()]
     _, _, found = ask(actor, samples)
-    words, logprobs = (np.concatenate(found[name]) for name in ("teacher_words", "teacher_logprobs"))
-    assert words.max() < VOCABULARY
-    # Some of the mass is on words that the student lacks; it is among all others.
+    token_ids, logprobs = (np.concatenate(found[name]) for name in ("teacher_tokens", "teacher_logprobs"))
+    assert token_ids.max() < VOCABULARY
+    # Some of the mass is on tokens that the student lacks; it is among all others.
     np.testing.assert_allclose(np.exp(logprobs.astype(np.float64)).sum(axis=-1), 1.0, atol=1e-5)
     assert np.exp(logprobs[:, -1]).max() > 0.2
 
 
-def test_words_are_those_of_transformers_logits(rollout_python, tmp_path):
+def test_tokens_are_those_of_transformers_logits(rollout_python, tmp_path):
     import mindspore as ms  # noqa: F401
 
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
-    from mindrlhf.algorithms.top_k.cells import TopWords
+    from mindrlhf.algorithms.top_k.cells import TopTokens
     from mindrlhf.data.packing import PackedRows
     from mindrlhf.models.causal_lm import build_model
     from mindrlhf.training.runtime import Rank
@@ -206,10 +206,10 @@ def test_words_are_those_of_transformers_logits(rollout_python, tmp_path):
     network = build_model(read_hf_config(tmp_path / "tiny"), seq_length=input_ids.shape[1])
     load_hf_weights(network, tmp_path / "tiny")
     policy = PolicyLogProbs(network, TEMPERATURE, "cpu")
-    model = WholeModel(policy, Rank(0, 1), TopWords(policy, 9, 96))
+    model = WholeModel(policy, Rank(0, 1), TopTokens(policy, 9, 96))
     mask = np.ones(input_ids.shape, np.float32)
     rows = PackedRows(input_ids, np.ones_like(input_ids), np.roll(input_ids, -1, 1), mask, {})
-    found = model.top_words(rows)
-    words = np.argsort(-full, axis=-1, kind="stable")[..., :9]
-    np.testing.assert_array_equal(found["teacher_words"], words)
-    np.testing.assert_allclose(found["teacher_logprobs"], with_rest(full, words), atol=1e-4)
+    found = model.top_tokens(rows)
+    token_ids = np.argsort(-full, axis=-1, kind="stable")[..., :9]
+    np.testing.assert_array_equal(found["teacher_tokens"], token_ids)
+    np.testing.assert_allclose(found["teacher_logprobs"], with_rest(full, token_ids), atol=1e-4)

@@ -1,7 +1,7 @@
-"""Seconds of a step with samples generated ahead, against the same config within the step, in turns.
+"""Seconds of a step with off-policy samples, against the same config within the step, in turns.
 
-    .venv/bin/python scripts/benchmark_ahead.py CONFIG [section.key=value ...] [--ahead 1] [--steps 20] [--warmup 5]
-        [--repeats 3] [--asynchronous TOKENS] [--any-core] [--out figures.json]
+    .venv/bin/python scripts/benchmark_off_policy.py CONFIG [section.key=value ...] [--off-policy-steps 1] [--steps 20]
+        [--warmup 5] [--repeats 3] [--asynchronous TOKENS] [--any-core] [--out figures.json]
 
 Both sides run `mindrlhf train` on the config without checkpoints, and evaluations but a short last one. They take
 turns, and each turn gives the median step after warm-up; the ratio of each pair of turns is one measurement, so what
@@ -10,8 +10,8 @@ best 1 / max(g, 1 - g). With ``--asynchronous`` the other side is the fully asyn
 tokens.
 
 The ranks share one core and the servers another, on both sides: MindSpore computes elementwise work on a second thread
-however few it is allowed, so that within a step an update would take both cores, and ahead it could not. ``--any-core``
-leaves them free.
+however few it is allowed, so that within a step an update would take both cores, and off-policy it could not.
+``--any-core`` leaves them free.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def train(arguments: list[str], any_core: bool) -> None:
         errors = process.communicate()[1]
         is_over.set()
     if process.returncode:
-        sys.exit(f"benchmark_ahead: mindrlhf train failed\n{errors[-2000:]}")
+        sys.exit(f"benchmark_off_policy: mindrlhf train failed\n{errors[-2000:]}")
 
 
 def measure(arguments: argparse.Namespace, ahead: int) -> Turn:
@@ -108,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--ahead", type=int, default=1)
+    parser.add_argument("--off-policy-steps", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=3, help="pairs of turns (default 3)")
@@ -116,13 +116,14 @@ def main() -> None:
     parser.add_argument("--any-core", action="store_true", help="do not hold ranks and servers to a core each")
     parser.add_argument("--out", type=Path, help="write all figures as JSON")
     arguments = parser.parse_intermixed_args()
-    print(f"  turn   within the step  generation  idle ranks    {arguments.ahead} ahead  idle ranks  servers   ratio")
+    lag = arguments.off_policy_steps
+    print(f"  turn   within the step  generation  idle ranks   {lag} off-policy  idle ranks  servers   ratio")
     pairs = []
     for turn in range(arguments.repeats):
         # Who goes first alternates as well.
-        order = (0, arguments.ahead) if turn % 2 == 0 else (arguments.ahead, 0)
+        order = (0, arguments.off_policy_steps) if turn % 2 == 0 else (arguments.off_policy_steps, 0)
         found = {ahead: measure(arguments, ahead) for ahead in order}
-        plain, ahead = found[0], found[arguments.ahead]
+        plain, ahead = found[0], found[arguments.off_policy_steps]
         pairs.append((plain, ahead))
         print(
             f"  {turn + 1:4d} {plain.step_s:15.3f} s {plain.generation_s:9.3f} s {plain.idle_ranks:11.0%} "
@@ -134,7 +135,7 @@ def main() -> None:
     print(f"  steps are {statistics.median(ratios):.2f} times as fast ({ratios[0]:.2f} to {ratios[-1]:.2f})")
     if arguments.out:
         turns = [[asdict(plain), asdict(ahead)] for plain, ahead in pairs]
-        given = {"ahead": arguments.ahead, "asynchronous": arguments.asynchronous}
+        given = {"off_policy_steps": arguments.off_policy_steps, "asynchronous": arguments.asynchronous}
         arguments.out.write_text(json.dumps({**given, "ratios": ratios, "turns": turns}, indent=2))
 
 

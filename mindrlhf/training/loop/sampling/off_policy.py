@@ -1,4 +1,4 @@
-"""Sampling ahead of training: a thread of rank 0 has the samples of later steps generated while a step is trained on.
+"""Off-policy sampling: a thread of rank 0 has the samples of later steps generated while a step is trained on.
 
 Which weights generate what follows from step counts alone. Let v(i) be the weights that step i, from 0, begins with.
 With `rollout.off_policy_steps` k, step i trains on samples of v(max(0, i - k)). It does one thing after the other:
@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any
 
-from mindrlhf.checkpoint.algorithm_state import AheadState
+from mindrlhf.checkpoint.algorithm_state import OffPolicyState
 from mindrlhf.checkpoint.leftover import LeftoverSample
 from mindrlhf.checkpoint.manifest import DamagedDirectory
 from mindrlhf.rollout.samples import Sample
@@ -34,7 +34,7 @@ from mindrlhf.training.loop.step import StepSamples
 _PLACE, _LIST = "ahead_place", "ahead_list"
 
 
-class SamplingAhead:
+class SamplingOffPolicy:
     """Takes the place of :class:`mindrlhf.training.loop.sampling.in_step.SamplingInStep`; see there for the methods.
 
     Args:
@@ -112,7 +112,7 @@ class SamplingAhead:
         self._wait([*self._steps.values(), *([self._load] if self._load else [])])
         sampled = [step.result() for step in self._steps.values()]
         self._progress.leftover = [one for place, step in enumerate(sampled) for one in _to_leftover(step, place)]
-        self._progress.algorithm.ahead = AheadState(
+        self._progress.algorithm.ahead = OffPolicyState(
             versions=[step.version for step in sampled],
             num_stale=[step.num_stale for step in sampled],
             num_without_signal=[step.num_without_signal for step in sampled],
@@ -176,7 +176,7 @@ def _to_leftover(samples: StepSamples, place: int) -> list[LeftoverSample]:
     ]
 
 
-def _from_leftover(leftover: list[LeftoverSample], state: AheadState) -> list[StepSamples]:
+def _from_leftover(leftover: list[LeftoverSample], state: OffPolicyState) -> list[StepSamples]:
     """Return what ``_to_leftover`` was called on, a step after the other.
 
     Raises:

@@ -4,10 +4,10 @@ import dataclasses
 import socket
 from collections.abc import Collection
 
+from mindrlhf.rollout.multi_node.parts import ServerParts
+from mindrlhf.rollout.multi_node.supervisor import PartSupervisor
 from mindrlhf.rollout.remote import accept_nodes
 from mindrlhf.rollout.replicas import Replicas
-from mindrlhf.rollout.spanning.keeper import PartKeeper
-from mindrlhf.rollout.spanning.parts import ServerParts
 from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions
 from mindrlhf.system.wire import family_of
@@ -29,10 +29,10 @@ class NodeShare:
         self._listener: socket.socket | None = None
         self._parts: ServerParts | None = None
         self._generator: Replicas | None = None
-        self._keeper: PartKeeper | None = None
+        self._supervisor: PartSupervisor | None = None
 
     def open(self, own_host: str) -> tuple[str, int]:
-        """Listen for the keepers of the parts, and return the address."""
+        """Listen for the supervisors of the parts, and return the address."""
         self._listener = socket.create_server((own_host, 0), family=family_of(own_host))
         return own_host, self._listener.getsockname()[1]
 
@@ -52,12 +52,12 @@ class NodeShare:
     def join(self, address: tuple[str, int], token: bytes, node: int, own_host: str, buffer_path: str) -> None:
         """Keep this node's part of the server whose owner listens at ``address``."""
         log_path = self._options.log_path.removesuffix(".log") + "_part.log"
-        self._keeper = PartKeeper(dataclasses.replace(self._options, log_path=log_path), own_host, buffer_path)
-        self._keeper.join(*address, token, node)
+        self._supervisor = PartSupervisor(dataclasses.replace(self._options, log_path=log_path), own_host, buffer_path)
+        self._supervisor.join(*address, token, node)
 
     def close(self) -> None:
         """End the server, or the part."""
-        for one in (self._generator, self._parts, self._keeper):
+        for one in (self._generator, self._parts, self._supervisor):
             if one is not None:
                 one.close()
-        self._generator = self._parts = self._keeper = None
+        self._generator = self._parts = self._supervisor = None

@@ -65,14 +65,14 @@ def unpack_infos(array: np.ndarray) -> tuple[TensorInfo, ...]:
     return tuple(TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in json.loads(array.tobytes()))
 
 
-class Member:
+class Peer:
     """One such node. Not thread-safe; every call raises ``RunFailure`` when the node is lost or fails.
 
     Args:
         connection: authenticated.
         host: its name.
         num_servers: that it has.
-        key: of the door.
+        key: of the listener.
         say_lost: called, once, by any thread, when the node is lost or leaves.
     """
 
@@ -82,7 +82,7 @@ class Member:
         host: str,
         num_servers: int,
         key: bytes,
-        say_lost: Callable[["Member", str], None],
+        say_lost: Callable[["Peer", str], None],
     ) -> None:
         self.name = f"{host}, {connection.peer}"
         self.num_servers = num_servers

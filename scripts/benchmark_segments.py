@@ -1,7 +1,7 @@
 """Seconds of a whole run with partial rollout, against the same run that finishes all responses in their step.
 
     bash examples/long_tail/make_model.sh
-    .venv/bin/python scripts/benchmark_spans.py examples/long_tail/config.yaml [section.key=value ...]
+    .venv/bin/python scripts/benchmark_segments.py examples/long_tail/config.yaml [section.key=value ...]
         [--segment-tokens 64] [--in-flight 3] [--max-segments 13] [--seeds 0 1 2] [--warmup 5] [--out figures.json]
 
 Steps of partial rollout differ from each other, quick prompts come early and long ones late, so whole runs are
@@ -71,18 +71,19 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=5, help="first steps that are not counted (default 5)")
     parser.add_argument("--out", type=Path, help="write all figures as JSON")
     arguments = parser.parse_intermixed_args()
-    spans = [f"rollout.{name}={getattr(arguments, name)}" for name in ("segment_tokens", "in_flight", "max_segments")]
-    print("  seed      in step  generation   in spans  generation   ratio  held-out accuracy in step, in spans")
+    names = ("segment_tokens", "in_flight", "max_segments")
+    segments = [f"rollout.{name}={getattr(arguments, name)}" for name in names]
+    print("  seed      in step  generation  in segments  generation   ratio  held-out accuracy in step, in segments")
     pairs = []
     for turn, seed in enumerate(arguments.seeds):
-        sides = {"step": [], "spans": spans}
+        sides = {"step": [], "segments": segments}
         # Who goes first alternates as well.
         order = list(sides) if turn % 2 == 0 else list(sides)[::-1]
         found = {
             side: measure(arguments.config, [*arguments.overrides, *sides[side], f"run.seed={seed}"], arguments.warmup)
             for side in order
         }
-        plain, partial = found["step"], found["spans"]
+        plain, partial = found["step"], found["segments"]
         pairs.append((plain, partial))
         print(
             f"  {seed:4d} {plain.steps_s:10.1f} s {plain.generation_s:9.1f} s {partial.steps_s:8.1f} s "
@@ -96,7 +97,7 @@ def main() -> None:
     print(f"  steps are {statistics.median(ratios):.2f} times as fast ({ratios[0]:.2f} to {ratios[-1]:.2f})")
     if arguments.out:
         turns = [[asdict(plain), asdict(partial)] for plain, partial in pairs]
-        arguments.out.write_text(json.dumps({"spans": spans, "ratios": ratios, "runs": turns}, indent=2))
+        arguments.out.write_text(json.dumps({"segments": segments, "ratios": ratios, "runs": turns}, indent=2))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import sys
 import threading
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.rollout.processes.server import ServerProcess, Span
+from mindrlhf.rollout.processes.server import NodePlace, ServerProcess
 from mindrlhf.rollout.remote import introduce_node
 from mindrlhf.rollout.vllm_options import VllmOptions
 from mindrlhf.system.handshake import SignedConnection
@@ -15,8 +15,8 @@ _POLL_S = 0.5
 _CLOSE_TIMEOUT_S = 30.0
 
 
-class PartKeeper:
-    """Does by a thread of its own what the owner of the server asks; see :mod:`mindrlhf.rollout.spanning.parts`.
+class PartSupervisor:
+    """Does by a thread of its own what the owner of the server asks; see :mod:`mindrlhf.rollout.multi_node.parts`.
 
     Args:
         options: of the server, with a log of this part.
@@ -72,7 +72,7 @@ class PartKeeper:
             if header["kind"] == "stop":
                 connection.send({"kind": "stopped"})
                 continue
-            span = Span(header["num_nodes"], header["number"], header["host"], header["port"], self._own_host)
+            span = NodePlace(header["num_nodes"], header["number"], header["host"], header["port"], self._own_host)
             try:
                 self._process = ServerProcess(self._options, ["--headless"], span=span)
                 self._process.give_buffer(self._buffer_path)

@@ -26,8 +26,8 @@ from test_vllm_server import (
     write_model,
 )
 
+from mindrlhf.rollout.multi_node.share import NodeShare
 from mindrlhf.rollout.replicas import Replicas
-from mindrlhf.rollout.spanning.share import NodeShare
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm_options import VllmOptions
 from mindrlhf.system.processes import descendants, shared_memory_files
@@ -67,7 +67,7 @@ class Spanning:
     @property
     def pids(self) -> list[int]:
         """The process with the engine, and the other node's."""
-        return [self.generator._generators[0]._process.pid, self.shares[1]._keeper._process.pid]
+        return [self.generator._generators[0]._process.pid, self.shares[1]._supervisor._process.pid]
 
     def all_pids(self) -> list[list[int]]:
         """The processes of each node."""
@@ -147,7 +147,7 @@ def test_two_processes_on_each_of_two_nodes_give_the_tokens_of_one_process(tmp_p
 TRAINER = """
 import sys, time
 from pathlib import Path
-from test_vllm_spanning import spanning
+from test_vllm_multi_node import spanning
 with spanning(Path(sys.argv[1]), 2) as server:
     server.generator.wait_ready()
     print(*(pid for pids in server.all_pids() for pid in pids), flush=True)

@@ -17,14 +17,14 @@ import psutil
 
 from mindrlhf.system.wire import family_of
 
-_VARIABLE = "MINDRLHF_SERVER_SPAN"  # what the worker processes get to know
+_VARIABLE = "MINDRLHF_SERVER_PLACE"  # what the worker processes get to know
 
 
 def prepare(span: dict[str, Any], tensor_parallel: int, buffer_file: str) -> None:
     """Set the environment of this process and of those it will start; vLLM must not be loaded yet.
 
     Args:
-        span: the fields of ``mindrlhf.rollout.processes.server.Span``.
+        span: the fields of ``mindrlhf.rollout.processes.server.NodePlace``.
         tensor_parallel: of the server.
         buffer_file: holds the path of this node's weight buffer, in a process that no trainer tells it.
     """
@@ -35,7 +35,7 @@ def prepare(span: dict[str, Any], tensor_parallel: int, buffer_file: str) -> Non
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
-def join_span() -> None:
+def join_nodes() -> None:
     """In a worker process of such a server, before it joins the others, put right what vLLM takes for granted."""
     if _VARIABLE not in os.environ:
         return

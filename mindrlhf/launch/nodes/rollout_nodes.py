@@ -1,7 +1,7 @@
 """Nodes for rollout only, as node 0 knows them: they run no ranks, and come and go while the run goes on.
 
-Node 0 compares them with itself as it does with all nodes, and tells those that pass where rank 0's door is: the
-address at which rank 0 takes them in (:mod:`mindrlhf.rollout.elastic.door`). The door's key, one for each start of the
+Node 0 compares them with itself as it does with all nodes, and tells those that pass where rank 0 listens: the
+address at which rank 0 accepts them (:mod:`mindrlhf.rollout.elastic.listener`). Its key, one for each start of the
 ranks, both derive from the secret, so that it never travels.
 """
 
@@ -18,13 +18,13 @@ from mindrlhf.system.handshake import derived_key
 from mindrlhf.system.idle import Activity
 
 ROLLOUT_ROLE = "rollout"
-DOOR_VARIABLE = "MINDRLHF_ROLLOUT_DOOR"
+LISTENER_VARIABLE = "MINDRLHF_ROLLOUT_LISTENER"
 _NUMBER_BYTES = 16
 _PURPOSE = "rollout nodes"
 
 
 @dataclass(frozen=True)
-class DoorAddress:
+class ListenerAddress:
     """Where rank 0 waits for nodes for rollout only.
 
     Attributes:
@@ -37,12 +37,12 @@ class DoorAddress:
     key: str
 
     @classmethod
-    def of_order(cls, order: Mapping[str, Any], secret: bytes) -> "DoorAddress":
+    def of_order(cls, order: Mapping[str, Any], secret: bytes) -> "ListenerAddress":
         """Return what node 0's order to start means to those who know the secret."""
         return cls(str(order["host"]), int(order["port"]), derived_key(secret, _PURPOSE, str(order["number"])).hex())
 
 
-class Guests:
+class RolloutNodes:
     """The launchers of nodes for rollout only, on node 0.
 
     Args:
@@ -61,8 +61,8 @@ class Guests:
     def __len__(self) -> int:
         return len(self._names)
 
-    def take_in(self, channel: Channel, host: str, lines: Sequence[str]) -> None:
-        """Take in one that has come, or turn it away for the reasons in ``lines``."""
+    def accept(self, channel: Channel, host: str, lines: Sequence[str]) -> None:
+        """Accept one that has come, or turn it away for the reasons in ``lines``."""
         if lines:
             say("\n  ".join([f"rollout node {host} cannot take part:", *lines]))
             return channel.send("refused", lines=list(lines))
@@ -90,7 +90,7 @@ class Guests:
         return list(self._activities.values())
 
     def open(self) -> dict[str, str]:
-        """Have them start their servers, as the ranks start; return the variables by which rank 0 finds the door."""
+        """Have them start their servers, as the ranks start; return the variables by which rank 0 finds its address."""
         self._order = {
             "host": self._host,
             "port": find_free_port(self._host),
@@ -98,7 +98,7 @@ class Guests:
         }
         for channel in self._names:
             channel.send("go", **self._order)
-        return {DOOR_VARIABLE: json.dumps(asdict(DoorAddress.of_order(self._order, self._secret)))}
+        return {LISTENER_VARIABLE: json.dumps(asdict(ListenerAddress.of_order(self._order, self._secret)))}
 
     def shut(self) -> None:
         """Have them end their servers, since the ranks have ended."""

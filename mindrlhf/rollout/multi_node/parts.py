@@ -1,6 +1,6 @@
 """The parts of a server that lie on further nodes, as the process that owns the server sees them.
 
-One connection per part (:mod:`mindrlhf.system.handshake`), on which the owner asks and the part's keeper answers:
+One connection per part (:mod:`mindrlhf.system.handshake`), on which the owner asks and the part's supervisor answers:
 
     start {number, num_nodes, host, port}    nothing; the process joins the one with the engine at that address
     note                                     nothing; all are up, so what they leave when killed can be seen
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from mindrlhf.errors import RunFailure
 from mindrlhf.launch.launch import find_free_port
-from mindrlhf.rollout.processes.server import Span
+from mindrlhf.rollout.processes.server import NodePlace
 from mindrlhf.system.handshake import SignedConnection
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 
@@ -26,7 +26,7 @@ class ServerParts:
     """Starts, watches and ends the parts of one server; see :class:`mindrlhf.rollout.vllm.Parts`.
 
     Args:
-        connections: to the keepers of the parts, by node.
+        connections: to the supervisors of the parts, by node.
         host: address of this node, for the processes of the others.
     """
 
@@ -36,7 +36,7 @@ class ServerParts:
         self._running: set[int] = set()  # nodes
         self._failure = ""
 
-    def start(self) -> Span:
+    def start(self) -> NodePlace:
         """Start all parts, and return the place of the process with the engine.
 
         Raises:
@@ -52,10 +52,10 @@ class ServerParts:
             except ConnectionClosed as error:
                 raise RunFailure(f"the rollout server could not be started: {_gone(node, error)}") from None
             self._running.add(node)
-        return Span(num_nodes, 0, self._host, port, self._host)
+        return NodePlace(num_nodes, 0, self._host, port, self._host)
 
     def note_shared_memory(self) -> None:
-        """Have the keepers remember what is to be removed; see :class:`mindrlhf.rollout.vllm.Parts`."""
+        """Have the supervisors remember what is to be removed; see :class:`mindrlhf.rollout.vllm.Parts`."""
         for connection in self._connections.values():
             with contextlib.suppress(ConnectionClosed):  # ``failure`` says so
                 connection.send({"kind": "note"})
