@@ -10,7 +10,7 @@ from slow_tests import VARIABLE, asks_for_nightly
 
 ROOT = Path(__file__).parents[1]
 # A file of every day, one with a slow test among others, and one with larger models at night.
-FILES = ("tests/test_tiers.py", "tests/rollout/test_multi_step.py", "tests/rewards/code/test_cheats.py")
+FILES = ("tests/test_tiers.py", "tests/cpu/test_multi_step.py", "tests/rewards/code/test_cheats.py")
 
 
 def collected(*options: str, is_nightly: bool = False) -> set[str]:

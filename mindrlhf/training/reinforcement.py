@@ -77,7 +77,7 @@ class ReinforcementTraining(life_cycle.Training):
         self._config = config
         self._inputs = inputs
         self._output_dir = Path(config.run.output_dir)
-        self._listener_address = take_address()
+        self._listen_at = take_address()
         num_nodes = num_nodes_from_environment()
         self._places = place_servers(config.rollout, num_nodes, num_ranks_from_environment() // num_nodes)
         self._share: NodeShare | None = None  # of a server over several nodes
@@ -145,9 +145,8 @@ class ReinforcementTraining(life_cycle.Training):
             self._generator.use_weight_buffer(buffer.path)
             if len(nodes) > 1:
                 self._generator = connect_generators(ranks, range(1, len(nodes)), self._generator)
-        if self._listener_address is not None:
-            listener = Listener(self._listener_address)
-            self._generator = ElasticGenerator(self._generator, len(self._places), listener, buffer)
+        if self._listen_at is not None:
+            self._generator = ElasticGenerator(self._generator, len(self._places), Listener(self._listen_at), buffer)
             stack.callback(self._generator.close)
         self._policy = Policy(self.team, buffer)
         self.order = _prompt_order(config, inputs)

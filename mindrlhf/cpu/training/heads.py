@@ -95,11 +95,9 @@ class _OfGiven(nn.Cell):
             found = vocabulary.forward(_rows(hidden), bound[0], labels.reshape(-1), mask.reshape(-1), _rows(token_ids))
             return tuple(array.reshape(*labels.shape, *array.shape[1:]) for array in found)
 
-        def backward(
-            hidden, labels, mask, token_ids, entropy, normaliser, results, grad_logprobs, grad_entropy, slopes
-        ):
+        def backward(hidden, labels, mask, token_ids, entropy, normaliser, found, grad_logprobs, grad_entropy, slopes):
             of_tokens = (labels, mask, entropy, normaliser, grad_logprobs, grad_entropy)
-            flat, given = (array.reshape(-1) for array in of_tokens), tuple(map(_rows, (token_ids, results, slopes)))
+            flat, given = (array.reshape(-1) for array in of_tokens), tuple(map(_rows, (token_ids, found, slopes)))
             return vocabulary.backward(_rows(hidden), bound[0], *flat, weight_gradient, given).reshape(hidden.shape)
 
         self.forward_kernel = _kernel(
