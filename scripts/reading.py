@@ -76,6 +76,7 @@ CUT = {
     "mindrlhf.rollout.sent_experts": "training.replay_routing",
     "mindrlhf.rollout.server.routing": "training.replay_routing",
     "mindrlhf.training.distillation": "distillation.teachers",
+    "mindrlhf.algorithms.chunked_head": "memory.logit_positions",
     "mindrlhf.rollout.server.multi_node": "one machine",
     "mindrlhf.training.loop.skipped_batches": "all gradients are finite",
     "mindrlhf.training.checkpoints.run:RunCheckpoints.save": "checkpoint.every_steps",

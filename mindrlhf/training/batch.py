@@ -139,6 +139,18 @@ class Batch:
         return [found[number] for number in range(len(self.micro_batches))]
 
 
+def parts_of_step(batches: Sequence[Batch], num_ranks: int) -> list[dict[str, list[Batch]]]:
+    """Return the argument ``batches`` of a call to the ranks: their parts of a step's updates, every image once."""
+    parts = []
+    for rank in range(num_ranks):
+        own, sent = [], set()
+        for part in (batch.part_of(rank, num_ranks) for batch in batches):
+            own.append(replace(part, images={name: image for name, image in part.images.items() if name not in sent}))
+            sent |= part.images.keys()
+        parts.append({"batches": own})
+    return parts
+
+
 def make_update_batch(sequences: Sequence[TokenSequence], computed: np.ndarray, options: RowOptions) -> Batch:
     """Make the batch of an update of ``sequences``, with rows for those that are ``computed``, bool [sequences]."""
     batch = make_batch([one for one, is_computed in zip(sequences, computed, strict=True) if is_computed], options)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mindrlhf.data.packing import PackedRows
-from mindrlhf.training.batch import Batch, PolicyUpdateResult, RowOptions
+from mindrlhf.training.batch import Batch, PolicyUpdateResult, RowOptions, parts_of_step
 from mindrlhf.training.team import Team
 from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.publish.publisher import WeightPublisher
@@ -70,9 +70,7 @@ class Policy:
     def receive(self, batches: Sequence[Batch]) -> None:
         """Give every rank its part of the updates of a step, with the images that its rows look at."""
         self._batches = batches
-        world_size = self._team.world_size
-        parts = [{"batches": [batch.part_of(rank, world_size) for batch in batches]} for rank in range(world_size)]
-        self._team.call("receive", per_rank=parts)
+        self._team.call("receive", per_rank=parts_of_step(batches, self._team.world_size))
 
     def logprobs(self, name: str) -> list[np.ndarray]:
         """Have the ranks compute and keep "old_logprobs" or "reference_logprobs".

@@ -6,7 +6,7 @@ import pytest
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.images.geometry import VisionGeometry
 from mindrlhf.images.pixels import image_digest
-from mindrlhf.training.batch import RowOptions, make_batch
+from mindrlhf.training.batch import RowOptions, make_batch, parts_of_step
 from mindrlhf.training.vision.image_rows import ImageTokens
 
 IMAGE, VOCABULARY = 9, 100
@@ -60,7 +60,7 @@ def test_a_rank_is_sent_each_image_of_its_rows_once():
         (image_digest(WIDE), image_digest(TALL)),
         (image_digest(TALL),),
     ]
-    first, second = ([batch.part_of(rank, 2).images for batch in batches] for rank in (0, 1))
+    first, second = ([part.images for part in own["batches"]] for own in parts_of_step(batches, 2))
     assert [image.shape for images in first for image in images.values()] == [WIDE.shape, TALL.shape]
     assert [image.shape for images in second for image in images.values()] == [TALL.shape]
 
