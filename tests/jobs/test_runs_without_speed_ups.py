@@ -39,7 +39,7 @@ def run(copy, tmp_path_factory, rollout_python):
     """What the run prints, and its output directory."""
     inputs, output = tmp_path_factory.mktemp("inputs"), tmp_path_factory.mktemp("run") / "run"
     sanity_inputs.make(inputs)
-    sizes = {"algorithm__num_generations": 8, "training__batch_size": 16, "optimizer__start_lr": 3e-3}
+    sizes = {"algorithm__num_generations": 8, "training__micro_batch_size": 16, "optimizer__start_lr": 3e-3}
     recipe = sanity_inputs.overrides(inputs, output, run__max_steps=NUM_STEPS, rollout__python=rollout_python, **sizes)
     # The directory of the command comes first among the places of its packages, and of those of all that it starts.
     finished = subprocess.run(

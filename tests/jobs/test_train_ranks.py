@@ -94,7 +94,7 @@ def test_the_fingerprint_does_not_depend_on_the_number_of_ranks(runs, world_size
 def test_a_run_says_what_it_does_from_the_first_line_to_the_last(runs):
     lines = (runs[1].parent / "stdout").read_text().splitlines()
     # Of the stages only one that takes seconds: the launcher may not see shorter ones.
-    said = ("checking examples/sanity/config.yaml", "starting 1 rank", "compiling the update for rows of")
+    said = ("checking examples/sanity/config.yaml", "starting 1 rank", "compiling the update for sequences of")
     said += ("  step ", f"  1/{NUM_STEPS}", f"  {NUM_STEPS}/{NUM_STEPS}", "report: ")
     places = [next(place for place, line in enumerate(lines) if words in line) for words in said]
     assert places == sorted(places) and places[0] == 0
