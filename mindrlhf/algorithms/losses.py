@@ -45,9 +45,8 @@ class PolicyLoss(nn.Cell):
             ``rollout_logprobs`` unread.
     """
 
-    # Names of what it reports, and of the token arrays that it takes, in order.
+    # Names of what it reports, in order.
     statistics = POLICY_STATISTICS
-    inputs = POLICY_INPUTS
 
     def __init__(
         self,
@@ -83,7 +82,7 @@ class PolicyLoss(nn.Cell):
     def construct(self, input_ids, segment_ids, labels, mask, *given):
         """Return the loss, its statistics [7] (see ``POLICY_STATISTICS``) and the log-probabilities.
 
-        ``given`` are the token arrays called ``inputs``, then ``kl_coefficient`` and ``num_tokens``, T: float32
+        ``given`` are the token arrays of :meth:`token_arrays`, then ``kl_coefficient`` and ``num_tokens``, T: float32
         scalars. All arrays are [rows, length], float32 but for the ids; the weights are 0 outside the mask.
         """
         logprobs, entropy = self.policy(input_ids, segment_ids, labels, mask)

@@ -18,7 +18,7 @@ a sum over all tokens. :mod:`mindrlhf.algorithms.advantages.distill` estimates i
 import numpy as np
 from mindspore import ops
 
-from mindrlhf.algorithms.losses import POLICY_INPUTS, POLICY_STATISTICS, PolicyLoss
+from mindrlhf.algorithms.losses import POLICY_STATISTICS, PolicyLoss
 
 # What rows call the teacher's tokens, int32 [rows, length, K], and their log-probabilities, float32
 # [rows, length, K + 1], of which the last is that of all other tokens together.
@@ -57,7 +57,6 @@ class TopKPolicyLoss(PolicyLoss):
     """
 
     statistics = (*POLICY_STATISTICS, *TOP_K_STATISTICS)
-    inputs = (*POLICY_INPUTS, TEACHER_TOKENS, TEACHER_LOGPROBS)
 
     def __init__(self, policy, surrogate, k: int, **others):
         super().__init__(policy, surrogate, **others)
