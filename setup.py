@@ -25,7 +25,36 @@ CORE = [
     "transformers>=4.57",
     "xxhash>=3",
 ]
-TRAINING = ["mindspore==2.9.0", "mindformers==1.9.0"]
+# MindFormers asks for `hyper-parallel`, which the package index has not: whoever took that name there would be run by
+# everybody's pip. So it is installed by itself (`pip install --no-deps`, scripts/setup.sh), and these are its other
+# requirements; tests/test_versions.py compares them with its metadata. A newer pyarrow refuses NumPy below 2.
+MINDFORMERS_NEEDS = [
+    "astunparse>=1.6.3",
+    "datasets>=4.0.0",
+    "deprecated>=1.2.0",
+    "ftfy>=6.1.1",
+    "jieba>=0.42.1",
+    "jinja2",
+    "mindpet==1.0.4",
+    "nltk==3.9.1",
+    "numpy<2.0.0",
+    "opencv-python-headless",
+    "pyarrow>=23.0.1,<=25.0.0",
+    "pybind11",
+    "pyyaml>=6.0",
+    "regex>=2022.10.31",
+    "rouge_chinese>=1.0.3",
+    "safetensors",
+    "sentencepiece>=0.2.1",
+    "setproctitle",
+    "setuptools>=83.0.0",
+    "tensorboardX",
+    "tiktoken",
+    "tokenizers",
+    "tqdm>=4.65.0",
+    "transformers==4.57.1",
+]
+TRAINING = ["mindspore==2.10.0", *MINDFORMERS_NEEDS]
 # Its writer of dumps is no public interface, so the major version is fixed.
 DEBUGGING = ["mindstudio-probe>=26.2,<27"]
 EXTRAS = {

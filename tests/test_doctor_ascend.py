@@ -97,18 +97,20 @@ def test_driver_and_firmware(tmp_path):
     assert ascend.check_driver(tmp_path).finding == "driver 25.2.0, firmware 7.7.0.6.236"
 
 
-def test_the_cann_of_each_environment(tmp_path):
+def test_the_cann_of_both_environments(tmp_path):
     nine = tmp_path / "ascend-toolkit" / "9.0.0"
     write(nine / "x86_64-linux" / "ascend_toolkit_install.info", "package_name=Ascend-cann-toolkit\nversion=9.0.0\n")
-    loaded = {"ASCEND_HOME_PATH": str(nine)}
-    first, second = ascend.check_cann(loaded, tmp_path)
-    assert (first.status, first.finding) == ("ok", f"9.0.0, loaded from {nine}")
-    assert second.status == "warning" and "9.0.0 is loaded, installed are 9.0.0; 9.1 is asked for" in second.finding
-    write(tmp_path / "cann-9.1.0" / "version.cfg", "runtime_running_version=[9.1.0:9.1.0]\n")
-    first, second = ascend.check_cann(loaded, tmp_path)
-    assert first.status == "ok" and "9.1.0 is at" in second.finding and "rollout.env" in second.fix
-    first, _ = ascend.check_cann({}, tmp_path)
-    assert first.status == "warning" and first.finding.startswith("none is loaded, installed are 9.0.0, 9.1.0")
+    older = ascend.check_cann({"ASCEND_HOME_PATH": str(nine)}, tmp_path)
+    assert older.status == "warning"
+    assert older.finding == "9.0.0 is loaded, installed are 9.0.0; both environments ask for 9.1"
+    assert older.fix == "install CANN 9.1 and load its set_env.sh"
+    right = tmp_path / "cann-9.1.0"
+    write(right / "version.cfg", "runtime_running_version=[9.1.0:9.1.0]\n")
+    unloaded = ascend.check_cann({}, tmp_path)
+    assert unloaded.finding.startswith("none is loaded, installed are 9.0.0, 9.1.0")
+    assert unloaded.fix == f"load it: source {right}/set_env.sh"
+    loaded = ascend.check_cann({"ASCEND_HOME_PATH": str(right)}, tmp_path)
+    assert (loaded.status, loaded.finding) == ("ok", f"9.1.0, loaded from {right}")
 
 
 @pytest.mark.parametrize(
@@ -178,4 +180,4 @@ def test_all_of_it_on_a_machine_whatever_it_has(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     checks = ascend.ascend_checks({})
     assert statuses(checks)["devices"] == "ok"
-    assert len(checks) == 9 and all(check.fix for check in checks if check.status != "ok")
+    assert len(checks) == 8 and all(check.fix for check in checks if check.status != "ok")

@@ -1,6 +1,8 @@
 """What the rollout server uses of vLLM and vLLM-Ascend exists in the versions that Ascend runs install."""
 
+import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -10,6 +12,10 @@ from pathlib import Path
 
 import pytest
 from slow_tests import RUNS_SLOW_TESTS
+
+from mindrlhf.doctor.ascend import CANN_PIN
+from mindrlhf.doctor.diagnosis import TRAINING_PINS
+from mindrlhf.models.context import INSTALL_MINDFORMERS
 
 ROOT = Path(__file__).resolve().parents[1]
 # A directory with both wheels (about 300 MB), where there is one.
@@ -101,10 +107,37 @@ def test_the_page_has_every_use_and_the_pins_of_setup():
     rows = re.findall(r"^\| (\w+) \| `(.+)` \| (.+) \|$", page, flags=re.MULTILINE)
     assert [row[:2] for row in rows] == [(use.kind, use.shown) for use in check_versions.all_uses()]
     assert {row[2] for row in rows} == {"yes"}
-    pins = re.findall(r'"(mindspore|mindformers|vllm|vllm-ascend)==([\w.]+)"', (ROOT / "setup.py").read_text())
-    assert {"mindspore", "mindformers", "vllm-ascend"} <= {name for name, _ in pins}
-    for name, version in pins:
+    pins = re.findall(r'"(mindspore|vllm|vllm-ascend)==([\w.]+)"', (ROOT / "setup.py").read_text())
+    assert {"mindspore", "vllm-ascend"} <= {name for name, _ in pins}
+    for name, version in [*pins, *TRAINING_PINS.items()]:
         assert f"{name} {version}" in page
+    assert TRAINING_PINS["mindspore"] == dict(pins)["mindspore"]
+    commands = (ROOT / "scripts" / "setup.sh").read_text() + (ROOT / "docs" / "install.md").read_text()
+    installed = set(re.findall(r"mindformers==([\d.]+)", commands + INSTALL_MINDFORMERS))
+    assert installed == {TRAINING_PINS["mindformers"]}
+
+
+def test_mindformers_requirements_are_ours_but_for_the_one_that_no_index_has():
+    """It is installed without them (setup.py)."""
+    listed = dict(re.findall(r'^    "([\w-]+)([^"]*)",$', (ROOT / "setup.py").read_text(), flags=re.MULTILINE))
+    asked = importlib.metadata.requires("mindformers")
+    for text in asked:
+        name, bound = re.fullmatch(r"([\w-]+)(.*)", text).groups()
+        if name != "hyper-parallel" and name != "mindspore":
+            assert bound in listed[name].split(","), text
+    assert "hyper-parallel~=1.0.0" in asked and "hyper-parallel" not in listed
+
+
+def test_both_environments_ask_for_one_cann():
+    folder = Path(importlib.util.find_spec("mindformers").origin).parent
+    releases = json.loads((folder / "VERSION_MAP.json").read_text())
+    mindspore = releases["mf"][TRAINING_PINS["mindformers"]]["prefer"]
+    assert mindspore == TRAINING_PINS["mindspore"]
+    assert releases["ms"][mindspore]["prefer"] == f"{CANN_PIN}.0"
+    page = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"\| (\d+\.\d+\.\d+) \| [\d.]*", page.partition("## CANN")[2].partition("##")[0])) == {
+        f"{CANN_PIN}.0"
+    }
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 
 from mindrlhf.system.hollow import hollow_packages
 
-_HOLLOW_MINDSPORES = ("2.9.0",)
+_HOLLOW_MINDSPORES = ("2.9.0", "2.10.0")
 
 
 @contextlib.contextmanager

