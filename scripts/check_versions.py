@@ -41,6 +41,8 @@ BINDINGS = (
     ("worker.py", "self", ("vllm_ascend.worker.worker.NPUWorker",)),
     ("worker.py", "self.model_runner", ("vllm_ascend.worker.model_runner_v1.NPUModelRunner",)),
     ("worker.py", "current_platform", ("vllm_ascend.platform.NPUPlatform",)),
+    ("ascend.py", "sampler", ("vllm_ascend.sample.sampler.AscendSampler",)),
+    ("ascend.py", "sampler.topk_topp_sampler", ("vllm_ascend.sample.sampler.AscendTopKTopPSampler",)),
     ("vision.py", "MULTIMODAL_REGISTRY", ("vllm.multimodal.registry.MultiModalRegistry",)),
     ("vision.py", "qwen", ("vllm.model_executor.models.qwen2_5_vl",)),
 )
@@ -54,7 +56,7 @@ VALUES = (
 )
 _OWN_ATTRIBUTES = {  # WorkerExtension's
     "_attached_buffer", "_known_slices", "_load_in_place", "_loader", "_loading", "_required", "_weight_buffer",
-    "load_weight_buffer",
+    "load_weight_buffer", "_forgotten",
 }  # fmt: skip
 
 

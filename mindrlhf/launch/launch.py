@@ -44,6 +44,10 @@ _CLUSTER_DEFAULTS = {
     "MS_RETRY_INTERVAL_UPPER": "1",
     # Ascend's default of 120 s is shorter than the start of a large model's rollout server.
     "HCCL_CONNECT_TIMEOUT": "1800",
+    # By default all processes on an NPU take one port of it (16666) and the same ones of its host, and a rollout server
+    # has processes there too (CANN, environment variables).
+    "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
+    "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
 }
 
 

@@ -25,8 +25,20 @@ UNUSED_PACKAGES = (
     "datasets", "jieba", "nltk", "pandas", "pyarrow", "rouge_chinese", "scipy", "sentencepiece", "sklearn",
     "tensorboardX", "tiktoken",
 )  # fmt: skip
+
+
+class _Unmet(types.ModuleType):
+    """A module that nobody uses, with any class that is imported from it."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
 # MindFormers imports this model without asking whether its requirement `hyper-parallel` is there, which no index has.
-_UNMET_MODEL = "mindformers.models.deepseek4"
+# Packages with modules that import MindFormers at their beginning import this one before.
+sys.modules.setdefault("mindformers.models.deepseek4", _Unmet("mindformers.models.deepseek4"))
 
 
 def import_mindspore() -> types.ModuleType:
@@ -43,8 +55,6 @@ def import_mindformers() -> types.ModuleType:
     """
     if importlib.util.find_spec("mindformers") is None:
         raise UserError(f"MindFormers is missing in {sys.prefix}: {INSTALL_MINDFORMERS}")
-    if "mindformers" not in sys.modules:
-        sys.modules[_UNMET_MODEL] = _Unmet(_UNMET_MODEL)
     with warnings.catch_warnings(), speed_ups.quick_imports(UNUSED_PACKAGES):
         warnings.simplefilter("ignore")
         return importlib.import_module("mindformers")
@@ -83,6 +93,17 @@ def prepare_mindformers(device: str, log_dir: str | os.PathLike) -> None:
     )
 
 
+def give_back_memory() -> None:
+    """Give an Ascend device's memory back that this process holds and does not use; its pool never does so by itself.
+
+    Other processes are to have it: the rollout server, before it wakes or is started again.
+    """
+    import mindspore as ms
+
+    if ms.get_context("device_target") == DEVICE_TARGETS["ascend"]:
+        ms.runtime.empty_cache()
+
+
 def run_graph(cell: "nn.Cell", *inputs: Any) -> Any:
     """Call a cell in graph mode; on a CPU its graph is that of an earlier start, where there is one."""
     import mindspore as ms
@@ -104,15 +125,6 @@ def by_itself() -> Iterator[None]:
         yield
     finally:
         ms.set_auto_parallel_context(**before)
-
-
-class _Unmet(types.ModuleType):
-    """A module that nobody uses, with any class that is imported from it."""
-
-    def __getattr__(self, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
 
 
 def _only_errors(record: logging.LogRecord) -> bool:

@@ -24,6 +24,10 @@ DEVICES_VARIABLE = "ASCEND_RT_VISIBLE_DEVICES"
 _DROPPED_VARIABLES = {
     "RANK", "RANK_ID", "RANK_SIZE", "RANK_TABLE_FILE", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "DEVICE_ID", "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV",
+    # Set by a rank for itself, which a server that is started again would take over and the first one not.
+    "HCCL_DETERMINISTIC", "LCCL_DETERMINISTIC",
+    # vLLM cannot sleep with expandable segments, so a shell's options are for other programs.
+    "PYTORCH_NPU_ALLOC_CONF",
 }  # fmt: skip
 _DROPPED_PREFIXES = ("MS_", "MINDSPORE", "OMPI_", "PMIX_", "OMP_", "KMP_", "GOMP_", "GLOG_", "VLLM_")
 _DEVICE_VARIABLES = {
@@ -46,7 +50,8 @@ _DEFAULTS = {
         # A kernel for every weight and number of running samples; by default 1,024 are kept.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8192",
     },
-    "ascend": {},
+    # CANN's default is one port on an NPU and 32 of its host, for which its rank and its server would fight.
+    "ascend": {"HCCL_NPU_SOCKET_PORT_RANGE": "auto", "HCCL_HOST_SOCKET_PORT_RANGE": "auto"},
 }
 
 
@@ -191,8 +196,8 @@ def server_environment(options: VllmOptions, private_dir: str) -> dict[str, str]
         for name, value in os.environ.items()
         if name not in _DROPPED_VARIABLES and not name.startswith(_DROPPED_PREFIXES)
     }
+    own_path = [os.path.join(private_dir, PACKAGES_NAME), options.env.get("PYTHONPATH", ""), *_packages_of_cann(options)]
     ours = {
-        "PYTHONPATH": os.path.join(private_dir, PACKAGES_NAME),
         "TMPDIR": os.path.join(private_dir, TEMPORARY_NAME),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(options.num_threads),
@@ -203,4 +208,13 @@ def server_environment(options: VllmOptions, private_dir: str) -> dict[str, str]
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if options.tensor_parallel_size == 1 else "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
-    return _DEFAULTS[options.device] | kept | ours | _DEVICE_VARIABLES[options.device] | dict(options.env)
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, own_path))}
+    return _DEFAULTS[options.device] | kept | ours | _DEVICE_VARIABLES[options.device] | dict(options.env) | path
+
+
+def _packages_of_cann(options: VllmOptions) -> list[str]:
+    """What CANN's set_env.sh puts on PYTHONPATH, where the server uses the CANN of this process; `acl` is there."""
+    homes = [os.environ.get(name) for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME") if name not in options.env]
+    roots = [os.path.realpath(home) for home in homes if home]
+    entries = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return [one for one in entries if any(Path(os.path.realpath(one)).is_relative_to(root) for root in roots)]

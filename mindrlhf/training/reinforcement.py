@@ -184,6 +184,11 @@ class ReinforcementTraining(life_cycle.Training):
         )
         trainer = Trainer(self._config, parts, progress, self._inputs.num_steps)
         stack.callback(trainer.close)
+        if self._config.run.device == "ascend" and trainer.sampling.sleeps:
+            # They take their share of the NPUs when they start, which the ranks need when they run their graphs.
+            heartbeat.enter("waiting for vLLM")
+            self._generator.wait_ready()
+            self._generator.sleep()
         heartbeat.enter("compiling the training graphs")
         trainer.warm_up()
         if self._reward_model is not None:

@@ -89,6 +89,8 @@ class VllmEngine:
         is_alone = not self._has_workers and cpu.is_known()
         with cpu.without_listeners() if is_alone else contextlib.nullcontext():
             self._engine = LLMEngine.from_engine_args(EngineArgs(**self._engine_arguments(config)))
+        if config["device"] == "ascend":
+            self._engine.collective_rpc("tell_processed_logprobs")
         self._weights_load_in_place = False
         self._required: tuple[list[TensorInfo], list] | None = None  # of each worker, for these tensors
         self._recorder = RoutingRecorder(self._model_runner()) if config["record_routing"] else None
@@ -199,12 +201,14 @@ class VllmEngine:
     def sleep(self) -> None:
         """Give up device memory: weights and KV cache are discarded (level 2). Nothing to do on a CPU."""
         if self._uses_sleep:
+            self._engine.collective_rpc("before_sleep")
             self._engine.sleep(level=2)
 
     def wake(self) -> None:
         """Take memory for the weights; the KV cache follows once they are loaded, so that both need not fit twice."""
         if self._uses_sleep:
             self._engine.wake_up(tags=["weights"])
+            self._engine.collective_rpc("after_wake")
             self._kv_cache_is_asleep = True
 
     def profile(self, step: int) -> None:

@@ -10,6 +10,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from mindrlhf.rollout.server import ascend
 from mindrlhf.rollout.server.cpu import do_without_lscpu, rotate_every_head
 from mindrlhf.rollout.server.multi_node import buffer_of_node, join_nodes
 from mindrlhf.rollout.server.required_slices import trace_reads, without_memory
@@ -86,6 +87,22 @@ class WorkerExtension:
         if is_last and not in_place and current_platform.is_cpu():
             _repack_embeddings(model)
         return is_last
+
+    def tell_processed_logprobs(self) -> None:
+        """See :func:`mindrlhf.rollout.server.ascend.tell_processed_logprobs`."""
+        ascend.tell_processed_logprobs(self.model_runner)
+
+    def before_sleep(self) -> None:
+        """Remember what a sleep of level 2 forgets; see :class:`mindrlhf.rollout.server.ascend.WhatSleepForgets`."""
+        from vllm_ascend.ops import rotary_embedding
+
+        self._forgotten = ascend.WhatSleepForgets(self.model_runner.get_model(), rotary_embedding)
+
+    def after_wake(self) -> None:
+        """Put it back, now that the weights have their memory."""
+        if getattr(self, "_forgotten", None) is not None:
+            self._forgotten.put_back()
+        self._forgotten = None
 
     def find_required_slices(self, infos: Sequence[TensorInfo]) -> RequiredSlices:
         """Return which parts of each tensor this worker reads, which is so for as long as it lives.

@@ -1,0 +1,1 @@
+from mindrlhf.models import context as context  # before any import of MindFormers

@@ -5,6 +5,7 @@ from collections.abc import Collection
 import mindspore as ms
 
 from mindrlhf.config.memory import MemorySection
+from mindrlhf.models.context import give_back_memory
 from mindrlhf.training.sharded.cells import ParallelUpdate
 
 
@@ -47,7 +48,7 @@ class OptimizerPlaces:
 
     def _send(self, part: "_Part") -> None:
         part.send()
-        ms.runtime.empty_cache()  # other processes are to have the memory
+        give_back_memory()
 
 
 class _Part:

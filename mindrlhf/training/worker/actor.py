@@ -8,6 +8,7 @@ import numpy as np
 
 from mindrlhf.checkpoint.state import REFERENCE_NAME, StateWriter
 from mindrlhf.data.packing import PackedRows
+from mindrlhf.models.context import give_back_memory
 from mindrlhf.system import heartbeat
 from mindrlhf.training.batch import Batch, PolicyUpdateResult, ProcessStatistics
 from mindrlhf.training.checkpoints.shards import SavesState
@@ -155,6 +156,7 @@ class Actor(SavesState, ServingWorker):
         """See :meth:`PublishingWorker.publish`; what follows is the generator's turn."""
         published = super().publish(version, bucket, purpose)
         self.learner.make_room()
+        give_back_memory()
         return published
 
     def export(

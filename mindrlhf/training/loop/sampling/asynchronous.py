@@ -43,6 +43,8 @@ class SamplingAsynchronously:
         wait_stage: context around each wait for samples.
     """
 
+    sleeps = False
+
     def __init__(
         self,
         config: GrpoConfig,

@@ -58,6 +58,8 @@ class SamplingInStep:
         needs_greedy: whether to generate the likeliest responses as well.
     """
 
+    sleeps = True  # the generator, while the ranks compute
+
     def __init__(self, rollout: Rollout, progress: Progress, *, needs_greedy: bool):
         self._rollout = rollout
         self._progress = progress

@@ -46,6 +46,8 @@ class SamplingOffPolicy:
         wait_stage: context around each wait for samples.
     """
 
+    sleeps = False
+
     def __init__(
         self,
         rollout: Rollout,
