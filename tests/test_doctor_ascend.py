@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from mindrlhf.doctor import ascend
+from mindrlhf.doctor.diagnosis import _probe_server
 from mindrlhf.doctor.npu_smi import Chip, DeviceProcess, parse_npu_info
 
 # The layout of Huawei's npu-smi command reference, "Querying basic information", with the column of training boards.
@@ -130,16 +131,23 @@ def test_weights_stay_out_of_the_layout_that_cannot_be_reloaded():
     assert "=1 of this shell does not reach it" in ascend.check_weight_format({"VLLM_ASCEND_ENABLE_NZ": "1"}).finding
 
 
+RANGE = "HCCL_HOST_SOCKET_PORT_RANGE"
+
+
 @pytest.mark.parametrize(
     ("environment", "ephemeral", "reserved", "listening", "status", "words"),
     [
-        ({}, "32768\t60999", "", (), "warning", "ip_local_reserved_ports=60000-60031"),
-        ({}, "32768\t60999", "8080,60000-60031", (22,), "ok", ""),
-        ({}, "32768\t60999", "60000-60015", (), "warning", "=60000-60031"),
-        ({}, "32768\t60999", "60000-60031", (60007,), "error", "HCCL_IF_BASE_PORT"),
-        ({"HCCL_IF_BASE_PORT": "20000"}, "32768\t60999", "", (60007,), "ok", ""),
-        ({"HCCL_IF_BASE_PORT": "80"}, "", "", (), "error", "between 1024 and 65520"),
-        ({"HCCL_HOST_SOCKET_PORT_RANGE": "auto"}, "32768\t60999", "", (60007,), "ok", ""),
+        ({RANGE: ""}, "32768\t60999", "", (), "warning", "ip_local_reserved_ports=60000-60031"),
+        ({RANGE: ""}, "32768\t60999", "8080,60000-60031", (22,), "ok", ""),
+        ({RANGE: ""}, "32768\t60999", "60000-60015", (), "warning", "=60000-60031"),
+        ({RANGE: ""}, "32768\t60999", "60000-60031", (60007,), "error", "HCCL_IF_BASE_PORT"),
+        ({RANGE: "", "HCCL_IF_BASE_PORT": "20000"}, "32768\t60999", "", (60007,), "ok", ""),
+        ({RANGE: "", "HCCL_IF_BASE_PORT": "80"}, "", "", (), "error", "between 1024 and 65520"),
+        ({}, "32768\t60999", "", (60007,), "ok", ""),
+        ({RANGE: "60000-60050"}, "32768\t60999", "", (60007,), "ok", ""),
+        ({RANGE: "60000-60031"}, "32768\t60999", "", (60007,), "error", "32 free ports"),
+        ({RANGE: "sixty"}, "32768\t60999", "", (), "error", "32 free ports"),
+        ({RANGE: "auto"}, "32768\t60999", "", (60007,), "ok", ""),
     ],
 )
 def test_the_ports_by_which_ranks_meet(environment, ephemeral, reserved, listening, status, words):
@@ -181,3 +189,30 @@ def test_all_of_it_on_a_machine_whatever_it_has(monkeypatch, tmp_path):
     checks = ascend.ascend_checks({})
     assert statuses(checks)["devices"] == "ok"
     assert len(checks) == 8 and all(check.fix for check in checks if check.status != "ok")
+
+
+SOUND = {"failures": {}, "built_for": "A2", "soc": 223}
+
+
+@pytest.mark.parametrize(
+    ("probe", "statuses", "words"),
+    [
+        (SOUND, ["ok", "ok", "ok"], ""),
+        (SOUND | {"failures": {"acl": "ModuleNotFoundError: acl"}}, ["error", "ok", "ok"], "PYTHONPATH"),
+        (SOUND | {"failures": {"libatb.so": "OSError: not found"}}, ["ok", "error", "ok"], "nnal/atb/set_env.sh"),
+        (SOUND | {"soc": 253}, ["ok", "ok", "ok", "error"], "--no-binary vllm-ascend"),
+        (SOUND | {"built_for": "A3", "soc": 253}, ["ok", "ok", "ok"], ""),
+        ("did not answer within 120 s", ["error"], "docs/install.md"),
+    ],
+)
+def test_what_a_server_loads_on_an_npu(probe, statuses, words):
+    checks = ascend.check_server(probe)
+    assert [check.status for check in checks] == statuses
+    assert words in "".join(check.fix for check in checks)
+
+
+def test_a_server_s_interpreter_is_asked_as_the_server_is_started(rollout_python):
+    """Here it has no CANN, and says so of each part by itself."""
+    probe = _probe_server(rollout_python)
+    assert set(probe["failures"]) >= {"acl", "libatb.so", "vllm_ascend.worker.worker"}
+    assert "No module named 'acl'" in probe["failures"]["acl"] and probe["soc"] is None

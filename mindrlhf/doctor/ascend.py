@@ -18,6 +18,15 @@ ASCEND_DIR = Path("/usr/local/Ascend")
 CANN_PIN = "9.1"
 # CANN 8.5, environment variables, HCCL_IF_BASE_PORT: 32 ports from it on, 16 before that release.
 HCCL_BASE_PORT, NUM_HCCL_PORTS = 60000, 32
+_VLLM_ASCEND = "vllm-ascend==0.23.0"
+# What a server loads of CANN (its Python package), of NNAL (its operators) and of vLLM-Ascend, and how to have it.
+_SERVER_NEEDS = {
+    "acl": f"load CANN {CANN_PIN} before you start: its set_env.sh puts its Python packages on PYTHONPATH",
+    "libatb.so": f"install NNAL {CANN_PIN} (with CANN) and load it: source {ASCEND_DIR}/nnal/atb/set_env.sh",
+    "vllm_ascend.worker.worker": "install vllm and vllm-ascend as docs/install.md says",
+}
+# torch_npu's numbers of the kinds of NPU (vllm_ascend/utils.py of 0.23.0).
+SOC_VERSIONS = {"A2": range(220, 226), "A3": range(250, 256)}
 MAX_USED_SHARE = 0.1  # of an idle device's memory; the driver itself keeps about 3 of 64 GB
 SHARED_FILE_SYSTEMS = ("nfs", "lustre", "gpfs", "ceph", "beegfs", "glusterfs", "cifs", "smb3", "dpc", "fuse")
 _NPU_SMI_TIMEOUT_S = 30.0
@@ -63,6 +72,28 @@ def check_cann(environment: Mapping[str, str], ascend_dir: Path) -> Check:
     return Check("machine", name, "warning", f"{found}{have}; both environments ask for {CANN_PIN}", fix)
 
 
+def check_server(probe: Mapping[str, object] | str) -> list[Check]:
+    """Return the findings on what a rollout server loads, from what its interpreter answered with its environment.
+
+    Args:
+        probe: `failures` by name, `built_for` (A2 or A3) of the wheel of vllm-ascend, and `soc`, torch_npu's number of
+            the kind of NPU.
+    """
+    if isinstance(probe, str):
+        return [Check("rollout", "on this NPU", "error", probe, "see docs/install.md, On Ascend")]
+    checks = []
+    for name, fix in _SERVER_NEEDS.items():
+        failure = probe["failures"].get(name)
+        finding = f"cannot be loaded by the server: {failure}" if failure else "loaded as the server does"
+        checks.append(Check("rollout", name, "error" if failure else "ok", finding, fix if failure else ""))
+    built, soc = probe.get("built_for"), probe.get("soc")
+    kind = next((kind for kind, numbers in SOC_VERSIONS.items() if soc in numbers), None)
+    if built and kind and built != kind:
+        fix = f"build it here: SOC_VERSION=<this NPU's> python -m pip install --no-binary vllm-ascend {_VLLM_ASCEND}"
+        checks.append(Check("rollout", "vllm-ascend build", "error", f"built for {built}, this NPU is an {kind}", fix))
+    return checks
+
+
 def cann_version(directory: Path) -> str:
     """Return the version of a CANN installation; empty when it does not say."""
     for pattern in ("version.cfg", "*-linux/ascend_toolkit_install.info", "share/info/runtime/version.info"):
@@ -94,14 +125,16 @@ def check_hccl_ports(
     """Return the finding on the ports by which HCCL's ranks find each other.
 
     Args:
-        environment: of the ranks.
+        environment: of the ranks; with the range empty CANN takes ports from HCCL_IF_BASE_PORT on.
         ephemeral: first and last port that the system gives away by itself.
         reserved: ports that it does not give away.
         listening: ports on which somebody listens.
     """
-    name = "HCCL ports"
-    if environment.get("HCCL_HOST_SOCKET_PORT_RANGE") == "auto":
-        return Check("machine", name, "ok", "chosen by the system (HCCL_HOST_SOCKET_PORT_RANGE=auto)")
+    name, variable = "HCCL ports", "HCCL_HOST_SOCKET_PORT_RANGE"
+    if environment.get(variable, "auto") == "auto":  # as mindrlhf sets it for ranks and servers
+        return Check("machine", name, "ok", f"chosen by the system ({variable}=auto)")
+    if environment[variable]:
+        return _check_port_range(variable, environment[variable], listening)
     text = environment.get("HCCL_IF_BASE_PORT", str(HCCL_BASE_PORT))
     if not text.isdecimal() or not 1024 <= int(text) <= 65520:
         return Check("machine", name, "error", f"HCCL_IF_BASE_PORT={text}", "give a port between 1024 and 65520")
@@ -117,6 +150,18 @@ def check_hccl_ports(
         fix = f"sysctl -w net.ipv4.ip_local_reserved_ports={finding}"
         return Check("machine", name, "warning", f"{finding}, which the system may give to others", fix)
     return Check("machine", name, "ok", f"{finding}, free and kept from others")
+
+
+def _check_port_range(variable: str, text: str, listening: Iterable[int]) -> Check:
+    try:
+        ports = {port for part in parse_ports(text) for port in part}
+    except ValueError:
+        ports = set()
+    finding = f"{variable}={text}, {len(ports - set(listening))} ports free"
+    if len(ports - set(listening)) < NUM_HCCL_PORTS:  # ranks and servers share them
+        fix = f"unset {variable}, or give a range with {NUM_HCCL_PORTS} free ports, as 60000-60050"
+        return Check("machine", "HCCL ports", "error", finding, fix)
+    return Check("machine", "HCCL ports", "ok", finding)
 
 
 def check_interfaces(environment: Mapping[str, str], interfaces: Sequence[str]) -> Check:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mindrlhf.doctor.ascend import CANN_PIN, ascend_checks
+from mindrlhf.doctor.ascend import CANN_PIN, ascend_checks, check_server
 from mindrlhf.doctor.check import Check
 from mindrlhf.sandbox.server import active_layers, describe, is_strong
 from mindrlhf.system import speed_ups
@@ -65,6 +65,22 @@ except Exception as failure:
     found["failure"] = f"{type(failure).__name__}: {failure}"
 """
 )
+# Asked with the environment of a server: what it needs of CANN and of NNAL, and which NPUs its wheel was built for.
+_SERVER_PROBE = """
+import ctypes, importlib, json
+found = {"failures": {}}
+def attempt(name, action):
+    try:
+        return action()
+    except BaseException as failure:
+        found["failures"][name] = f"{type(failure).__name__}: {failure}"
+attempt("acl", lambda: importlib.import_module("acl"))
+attempt("libatb.so", lambda: ctypes.CDLL("libatb.so"))
+attempt("vllm_ascend.worker.worker", lambda: importlib.import_module("vllm_ascend.worker.worker"))
+build = attempt("vllm_ascend._build_info", lambda: importlib.import_module("vllm_ascend._build_info"))
+found["built_for"] = getattr(build, "__device_type__", None)
+found["soc"] = attempt("torch_npu", lambda: importlib.import_module("torch_npu").npu.get_soc_version())
+"""
 # The product that the vocabulary kernels make most, on one thread. Processor time, so that other work does not count.
 _PRODUCT_PROBE = """
 import json, time
@@ -131,6 +147,7 @@ def diagnose(training_python: str | None = None, rollout_python: str | None = No
         *_measured_products(training_python),
         check_ascend(has_npu, training, os.environ),
         *(ascend_checks(os.environ) if has_npu else ()),
+        *(check_server(_probe_server(rollout_python)) if has_npu else ()),
     ]
     return Diagnosis(tuple(checks), _usable_devices(checks, has_npu))
 
@@ -307,6 +324,13 @@ def _find_rollout_python() -> str:
     from mindrlhf.rollout.replicas import find_rollout_python
 
     return find_rollout_python()
+
+
+def _probe_server(python: str) -> dict[str, object] | str:
+    from mindrlhf.rollout.vllm_options import VllmOptions, server_environment
+
+    options = VllmOptions(python, "", "", device="ascend")
+    return _probe(python, _SERVER_PROBE, server_environment(options, "/nonexistent"))
 
 
 def _probe(python: str, script: str, env: Mapping[str, str] | None = None) -> dict[str, object] | str:

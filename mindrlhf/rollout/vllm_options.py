@@ -196,7 +196,8 @@ def server_environment(options: VllmOptions, private_dir: str) -> dict[str, str]
         for name, value in os.environ.items()
         if name not in _DROPPED_VARIABLES and not name.startswith(_DROPPED_PREFIXES)
     }
-    own_path = [os.path.join(private_dir, PACKAGES_NAME), options.env.get("PYTHONPATH", ""), *_packages_of_cann(options)]
+    own = os.path.join(private_dir, PACKAGES_NAME)
+    path = filter(None, [own, options.env.get("PYTHONPATH", ""), *_packages_of_cann(options)])
     ours = {
         "TMPDIR": os.path.join(private_dir, TEMPORARY_NAME),
         "PYTHONUNBUFFERED": "1",
@@ -208,8 +209,8 @@ def server_environment(options: VllmOptions, private_dir: str) -> dict[str, str]
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if options.tensor_parallel_size == 1 else "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
-    path = {"PYTHONPATH": os.pathsep.join(filter(None, own_path))}
-    return _DEFAULTS[options.device] | kept | ours | _DEVICE_VARIABLES[options.device] | dict(options.env) | path
+    joined = {"PYTHONPATH": os.pathsep.join(path)}  # that of `rollout.env` alone would hide mindrlhf
+    return _DEFAULTS[options.device] | kept | ours | _DEVICE_VARIABLES[options.device] | dict(options.env) | joined
 
 
 def _packages_of_cann(options: VllmOptions) -> list[str]:
