@@ -1,0 +1,165 @@
+"""The real vLLM-Ascend, driven by the product's own rollout server, on a machine that it takes for one with NPUs.
+
+Device memory is the host's there, and operators run on the CPU (tests/helpers/fake_npu). Numbers are those of
+transformers in float32.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_npu import build
+from slow_tests import SLOW
+
+from mindrlhf.rollout.types import GenerationRequest, SamplingParams
+from mindrlhf.rollout.vllm import VllmGenerator
+from mindrlhf.rollout.vllm_options import VllmOptions
+from mindrlhf.specs import find_spec
+from mindrlhf.weights.convert import hf_shapes
+from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer
+from mindrlhf.weights.tensors import convert_dtype
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = os.environ.get("MINDRLHF_ROLLOUT_PYTHON", str(ROOT / ".venv-rollout" / "bin" / "python"))
+WHEELS_VARIABLE = "MINDRLHF_ASCEND_WHEELS"
+pytestmark = [
+    SLOW,
+    pytest.mark.skipif(not os.access(PYTHON, os.X_OK), reason="no rollout environment"),
+    pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler"),
+]
+DENSE = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 512, "hidden_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256,
+    "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    "hidden_act": "silu", "torch_dtype": "bfloat16",
+}  # fmt: skip
+MODELS = {
+    "dense": DENSE,
+    "experts": DENSE | {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 32, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], "attention_bias": False,
+    },
+}  # fmt: skip
+MIB = 1 << 20
+NPU_BYTES = 2048 * MIB
+PROMPTS = [list(range(5, 5 + length)) for length in (3, 17, 130)]
+
+
+@pytest.fixture(scope="session")
+def fake_npu(tmp_path_factory):
+    """The directory of the fake NPU: `python` takes the rollout interpreter's place."""
+    wheels = os.environ.get(WHEELS_VARIABLE)
+    if not wheels:
+        wheels = str(tmp_path_factory.mktemp("wheels"))
+        names = [f"{name.replace('_', '-')}=={version}" for name, version in (build.VERSIONS | build.OTHERS).items()]
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "-d", wheels, *names]
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=900)
+        if finished.returncode:
+            pytest.skip(f"the wheels cannot be had: {finished.stderr.strip().splitlines()[-1]}")
+    directory = tmp_path_factory.mktemp("npu") / "fake"
+    build.build(Path(wheels), directory, PYTHON)
+    return directory
+
+
+def weights(config: dict, seed: int) -> dict[str, np.ndarray]:
+    """Random weights by name, as the bits of bfloat16."""
+    random, made, spec = np.random.default_rng(seed), {}, find_spec(config)
+    for name, shape in hf_shapes(spec, spec.dims(config)).items():
+        values = random.normal(scale=0.05, size=shape).astype(np.float32)
+        made[name] = convert_dtype(1 + values if "norm" in name else values, "float32", "bfloat16")
+    return made
+
+
+REFERENCE = """
+import json, sys
+import numpy as np, torch, transformers
+config = transformers.AutoConfig.from_pretrained(sys.argv[1])
+config._attn_implementation = "eager"
+model = transformers.AutoModelForCausalLM.from_config(config).float()
+with np.load(sys.argv[2]) as file:
+    state = {name: torch.from_numpy(file[name]) for name in file.files}
+missing, unexpected = model.load_state_dict(state, strict=False)
+for prompt, response in json.load(sys.stdin):
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0].double() / float(sys.argv[3])
+    logprobs = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    print(json.dumps(logprobs.gather(1, torch.tensor(response)[:, None])[:, 0].tolist()))
+"""
+
+
+def reference_logprobs(model_dir: Path, tensors: dict, pairs: list, temperature: float) -> list[list[float]]:
+    """transformers' log-probabilities in float32 of each response, given its prompt."""
+    wide = {name: convert_dtype(bits, "bfloat16", "float32") for name, bits in tensors.items()}
+    np.savez(model_dir / "weights.npz", **wide)
+    command = [PYTHON, "-c", REFERENCE, str(model_dir), str(model_dir / "weights.npz"), str(temperature)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    options = {"env": environment, "capture_output": True, "text": True, "timeout": 300}
+    ended = subprocess.run(command, input=json.dumps(pairs), **options)
+    assert ended.returncode == 0, ended.stderr
+    return [json.loads(line) for line in ended.stdout.splitlines()]
+
+
+class Server:
+    """A server on the fake NPU, and the buffer that it takes weights from."""
+
+    def __init__(self, name: str, fake_npu: Path, directory: Path, bucket_bytes: int = 0, **options):
+        self.config, self.directory = MODELS[name], directory
+        (directory / "config.json").write_text(json.dumps(self.config))
+        infos = [TensorInfo(name, "bfloat16", bits.shape) for name, bits in weights(self.config, 0).items()]
+        self.buffer = WeightBuffer.create(infos, bucket_bytes=bucket_bytes)
+        env = {"FAKE_NPU_BYTES": str(NPU_BYTES), "FAKE_NPUS": "2", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        given = VllmOptions(
+            str(fake_npu / "python"), str(directory), str(directory / "server.log"), device="ascend", dtype="bfloat16",
+            max_model_len=256, max_num_seqs=8, gpu_memory_utilization=0.6, kv_cache_gib=0.25, enable_sleep=True,
+            env=env, start_timeout_s=500, stall_timeout_s=120, **options,
+        )  # fmt: skip
+        self.generator = VllmGenerator.start(given)
+        self.generator.use_weight_buffer(self.buffer.path)
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.generator.close()
+        self.buffer.close()
+
+    def publish(self, version: int) -> dict[str, np.ndarray]:
+        tensors = weights(self.config, version)
+        for bucket in range(self.buffer.num_buckets):
+            self.buffer.begin(version, bucket)
+            for name, bits in tensors.items():
+                if self.buffer.wants(name):
+                    self.buffer.write(name, bits)
+            self.buffer.commit()
+            self.generator.update_weights(version)
+        return tensors
+
+    def largest_gap(self, tensors: dict, temperature: float) -> float:
+        """How far a log-probability is from transformers', at most."""
+        requests = [GenerationRequest(index, tuple(prompt), 2, seed=index) for index, prompt in enumerate(PROMPTS)]
+        sampling = SamplingParams(max_tokens=24, temperature=temperature)
+        done = list(self.generator.generate(requests, sampling))
+        assert len(done) == 2 * len(PROMPTS)
+        pairs = [[PROMPTS[one.request_id], one.token_ids.tolist()] for one in done]
+        expected = reference_logprobs(self.directory, tensors, pairs, temperature)
+        return max(np.abs(one.logprobs - own).max() for one, own in zip(done, expected))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_three_rounds_of_sleep_and_new_weights(name, fake_npu, tmp_path, monkeypatch):
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(fake_npu / "cann"))
+    monkeypatch.setenv("PYTHONPATH", str(fake_npu / "cann" / "python"))
+    with Server(name, fake_npu, tmp_path) as server:
+        server.generator.wait_ready()
+        server.generator.sleep()
+        for version, temperature in ((1, 1.0), (2, 0.5), (3, 1.0)):
+            server.generator.wake()
+            tensors = server.publish(version)
+            assert server.largest_gap(tensors, temperature) < 0.02
+            server.generator.sleep()
