@@ -16,6 +16,8 @@ def install(torch_npu: Any) -> None:
     torch_npu._npu_reshape_and_cache = reshape_and_cache
     torch_npu.npu_fused_infer_attention_score = fused_infer_attention_score
     torch_npu.npu_top_k_top_p = top_k_top_p
+    torch_npu.npu_grouped_matmul = grouped_matmul
+    torch_npu.npu_moe_token_unpermute = moe_token_unpermute
 
 
 def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style=True) -> None:
@@ -117,3 +119,60 @@ def compute_slot_mapping(table: Any, num_requests: int, query_start_loc: torch.T
     rows = torch.repeat_interleave(torch.arange(num_requests), own)
     used, size = places[:num_tokens], table.block_size
     slots[:num_tokens] = (blocks[rows, used // size].long() * size + used % size).to(slots.dtype)
+
+
+def moe_gating_top_k(
+    x, *, k, k_group, group_count, renorm, norm_type, routed_scaling_factor=1.0, eps=1e-20, bias_opt=None, **_
+):
+    """Return weights and numbers of the k experts of each token [tokens, experts], and the scores.
+
+    Where there are groups, the k_group whose best two experts are best together; a bias counts for the choice alone.
+    """
+    logits = on_host(x).float()
+    scores = logits.sigmoid() if norm_type else logits.softmax(-1)
+    wanted = scores if bias_opt is None else scores + on_host(bias_opt).float()
+    if group_count > 1:
+        grouped = wanted.view(len(wanted), group_count, -1)
+        chosen = grouped.topk(2, -1).values.sum(-1).topk(k_group, -1).indices
+        away = torch.ones(len(wanted), group_count, dtype=torch.bool).scatter_(1, chosen, False)
+        wanted = grouped.masked_fill(away[..., None], -math.inf).flatten(1)
+    experts = wanted.topk(k, -1).indices
+    weights = scores.gather(1, experts)
+    if renorm:
+        weights = weights / (weights.sum(-1, keepdim=True) + eps)
+    weights = (weights * routed_scaling_factor).to(x.dtype)
+    return on_npu(weights, x.device), on_npu(experts.to(torch.int32), x.device), on_npu(scores, x.device)
+
+
+def moe_init_routing(hidden_states, topk_ids, *, expert_num, active_expert_range, scale=None, quant_mode=-1, **_):
+    """Return the tokens in order of their experts, where each went, and how many each expert has."""
+    assert quant_mode == -1 and list(active_expert_range) == [0, expert_num], "quantised, or some of the experts"
+    experts, num_chosen = on_host(topk_ids).long().flatten(), topk_ids.shape[1]
+    order = experts.argsort(stable=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order))
+    counts = torch.bincount(experts, minlength=expert_num)
+    moved = on_host(hidden_states)[order // num_chosen]
+    device = hidden_states.device
+    return on_npu(moved, device), on_npu(places.to(torch.int32), device), on_npu(counts, device), scale
+
+
+def grouped_matmul(x, weight, *, group_list, group_list_type=0, bias=None, **_):
+    """Multiply the rows of each expert with its weight [experts, in, out]; numbers of rows, or where they end."""
+    assert bias is None
+    (rows,), (own,) = x, weight
+    ends = on_host(group_list).long()
+    ends = ends.cumsum(0) if group_list_type == 1 else ends
+    host, weights = on_host(rows), on_host(own)
+    made = torch.zeros(len(host), weights.shape[2], dtype=host.dtype)
+    for expert, (start, end) in enumerate(zip([0, *ends.tolist()], ends.tolist())):
+        made[start:end] = host[start:end] @ weights[expert]
+    return [on_npu(made, rows.device)]
+
+
+def moe_token_unpermute(permuted_tokens, sorted_indices, probs):
+    """Return the sum of each token's parts, weighted."""
+    parts = on_host(permuted_tokens)[on_host(sorted_indices).long()].float()
+    weights = on_host(probs).float()
+    total = (parts.view(*weights.shape, -1) * weights[..., None]).sum(1)
+    return on_npu(total.to(permuted_tokens.dtype), permuted_tokens.device)

@@ -94,6 +94,14 @@ def _block_table(module: types.ModuleType) -> None:
     module.BlockTable.compute_slot_mapping = fake_npu_operators.compute_slot_mapping
 
 
+@after("vllm_ascend.device.device_op")
+def _device_op(module: types.ModuleType) -> None:
+    import fake_npu_operators
+
+    module.BaseDeviceAdaptor.moe_gating_top_k = staticmethod(fake_npu_operators.moe_gating_top_k)
+    module.BaseDeviceAdaptor.npu_moe_init_routing = staticmethod(fake_npu_operators.moe_init_routing)
+
+
 @after("mindrlhf.rollout.server.engine")
 def _engine(module: types.ModuleType) -> None:
     """Graphs of kernels cannot be recorded here."""
