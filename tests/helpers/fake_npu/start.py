@@ -99,6 +99,7 @@ def _device_op(module: types.ModuleType) -> None:
     import fake_npu_operators
 
     module.BaseDeviceAdaptor.moe_gating_top_k = staticmethod(fake_npu_operators.moe_gating_top_k)
+    module.BaseDeviceAdaptor.kv_cache_load = staticmethod(fake_npu_operators.kv_cache_load)
     module.BaseDeviceAdaptor.npu_moe_init_routing = staticmethod(fake_npu_operators.moe_init_routing)
 
 
