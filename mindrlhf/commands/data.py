@@ -232,8 +232,8 @@ def _print_look(look: dict, num_bad: int) -> None:
     for name, what in (("notes", "how read"), ("scripts", "scripts")):
         if name in look:
             print(f"{what:10} {_counted(look[name])}")
-    if "columns" in look:
-        print(f"left out   columns {_counted(look['columns'])} (--keep keeps them for rewards)")
+    if "unread" in look:
+        print(f"left out   columns {_counted(look['unread'])} (--keep keeps them for rewards)")
     for name in ("prompt", "response"):
         if shares := look.get(f"{name}_tokens"):
             print(f"{name + ' len':10} {', '.join(f'{share} {length}' for share, length in shares.items())} tokens")

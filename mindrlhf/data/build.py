@@ -334,8 +334,8 @@ def _look(settings: EncoderSettings, tally: _Tally, spool: Path) -> dict[str, An
     Keys: ``deduplicated`` (records left out), ``duplicates`` (records that equal an earlier one), ``repeated`` (prompts
     that stand more than once, the records they stand in, how often the most frequent does and where it comes first),
     ``contradictory`` (prompts with different answers, and two such records), ``without_answer``; by name how many
-    records have it: ``scripts``, ``columns`` (read by nothing), ``template`` (what it left out), ``notes`` (how values
-    were read), ``bad`` (reasons); ``prompt_tokens`` and ``response_tokens`` (quantiles).
+    records have it: ``scripts``, ``unread`` (columns that nothing read), ``template`` (what it left out), ``notes``
+    (how values were read), ``bad`` (reasons); ``prompt_tokens`` and ``response_tokens`` (quantiles).
     """
     look, repeats = tally.look, tally.look.repeats()
     has_answers = settings.task == "prompts" and look.num_without_answer < tally.num_kept
@@ -348,7 +348,7 @@ def _look(settings: EncoderSettings, tally: _Tally, spool: Path) -> dict[str, An
         "contradictory": _contradiction(repeats, places),
         "without_answer": look.num_without_answer if has_answers else 0,
         "scripts": look.scripts,
-        "columns": look.unread,
+        "unread": look.unread,
         "template": look.unrendered,
         "notes": look.notes,
         "bad": tally.bad_reasons,

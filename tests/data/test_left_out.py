@@ -96,7 +96,7 @@ def test_calls_and_tools_reach_the_template_whole(build, content):
     said = (content or "") + '(weather {"city": "Rome"} c1 function)'
     turns = ["user:a", f"assistant:{said}", "tool:18c1", "user:b"]
     assert prompt == f"[{json.dumps([TOOL])}]<d>" + "".join(f"{turn}<|im_end|>" for turn in turns)
-    assert "template" not in look and "columns" not in look
+    assert "template" not in look and "unread" not in look
 
 
 def test_arguments_may_be_text_on_either_side(build):
@@ -136,7 +136,7 @@ def test_what_a_template_leaves_out_is_named_with_counts(build):
         "'reasoning_content' of messages": 1,
         "'name' of messages": 1,
     }
-    assert look["columns"] == {"tools": 1, "documents": 1}
+    assert look["unread"] == {"tools": 1, "documents": 1}
 
 
 def test_the_commands_system_prompt_takes_the_place_of_the_records_and_says_so(build):
@@ -245,7 +245,7 @@ def test_every_column_of_any_row_is_accounted_for(tokenizers, tmp_path_factory, 
                 wanted.update(f"{name}.index" for _ in range(value.get("index") is not None))
             else:
                 wanted[name] += 1
-    assert report.header.look.get("columns", {}) == wanted
+    assert report.header.look.get("unread", {}) == wanted
     assert report.header.look.get("template", {}) == unrendered
 
 

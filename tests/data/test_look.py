@@ -98,7 +98,7 @@ def test_workers_change_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "CHUNK_RECORDS", 11)
     rows = [{"problem": f"p {n % 17}", "answer": str(n % 34), "id": n} for n in range(200)]
     looks = [build_rows(tmp_path, rows, num_workers=number, deduplicate=True).header for number in (1, 2)]
-    assert looks[0] == looks[1] and looks[0].num_kept == 34 and looks[0].look["columns"] == {"id": 200}
+    assert looks[0] == looks[1] and looks[0].num_kept == 34 and looks[0].look["unread"] == {"id": 200}
 
 
 RECORDS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2), st.integers(0, 1)), min_size=1, max_size=40)
