@@ -129,7 +129,7 @@ class LearningAlarm(Guard):
             self._events.write(step, ALARM, f"step {step}: {text}", alarm=kind, text=text)
         self._state.raised[kind] = text
         if self._stops and kind in (NO_SIGNAL, NO_LOSS):
-            self.failure = f"step {step}: {text} (run.fail_without_signal is true)"
+            self.failure = self.failure or f"step {step}: {text} (run.fail_without_signal is true)"
 
     def _end(self, step: int, kind: str) -> None:
         if self._state.raised.pop(kind, ""):
@@ -153,9 +153,9 @@ class LearningAlarm(Guard):
     @staticmethod
     def _paid_cut(num_steps: int, name: str) -> str:
         return (
-            f"verifier {name} gave {NEAR_ONE} or more on average for {num_steps} steps, while all responses were cut "
-            "at rollout.max_response_length: it pays for answers that were never finished; raise it, or look at "
-            "the samples with 'mindrlhf view'"
+            f"verifier {name} gave {NEAR_ONE} or more on average for {num_steps} steps, while all responses were "
+            "truncated at rollout.max_response_length: it pays for answers that were never finished; raise it, or look "
+            "at the samples with 'mindrlhf view'"
         )
 
     @staticmethod

@@ -201,7 +201,7 @@ def test_a_reward_for_responses_that_were_all_cut_is_told(tmp_path, capsys):
         run.do(group, finish_reason="length")
     assert [one for one in run.events() if "cut" in one[2]] == [(10, "alarm", "paid_cut accuracy_reward")]
     assert (
-        "accuracy_reward gave 0.95 or more on average for 5 steps, while all responses were cut"
+        "accuracy_reward gave 0.95 or more on average for 5 steps, while all responses were truncated"
         in capsys.readouterr().err
     )
     run.do(group)
