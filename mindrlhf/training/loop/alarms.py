@@ -15,6 +15,7 @@ from mindrlhf.evaluation.heldout import Evaluation
 from mindrlhf.evaluation.statistics import bootstrap_interval
 from mindrlhf.observe.records import ALARM, ALARM_OVER
 from mindrlhf.rollout.samples import Sample, verifier_names
+from mindrlhf.training.checkpoints.run import AnyConfig
 from mindrlhf.training.loop.guards import Events, Guard, warn
 from mindrlhf.training.loop.step import Step
 
@@ -24,8 +25,8 @@ _SHOWN_CHARS = 60
 NO_SIGNAL, NO_LOSS, NOT_RISEN = "no_signal", "no_loss", "not_risen"
 
 
-class LearningAlarm(Guard):
-    """Watches whether there is anything to learn from, and whether the reward is for what it should be for.
+class LossAlarm(Guard):
+    """Watches whether any update has a loss or a gradient; what all alarms have in common.
 
     Args:
         config: of the run.
@@ -34,11 +35,55 @@ class LearningAlarm(Guard):
         num_steps: of the run; 0 when unknown.
     """
 
-    def __init__(self, config: GrpoConfig, events: Events, state: LearningState, num_steps: int = 0):
+    def __init__(self, config: AnyConfig, events: Events, state: LearningState, num_steps: int = 0):
         self._events = events
         self._state = state
         self._needed = min(MIN_STEPS, num_steps or MIN_STEPS)
         self._stops = config.run.fail_without_signal
+
+    def review_losses(self, step: int, losses: Iterable[tuple[float, float]]) -> None:
+        """Look at loss and gradient norm of all updates of a step, from 1."""
+        state = self._state
+        state.with_loss += sum(not (loss == 0 and norm == 0) for loss, norm in losses)
+        state.num_updated += 1
+        self._watch(step, NO_LOSS, 0 if state.with_loss else state.num_updated, self._no_loss)
+
+    def close(self) -> None:
+        """Say once more what still holds when the run ends."""
+        state = self._state
+        for text in state.raised.values():
+            warn(f"at the end of the run: {text}")
+        if state.raised.keys() & {NO_SIGNAL, NO_LOSS}:
+            warn(f"nothing was learned in {max(state.steps, state.num_updated)} steps: the model is what it was")
+
+    def _watch(self, step: int, kind: str, num_steps: int, say: Callable[..., str], *about: object) -> None:
+        """Begin an alarm that has held for so many steps, or end one that holds no more."""
+        if num_steps >= self._needed:
+            self._begin(step, kind, say(num_steps, *about))
+        elif not num_steps:
+            self._end(step, kind)
+
+    def _begin(self, step: int, kind: str, text: str) -> None:
+        if kind not in self._state.raised:
+            self._events.write(step, ALARM, f"step {step}: {text}", alarm=kind, text=text)
+        self._state.raised[kind] = text
+        if self._stops and kind in (NO_SIGNAL, NO_LOSS):
+            self.failure = self.failure or f"step {step}: {text} (run.fail_without_signal is true)"
+
+    def _end(self, step: int, kind: str) -> None:
+        if self._state.raised.pop(kind, ""):
+            self._events.write(step, ALARM_OVER, "", alarm=kind)
+
+    @staticmethod
+    def _no_loss(num_steps: int) -> str:
+        return f"loss and gradient were 0 in all updates of {num_steps} steps, which leave the model as it was"
+
+
+class LearningAlarm(LossAlarm):
+    """Watches whether there is anything to learn from, and whether the reward is for what it should be for."""
+
+    def __init__(self, config: GrpoConfig, events: Events, state: LearningState, num_steps: int = 0):
+        super().__init__(config, events, state, num_steps)
         algorithm, reward = config.algorithm, config.reward
         # A teacher is listened to whatever the rewards are.
         self._learns_from_rewards = algorithm.advantage != "distill" or algorithm.distill_reward_weight > 0
@@ -65,11 +110,8 @@ class LearningAlarm(Guard):
 
     def review_update(self, step: Step, number: int) -> bool:
         """Look whether loss and gradients are 0; the alarm itself is no reason to count the update."""
-        state, update = self._state, step.updates[number]
-        state.with_loss += not (update.loss == 0 and update.grad_norm == 0)
         if number == len(step.updates) - 1:
-            state.num_updated += 1
-            self._watch(step.number, NO_LOSS, 0 if state.with_loss else state.num_updated, self._no_loss)
+            self.review_losses(step.number, [(one.loss, one.grad_norm) for one in step.updates])
         return False
 
     def review_evaluations(self, evaluations: Sequence[Evaluation]) -> None:
@@ -93,14 +135,6 @@ class LearningAlarm(Guard):
                 return
         self._end(last.step, NOT_RISEN)
 
-    def close(self) -> None:
-        """Say once more what still holds when the run ends."""
-        state = self._state
-        for text in state.raised.values():
-            warn(f"at the end of the run: {text}")
-        if state.raised.keys() & {NO_SIGNAL, NO_LOSS}:
-            warn(f"nothing was learned in {state.steps} steps: the model is what it was")
-
     def _review_verifier(self, step: int, name: str, samples: Sequence[Sample]) -> None:
         state, values = self._state, np.array([sample.reward.parts[name] for sample in samples])
         if name not in state.varied:
@@ -116,24 +150,6 @@ class LearningAlarm(Guard):
         is_paid = name != REWARD_MODEL_NAME and is_cut and values.mean() >= NEAR_ONE
         state.steps_paid_cut[name] = state.steps_paid_cut.get(name, 0) + 1 if is_paid else 0
         self._watch(step, f"paid_cut {name}", state.steps_paid_cut[name], self._paid_cut, name)
-
-    def _watch(self, step: int, kind: str, num_steps: int, say: Callable[..., str], *about: object) -> None:
-        """Begin an alarm that has held for so many steps, or end one that holds no more."""
-        if num_steps >= self._needed:
-            self._begin(step, kind, say(num_steps, *about))
-        elif not num_steps:
-            self._end(step, kind)
-
-    def _begin(self, step: int, kind: str, text: str) -> None:
-        if kind not in self._state.raised:
-            self._events.write(step, ALARM, f"step {step}: {text}", alarm=kind, text=text)
-        self._state.raised[kind] = text
-        if self._stops and kind in (NO_SIGNAL, NO_LOSS):
-            self.failure = self.failure or f"step {step}: {text} (run.fail_without_signal is true)"
-
-    def _end(self, step: int, kind: str) -> None:
-        if self._state.raised.pop(kind, ""):
-            self._events.write(step, ALARM_OVER, "", alarm=kind)
 
     def _constant(self, num_steps: int, name: str, samples: Sequence[Sample]) -> str:
         value, count = self._state.constant[name], self._state.num_constant[name]
@@ -164,10 +180,6 @@ class LearningAlarm(Guard):
             f"in {num_steps} steps no group had samples with different rewards, so that there is nothing to learn "
             "from: look at the samples with 'mindrlhf view', and give prompts that are sometimes answered right"
         )
-
-    @staticmethod
-    def _no_loss(num_steps: int) -> str:
-        return f"loss and gradient were 0 in all updates of {num_steps} steps, which leave the model as it was"
 
 
 def _has_signal(samples: Iterable[Sample]) -> bool:

@@ -20,8 +20,10 @@ from mindrlhf.errors import RunFailure
 from mindrlhf.evaluation.heldout import Evaluation
 from mindrlhf.observe.report import render_report
 from mindrlhf.observe.run_data import read_run
-from mindrlhf.training.loop.alarms import MIN_STEPS, LearningAlarm
-from mindrlhf.training.loop.guards import Guards
+from mindrlhf.training.checkpoints.run import Progress
+from mindrlhf.training.loop.alarms import MIN_STEPS, LearningAlarm, LossAlarm
+from mindrlhf.training.loop.guards import Events, Guards
+from mindrlhf.training.offline.run import OfflineSteps
 
 VERIFIERS = ("accuracy_reward", "format_reward")
 
@@ -236,6 +238,25 @@ def test_low_rewards_and_high_accuracies_are_no_alarm(tmp_path, groups, rights):
     run.guards.review_evaluations([])
     run.guards.review_evaluations([evaluation(0, rights), evaluation(5, rights)])
     assert "not_risen" not in {kind for _, _, kind in run.events()}
+
+
+def test_training_on_fixed_data_has_the_alarm_of_its_loss(tmp_path, capsys):
+    config = SimpleNamespace(run=RunSection(output_dir=str(tmp_path), fail_without_signal=True))
+    events = Events(tmp_path, first_step=0)
+    trainer = SimpleNamespace(
+        order=SimpleNamespace(items=lambda index: []),
+        num_steps=9,
+        step=lambda index, items: {"loss": 0.0, "grad_norm": 0.0},
+    )
+    progress = Progress()
+    steps = OfflineSteps(trainer, progress, LossAlarm(config, events, LearningState(), trainer.num_steps))
+    for _ in range(MIN_STEPS - 1):
+        steps.step()
+        steps.check()
+    steps.step()
+    with pytest.raises(RunFailure, match="^step 5: loss and gradient were 0 in all updates of 5 steps"):
+        steps.check()
+    assert "warning: step 5: loss and gradient were 0" in capsys.readouterr().err
 
 
 def test_the_report_shows_the_alarms_and_until_when_they_held(tmp_path):
