@@ -10,7 +10,7 @@ import numpy as np
 from mindrlhf.errors import UserError
 from mindrlhf.weights.hf import TensorDirectory
 from mindrlhf.weights.tensors import STORAGE_DTYPES, convert_dtype
-from mindrlhf.weights.torch_file import FILE_GLOB, TorchFile, UnknownContent
+from mindrlhf.weights.torch_file import TorchFile, UnknownContent
 
 OUTPUT_NAME, _EMBEDDING_END = "lm_head.weight", "embed_tokens.weight"
 # Of the tensors that are compared with a PyTorch file: the smallest, which every training moves.
@@ -45,9 +45,16 @@ def check_tied(source: TensorDirectory) -> None:
         )
 
 
-def warn_of_torch_files(source: TensorDirectory) -> None:
-    """Say when PyTorch files lie beside the safetensors that hold other weights, as far as that can be seen."""
-    for path in sorted(source.directory.glob(FILE_GLOB)):
+def warn_of_other_files(source: TensorDirectory, name: str = "pytorch_model") -> None:
+    """Say when files lie beside those of a model that are not read, or PyTorch's that hold other weights, as far as
+    that can be seen.
+
+    Args:
+        name: what PyTorch's files are called.
+    """
+    for unread in source.unread_files():
+        _logger.warning("%s is not read: the model is in other files beside it", source.directory / unread)
+    for path in sorted(source.directory.glob(f"{name}*.bin")):
         try:
             difference = _difference(source, TorchFile(path))
         except UnknownContent:

@@ -63,6 +63,10 @@ class TensorDirectory(ABC):
     def read(self, name: str) -> np.ndarray:
         """The tensor, not to be written to; bfloat16 as uint16 bit patterns."""
 
+    def unread_files(self) -> list[str]:
+        """Names of files beside its own that look like a model's weights, too, and are not read."""
+        return []
+
     def read_float32(self, name: str) -> np.ndarray:
         """The tensor, float32."""
         return convert_dtype(self.read(name), self.info(name).dtype, "float32")
@@ -135,6 +139,11 @@ class SafetensorsDirectory(TensorDirectory):
                     "download both again"
                 )
         return file_of
+
+    def unread_files(self) -> list[str]:
+        """Names of files that are called like a model's weights and are none of its own."""
+        found = {path.name for path in self.directory.glob("model*.safetensors")}
+        return sorted(found - set(self._file_of.values()))
 
     def names(self) -> list[str]:
         """Every tensor name."""

@@ -14,7 +14,6 @@ import numpy as np
 
 from mindrlhf.weights.tensors import TensorInfo
 
-FILE_GLOB = "pytorch_model*.bin"
 _DTYPES = {
     "FloatStorage": "float32",
     "HalfStorage": "float16",

@@ -12,7 +12,8 @@ from safetensors.numpy import load_file, save_file
 from mindrlhf.cli import main
 from mindrlhf.errors import UserError
 from mindrlhf.specs import find_spec
-from mindrlhf.weights.contradictions import check_tied, warn_of_torch_files
+from mindrlhf.weights.adapters.peft import AdapterDirectory
+from mindrlhf.weights.contradictions import check_tied, warn_of_other_files
 from mindrlhf.weights.convert import check_checkpoint, export_hf, random_hf_weights
 from mindrlhf.weights.hf import SafetensorsDirectory
 from mindrlhf.weights.open import open_tensors
@@ -100,6 +101,14 @@ def test_an_adapter_within_a_whole_model_is_refused(model):
         SafetensorsDirectory(model)
 
 
+def test_files_that_are_not_read_are_named(model, caplog):
+    check(model)
+    assert caplog.text == ""
+    (model / "model-00001-of-00002.safetensors").write_bytes(b"left over")
+    check(model)
+    assert "model-00001-of-00002.safetensors is not read: the model is in other files" in caplog.text
+
+
 SAVE = """
 import sys, torch
 from safetensors.torch import load_file
@@ -172,6 +181,18 @@ def test_the_tensors_of_a_torch_file_are_read(torch_files, kind):
             np.testing.assert_array_equal(found, array)
 
 
+def test_an_adapters_torch_file_is_compared_too(tmp_path, rollout_python, caplog):
+    tensors = {"base_model.model.a.lora_A.weight": np.ones((2, 4), np.float32)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 4}')
+    for kind in ("same", "changed"):
+        command = [rollout_python, "-c", SAVE, tmp_path / "adapter_model.safetensors", tmp_path, kind]
+        subprocess.run(command, check=True, timeout=120)
+        (tmp_path / f"{kind}.bin").rename(tmp_path / "adapter_model.bin")
+        AdapterDirectory(tmp_path)
+        assert ("adapter_model.bin holds other weights" in caplog.text) == (kind == "changed")
+
+
 class Evil:
     def __reduce__(self):
         return print, ("this must not run",)
@@ -187,5 +208,5 @@ def test_what_is_no_file_of_tensors_runs_nothing_and_says_nothing(model, content
         path.write_bytes(content)
     with pytest.raises(UnknownContent):
         TorchFile(path)
-    warn_of_torch_files(open_tensors(model))
+    warn_of_other_files(open_tensors(model))
     assert caplog.text == "" and capsys.readouterr().out == ""

@@ -22,6 +22,9 @@ from mindrlhf.training.loop.step import Step
 MIN_STEPS = 5  # or all of a shorter run
 NEAR_ONE = 0.95
 _SHOWN_CHARS = 60
+# Verifiers that compare with no reference; and those that take something off, to which 0 is what all is well with.
+_WITHOUT_REFERENCES = ("format", "length_reward", "reasoning_steps", "environment_reward")
+_PENALTY = "penalty"
 NO_SIGNAL, NO_LOSS, NOT_RISEN = "no_signal", "no_loss", "not_risen"
 
 
@@ -144,7 +147,7 @@ class LearningAlarm(LossAlarm):
                 del state.constant[name]
             else:
                 state.num_constant[name] = state.num_constant.get(name, 0) + len(values)
-        is_constant = name in state.constant
+        is_constant = name in state.constant and not (_PENALTY in name and state.constant[name] == 0)
         self._watch(step, f"constant {name}", state.steps if is_constant else 0, self._constant, name, samples)
         is_cut = all(sample.completion.finish_reason == "length" for sample in samples)
         is_paid = name != REWARD_MODEL_NAME and is_cut and values.mean() >= NEAR_ONE
@@ -154,13 +157,12 @@ class LearningAlarm(LossAlarm):
     def _constant(self, num_steps: int, name: str, samples: Sequence[Sample]) -> str:
         value, count = self._state.constant[name], self._state.num_constant[name]
         said = f"verifier {name} gave {value:g} to all {count:,} samples of {num_steps} steps"
-        references = {sample.prompt.answer for sample in samples}
-        if references == {""}:
+        if value > 0 or any(word in name for word in _WITHOUT_REFERENCES):
+            return f"{said}: it tells none from another; one ends with {samples[0].response_text[-_SHOWN_CHARS:]!r}"
+        shown = next((sample for sample in samples if sample.prompt.answer), None)
+        if shown is None:
             return f"{said}, whose prompts have no reference answers: name their column to 'mindrlhf data build'"
-        shown = next(sample for sample in samples if sample.prompt.answer)
         response = shown.response_text[-_SHOWN_CHARS:]
-        if value > 0:
-            return f"{said}: it tells none from another; one of them ends with {response!r}"
         return (
             f"{said}: no response matched its reference; one reference is {shown.prompt.answer[:_SHOWN_CHARS]!r}, its "
             f"response ends with {response!r}: look whether the references are what the verifier compares with"

@@ -240,6 +240,31 @@ def test_low_rewards_and_high_accuracies_are_no_alarm(tmp_path, groups, rights):
     assert "not_risen" not in {kind for _, _, kind in run.events()}
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("repetition_penalty", 0.0, ""),
+        ("repetition_penalty", -1.0, "no response matched"),
+        ("strict_format", 0.0, "it tells none from another; one ends with 'so it is 8'"),
+        ("accuracy_reward", 1.0, "it tells none from another; one ends with 'so it is 8'"),
+        ("own", 0.0, "no response matched its reference"),
+    ],
+)
+def test_what_is_said_of_a_constant_goes_by_what_the_verifier_does(tmp_path, capsys, name, value, said):
+    config = GrpoConfig(
+        model=ModelSection(path="model"),
+        data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
+        reward=RewardSection(verifier_function=(name,)),
+        run=RunSection(output_dir=str(tmp_path)),
+    )
+    alarm = LearningAlarm(config, Events(tmp_path, first_step=0), LearningState())
+    for step in range(1, MIN_STEPS + 1):
+        samples = [make_sample([1], [2], value, {name: value}, group=0, response="so it is 8") for _ in range(2)]
+        alarm.review_rewards(step, samples)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "verifier" in line] or [""]
+    assert said in line and bool(line) == bool(said)
+
+
 def test_training_on_fixed_data_has_the_alarm_of_its_loss(tmp_path, capsys):
     config = SimpleNamespace(run=RunSection(output_dir=str(tmp_path), fail_without_signal=True))
     events = Events(tmp_path, first_step=0)
