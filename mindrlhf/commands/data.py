@@ -180,8 +180,8 @@ def look_warnings(look: dict) -> list[str]:
     lines = []
     if contradictory := look.get("contradictory"):
         lines.append(
-            f"prompts with answers that contradict each other: {contradictory['prompts']:,}, such as "
-            f"{contradictory['example']}"
+            "prompts with answers that contradict each other, or are spelled in two ways: "
+            f"{contradictory['prompts']:,}, such as {contradictory['example']}"
         )
     if unrendered := look.get("template"):
         lines.append(f"the template has no place for {_counted(unrendered)}: the prompts of so many records lack it")

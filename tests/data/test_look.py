@@ -55,7 +55,8 @@ def test_contradictory_answers_are_named_and_not_taken_for_duplicates(tmp_path):
     assert report.header.look["contradictory"] == {"prompts": 1, "example": "a.jsonl:1 says '1', a.jsonl:3 says '2'"}
     (warning,) = look_warnings(report.header.look)
     assert warning == (
-        "prompts with answers that contradict each other: 1, such as a.jsonl:1 says '1', a.jsonl:3 says '2'"
+        "prompts with answers that contradict each other, or are spelled in two ways: 1, such as a.jsonl:1 says '1', "
+        "a.jsonl:3 says '2'"
     )
 
 
