@@ -15,26 +15,48 @@ Chat = Sequence[Mapping[str, Any]]
 Rendered = list[str | RecordError]
 
 
-def render_calls(render: Callable[[Sequence[tuple]], Rendered], chats: Sequence[tuple[Chat, Mapping]]) -> Rendered:
+def render_calls(
+    render: Callable[[Sequence[tuple]], Rendered], chats: Sequence[tuple[Chat, Mapping]], empty: str | list = ""
+) -> Rendered:
     """Render chats with the arguments of calls as objects; where the template fails on these, as text.
 
-    Content that is null stays so, unless the template fails on it or would write "None": then it is "".
+    Content that is null stays so, unless the template fails on it or would write "None": then it is empty.
 
     Args:
         render: renders pairs of messages and variables; a template's failure is a ``RecordError`` in its place.
+        empty: content without text, as the template has content.
     """
-    texts = render([(_with_arguments(chat, as_text=False), variables) for chat, variables in chats])
-    for index, (chat, variables) in enumerate(chats):
-        text, has_calls = texts[index], any(message.get("tool_calls") for message in chat)
-        has_failed = has_calls and isinstance(text, RecordError)
-        if not has_failed and all(message["content"] is not None for message in chat):
-            continue
-        filled = [{**message, "content": ""} if message["content"] is None else message for message in chat]
-        (other,) = render([(_with_arguments(filled, as_text=has_failed), variables)])
-        writes_none = not isinstance(text, RecordError) and text.count("None") > str(other).count("None")
-        if isinstance(other, str) and (isinstance(text, RecordError) or writes_none):
-            texts[index] = other
-    return texts
+    plain = render([(_with_arguments(chat, as_text=False), variables) for chat, variables in chats])
+    return [
+        _in_some_form(render, *chat, empty, text) if any(map(_is_special, chat[0])) else text
+        for chat, text in zip(chats, plain)
+    ]
+
+
+def _is_special(message: Mapping[str, Any]) -> bool:
+    return message["content"] is None or bool(message.get("tool_calls"))
+
+
+def _in_some_form(
+    render: Callable[[Sequence[tuple]], Rendered],
+    chat: Chat,
+    variables: Mapping,
+    empty: str | list,
+    text: str | RecordError,
+) -> str | RecordError:
+    """Return the text of a chat in the first form that the template takes; ``text`` is that of the chat as given."""
+    filled = [{**one, "content": empty} if one["content"] is None else one for one in chat]
+    for as_text in (False, True):
+        if as_text:
+            (text,) = render([(_with_arguments(chat, as_text=True), variables)])
+        if filled != list(chat):
+            (other,) = render([(_with_arguments(filled, as_text=as_text), variables)])
+            writes_none = isinstance(text, str) and text.count("None") > str(other).count("None")
+            if isinstance(text, RecordError) or isinstance(other, str) and writes_none:
+                text = other
+        if isinstance(text, str):
+            return text
+    return text
 
 
 def _with_arguments(chat: Chat, *, as_text: bool) -> list[dict[str, Any]]:

@@ -61,7 +61,7 @@ def left_out(
             continue
         missing[index] += [f"chat_template_kwargs.{name}" for name in options if name not in template.variables]
         missing[index] += _lost_thoughts(example, prompt)
-        suspects += [(index, piece) for piece in _pieces(example, options) if not _is_in(piece.texts, prompt)]
+        suspects += [(index, piece) for piece in _pieces(example, options, template) if not _is_in(piece.texts, prompt)]
     again = template.render_all([(piece.example, piece.options) for _, piece in suspects])
     for (index, piece), text in zip(suspects, again):
         if text == records[index][2]:
@@ -69,7 +69,7 @@ def left_out(
     return [tuple(dict.fromkeys(names)) for names in missing]
 
 
-def _pieces(example: Example, options: Options) -> Iterator[_Piece]:
+def _pieces(example: Example, options: Options, template: PromptTemplate) -> Iterator[_Piece]:
     """Yield the parts that a template may leave out: all but the text of the question, when it comes last."""
     messages = example.messages
     for place, message in enumerate(messages):
@@ -81,7 +81,7 @@ def _pieces(example: Example, options: Options) -> Iterator[_Piece]:
             rest = {key: one for key, one in message.more.items() if key != name}
             yield _piece(f"{name!r} of messages", value, example, place, replace(message, more=rest), options)
     for name in ROW_VARIABLES:
-        if options.get(name):
+        if options.get(name) and name in template.variables:
             rest = {key: one for key, one in options.items() if key != name}
             yield _Piece(name, tuple(_texts(options[name])), example, rest)
 

@@ -146,7 +146,7 @@ class PromptTemplate:
                 continue
             texts.append(None)
             chats.append(([self._as_chat(one) for one in messages], self._variables(options, example.messages[-1])))
-        rendered = iter(render_calls(self._render, chats))
+        rendered = iter(render_calls(self._render, chats, [{"type": "text", "text": ""}] if self._has_parts else ""))
         return [next(rendered) if text is None else text for text in texts]
 
     def next_turn(self, messages: Sequence[Message], options: Options | None = None) -> str:

@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mindrlhf.data.build import build_prompts
-from mindrlhf.data.handlers import Message, Row, load_handler
+from mindrlhf.data.handlers import Message, RecordError, Row, load_handler
 from mindrlhf.data.mindrecord import PromptFile
+from mindrlhf.data.templates import load_template
 from mindrlhf.data.tokenizers import load_tokenizer
 
 # Renders all that apply_chat_template gives a template.
@@ -109,6 +110,45 @@ def test_arguments_may_be_text_on_either_side(build):
         messages[1]["tool_calls"] = calls
         (prompt,), _ = build([row(messages)], "text")
         assert prompt == 'a<|im_end|>({"city": "Rome"})<|im_end|>18<|im_end|>b<|im_end|>'
+
+
+CALLS = "{% for m in messages %}BODY{% for c in m.tool_calls or [] %}ARGUMENTS{% endfor %}|{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments", "prompt"),
+    [
+        # Null stays null where a template asks for it, whatever form the arguments have.
+        ("{{ 'N' if m.content is none else m.content }}", "{{ c.function.arguments.city }}", "a|NRome|18|b|"),
+        (
+            "{{ 'N' if m.content is none else m.content }}",
+            "{{ '+' + c.function.arguments }}",
+            'a|N+{"city": "Rome"}|18|b|',
+        ),
+        # It is empty where the template fails on it, or writes it out.
+        ("{{ m.content.strip() }}", "{{ c.function.arguments.city + '!' }}", "a|Rome!|18|b|"),
+        ("{{ m.content.strip() }}", "{{ '+' + c.function.arguments }}", 'a|+{"city": "Rome"}|18|b|'),
+        ("{{ m.content }}", "{{ c.function.arguments.city }}", "a|Rome|18|b|"),
+        # Templates that know parts alone.
+        (
+            "{% for p in m.content %}{{ p.text }}{% endfor %}",
+            "{{ c.function.arguments.city }}",
+            "a|Rome|18|b|",
+        ),
+    ],
+)
+def test_null_and_arguments_come_in_the_form_that_the_template_takes(make_tokenizer, body, arguments, prompt):
+    tokenizer = load_tokenizer(make_tokenizer(CALLS.replace("BODY", body).replace("ARGUMENTS", arguments)))
+    example = load_handler("verl")(row(history(None)))
+    assert load_template("chat", tokenizer).render(example) == prompt
+
+
+def test_a_template_that_refuses_calls_says_why_with_its_own_words(make_tokenizer):
+    tokenizer = load_tokenizer(
+        make_tokenizer("{{ messages[1].content.strip() }}{{ raise_exception('no tools here') }}")
+    )
+    with pytest.raises(RecordError, match="no tools here"):
+        load_template("chat", tokenizer).render(load_handler("verl")(row(history(None))))
 
 
 def test_what_a_template_leaves_out_is_named_with_counts(build):
