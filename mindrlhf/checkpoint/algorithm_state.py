@@ -25,6 +25,23 @@ class GuardsState:
     failed_steps: dict[str, int] = field(default_factory=dict)  # steps in a row, by verifier
 
 
+@dataclass
+class LearningState:
+    """Of the alarm of a run that learns nothing (:mod:`mindrlhf.training.loop.alarms`), which changes it in place."""
+
+    steps: int = 0  # watched since the run began
+    constant: dict[str, float] = field(default_factory=dict)  # what a verifier gave to every sample so far
+    num_constant: dict[str, int] = field(default_factory=dict)  # and to how many
+    varied: list[str] = field(default_factory=list)  # verifiers that gave different values
+    with_signal: int = 0  # steps in which rewards differed within a group
+    num_judged: int = 0  # steps in all that were looked at so
+    with_loss: int = 0  # updates whose loss or gradient was not 0
+    num_updated: int = 0  # steps that made updates
+    steps_near_one: int = 0  # in a row up to now, like the next
+    steps_paid_cut: dict[str, int] = field(default_factory=dict)
+    raised: dict[str, str] = field(default_factory=dict)  # what is said of each alarm that holds
+
+
 @dataclass(frozen=True)
 class SampleTotals:
     """Where the samples of a run have gone."""
@@ -73,6 +90,7 @@ class AlgorithmState:
     last_evaluation: PairAccuracy | None = None
     ahead: OffPolicyState | None = None
     asynchronous: AsynchronousState | None = None
+    learning: LearningState | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return a copy as JSON values."""

@@ -11,6 +11,7 @@ from mindrlhf.errors import UserError
 from mindrlhf.hub.cache import DATASETS, MODELS
 
 NUM_SHOWN_IDS = 32
+MAX_SHOWN_NAMES = 12
 
 
 def register(subparsers) -> None:
@@ -95,12 +96,7 @@ def _register_build(actions) -> None:
         "--processes", type=int, metavar="N", help="processes that encode (default: one per core)"
     )
     add_aliases(build, processes, "--workers")
-    build.add_argument("--skip-bad", action="store_true", help="count bad records instead of stopping at the first")
-    build.add_argument(
-        "--keep-control-tokens",
-        action="store_true",
-        help="let <|im_end|> and the like in the data become tokens (default: written apart, with a warning)",
-    )
+    _add_choices_of_records(build)
     allow_json(build)
     build.add_argument(
         "--min-pixels", type=int, metavar="N", help="of an image once resized (default: preprocessor_config.json's)"
@@ -111,6 +107,20 @@ def _register_build(actions) -> None:
     )
     says = None if sys.stderr.isatty() else "building"  # a terminal has a bar
     build.set_defaults(run=run_build, says=says)
+
+
+def _add_choices_of_records(build) -> None:
+    build.add_argument("--skip-bad", action="store_true", help="count bad records instead of stopping at the first")
+    build.add_argument(
+        "--deduplicate",
+        action="store_true",
+        help="leave out records that equal an earlier one: prompt, answer, responses, kept columns",
+    )
+    build.add_argument(
+        "--keep-control-tokens",
+        action="store_true",
+        help="let <|im_end|> and the like in the data become tokens (default: written apart, with a warning)",
+    )
 
 
 def parse_key_map(text: str) -> dict[str, str]:
@@ -146,6 +156,7 @@ def run_build(arguments) -> int:
         image_root=arguments.image_root,
         template_options=dict(arguments.template_option),
         columns=parse_columns(arguments.keep) if arguments.keep else None,
+        deduplicate=arguments.deduplicate,
     )
     if arguments.json:
         print(json.dumps(asdict(report), indent=1, default=str))
@@ -159,18 +170,40 @@ def run_build(arguments) -> int:
         )
         share = f"{report.num_with_control_tokens} of {report.header.num_read} records"
         print(f"warning: control tokens in the texts of {share}, {what}", file=sys.stderr)
+    for line in look_warnings(report.header.look):
+        print(f"warning: {line}", file=sys.stderr)
     return 0
+
+
+def look_warnings(look: dict) -> list[str]:
+    """Return what of the data as a whole wants a look before a run, a line each."""
+    lines = []
+    if contradictory := look.get("contradictory"):
+        lines.append(
+            "prompts with answers that contradict each other, or are spelled in two ways: "
+            f"{contradictory['prompts']:,}, such as {contradictory['example']}"
+        )
+    if unrendered := look.get("template"):
+        lines.append(f"the template has no place for {_counted(unrendered)}: the prompts of so many records lack it")
+    return lines
+
+
+def _counted(counts: dict[str, int], limit: int = MAX_SHOWN_NAMES) -> str:
+    shown = [f"{name} ({count:,})" for name, count in list(counts.items())[:limit]]
+    return ", ".join([*shown, *([f"{len(counts) - limit} more"] if len(counts) > limit else [])])
 
 
 def print_report(report) -> None:
     """Print a ``BuildReport`` in a few lines."""
     header = report.header
+    duplicates = f", {header.look['deduplicated']} duplicates" if "deduplicated" in header.look else ""
     print(
         f"records    {header.num_kept} kept of {header.num_read} read "
-        f"({header.num_too_long} too long, {header.num_bad} bad)"
+        f"({header.num_too_long} too long, {header.num_bad} bad{duplicates})"
     )
     for example in report.bad_examples:
         print(f"  bad      {example}")
+    _print_look(header.look, header.num_bad)
     print(f"prompts    {report.prompt_lengths}")
     if report.response_lengths:
         print(f"responses  {report.response_lengths}")
@@ -181,6 +214,29 @@ def print_report(report) -> None:
         )
     print(f"time       {report.elapsed_s:.1f} s")
     print(f"written    {report.path}")
+
+
+def _print_look(look: dict, num_bad: int) -> None:
+    """Print what stands out in the data as a whole, in a line for each kind."""
+    if num_bad and len(look.get("bad", {})) > 1:
+        print(f"  bad, why {_counted(look['bad'])}")
+    if repeated := look.get("repeated"):
+        print(
+            f"repeated   {repeated['prompts']:,} prompts stand more than once, in {repeated['records']:,} records; "
+            f"{repeated['first']} the most often: {repeated['most']:,} times"
+        )
+    if duplicates := look.get("duplicates"):
+        print(f"           {duplicates:,} records are exact duplicates of earlier ones (--deduplicate leaves them out)")
+    if without := look.get("without_answer"):
+        print(f"answers    {without:,} records have none")
+    for name, what in (("notes", "how read"), ("scripts", "scripts")):
+        if name in look:
+            print(f"{what:10} {_counted(look[name])}")
+    if "unread" in look:
+        print(f"left out   columns {_counted(look['unread'])} (--keep keeps them for rewards)")
+    for name in ("prompt", "response"):
+        if shares := look.get(f"{name}_tokens"):
+            print(f"{name + ' len':10} {', '.join(f'{share} {length}' for share, length in shares.items())} tokens")
 
 
 def run_show(arguments) -> int:

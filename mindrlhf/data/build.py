@@ -19,6 +19,7 @@ import pyarrow
 from tqdm import tqdm
 
 from mindrlhf.data.encoding import EncodedChunk, EncoderSettings, RecordEncoder
+from mindrlhf.data.look import DataLook, Repeats, count_bounded, described, quantiles
 from mindrlhf.data.mindrecord import (
     RESPONSES,
     TASKS,
@@ -37,6 +38,7 @@ from mindrlhf.system.files import scratch_directory
 CHUNK_RECORDS = 128
 NUM_REPORTED_BAD = 5
 MAX_CHOICES = 100
+MAX_SHOWN_ANSWER = 40  # characters
 
 SPOOL_SCHEMA = pyarrow.schema(
     {
@@ -93,14 +95,19 @@ class _Tally:
     num_with_images: int = 0
     most_images: int = 0  # of one record
     most_image_tokens: int = 0  # of one image
+    bad_reasons: Counter[str] = field(default_factory=Counter)
+    look: DataLook = field(default_factory=DataLook)
 
-    def add(self, chunk: EncodedChunk) -> None:
+    def add(self, chunk: EncodedChunk) -> EncodedChunk:
+        """Count a chunk; return it with the records that are kept."""
+        chunk = self.look.add(chunk)
         self.num_read += chunk.num_read
         self.num_bad += len(chunk.bad_records)
         self.num_too_long += chunk.num_too_long
         self.num_with_control_tokens += chunk.num_with_control_tokens
         num_wanted = NUM_REPORTED_BAD - len(self.bad_examples)
         self.bad_examples += [str(bad) for bad in chunk.bad_records[:num_wanted]]
+        count_bounded(self.bad_reasons, Counter(bad.reason for bad in chunk.bad_records))
         for counter, lengths in zip(self.lengths, chunk.lengths().T):
             counter.update(lengths.tolist())
         self._add_images(chunk.image_tokens)
@@ -111,6 +118,7 @@ class _Tally:
             raise UserError(
                 f"the records choose verifiers in over {MAX_CHOICES} ways: is 'verifier' mapped to another key?"
             )
+        return chunk
 
     def _add_images(self, image_tokens: Sequence[tuple[int, ...]]) -> None:
         for own in filter(None, image_tokens):
@@ -121,7 +129,7 @@ class _Tally:
 
     @property
     def num_kept(self) -> int:
-        return self.num_read - self.num_bad - self.num_too_long
+        return self.num_read - self.num_bad - self.num_too_long - self.look.num_dropped
 
     def summary(self, column: int) -> LengthSummary:
         counter = self.lengths[column]
@@ -151,23 +159,23 @@ def build_prompts(
     columns: Mapping[str, str] | None = None,
     show_progress: bool = True,
     template_options: Mapping[str, Any] | None = None,
+    deduplicate: bool = False,
 ) -> BuildReport:
     """Build the prompt file ``output`` from raw data files; the records keep the order of the inputs.
 
     Args:
         inputs, output: JSONL, JSON or Parquet files; the MindRecord file, replaced when it exists.
-        tokenizer_path, merges_path: see ``load_tokenizer``; handler, key_map: see ``load_handler``.
-        template, system, template_options: see ``load_template``; image_root and pixels: see ``PictureReader``.
-        task: "prompts"; or "sft" to store a response too, "preference" two of them, end token appended.
-        max_prompt_length, max_length: in tokens, the latter of prompt and longer response with its end token.
+        tokenizer_path, handler, template and what belongs to them: see ``load_tokenizer``, ``load_handler``,
+            ``load_template``; image_root, pixels: see ``PictureReader``.
+        task: "prompts"; or "sft" to store a response too, "preference" two, end token appended; max_prompt_length,
+            max_length: in tokens, the latter of prompt and longer response with its end token.
         num_workers: processes that encode; 1 stays in this process, None takes up to one per core.
-        skip_bad: count records that cannot be used, instead of ending at the first.
-        keep_control_tokens: let ``<|im_end|>`` in the data become that token; else it is written ``< |im_end|>``.
+        skip_bad, deduplicate: leave out and count what cannot be used, what equals an earlier record for a run.
+        keep_control_tokens: let ``<|im_end|>`` in the data become that token; else it is written apart.
         columns: kept for rewards, tools and environments, name -> key of the raw record; see ``parse_columns``.
 
     Raises:
-        UserError: a setting that does not fit, unreadable data, a bad record, no record left, or a disk that refuses.
-        RunFailure: a worker process died.
+        UserError: a setting, data or a disk that refuses, or no record left; RunFailure: a worker process died.
     """
     inputs = [Path(path) for path in inputs]
     settings = EncoderSettings(
@@ -185,16 +193,17 @@ def build_prompts(
         min_pixels=min_pixels,
         max_pixels=max_pixels,
         image_root=image_root and str(image_root),
-        template_options=dict(template_options or {}),
-        columns=dict(columns or {}),
+        template_options=template_options or {},
+        columns=columns or {},
     )
-    return _build(inputs, Path(output), settings, num_workers, skip_bad, show_progress)
+    return _build(inputs, Path(output), settings, DataLook(deduplicate), num_workers, skip_bad, show_progress)
 
 
 def _build(
     inputs: Sequence[Path],
     output: Path,
     settings: EncoderSettings,
+    look: DataLook,
     num_workers: int | None,
     skip_bad: bool,
     show_progress: bool,
@@ -206,7 +215,7 @@ def _build(
     if num_workers is None:
         num_workers = default_num_workers(input_size_bytes)
     encoder = RecordEncoder(settings)
-    tally = _Tally()
+    tally = _Tally(look=look)
     with _one_line_for_disks(output), scratch_directory(output.parent, ".mindrlhf-build-") as directory:
         spool = directory / "records.arrow"
         with _progress_bar(input_size_bytes, show_progress) as bar:
@@ -215,7 +224,7 @@ def _build(
             with closing(encoded), pyarrow.OSFile(str(spool), "wb") as sink:
                 _spool(_counted(encoded, tally, skip_bad), sink)
         _check_any_kept(tally, settings)
-        header = _header(settings, encoder, tally)
+        header = _header(settings, encoder, tally, _look(settings, tally, spool))
         write_prompt_file(output, header, _read_spool(spool))
     return BuildReport(
         path=output,
@@ -298,8 +307,7 @@ def _counted(chunks: Iterable[EncodedChunk], tally: _Tally, skip_bad: bool) -> I
     for chunk in chunks:
         if chunk.bad_records and not skip_bad:
             raise UserError(f"{chunk.bad_records[0]} (mend the record, or pass --skip-bad to count and leave out such)")
-        tally.add(chunk)
-        yield chunk
+        yield tally.add(chunk)
 
 
 def _check_any_kept(tally: _Tally, settings: EncoderSettings) -> None:
@@ -320,7 +328,59 @@ def _check_any_kept(tally: _Tally, settings: EncoderSettings) -> None:
     )
 
 
-def _header(settings: EncoderSettings, encoder: RecordEncoder, tally: _Tally) -> PromptFileHeader:
+def _look(settings: EncoderSettings, tally: _Tally, spool: Path) -> dict[str, Any]:
+    """Return what stands out in the data as a whole, as JSON values: what is 0 is left out.
+
+    Keys: ``deduplicated`` (records left out), ``duplicates`` (records that equal an earlier one), ``repeated`` (prompts
+    that stand more than once, the records they stand in, how often the most frequent does and where it comes first),
+    ``contradictory`` (prompts with different answers, and two such records), ``without_answer``; by name how many
+    records have it: ``scripts``, ``unread`` (columns that nothing read), ``template`` (what it left out), ``notes``
+    (how values were read), ``bad`` (reasons); ``prompt_tokens`` and ``response_tokens`` (quantiles).
+    """
+    look, repeats = tally.look, tally.look.repeats()
+    has_answers = settings.task == "prompts" and look.num_without_answer < tally.num_kept
+    repeated = {"prompts": repeats.num_prompts, "records": repeats.num_records, "most": repeats.most}
+    places = _source_ids(spool, [repeats.most_at, *repeats.contradiction]) if repeats.num_prompts else {}
+    values = {
+        "deduplicated": look.num_dropped,
+        "duplicates": repeats.num_duplicates,
+        "repeated": repeated | {"first": places[repeats.most_at][0]} if repeats.num_prompts else {},
+        "contradictory": _contradiction(repeats, places),
+        "without_answer": look.num_without_answer if has_answers else 0,
+        "scripts": look.scripts,
+        "unread": look.unread,
+        "template": look.unrendered,
+        "notes": look.notes,
+        "bad": tally.bad_reasons,
+        "prompt_tokens": quantiles(tally.lengths[0]),
+        "response_tokens": quantiles(tally.lengths[1]) if RESPONSES[settings.task] else {},
+    }
+    return described(values.items())
+
+
+def _contradiction(repeats: Repeats, places: Mapping[int, tuple[str, str]]) -> dict[str, Any]:
+    if not repeats.num_contradictory:
+        return {}
+    examples = [
+        f"{source} says {answer[:MAX_SHOWN_ANSWER]!r}" for source, answer in map(places.get, repeats.contradiction)
+    ]
+    return {"prompts": repeats.num_contradictory, "example": ", ".join(examples)}
+
+
+def _source_ids(spool: Path, places: Sequence[int]) -> dict[int, tuple[str, str]]:
+    """Return source and answer of the records at some places of the spool."""
+    found, start = {}, 0
+    with pyarrow.memory_map(str(spool)) as source, pyarrow.ipc.open_stream(source) as reader:
+        for batch in reader:
+            for place in places:
+                if start <= place < start + len(batch):
+                    row = place - start
+                    found[place] = (batch["source_id"][row].as_py(), batch["answer"][row].as_py())
+            start += len(batch)
+    return found
+
+
+def _header(settings: EncoderSettings, encoder: RecordEncoder, tally: _Tally, look: dict[str, Any]) -> PromptFileHeader:
     return PromptFileHeader(
         task=settings.task,
         tokenizer_fingerprint=encoder.tokenizer.fingerprint,
@@ -340,6 +400,7 @@ def _header(settings: EncoderSettings, encoder: RecordEncoder, tally: _Tally) ->
         template_options=encoder.template.options,
         template_source=encoder.template.kept_source,
         columns=tuple(settings.columns),
+        look=look,
     )
 
 

@@ -21,8 +21,7 @@ def control_token_pattern(tokens: frozenset[str]) -> re.Pattern[str] | None:
 
 def holds_control_token(example: Example, pattern: re.Pattern[str]) -> bool:
     """Whether a text that becomes ids, of any turn or response, holds a control token."""
-    texts = (*(message.content for message in example.messages), example.response, example.rejected)
-    return any(text is not None and pattern.search(text) is not None for text in texts)
+    return neutralised(example, pattern) != example
 
 
 def written_apart(text: str, pattern: re.Pattern[str]) -> str:
@@ -38,7 +37,15 @@ def neutralised(example: Example, pattern: re.Pattern[str]) -> Example:
     def apart(text: str | None) -> str | None:
         return None if text is None else written_apart(text, pattern)
 
-    messages = tuple(replace(message, content=apart(message.content)) for message in example.messages)
+    messages = tuple(
+        replace(
+            message,
+            role=apart(message.role),
+            content=apart(message.content),
+            more=neutralised_value(message.more, pattern),
+        )
+        for message in example.messages
+    )
     return replace(example, messages=messages, response=apart(example.response), rejected=apart(example.rejected))
 
 

@@ -3,20 +3,30 @@
 Worker processes import this module, so it stays free of MindSpore, which costs seconds and 400 MB each.
 """
 
+import hashlib
+import json
+import unicodedata
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from mindrlhf.data.control_tokens import control_token_pattern, holds_control_token, neutralised, neutralised_value
-from mindrlhf.data.handlers import Example, RecordError, load_handler, read_columns, with_source
+from mindrlhf.data.handlers import ROLES, Example, RecordError, Row, load_handler, read_columns, with_source
+from mindrlhf.data.left_out import left_out, row_variables
 from mindrlhf.data.mindrecord import RESPONSES, Prompt
 from mindrlhf.data.pictures.reader import Picture, PictureReader
 from mindrlhf.data.readers import BadRecord, RawRecord
 from mindrlhf.data.templates import load_template, record_options, response_end_id
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.sandbox.code_tests.unit_tests import UnitTests
+
+NO_SCRIPT = "none"
+# Names of CJK characters begin otherwise than that of their script.
+_NAMES = {"cjk": "Han", "ideographic": "Han", "fullwidth": "Latin"}
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,7 @@ class EncoderSettings:
 class _Prepared:
     """A record before its texts become ids, and at first before its template is rendered."""
 
+    row: Row
     example: Example
     template_options: Mapping[str, Any]  # of its own
     has_control_tokens: bool
@@ -70,6 +81,24 @@ class EncodedChunk:
     num_read: int = 0
     num_too_long: int = 0
     num_with_control_tokens: int = 0  # of all usable records, too long or not
+    scripts: list[str] = field(default_factory=list)  # of each record's question
+    # Of all usable records: columns that went nowhere, what their template left out, how values were read.
+    unread: Counter[str] = field(default_factory=Counter)
+    unrendered: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+
+    def digests(self) -> np.ndarray:
+        """Return uint64 ``[records, 3]``: of the prompt, of the answer, of all that a run reads but the source."""
+        rows = [_digests(record) for record in self.records]
+        return np.array(rows, dtype=np.uint64).reshape(-1, 3)
+
+    def without(self, dropped: Sequence[bool]) -> "EncodedChunk":
+        """Return the chunk without some of its records; the counts stay."""
+        kept = [index for index, is_dropped in enumerate(dropped) if not is_dropped]
+        lists = {
+            name: [getattr(self, name)[index] for index in kept] for name in ("records", "image_tokens", "scripts")
+        }
+        return replace(self, **lists)
 
     def lengths(self) -> np.ndarray:
         """Return int64 ``[records, 2]``: lengths of the prompt and of the longer response, in tokens."""
@@ -108,6 +137,7 @@ class RecordEncoder:
             else:
                 prepared.append(record)
         chunk.num_with_control_tokens = sum(record.has_control_tokens for record in prepared)
+        self._count(chunk, prepared)
         all_prompt_ids = self.tokenizer.encode_batch([record.prompt for record in prepared])
         examples = [record.example for record in prepared]
         response_ids, rejected_ids = (self._encode_responses(examples, name) for name in ("response", "rejected"))
@@ -127,9 +157,23 @@ class RecordEncoder:
                     )
                 )
                 chunk.image_tokens.append(tuple(picture.num_tokens for picture in record.pictures))
+                chunk.scripts.append(script_of(record.example.question))
             else:
                 chunk.num_too_long += 1
         return chunk
+
+    def _count(self, chunk: EncodedChunk, prepared: Sequence[_Prepared]) -> None:
+        """Count what of the records goes nowhere."""
+        rendered = [(one.example, one.template_options, one.prompt) for one in prepared]
+        for record, missing in zip(prepared, left_out(self.template, rendered)):
+            chunk.unread.update(record.row.unread())
+            chunk.unrendered.update(missing)
+            unknown = {message.role for message in record.example.messages} - set(ROLES)
+            notes = [
+                *record.row.notes,
+                *(f"messages from {role!r}, which is no usual role" for role in sorted(unknown)),
+            ]
+            chunk.notes.update(dict.fromkeys(notes, 1))
 
     def _encode_responses(self, examples: Sequence[Example], name: str) -> list[list[int]]:
         """Return the ids of one field of every example, end token appended; empty lists when the task has no such."""
@@ -153,7 +197,8 @@ class RecordEncoder:
         if isinstance(raw, BadRecord):
             raise RecordError(raw.reason)
         source = self._settings.source_names[str(raw.path)]
-        example = with_source(self._handler(raw.fields), f"{source}:{raw.number}")
+        row = Row(raw.fields)
+        example = with_source(self._handler(row), f"{source}:{raw.number}")
         for name in self._response_fields:
             if getattr(example, name) is None:
                 raise RecordError(f"no {name} to train on; handler map_keys takes one: {name}=KEY")
@@ -163,14 +208,14 @@ class RecordEncoder:
             raise RecordError("the preferred and the rejected response are the same text")
         if not any(message.images for message in example.messages):
             _check_no_images(raw.fields, self._settings.handler)
-        options, pattern = record_options(raw.fields), self._control_tokens
+        options, pattern = {**row_variables(row, self.template), **record_options(row)}, self._control_tokens
         if pattern is None:
-            return _Prepared(example, options, has_control_tokens=False)
+            return _Prepared(row, example, options, has_control_tokens=False)
         options_apart = neutralised_value(options, pattern)
         is_controlled = holds_control_token(example, pattern) or options_apart != options
         if is_controlled and not self._settings.keep_control_tokens:
             example, options = neutralised(example, pattern), options_apart
-        return _Prepared(example, options, is_controlled)
+        return _Prepared(row, example, options, is_controlled)
 
     def _finish(self, raw: RawRecord, record: _Prepared, prompt: str | RecordError) -> _Prepared:
         if isinstance(prompt, RecordError):
@@ -181,7 +226,7 @@ class RecordEncoder:
         sources = [source for message in example.messages for source in message.images]
         pictures = tuple(self.pictures.read(sources, raw.path))
         self.pictures.check_prompt(prompt, len(pictures))
-        extra = read_columns(raw.fields, self._settings.columns)
+        extra = read_columns(record.row, self._settings.columns)
         return replace(record, prompt=prompt, pictures=pictures, extra=extra)
 
     def _fits(self, prompt_length: int, response_length: int) -> bool:
@@ -195,6 +240,44 @@ def _caught(function: Callable[..., _Prepared], *arguments: Any) -> _Prepared | 
         return function(*arguments)
     except RecordError as error:
         return error
+
+
+def script_of(text: str) -> str:
+    """Return the script of most letters of a text, such as ``Latin`` or ``Han``; ``none`` where it has no letters.
+
+    It goes by the names of the characters, which is enough to see languages that are mixed.
+    """
+    if text.isascii():
+        return "Latin" if any(map(str.isalpha, text)) else NO_SCRIPT
+    scripts: Counter[str] = Counter()
+    for character, count in Counter(text).items():
+        scripts[_script_of_letter(character)] += count
+    del scripts[""]
+    return min(scripts, key=lambda name: (-scripts[name], name), default=NO_SCRIPT)
+
+
+@lru_cache(maxsize=1 << 16)
+def _script_of_letter(character: str) -> str:
+    """Return the first word of a letter's Unicode name ("CYRILLIC SMALL LETTER A"); "" for what is no letter."""
+    if not character.isalpha():
+        return ""
+    word = unicodedata.name(character, "unnamed").partition(" ")[0].partition("-")[0].lower()
+    return _NAMES.get(word, word.capitalize())
+
+
+def _digests(record: Prompt) -> tuple[int, int, int]:
+    prompt = [record.prompt_ids.tobytes(), *record.image_files]
+    rest = (record.verifier, json.dumps(record.extra, sort_keys=True))
+    whole = [*prompt, record.response_ids.tobytes(), record.rejected_ids.tobytes(), record.answer.encode()]
+    return _digest(prompt), _digest([record.answer.encode()]), _digest([*whole, *(text.encode() for text in rest)])
+
+
+def _digest(parts: Sequence[bytes]) -> int:
+    found = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        found.update(len(part).to_bytes(8, "little"))
+        found.update(part)
+    return int.from_bytes(found.digest(), "little")
 
 
 def _check_unit_tests(example: Example) -> None:

@@ -6,14 +6,17 @@ reason, which the builder reports with file and line.
 
 import json
 import keyword
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mindrlhf.data.truths import FROM_SOLUTION, RecordError, Truth, read_truth
 from mindrlhf.errors import UserError
 
-ROLES = ("system", "user", "assistant", "tool")
+# Roles that chat templates know. Another is given to the template too, and counted.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+_TOOL_ROLES = ("tool", "function", "ipython")
+_CALLS, _THOUGHTS = ("tool_calls", "function_call"), ("reasoning_content", "thinking")
 MAPPED_FIELDS = ("question", "answer", "response", "rejected", "verifier", "images", "source")
 # What reward functions are given of every sample: a kept column cannot have such a name.
 SAMPLE_NAMES = ("completion", "answer", "prompt", "finish_reason", "num_tokens", "completions", "episode_return")
@@ -22,21 +25,57 @@ IMAGE_MARK = "<image>"
 IMAGE_KEYS = ("bytes", "image", "image_url", "url", "path", "base64")
 
 
-class RecordError(ValueError):
-    """One record cannot be used; the message is the reason."""
-
-
 @dataclass(frozen=True)
 class Message:
-    """One turn of a chat; ``role`` is one of ``ROLES``.
+    """One turn of a chat.
 
     ``images`` are what the record says of each image (see ``pictures.sources``); ``content`` has as many ``IMAGE_MARK``
-    where they stand. In a message without images such a mark is text like any other.
+    where they stand. In a message without images such a mark is text like any other. ``content`` is None beside calls
+    of tools alone. ``more`` is what else the message has, such as ``tool_calls`` and ``name``, as JSON values: it goes
+    to the template as it is.
     """
 
     role: str
-    content: str
+    content: str | None
     images: tuple[object, ...] = ()
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Row(dict):
+    """The columns of a record that remember which of them are read.
+
+    Attributes:
+        used: keys that were read; dotted ones of nested objects, of which the rest counts as unread.
+        notes: how values were read where that was not as they stand; a build counts them.
+    """
+
+    def __init__(self, fields: Mapping):
+        super().__init__(fields)
+        self.used: set[str] = set()
+        self.notes: list[str] = []
+
+    def __getitem__(self, key: str) -> Any:
+        self.used.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As of a dict; the key counts as read."""
+        self.used.add(key)
+        return super().get(key, default)
+
+    def unread(self) -> list[str]:
+        """Return the columns that hold something and were not read, dotted where only a part of one was not."""
+        return list(self._unread(dict(self), ""))
+
+    def _unread(self, fields: Mapping, prefix: str) -> Iterator[str]:
+        for name, value in fields.items():
+            path = f"{prefix}{name}"
+            if path in self.used or value is None or value in ("", [], {}):
+                continue
+            if isinstance(value, Mapping) and any(used.startswith(f"{path}.") for used in self.used):
+                yield from self._unread(value, f"{path}.")
+            else:
+                yield path
 
 
 @dataclass(frozen=True)
@@ -59,7 +98,7 @@ class Example:
     @property
     def question(self) -> str:
         """Text of the last message."""
-        return self.messages[-1].content
+        return self.messages[-1].content or ""
 
 
 Handler = Callable[[Mapping], Example]
@@ -126,11 +165,7 @@ def read_columns(fields: Mapping, columns: Mapping[str, str]) -> dict[str, Any]:
     """
     found = {}
     for name, key in columns.items():
-        value = _found(fields, key)
-        try:
-            found[name] = json.loads(json.dumps(value, allow_nan=False))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise RecordError(f"field {key!r} cannot be kept, as it is no JSON value ({error})") from error
+        found[name] = _json_value(_found(fields, key), key)
     return found
 
 
@@ -141,14 +176,14 @@ def with_source(example: Example, place: str) -> Example:
 
 def read_gsm8k(fields: Mapping) -> Example:
     """GSM8K: the final number stands after the last ``#### ``; the whole answer text is the response."""
-    solution = _text(fields, "answer")
-    _, marker, final = solution.rpartition("####")
-    if not marker:
+    solution = _required(fields, "answer")
+    truth = read_truth(solution, "answer")
+    if isinstance(solution, str) and not truth.how and truth.text == solution.strip():
         raise RecordError("no '#### ' before a final answer in field 'answer'")
-    answer = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", final.strip())
-    if not answer:
-        raise RecordError("nothing after '#### ' in field 'answer'")
-    return Example(_question_messages(_required(fields, "question"), "question"), answer, response=solution)
+    if truth.how != FROM_SOLUTION:  # which is the form of this data set
+        _note(fields, truth)
+    response = solution if isinstance(solution, str) else None
+    return Example(_question_messages(_required(fields, "question"), "question"), truth.text, response=response)
 
 
 def read_deepscaler(fields: Mapping) -> Example:
@@ -221,7 +256,7 @@ def _map_keys_handler(key_map: Mapping[str, str]) -> Handler:
         images = _images(fields, key_map["images"]) if "images" in key_map else None
         return Example(
             messages=_question_messages(_required(fields, question_key), question_key, images),
-            answer=_structured_answer(fields, key_map["answer"]) if "answer" in key_map else "",
+            answer=_answer(fields, key_map["answer"]) if "answer" in key_map else "",
             response=_text(fields, key_map["response"]) if "response" in key_map else None,
             rejected=_text(fields, key_map["rejected"]) if "rejected" in key_map else None,
             verifier=_verifier(fields, key_map["verifier"]) if "verifier" in key_map else "",
@@ -233,6 +268,9 @@ def _map_keys_handler(key_map: Mapping[str, str]) -> Handler:
 
 def _required(fields: Mapping, key: str) -> object:
     """Return the value at ``key``: the literal key when present, else the path that its dots spell."""
+    if isinstance(fields, Row):
+        fields.used.add(key)
+        fields = dict(fields)  # looking on the way at what holds the value is no reading of all of it
     if key in fields:
         value = fields[key]
     else:
@@ -283,23 +321,20 @@ def _verifier(fields: Mapping, key: str) -> str:
 
 
 def _answer(fields: Mapping, key: str) -> str:
-    value = _required(fields, key)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)
-    return _text(fields, key).strip()
-
-
-def _structured_answer(fields: Mapping, key: str) -> str:
-    """Return an answer; a list or an object, such as a rubric or the tests of a program, as JSON.
+    """Return the truth at a key (see ``truths``).
 
     ``test+entry_point`` is the object of these two fields: the tests of HumanEval lie in several.
     """
     if "+" in key and key not in fields:
         return json.dumps({part: _required(fields, part) for part in key.split("+")}, ensure_ascii=False)
-    value = _required(fields, key)
-    if isinstance(value, (list, dict)) and value:
-        return json.dumps(value, ensure_ascii=False)
-    return _answer(fields, key)
+    truth = read_truth(_required(fields, key), key)
+    _note(fields, truth)
+    return truth.text
+
+
+def _note(fields: Mapping, truth: Truth) -> None:
+    if truth.how and isinstance(fields, Row):
+        fields.notes.append(f"answers {truth.how}")
 
 
 def _question_messages(value: object, key: str, images: Sequence[object] | None = None) -> tuple[Message, ...]:
@@ -312,7 +347,7 @@ def _question_messages(value: object, key: str, images: Sequence[object] | None 
     if not value:
         raise RecordError(f"field {key!r} holds no messages")
     messages = tuple(_message(item, key) for item in value)
-    if messages[-1].role != "user":
+    if messages[-1].role not in ("user", *_TOOL_ROLES):
         raise RecordError(f"the last message of field {key!r} is from {messages[-1].role!r}, not from 'user'")
     return _with_images(messages, key, images)
 
@@ -329,14 +364,14 @@ def _with_images(messages: tuple[Message, ...], key: str, images: Sequence[objec
     """Give each mark its image, in order. Where the texts have no marks, all images stand before the question."""
     if images is not None:
         messages = tuple(
-            message if message.images else replace(message, images=(None,) * message.content.count(IMAGE_MARK))
+            message if message.images else replace(message, images=(None,) * (message.content or "").count(IMAGE_MARK))
             for message in messages
         )
     given = list(images or ())
     num_open = sum(message.images.count(None) for message in messages)
     if not num_open and given:
         last = messages[-1]
-        marked = replace(last, content=IMAGE_MARK * len(given) + last.content, images=(*given, *last.images))
+        marked = replace(last, content=IMAGE_MARK * len(given) + (last.content or ""), images=(*given, *last.images))
         return (*messages[:-1], marked)
     if num_open != len(given):
         raise RecordError(f"the text of field {key!r} has {num_open} places for images, the record has {len(given)}")
@@ -356,19 +391,33 @@ def _reply(value: object, key: str) -> tuple[tuple[Message, ...], str]:
         raise RecordError(f"the last message of field {key!r} is from {reply.role!r}, not from 'assistant'")
     if reply.images:
         raise RecordError(f"the last message of field {key!r} holds an image, which a response cannot")
+    for name in (*_CALLS, *_THOUGHTS):
+        if reply.more.get(name):
+            raise RecordError(f"the last message of field {key!r} has {name!r}: a response is its text alone")
     return _question_messages(value[:-1], key), reply.content
 
 
 def _message(item: object, key: str) -> Message:
-    role, content = (item.get("role"), item.get("content")) if isinstance(item, Mapping) else (None, None)
+    fields = item if isinstance(item, Mapping) else {}
+    role, content = fields.get("role"), fields.get("content")
     images: tuple[object, ...] = ()
     if isinstance(content, list):
         content, images = _join_parts(content, key)
-    if not isinstance(content, str) or not content.strip():
-        raise RecordError(f"a message of field {key!r} has no text in 'content'")
-    if role not in ROLES:
+    if not isinstance(role, str) or not role.strip():
         raise RecordError(f"a message of field {key!r} has role {role!r}; expected one of {', '.join(ROLES)}")
-    return Message(role, content, images)
+    # Tables have every key in every row, with nulls.
+    more = {name: value for name, value in fields.items() if name not in ("role", "content") and value is not None}
+    may_be_empty = role in _TOOL_ROLES or role == "assistant" and any(more.get(name) for name in _CALLS)
+    if content is not None and not isinstance(content, str) or not (may_be_empty or (content or "").strip()):
+        raise RecordError(f"a message of field {key!r} has no text in 'content'")
+    return Message(role, content, images, _json_value(more, key))
+
+
+def _json_value(value: Any, key: str) -> Any:
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RecordError(f"field {key!r} cannot be kept, as it is no JSON value ({error})") from error
 
 
 def _join_parts(parts: Sequence[object], key: str) -> tuple[str, tuple[object, ...]]:

@@ -50,8 +50,7 @@ class Prompt:
     response_ids: np.ndarray  # int32 [response], end token included; empty for task prompts
     answer: str
     source_id: str
-    # int32 [response], likewise; empty unless the task is preference
-    rejected_ids: np.ndarray = field(default_factory=no_ids)
+    rejected_ids: np.ndarray = field(default_factory=no_ids)  # likewise; empty unless the task is preference
     verifier: str = ""  # names of the verifiers it chooses, separated by commas
     image_files: tuple[bytes, ...] = ()  # PNG, in the order of their tokens in the prompt
     extra: Mapping[str, Any] = field(default_factory=dict)  # JSON values: the columns of its row that were kept
@@ -90,6 +89,7 @@ class PromptFileHeader:
     template_options: dict = field(default_factory=dict)  # values of the template's variables, for all records
     template_source: str = ""  # of a chat template from a file; the tokenizer has the others
     columns: tuple[str, ...] = ()  # names of the kept columns, the keys of every record's ``extra``
+    look: dict = field(default_factory=dict)  # counts of what stands out in the data as a whole: see ``build``
 
 
 def write_prompt_file(path: Path, header: PromptFileHeader, batches: Iterable[Sequence[Prompt]]) -> None:
@@ -158,7 +158,7 @@ def _row(record: Prompt, columns: Mapping[str, object]) -> dict[str, object]:
 def _description(header: PromptFileHeader) -> dict:
     """Return the header's fields. Files without what came later stay readable by older releases."""
     values = asdict(header)
-    for name in ("verifier_choices", "images", "columns", "template_options", "template_source"):
+    for name in ("verifier_choices", "images", "columns", "template_options", "template_source", "look"):
         if not values[name]:
             del values[name]
     return values
@@ -331,7 +331,7 @@ def _read_headers(path: Path) -> tuple[PromptFileHeader, int]:
         description[name] = tuple(found) if isinstance(found, list) else found
         kinds[name] = tuple
     description["images"] = _parsed_images(path, description.get("images"))
-    description = {"template_options": {}, "template_source": "", **description}
+    description = {"template_options": {}, "template_source": "", "look": {}, **description}
     if description.keys() != kinds.keys():
         raise UserError(f"{path} has an incomplete header: build it again")
     for name, kind in kinds.items():

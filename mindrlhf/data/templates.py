@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mindrlhf.data.calls import render_calls
 from mindrlhf.data.handlers import IMAGE_MARK, Example, Message, RecordError
 from mindrlhf.data.pictures.processor import IMAGE_FRAME, IMAGE_TOKEN
 from mindrlhf.data.tokenizers import DEFAULT_TEMPLATE, Tokenizer
@@ -145,7 +146,7 @@ class PromptTemplate:
                 continue
             texts.append(None)
             chats.append(([self._as_chat(one) for one in messages], self._variables(options, example.messages[-1])))
-        rendered = iter(self._render(chats))
+        rendered = iter(render_calls(self._render, chats, [{"type": "text", "text": ""}] if self._has_parts else ""))
         return [next(rendered) if text is None else text for text in texts]
 
     def next_turn(self, messages: Sequence[Message], options: Options | None = None) -> str:
@@ -170,13 +171,13 @@ class PromptTemplate:
 
     def _as_chat(self, message: Message) -> dict[str, Any]:
         """Return a message as chat templates know it: with images, and for some always, a list of parts."""
-        if not (message.images or self._has_parts):
-            return {"role": message.role, "content": message.content}
+        if message.content is None or not (message.images or self._has_parts):
+            return {**message.more, "role": message.role, "content": message.content}
         texts = message.content.split(IMAGE_MARK) if message.images else [message.content]
         parts: list[dict[str, str]] = []
         for number, text in enumerate(texts):
             parts += [{"type": "image"}] * bool(number) + [{"type": "text", "text": text}] * bool(text)
-        return {"role": message.role, "content": parts}
+        return {**message.more, "role": message.role, "content": parts}
 
     def _variables(self, options: Options, question: Message | None = None) -> dict[str, Any]:
         variables = {**self._special_tokens, CLOCK: DATE, **self.options, **options}
@@ -318,6 +319,6 @@ def _read_template(path: Path, tokenizer: Tokenizer) -> str:
 def _question(message: Message) -> str:
     """Return the question as templates without chat have it, images written as Qwen's models know them."""
     if not message.images:
-        return message.content
+        return message.content or ""
     start, end = IMAGE_FRAME
-    return message.content.replace(IMAGE_MARK, f"{start}{IMAGE_TOKEN}{end}")
+    return (message.content or "").replace(IMAGE_MARK, f"{start}{IMAGE_TOKEN}{end}")

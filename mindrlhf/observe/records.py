@@ -13,6 +13,9 @@ from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.system.files import whole_file, write_file
 from mindrlhf.system.json_lines import read_json_lines
 
+GUARDS_NAME = "guards.jsonl"  # what the guards of a run have seen
+ALARM, ALARM_OVER = "alarm", "alarm_over"  # events there: a run learns nothing; that holds no more
+
 
 class JsonlWriter:
     """Append records with a ``step`` to a JSON lines file, each flushed as it is written.

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mindrlhf.errors import UserError
-from mindrlhf.observe.records import read_jsonl
+from mindrlhf.observe.records import ALARM, ALARM_OVER, GUARDS_NAME, read_jsonl
 from mindrlhf.observe.series import Series
 
 SAMPLES_PER_STEP = 6
@@ -40,6 +40,7 @@ class RunData:
     config_text: str | None
     starts_s: list[float]  # seconds since the epoch at which the run was started, and continued
     audit: dict[str, Any] | None
+    alarms: list[tuple[str, str]] = field(default_factory=list)  # in which steps, and what was said
 
     def values(self, metric: str) -> np.ndarray:
         """Return the finite values of a metric, float64 [n], n = 0 when the run does not have it."""
@@ -76,6 +77,7 @@ def read_run(run_dir: Path) -> RunData:
         summary=_read_summary(summary_path) if summary_path.exists() else None,
         starts_s=_read_starts(run_dir / STARTS_NAME),
         audit=_read_audit(run_dir / AUDIT_NAME),
+        alarms=_read_alarms(run_dir / GUARDS_NAME),
         config_text=config_path.read_text(encoding="utf-8", errors="replace") if config_path.exists() else None,
     )
 
@@ -84,6 +86,22 @@ def _read_starts(path: Path) -> list[float]:
     if not path.exists():
         return []
     return [float(one["start_s"]) for one in read_jsonl(path) if _is_number(one.get("start_s"))]
+
+
+def _read_alarms(path: Path) -> list[tuple[str, str]]:
+    """Return when each alarm began and ended, and its text."""
+    begun: list[dict[str, Any]] = []
+    for event in read_jsonl(path) if path.exists() else ():
+        if event.get("event") == ALARM:
+            begun.append(event)
+        elif event.get("event") == ALARM_OVER:
+            for one in begun:
+                if one.get("alarm") == event.get("alarm"):
+                    one.setdefault("end", event["step"])
+    return [
+        (f"step {one['step']} to {one['end']}" if "end" in one else f"from step {one['step']} on", str(one.get("text")))
+        for one in begun
+    ]
 
 
 def _read_audit(path: Path) -> dict[str, Any] | None:

@@ -28,6 +28,7 @@ _FIELDS = {"completion": str, "answer": str, "prompt": str, "finish_reason": str
 _FIELDS |= {"completions": list, "extra": dict}
 _KIND_WORDS = {str: "text", int: "an integer", list: "a list of texts", dict: "an object of columns"}
 _REQUIRED = ("completion", "answer")
+_SCORES = ("reward", "rewards", "failures", "step")  # what an earlier scoring, or a run, has added
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ def read_samples(path: Path, needed: Container[str] = ()) -> Iterator[SampleLine
     """Yield the samples of a file, one at a time, and in place of each malformed line the error that names it.
 
     A line is a JSON object with ``completion`` and ``answer``, and perhaps ``prompt``, ``finish_reason``,
-    ``num_tokens``, ``completions`` (of all samples of the prompt) and ``extra`` (the prompt's columns by name); other
-    fields are carried along. Blank lines are left out.
+    ``num_tokens``, ``completions`` (of all samples of the prompt) and ``extra`` (the prompt's columns by name). Other
+    fields are columns too, and are carried along. Blank lines are left out.
 
     Args:
         path: the file.
@@ -187,4 +188,6 @@ def _sample_line(line: JsonLine, needed: Container[str]) -> SampleLine:
         if taken:
             raise UserError(f"'extra' holds '{taken[0]}', which reward functions know as something else: rename it")
         values[name] = value
+    known = {*_FIELDS, *SAMPLE_NAMES, *_SCORES}
+    values["extra"] = {name: value for name, value in fields.items() if name not in known} | values.get("extra", {})
     return SampleLine(line.number, fields, RewardInput(index=line.number, **values))

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mindrlhf.checkpoint.algorithm_state import LearningState
 from mindrlhf.checkpoint.state import CRITIC_NAME
 from mindrlhf.config.derived import is_base, needs_critic, reference_paths
 from mindrlhf.config.observe import CELL_LEVEL
@@ -43,6 +45,7 @@ from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.checkpoints.shards import export_adapter
 from mindrlhf.training.distillation.models import as_one
+from mindrlhf.training.loop.alarms import LearningAlarm
 from mindrlhf.training.loop.dump import StepDump
 from mindrlhf.training.loop.guards import Guards, Observers
 from mindrlhf.training.loop.policy import Policy
@@ -244,7 +247,10 @@ class ReinforcementTraining(life_cycle.Training):
         config = self._config
         samples = SampleWriter(self._output_dir / "samples.jsonl", first_step=first_step)
         stack.callback(samples.close)
-        guards = Guards(config, self._policy, first_step=first_step, state=progress.algorithm.guards)
+        state = progress.algorithm
+        state.learning = state.learning or LearningState()
+        alarm = functools.partial(LearningAlarm, config, state=state.learning, num_steps=self._inputs.num_steps)
+        guards = Guards(config, self._policy, first_step=first_step, state=state.guards, more=(alarm,))
         stack.callback(guards.close)
         fingerprint = FingerprintWriter(self._output_dir / FINGERPRINT_NAME, first_step=first_step)
         stack.callback(fingerprint.close)

@@ -12,6 +12,7 @@ from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.errors import UserError
 from mindrlhf.specs import ModelDims, ModelSpec, ParameterRule, find_spec
 from mindrlhf.specs.fuse import fuse, fuse_blocks, split_parts
+from mindrlhf.weights.contradictions import OUTPUT_NAME, check_tied, warn_of_other_files
 from mindrlhf.weights.hf import SafetensorsDirectory, TensorDirectory, read_hf_config, read_json_object
 from mindrlhf.weights.open import open_tensors
 from mindrlhf.weights.tensors import STORAGE_DTYPES, TensorInfo, convert_dtype, dtype_name
@@ -20,7 +21,6 @@ from mindrlhf.weights.writer import GENERATION_NAME, write_model_directory
 MAX_SHARD_BYTES = 5_000_000_000
 MINDFORMERS_FORMAT = "mindformers"
 
-OUTPUT_NAME = "lm_head.weight"
 _logger = logging.getLogger(__name__)
 
 
@@ -57,9 +57,12 @@ def check_checkpoint(source: TensorDirectory, spec: ModelSpec, dims: ModelDims) 
     """Compare a Hugging Face checkpoint with what the model needs; ignored tensors are counted in the log.
 
     Raises:
-        UserError: a tensor is missing, unexpected or has the wrong shape.
+        UserError: a tensor is missing, unexpected or has the wrong shape, or a tied head is none.
     """
     source.check_coverage(hf_shapes(spec, dims), ignored_names(dims))
+    if dims.tied:
+        check_tied(source)
+    warn_of_other_files(source)
     num_drafts = count_draft_tensors(source, dims)
     if num_drafts:
         _logger.warning(

@@ -3,7 +3,7 @@
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from mindrlhf.weights.tensors import STORAGE_DTYPES, TensorInfo, convert_dtype
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+ADAPTER_CONFIG_NAME = "adapter_config.json"
 # In a directory with this file the tensors lie in shards, as `mindrlhf weights shard` wrote them.
 SHARDED_NAME = "sharded.json"
 
@@ -62,6 +63,10 @@ class TensorDirectory(ABC):
     def read(self, name: str) -> np.ndarray:
         """The tensor, not to be written to; bfloat16 as uint16 bit patterns."""
 
+    def unread_files(self) -> list[str]:
+        """Names of files beside its own that look like a model's weights, too, and are not read."""
+        return []
+
     def read_float32(self, name: str) -> np.ndarray:
         """The tensor, float32."""
         return convert_dtype(self.read(name), self.info(name).dtype, "float32")
@@ -95,13 +100,15 @@ class SafetensorsDirectory(TensorDirectory):
         dtypes: names of those that its files may hold.
 
     Raises:
-        UserError: directory missing, no safetensors in it, a shard missing, or an index that does not fit the shards.
+        UserError: directory missing, no safetensors in it, a shard missing, an index that does not fit the shards, or
+            two models in it.
     """
 
     def __init__(self, model_dir: str | os.PathLike, dtypes: Iterable[str] = STORAGE_DTYPES):
         self.directory, self._dtypes = Path(model_dir), tuple(dtypes)
         if not self.directory.is_dir():
             raise UserError(f"model directory {str(model_dir)!r} does not exist: give a model directory")
+        _check_one_model(self.directory)
         self._files: dict[str, SafetensorsFile] = {}
         index_path = self.directory / INDEX_NAME
         if index_path.is_file():
@@ -120,6 +127,7 @@ class SafetensorsDirectory(TensorDirectory):
         file_of = read_json_object(index_path).get("weight_map")
         if not isinstance(file_of, dict) or not all(isinstance(name, str) for name in file_of.values()):
             raise UserError(f"{index_path} has no weight_map of names to file names")
+        _check_index(self.directory, file_of)
         for file_name in sorted(set(file_of.values())):
             if Path(file_name).name != file_name:
                 raise UserError(f"{index_path} names {file_name!r}: shards must lie beside the index")
@@ -131,6 +139,11 @@ class SafetensorsDirectory(TensorDirectory):
                     "download both again"
                 )
         return file_of
+
+    def unread_files(self) -> list[str]:
+        """Names of files that are called like a model's weights and are none of its own."""
+        found = {path.name for path in self.directory.glob("model*.safetensors")}
+        return sorted(found - set(self._file_of.values()))
 
     def names(self) -> list[str]:
         """Every tensor name."""
@@ -147,6 +160,35 @@ class SafetensorsDirectory(TensorDirectory):
     def release(self, name: str) -> None:
         """Give back the memory that maps a tensor; see `SafetensorsFile.release`."""
         self._open(self._file_of[name]).release(name)
+
+
+def _check_one_model(directory: Path) -> None:
+    """Check that a directory of safetensors holds one model, before any of it is read.
+
+    Raises:
+        UserError: it has weights in one file and, by its index, in others; or an adapter beside a whole model.
+    """
+    has_model = [name for name in (SINGLE_NAME, INDEX_NAME) if (directory / name).is_file()]
+    if has_model and (directory / SHARDED_NAME).is_file():
+        raise UserError(f"{directory} holds two models, {has_model[0]} and the shards of {SHARDED_NAME}: remove one")
+    if has_model and (directory / ADAPTER_CONFIG_NAME).is_file() and any(directory.glob("adapter_model.*")):
+        raise UserError(
+            f"{directory} holds a whole model and an adapter ({ADAPTER_CONFIG_NAME}), which transformers adds to it: "
+            "move the adapter elsewhere, or merge it with 'mindrlhf weights merge-adapter'"
+        )
+
+
+def _check_index(directory: Path, file_of: Mapping[str, str]) -> None:
+    """Check that no file of weights lies beside those of an index.
+
+    Raises:
+        UserError: ``model.safetensors`` does.
+    """
+    if SINGLE_NAME not in file_of.values() and (directory / SINGLE_NAME).is_file():
+        raise UserError(
+            f"{directory} holds two models: {SINGLE_NAME}, and {len(set(file_of.values()))} files of {INDEX_NAME}; "
+            "transformers reads the first: remove what is not meant"
+        )
 
 
 def _count(names: list[str]) -> str:

@@ -11,6 +11,7 @@ from mindrlhf.checkpoint.algorithm_state import (
     AlgorithmState,
     GuardsState,
     KlState,
+    LearningState,
     OffPolicyState,
     PairAccuracy,
     SampleTotals,
@@ -30,6 +31,10 @@ states = st.builds(
     st.none() | st.builds(KlState, floats),
     *[st.none() | st.builds(PairAccuracy, st.text(), counts, st.lists(floats, max_size=4))] * 2,
     st.none() | st.builds(OffPolicyState, *[st.lists(counts, max_size=3)] * 3),
+    learning=st.none()
+    | st.builds(
+        LearningState, counts, st.dictionaries(st.text(), floats), raised=st.dictionaries(st.text(), st.text())
+    ),
 )
 
 

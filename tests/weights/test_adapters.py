@@ -65,6 +65,17 @@ DAMAGE = {
     "ranks that differ": ({"rank_pattern": {"q_proj": 4}}, "rank_pattern={'q_proj': 4}"),
     "trained biases": ({"bias": "all"}, "bias='all': only 'none'"),
     "no rank": ({"r": 0}, "r=0 and lora_alpha=4.0: both must be numbers above 0"),
+    "a part of the base in it": ({"init_lora_weights": "pissa"}, "which changes the base model too"),
+    "the same, in steps": ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights='pissa_niter_16'"),
+    "orthonormal parts": ({"init_lora_weights": "olora"}, "path_initial_model_for_weight_conversion"),
+    "a quantised base": ({"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}, "set init_lora_weights"),
+    "corda": ({"init_lora_weights": "corda"}, "changes the base"),
+    "gradients": ({"init_lora_weights": "lora_ga"}, "changes the base"),
+    "an unknown start": ({"init_lora_weights": "nova"}, "not known whether it changes the base"),
+    "tokens that switch it on": ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens=[1, 2]: only None"),
+    "trained tokens": ({"trainable_token_indices": [3]}, "trainable_token_indices=[3]"),
+    "whole parameters": ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters="),
+    "grouped adapters": ({"use_qalora": True}, "use_qalora=True: only False"),
     "another rank": ({"r": 3}, "has rank=3, but 'lora.rank' is 2: set it to 3"),
     "another alpha": ({"lora_alpha": 2}, "has alpha=2.0, but 'lora.alpha' is 4.0"),
     "another scaling": ({"use_rslora": True}, "has rank_stabilised=True, but 'lora.rank_stabilised' is False"),
@@ -80,6 +91,18 @@ def test_an_adapter_that_computes_something_else_is_refused_in_one_line(tmp_path
     with pytest.raises(UserError) as error:
         check_adapter(tmp_path / "adapter", DENSE, OPTIONS)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("start", [True, False, None, "gaussian", "orthogonal", "eva"])
+def test_starts_that_leave_the_base_alone_are_read_and_unknown_settings_said(tmp_path, start, caplog):
+    make_adapter(tmp_path / "adapter")
+    change_config(tmp_path / "adapter", init_lora_weights=start, new_setting=None, eva_config={"rho": 1.0})
+    check_adapter(tmp_path / "adapter", DENSE, OPTIONS)
+    assert ("A began from data" in caplog.text) == (start == "eva")
+    assert "new_setting" not in caplog.text
+    change_config(tmp_path / "adapter", new_setting=3)
+    check_adapter(tmp_path / "adapter", DENSE, OPTIONS)
+    assert "has new_setting=3, which is not known here" in caplog.text
 
 
 def test_an_adapter_of_another_model_or_without_files_is_refused(tmp_path):

@@ -5,7 +5,7 @@ import json
 import math
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,15 @@ from mindrlhf.checkpoint.algorithm_state import GuardsState
 from mindrlhf.config.observe import GuardSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import RunFailure
+from mindrlhf.evaluation.heldout import Evaluation
 from mindrlhf.observe.fingerprint import FingerprintWriter
-from mindrlhf.observe.records import JsonlWriter
+from mindrlhf.observe.records import GUARDS_NAME, JsonlWriter
 from mindrlhf.observe.samples import SampleWriter
 from mindrlhf.rollout.samples import Sample, verifier_names
 from mindrlhf.training.loop.dump import StepDump
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.skipped_batches import SkippedBatch, save_skipped, saved_arrays
 from mindrlhf.training.loop.step import Step
-
-EVENTS_NAME = "guards.jsonl"
 
 
 class Guard:
@@ -49,18 +48,25 @@ class Guard:
     def review_logprobs(self, step: int, rollout_diff: float) -> None:
         """Look at ``rollout_diff/mean_abs`` of a step, from 1, in nats."""
 
+    def review_evaluations(self, evaluations: Sequence[Evaluation]) -> None:
+        """Look at all evaluations of the run, when a new one is among them."""
+
+    def close(self) -> None:
+        """Say what remains to be said when the run ends, however it does."""
+
 
 class Events:
     """``guards.jsonl``, and a warning on the console for each event; see ``JsonlWriter`` for ``first_step``."""
 
     def __init__(self, output_dir: Path, *, first_step: int):
-        self.path = output_dir / EVENTS_NAME
+        self.path = output_dir / GUARDS_NAME
         self._writer = JsonlWriter(self.path, first_step=first_step)
 
     def write(self, step: int, event: str, warning: str, **values: Any) -> None:
-        """Write an event of a step and warn of it."""
+        """Write an event of a step and warn of it, unless the warning is empty."""
         self._writer.write({"step": step, "event": event, **values})
-        warn(warning)
+        if warning:
+            warn(warning)
 
     def close(self) -> None:
         """Close the file."""
@@ -299,15 +305,25 @@ class Guards:
         policy: keeps the batches of a step until the next one.
         first_step: see :class:`mindrlhf.observe.records.JsonlWriter`.
         state: what :meth:`state` returned at the checkpoint that the run goes on from.
+        more: further guards, each made of the file that they write to.
     """
 
-    def __init__(self, config: GrpoConfig, policy: Policy, *, first_step: int, state: GuardsState | None = None):
+    def __init__(
+        self,
+        config: GrpoConfig,
+        policy: Policy,
+        *,
+        first_step: int,
+        state: GuardsState | None = None,
+        more: Sequence[Callable[[Events], Guard]] = (),
+    ):
         state = state or GuardsState()
         self._events = Events(Path(config.run.output_dir), first_step=first_step)
         self._skipped = SkippedUpdates(config, policy, self._events, state.num_skipped)
         self._spikes = GradientSpikes(config.guard, policy, self._events, state.norms)
         self._verifiers = FailedVerifiers(config.guard, self._events, state.failed_steps)
-        self._guards = (self._skipped, self._spikes, self._verifiers, RolloutDrift(config.guard, self._events))
+        drift = RolloutDrift(config.guard, self._events)
+        self._guards = (self._skipped, self._spikes, self._verifiers, drift, *(make(self._events) for make in more))
 
     def state(self) -> GuardsState:
         """Return what a resumed run needs."""
@@ -335,6 +351,11 @@ class Guards:
                 guard.review_logprobs(step.number, rollout_diff)
         return counts
 
+    def review_evaluations(self, evaluations: Sequence[Evaluation]) -> None:
+        """Look at all evaluations of the run, when a new one is among them."""
+        for guard in self._guards:
+            guard.review_evaluations(evaluations)
+
     def check(self) -> None:
         """Stop the run if the steps so far demand it; call it when their metrics are written.
 
@@ -346,5 +367,7 @@ class Guards:
                 raise RunFailure(guard.failure)
 
     def close(self) -> None:
-        """Close the file of events."""
+        """Have the guards say what remains to be said, and close the file of events."""
+        for guard in self._guards:
+            guard.close()
         self._events.close()

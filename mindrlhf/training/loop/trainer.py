@@ -197,7 +197,10 @@ class Trainer(Steps):
 
     def evaluate(self) -> dict[str, float]:
         """Sample the held-out prompts if it is time, and return their metrics; the time counts to no step."""
-        return self.evaluations.run(self.sampling.settle)
+        metrics = self.evaluations.run(self.sampling.settle)
+        if metrics:
+            self.parts.observers.guards.review_evaluations(self.progress.evaluations)
+        return metrics
 
     def check(self) -> None:
         """Stop the run if its guards demand it."""

@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 
+from mindrlhf.checkpoint.algorithm_state import LearningState
 from mindrlhf.config.schema import DpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.training import is_split
 from mindrlhf.data.epochs import EpochSteps
+from mindrlhf.errors import RunFailure
 from mindrlhf.observe.report import write_report
 from mindrlhf.system import heartbeat
 from mindrlhf.training import life_cycle
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.checkpoints.shards import export_adapter
+from mindrlhf.training.loop.alarms import LossAlarm
+from mindrlhf.training.loop.guards import Events
 from mindrlhf.training.nodes import find_nodes
 from mindrlhf.training.preflight import FINAL_NAME
 from mindrlhf.training.replica_team import with_replicas
@@ -75,9 +79,10 @@ def run_rank(
 class OfflineSteps(life_cycle.Steps):
     """The steps of a trainer."""
 
-    def __init__(self, trainer: Trainer, progress: Progress):
+    def __init__(self, trainer: Trainer, progress: Progress, alarm: LossAlarm | None = None):
         self.progress = progress
         self._trainer = trainer
+        self._alarm = alarm
 
     @property
     def num_steps(self) -> int:
@@ -90,7 +95,14 @@ class OfflineSteps(life_cycle.Steps):
         heartbeat.enter(f"step {index + 1}")
         metrics = self._trainer.step(index, self._trainer.order.items(index))
         self.progress.step += 1
+        if self._alarm:
+            self._alarm.review_losses(self.progress.step, [(metrics["loss"], metrics["grad_norm"])])
         return metrics
+
+    def check(self) -> None:
+        """Stop the run if nothing is learned and the config says so."""
+        if self._alarm and self._alarm.failure:
+            raise RunFailure(self._alarm.failure)
 
     def evaluate(self) -> dict[str, float]:
         """Return the metrics of the evaluation that is due, empty when none is."""
@@ -132,7 +144,13 @@ class OfflineTraining(life_cycle.Training):
         self, progress: Progress, checkpoints: RunCheckpoints, first_step: int, stack: contextlib.ExitStack
     ) -> OfflineSteps:
         """Return the steps of the trainer."""
-        return OfflineSteps(self._trainer, progress)
+        state = progress.algorithm
+        state.learning = state.learning or LearningState()
+        events = Events(Path(self._config.run.output_dir), first_step=first_step)
+        stack.callback(events.close)
+        alarm = LossAlarm(self._config, events, state.learning, self._trainer.num_steps)
+        stack.callback(alarm.close)
+        return OfflineSteps(self._trainer, progress, alarm)
 
     def finish(self, worker: OfflineWorker, progress: Progress) -> None:
         """Print the summary, write the report and export the model."""

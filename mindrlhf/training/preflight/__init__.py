@@ -39,7 +39,7 @@ from mindrlhf.training.preflight.features import (
 from mindrlhf.training.preflight.layout import check_layout, check_offline_layout, check_servers
 from mindrlhf.training.vision.image_rows import ImageTokens, image_tokens
 from mindrlhf.weights.adapters.peft import check_adapter
-from mindrlhf.weights.convert import hf_shapes, ignored_names
+from mindrlhf.weights.convert import check_checkpoint
 from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.weights.open import open_tensors
 
@@ -257,7 +257,7 @@ def _check_model(model: ModelSection, path: str, tokenizer: Tokenizer | None) ->
             "use the model's own tokenizer"
         )
     if not (model.random_init and path == model.path):
-        open_tensors(path).check_coverage(hf_shapes(spec, dims), ignored_names(dims))
+        check_checkpoint(open_tensors(path), spec, dims)
 
 
 def _check_gives_tokens(path: str) -> None:

@@ -19,6 +19,7 @@ from mindrlhf.specs.lora import LoraOptions, adapters, module_names, role_of
 from mindrlhf.specs.scoring import SCORE_NAME
 from mindrlhf.system.files import whole_directory, write_file
 from mindrlhf.weights.adapters.config import CONFIG_NAME, PREFIX, read_options
+from mindrlhf.weights.contradictions import warn_of_other_files
 from mindrlhf.weights.convert import hf_shapes
 from mindrlhf.weights.file_writer import TensorFileWriter
 from mindrlhf.weights.hf import TensorDirectory
@@ -136,6 +137,7 @@ class AdapterDirectory(TensorDirectory):
                 raise UserError(f"{self.directory} has no {name}: give the directory of an adapter in PEFT's format")
         self.lora = read_options(self.directory / CONFIG_NAME)
         self._file = SafetensorsFile(self.directory / TENSORS_NAME)
+        warn_of_other_files(self, "adapter_model")
 
     def names(self) -> list[str]:
         """Every tensor name."""

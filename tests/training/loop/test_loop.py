@@ -187,6 +187,7 @@ class Memory:
         self.stops_at = None  # the step whose rollout a request to end breaks off
         self.begun = 0
         self.reviewed, self.rewards_reviewed, self.course = [], [], []
+        self.evaluations_reviewed = []
 
     def review_rewards(self, step, samples):
         self.rewards_reviewed.append((step, len(samples)))
@@ -194,6 +195,9 @@ class Memory:
     def review(self, record, rollout_diff):
         self.reviewed.append((record, rollout_diff))
         return {"guard/skipped_updates": 0}
+
+    def review_evaluations(self, evaluations):
+        self.evaluations_reviewed.append([one.step for one in evaluations])
 
     def state(self):
         return GuardsState(num_skipped=len(self.reviewed))
@@ -447,6 +451,7 @@ def test_evaluations_are_written_where_they_belong():
         assert ("eval/accuracy" in values) == (step != 1 and step != 3)
     assert metrics[0]["eval/accuracy"] == 0.5 and "loss" not in metrics[0]
     assert metrics[2]["loss"] > 0 and metrics[2]["timing/evaluation"] > 0
+    assert run.memory.evaluations_reviewed == [[0], [0, 2], [0, 2, 4], [0, 2, 4, 5]]
 
 
 def test_evaluations_repeat_their_seeds_and_training_steps_do_not():

@@ -1,0 +1,173 @@
+"""The data of a build as a whole: repeated prompts, contradictions, scripts and lengths, against a plain count."""
+
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindrlhf.commands.data import look_warnings, print_report
+from mindrlhf.data import build
+from mindrlhf.data.build import build_prompts
+from mindrlhf.data.encoding import EncodedChunk, script_of
+from mindrlhf.data.look import MAX_NAMES, OTHERS, DataLook, count_bounded, quantiles
+from mindrlhf.data.mindrecord import Prompt, PromptFile
+
+TOKENIZER = Path(__file__).parents[2] / "examples" / "quickstart" / "checkpoint"
+
+
+def build_rows(tmp_path, rows, **options):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"handler": "deepscaler", "max_prompt_length": 400, "num_workers": 1, "show_progress": False} | options
+    return build_prompts([path], tmp_path / "o.mindrecord", TOKENIZER, **options)
+
+
+def test_prompts_that_stand_many_times_are_counted_and_left_out_on_demand(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(build, "CHUNK_RECORDS", 7)
+    rows = [{"problem": f"p {n % 3}", "answer": str(n % 3)} for n in range(300)]
+    report = build_rows(tmp_path, rows)
+    look = report.header.look
+    assert (report.header.num_kept, look["duplicates"]) == (300, 297)
+    assert look["repeated"] == {"prompts": 3, "records": 300, "most": 100, "first": "a.jsonl:1"}
+    assert "contradictory" not in look and look_warnings(look) == []
+    print_report(report)
+    printed = capsys.readouterr().out
+    assert "3 prompts stand more than once, in 300 records; a.jsonl:1 the most often: 100 times" in printed
+    assert "297 records are exact duplicates of earlier ones (--deduplicate leaves them out)" in printed
+
+    report = build_rows(tmp_path, rows, deduplicate=True)
+    assert (report.header.num_read, report.header.num_kept, report.header.look["deduplicated"]) == (300, 3, 297)
+    prompts = PromptFile.open(report.path)
+    assert [one.source_id for one in prompts.read(range(3))] == ["a.jsonl:1", "a.jsonl:2", "a.jsonl:3"]
+    assert prompts.header == report.header and "repeated" not in report.header.look
+    print_report(report)
+    assert "3 kept of 300 read (0 too long, 0 bad, 297 duplicates)" in capsys.readouterr().out
+
+
+def test_contradictory_answers_are_named_and_not_taken_for_duplicates(tmp_path):
+    rows = [{"problem": "p", "answer": "1"}, {"problem": "q", "answer": "1"}, {"problem": "p", "answer": "2"}]
+    report = build_rows(tmp_path, rows, deduplicate=True)
+    assert report.header.num_kept == 3
+    assert report.header.look["contradictory"] == {"prompts": 1, "example": "a.jsonl:1 says '1', a.jsonl:3 says '2'"}
+    (warning,) = look_warnings(report.header.look)
+    assert warning == (
+        "prompts with answers that contradict each other, or are spelled in two ways: 1, such as a.jsonl:1 says '1', "
+        "a.jsonl:3 says '2'"
+    )
+
+
+def test_kept_columns_make_records_different(tmp_path):
+    rows = [{"problem": "p", "answer": "1", "level": level} for level in (1, 2, 1)]
+    assert build_rows(tmp_path, rows, deduplicate=True).header.num_kept == 1
+    report = build_rows(tmp_path, rows, deduplicate=True, columns={"level": "level"})
+    assert report.header.num_kept == 2
+
+
+def test_bad_records_empty_answers_scripts_and_lengths_are_counted(tmp_path, capsys):
+    rows = [
+        {"problem": "Сколько?", "answer": "1"},
+        {"problem": "多少?", "answer": ""},
+        {"answer": "3"},
+        {"answer": "4"},
+    ]
+    rows += [{"problem": "多少 x?", "answer": ["7", "8"]}, {"problem": "how many?", "answer": r"\boxed{4}"}]
+    report = build_rows(tmp_path, rows, skip_bad=True)
+    look = report.header.look
+    assert look["bad"] == {"no field 'problem'": 2, "field 'answer' is empty": 1}
+    assert look["scripts"] == {"Cyrillic": 1, "Han": 1, "Latin": 1}
+    assert look["notes"] == {
+        "answers lists of several, kept whole": 1,
+        "answers taken from a solution (\\boxed, ####)": 1,
+    }
+    lengths = sorted(len(one.prompt_ids) for one in PromptFile.open(report.path).read(range(3)))
+    assert [look["prompt_tokens"][name] for name in ("0%", "50%", "100%")] == lengths
+    print_report(report)
+    assert "bad, why no field 'problem' (2), field 'answer' is empty (1)" in capsys.readouterr().out
+
+
+def test_records_without_answers_count_only_where_others_have_some(tmp_path):
+    rows = [{"problem": "p"}, {"problem": "q"}]
+    report = build_rows(tmp_path, rows, handler="map_keys", key_map={"question": "problem"})
+    assert "without_answer" not in report.header.look
+
+
+def test_workers_change_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "CHUNK_RECORDS", 11)
+    rows = [{"problem": f"p {n % 17}", "answer": str(n % 34), "id": n} for n in range(200)]
+    looks = [build_rows(tmp_path, rows, num_workers=number, deduplicate=True).header for number in (1, 2)]
+    assert looks[0] == looks[1] and looks[0].num_kept == 34 and looks[0].look["unread"] == {"id": 200}
+
+
+RECORDS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2), st.integers(0, 1)), min_size=1, max_size=40)
+
+
+@settings(deadline=None)
+@given(RECORDS, st.integers(1, 7), st.booleans())
+def test_repeats_are_those_of_a_plain_count(records, chunk_size, drops):
+    look = DataLook(drops)
+    kept = []
+    for start in range(0, len(records), chunk_size):
+        made = [
+            Prompt(np.array([prompt], np.int32), np.zeros(0, np.int32), str(answer), f"a:{start}", extra={"x": extra})
+            for prompt, answer, extra in records[start : start + chunk_size]
+        ]
+        chunk = look.add(EncodedChunk(made, [()] * len(made), scripts=["Latin"] * len(made)))
+        kept += [(int(one.prompt_ids[0]), one.answer, one.extra["x"]) for one in chunk.records]
+    wanted = [(prompt, str(answer), extra) for prompt, answer, extra in records]
+    assert kept == (list(dict.fromkeys(wanted)) if drops else wanted)
+    assert look.num_dropped == len(records) - len(kept)
+    found = look.repeats()
+    counts, answers = Counter(prompt for prompt, _, _ in kept), defaultdict(set)
+    for prompt, answer, _ in kept:
+        answers[prompt].add(answer)
+    assert found.num_duplicates == len(kept) - len(set(kept))
+    assert found.num_prompts == sum(count > 1 for count in counts.values())
+    assert found.num_records == sum(count for count in counts.values() if count > 1)
+    assert found.most == max(counts.values()) and counts[kept[found.most_at][0]] == found.most
+    assert kept[found.most_at][0] not in [prompt for prompt, _, _ in kept[: found.most_at]]
+    assert found.num_contradictory == sum(len(own) > 1 for own in answers.values())
+    if found.num_contradictory:
+        first, second = (kept[place] for place in found.contradiction)
+        assert first[0] == second[0] and first[1] != second[1]
+
+
+@given(st.dictionaries(st.integers(0, 50), st.integers(1, 9), min_size=1))
+def test_quantiles_are_those_of_the_sorted_lengths(counter):
+    lengths = np.sort(np.repeat(list(counter), list(counter.values())))
+    found = quantiles(counter)
+    assert (found["0%"], found["100%"]) == (lengths[0], lengths[-1])
+    for name in ("25%", "50%", "75%", "95%"):
+        share = float(name[:-1]) / 100
+        # The least length that at least this share of the records does not exceed.
+        assert np.mean(lengths <= found[name]) >= share - 1e-12
+        assert np.mean(lengths < found[name]) < share
+
+
+def test_names_beyond_a_bound_share_a_count():
+    counts: Counter = Counter()
+    count_bounded(counts, Counter({f"name {n}": 1 for n in range(MAX_NAMES + 5)}))
+    count_bounded(counts, Counter({"name 1": 1, "new": 2}))
+    assert len(counts) == MAX_NAMES + 1 and counts[OTHERS] == 7 and counts["name 1"] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "script"),
+    [
+        ("How many?", "Latin"),
+        ("1 + 1 = ?", "none"),
+        ("¿Cuántos años?", "Latin"),
+        ("求解 x 的值", "Han"),
+        ("Найдите x", "Cyrillic"),
+        ("いくつですか", "Hiragana"),
+        ("몇 개", "Hangul"),
+        ("كم عدد", "Arabic"),
+        ("π ≈ 3.14, find the area", "Latin"),
+        ("", "none"),
+    ],
+)
+def test_the_script_is_that_of_most_letters(text, script):
+    assert script_of(text) == script
