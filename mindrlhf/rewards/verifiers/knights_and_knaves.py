@@ -2,7 +2,7 @@
 
 import re
 
-from mindrlhf.rewards.answers.extraction import behind_thoughts
+from mindrlhf.rewards.answers.extraction import behind_thoughts, own_words
 from mindrlhf.rewards.answers.prose import denies
 from mindrlhf.rewards.registry import register
 
@@ -10,7 +10,9 @@ from mindrlhf.rewards.registry import register
 MAX_SOLUTION_CHARS = 5000
 # Statements of this kind do not say who is what.
 _UNDECIDED = re.compile(
-    r"\b(?:not|or|if|unless|either|neither|nor|false|untrue|wrong|maybe|perhaps|possibly)\b|n't\b", re.I
+    r"\b(?:not|or|if|unless|either|neither|nor|false|untrue|wrong|maybe|perhaps|possibly"
+    r"|says?|said|saying|claim(?:s|ed)?|tells?|told|states?|stated|remark(?:s|ed)?|according|would)\b|n't\b",
+    re.IGNORECASE,
 )
 _STATEMENT = re.compile(r"\b(\w+)\s+is\s+(?:an?\s+)?(knight|knave)\b", re.IGNORECASE)
 
@@ -29,7 +31,7 @@ def knights_and_knaves(completion: str, answer: str, *, prompt: str = "") -> flo
     truth = _roles(answer)
     if not truth:
         raise ValueError(f"the reference answer {answer[:80]!r} is no solution, such as 'Zoey is a knave'")
-    text = behind_thoughts(completion, prompt)
+    text = own_words(behind_thoughts(completion, prompt))
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     solution, behind = text[start:end], text[end:].removeprefix("</answer>")
