@@ -28,7 +28,7 @@ def knights_and_knaves(completion: str, answer: str, *, prompt: str = "") -> flo
     Raises:
         ValueError: the reference answer holds no such statement, or says two things of one islander.
     """
-    truth = _roles(answer)
+    truth = roles(answer)
     if not truth:
         raise ValueError(f"the reference answer {answer[:80]!r} is no solution, such as 'Zoey is a knave'")
     text = own_words(behind_thoughts(completion, prompt))
@@ -37,11 +37,11 @@ def knights_and_knaves(completion: str, answer: str, *, prompt: str = "") -> flo
     solution, behind = text[start:end], text[end:].removeprefix("</answer>")
     if start < 0 or len(solution) > MAX_SOLUTION_CHARS or _UNDECIDED.search(solution):
         return 0.0
-    return float(_roles(solution) == truth and not denies(behind) and "<answer>" not in behind)
+    return float(roles(solution) == truth and not denies(behind) and "<answer>" not in behind)
 
 
-def _roles(text: str) -> dict[str, str] | None:
-    """Role by name; None when somebody is said to be both."""
+def roles(text: str) -> dict[str, str] | None:
+    """Role by name in statements such as "Zoey is a knave"; None when somebody is said to be both."""
     roles: dict[str, str] = {}
     for name, role in _STATEMENT.findall(text):
         if roles.setdefault(name.lower(), role.lower()) != role.lower():

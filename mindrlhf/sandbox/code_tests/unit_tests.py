@@ -58,7 +58,7 @@ class UnitTests:
         Raises:
             ValueError: as ``parse``.
         """
-        if "code_execution" in verifier.split(",") or not verifier and _looks_like_tests(answer):
+        if "code_execution" in verifier.split(",") or not verifier and looks_like_tests(answer):
             cls.parse(answer)
 
     def run(
@@ -129,7 +129,8 @@ def _parse(answer: str) -> UnitTests:
     raise ValueError(f"the answer holds no unit tests: {_EXPECTED_FORMS}")
 
 
-def _looks_like_tests(answer: str) -> bool:
+def looks_like_tests(answer: str) -> bool:
+    """Whether an answer is meant as unit tests, good ones or not."""
     if not _SIGNS.search(answer):
         return False
     tests = _json_in(answer)
