@@ -20,17 +20,12 @@ class Row:
 ROW_MULTIPLES = {"ascend": 16, "cpu": 8}
 # Tokens of the longest sample up to which rows are chosen that hold two of it.
 _LONGEST_IN_PAIRS = 2048
-# Tokens of a prompt with its responses up to which a row is chosen that holds them, where it needs no more than a pair.
-_LONGEST_GROUP = 1024
 
 
 def choose_row_length(
-    row_lengths: Sequence[int], longest: int, what: str, device: str, *, is_fitted: bool = False, group: int = 0
+    row_lengths: Sequence[int], longest: int, what: str, device: str, *, is_fitted: bool = False
 ) -> tuple[int, ...]:
     """Return the row lengths to use, ascending; an empty choice becomes one that fits ``longest`` tokens.
-
-    With ``group``, the tokens of a prompt with all its responses where rows hold a prompt once, it becomes one length
-    that fits these, and so one graph; not where attention, which is quadratic, would cost more than sharing saves.
 
     With ``is_fitted``, for rows that are filled by best fit, it becomes two lengths: one that fits twice as many, so
     that the samples of a prompt meet in it, and one that is an eighth shorter, for what does not fill the other. Where
@@ -44,8 +39,6 @@ def choose_row_length(
         multiple = ROW_MULTIPLES[device]
         if not is_fitted:
             return (-(-longest // multiple) * multiple,)
-        if 0 < group <= max(_LONGEST_GROUP, 2 * longest):
-            return (-(-group // 16) * 16,)
         if longest > _LONGEST_IN_PAIRS:
             return (-(-longest // 64) * 16, -(-longest // 16) * 16)
         whole = -(-2 * longest // 16) * 16

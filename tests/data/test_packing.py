@@ -136,12 +136,3 @@ def test_lengths_for_best_fit_hold_two_of_the_longest_sample_and_a_little_less()
 def test_lengths_for_best_fit_of_long_samples_hold_one_and_a_quarter():
     assert choose_row_length((), 2049, "", "ascend", is_fitted=True) == (528, 2064)
     assert choose_row_length((), 16384, "", "cpu", is_fitted=True) == (4096, 16384)
-
-
-def test_a_group_that_shares_its_prompt_fits_one_row():
-    # A prompt of 45 tokens and 8 responses of 16; as long as a pair is at most, or 1,024 tokens.
-    assert choose_row_length((), 61, "", "cpu", is_fitted=True, group=45 + 8 * 16) == (176,)
-    assert choose_row_length((), 256, "", "ascend", is_fitted=True, group=1024) == (1024,)
-    assert choose_row_length((), 256, "", "ascend", is_fitted=True, group=1025) == (448, 512)
-    assert choose_row_length((), 1500, "", "cpu", is_fitted=True, group=2990) == (2992,)
-    assert choose_row_length((64,), 61, "", "cpu", is_fitted=True, group=173) == (64,)

@@ -43,6 +43,8 @@ from mindrlhf.weights.convert import hf_shapes, ignored_names
 from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.weights.open import open_tensors
 
+# Tokens of a prompt with its responses up to which a row is chosen that holds them, where it needs no more than a pair.
+LONGEST_GROUP = 1024
 FINAL_NAME = "final"  # the exported model, in the run's output directory
 
 
@@ -205,11 +207,23 @@ def _grpo_row_lengths(config: GrpoConfig, files: Sequence[PromptFile]) -> tuple[
         f"the longest prompt of {longer.path} ({longer.header.longest_prompt} tokens) with "
         f"rollout.max_response_length = {config.rollout.max_response_length}"
     )
-    packing, group, num_samples = config.training.packing, 0, config.algorithm.num_generations
-    if packing == SHARED_PROMPTS and num_samples > 1:
-        group = longest + (num_samples - 1) * config.rollout.max_response_length
-    given, device = config.training.sequence_lengths, config.run.device
-    return choose_row_length(given, longest, what, device, is_fitted=packing != FIRST_FIT, group=group)
+    is_fitted = config.training.packing != FIRST_FIT
+    given = config.training.sequence_lengths or group_row(config, longest)
+    return choose_row_length(given, longest, what, config.run.device, is_fitted=is_fitted)
+
+
+def group_row(config: GrpoConfig, longest: int) -> tuple[int, ...]:
+    """Return the one row length that fits a prompt with all its responses, where rows hold it once: one graph.
+
+    It is () where rows do not, or where attention, which is quadratic, would cost more than sharing saves.
+
+    Args:
+        longest: tokens of the longest sample.
+    """
+    num_samples = config.algorithm.num_generations
+    group = longest + (num_samples - 1) * config.rollout.max_response_length
+    is_short = num_samples > 1 and group <= max(LONGEST_GROUP, 2 * longest)
+    return (-(-group // 16) * 16,) if config.training.packing == SHARED_PROMPTS and is_short else ()
 
 
 def _longest_sample(config: GrpoConfig, files: Sequence[PromptFile]) -> int:
