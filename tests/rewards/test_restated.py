@@ -63,8 +63,21 @@ def spellings(a, sign, b):
         yield f"{a}({b})"
 
 
+MORE_SUMS = (
+    "14 + 7 = ", "14 + 7 = ?", "x = 14 + 7", "14 + 7 = 7 + 14", "(14 + 7)", "14 + 7 \\text{ apples}", "\\$14 + \\$7",
+    "\\frac{28+14}{2}", "\\dfrac{6\\cdot 7}{2}", "3\\left(7\\right)", "\\left(3\\right)\\left(7\\right)", "3\\ 7",
+    "\\sqrt{9} \\cdot 7", "7\\sqrt{9}", "2^4+5", "1+2+3+4+5+6", "\\sum_{k=1}^6 k", "|14+7|", "\\lfloor 14+7.5\\rfloor",
+    "\\{14+7\\}", "14--7", "-(-14-7)", "+14+7", "21-0", "21\\cdot 1", "14 \\text{ plus } 7",
+    "\\text{fourteen plus seven}",
+)  # fmt: skip
+
+
 def marked_sums():
     """In every mark of every verifier, with the prompt known and not."""
+    for spelling in MORE_SUMS:
+        for verifier, marks in MARKED.items():
+            for mark in marks:
+                yield Response(verifier, mark.format(spelling), "21")
     for a, sign, b, result in problems():
         for spelling in spellings(a, sign, b):
             for verifier, marks in MARKED.items():
@@ -102,7 +115,8 @@ def sums_in_words():
         "50% of {b}", "1/2 of {b}", "twice {b}", "the sum of {c} and {b}", "the difference between {a} and {b}",
         "{c} more than {b}", "the product of {c} and {b}", "adding {c} and {b}", "{c} plus {b}", "{c} times {b}",
         "{c} multiplied by {b}", "We subtract {c} from {b}", "a third of {b}", "the square root of {b}",
-        "{b} plus four", "{b} times seven", "{b} + ", "{b} \u00f7 ?",
+        "{b} plus four", "{b} times seven", "{c} take away {b}", "we multiply {c} by {b}", "increase {c} by {b}",
+        "twice as many as {b}", "{b} squared", "{b} factorial", "{c} to the power of {b}", "{b} + ", "{b} \u00f7 ?",
     ):  # fmt: skip
         for a, b, c in ((14, 7, 0), (84, 42, 3), (36, 6, 30)):
             yield Response("accuracy_reward", form.format(a=a, b=b, c=c), str(b))
@@ -167,6 +181,11 @@ def echoes():
         "12/72",
     ):
         yield Response("accuracy_reward", text, "72", STORY)
+    question = "What is 14 - 7?"
+    for text in ("a = 14\nb = 7", "The first number is 14 and the second number is 7.", "Given: 14; 7", "14\n7"):
+        yield Response("accuracy_reward", text, "7", question)
+    for text in ("1. 14 - 7\n2.", "Step 1: 14 - 7\nStep 2:", "Step 2"):
+        yield Response("accuracy_reward", text, "2", question)
     for text in ("20 or 21", "20, 21 or 22", "21 or 22", "19, 20, 21", "maybe 20, maybe 21, or 22", "20 < x < 22"):
         yield Response("accuracy_reward", text, "21", "What is 14 + 7?")
 
@@ -258,6 +277,10 @@ def honest():
                     yield Response(verifier, mark.format(text), str(result), f"What is {a} {sign} {b}?")
                     yield Response(verifier, mark.format(text), str(result), "", "length")
     for completion, answer, question in (
+        ("2.", "2", "What is 14 - 12?"),
+        ("14 is larger than 7, so 14", "14", "Which is larger, 14 or 7?"),
+        ("x + 7 = 14. x = 7", "7", "Solve x + 7 = 14."),
+        ("x = 14 - 7\nx = 7", "7", "Solve x + 7 = 14."),
         ("In a box are 12.", "12", STORY),
         ("12", "12", STORY),
         ("Each of the boxes has 12", "12", STORY),

@@ -31,13 +31,15 @@ _CARRIED_OUT = r"\\(?:int|sum|prod|lim|gcd|lcm|max|min|det)(?![A-Za-z])|\\[dt]?f
 # Of numbers: 14 + 7, 3(6), (3)(6), 2^3 3^2.
 _OPERATION = re.compile(
     rf"(?<=[0-9)\]}}!%])\s*{_SIGN}\s*[-+]?\s*\$?\s*(?=[0-9.(\[{{\\])|(?<=[0-9)])\s*\((?=\s*[-+]?\s*[0-9.])"
-    rf"|(?<=[0-9])\s+(?=[0-9])|\\[dt]?frac|{_CARRIED_OUT}"
+    rf"|(?<=[0-9])\s+(?=[0-9])|(?<=[0-9)])\s*\\(?:sqrt|binom|log)(?![A-Za-z])|\\[dt]?frac|{_CARRIED_OUT}"
 )
 # Of anything: x + 1, 3x + 4x.
 _ANY_OPERATION = re.compile(rf"(?<=[0-9A-Za-z)\]}}!%|])\s*{_SIGN}(?=\s*[-+0-9A-Za-z.(\[{{\\|])|{_CARRIED_OUT}")
 _VARIABLE = re.compile(
-    r"(?<![\\A-Za-z])(?![eixX])[A-Za-z](?![A-Za-z])|(?<![0-9] )[xX]|[<>]|\\(?:le|ge|ne|in|cup)(?![A-Za-z])"
+    r"(?<![\\A-Za-z])(?![eixX])[A-Za-z](?![A-Za-z])|(?<![0-9] )(?<![\\A-Za-z])[xX](?![A-Za-z])|[<>]"
+    r"|\\(?:le|ge|ne|in|cup)(?![A-Za-z])"
 )
+_POWER_IN_WORDS = re.compile(r"[0-9]\s*(?:squared|cubed|factorial)\b", re.IGNORECASE)
 _FUNCTION = re.compile(
     r"\^|\*\*|!|\||\\(?:sqrt|binom|dbinom|tbinom|choose|log|ln|exp|sin|cos|tan|lfloor|lceil|lvert)(?![A-Za-z])"
     r"|\b(?:sqrt|log|ln|exp|sin|cos|tan)\b"
@@ -66,7 +68,10 @@ _NUMBER_WORDS = (
     r"(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
     r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundred|thousand|half|twice)"
 )
-_BY_WORDS = r"(?:plus|minus|times|multiplied by|divided by|added to|subtracted from|taken (?:away )?from)"
+_BY_WORDS = (
+    r"(?:plus|minus|times|multiplied by|divided by|added to|subtracted from|taken (?:away )?from|take away"
+    r"|(?:multiply|multiplying|divide|dividing)(?: (?:it|this|that|them))? by|to the power(?: of)?)"
+)
 # Words before a number that make it an operand: "14 plus 7", "half of 42", "the sum of 14 and 7", "5 more than 16".
 _OPERAND = re.compile(
     rf"(?:\b{_BY_WORDS}|\b(?:and|by) {_BY_WORDS}|[0-9]\s+(?:over|into|less|from)"
@@ -75,12 +80,21 @@ _OPERAND = re.compile(
     r"|\b(?:twice|thrice|doubl(?:e|ing)|tripl(?:e|ing)|halv(?:e|ing)|squar(?:e|ing)|cub(?:e|ing))"
     r"|\b(?:sum|difference|product|quotient|ratio|total)\s+(?:of|between)\s+[^.!?;:=A-Za-z]*[0-9]\s*,?\s*(?:and|by|to)"
     r"|\b(?:add|subtract|multiply|divide|combine)(?:ing|s)?\s+[^.!?;:=A-Za-z]*[0-9]\s*,?\s*(?:and|by|with|to|from)"
+    r"|\b(?:increas|decreas|reduc)(?:e|ing)\s+[^.!?;:=]*[0-9][^.!?;:=]*\bby|\bstep"
+    r"|\b(?:twice|thrice|half|times) as \w+ as"
     r"|[0-9]\s+(?:more|less|fewer|greater) than)\s*(?:\$\s*)?[-+]?$",
     re.IGNORECASE,
 )
+# Of responses that compute or decide.
+_CONCLUSION = re.compile(
+    r"[0-9)]\s*[-+*/\u00d7\u00f7^]\s*[0-9A-Za-z(\\$]|[A-Za-z]\s*[-+*/^]\s*[0-9]|\\(?:times|cdot|div|frac)"
+    r"|\b(?:so|thus|hence|therefore|altogether|total|left|remain\w*|results?|answer|equals?|gives?|gets?|makes?|because"
+    r"|since|more|less|most|least|\w+est|larger|smaller|greater|bigger|fewer|higher|lower|longer|shorter|older|younger)\b",
+    re.IGNORECASE,
+)
 _OPERAND_BEHIND = re.compile(
-    rf"^[\s$*)]*(?:{_BY_WORDS}|more than|less than)\s+(?:\$?[0-9]|{_NUMBER_WORDS}\b)|^\s*(?:plus|minus)\b"
-    r"|^[\s$]*(?:[-+*/\u00d7\u00f7]|\\(?:div|times|cdot))\s*\??$",
+    rf"^[\s$*)]*(?:{_BY_WORDS}|more than|less than)\s+(?:\$?[0-9]|{_NUMBER_WORDS}\b)"
+    r"|^\s*(?:plus|minus|squared|cubed|factorial)\b|^[\s$]*(?:[-+*/\u00d7\u00f7]|\\(?:div|times|cdot))\s*\??$",
     re.IGNORECASE,
 )
 
@@ -127,12 +141,34 @@ def restates(text: str, prompt: str = "") -> bool:
     ends = list(_SENTENCE_END.finditer(before))
     before = before if not ends else before[ends[-1].end() :]
     plain = re.sub(r"\s+", " ", _LOOKS.sub("", before))
-    if _OPERAND.search(plain) or _OPERAND_BEHIND.search(behind):
+    if _is_list_mark(tail, numbers[-1]) or _OPERAND.search(plain) or _OPERAND_BEHIND.search(behind):
         return True
-    if not prompt or before.rstrip().endswith(("=", "≈")):
+    if not prompt:
+        return False
+    if _copies_numbers(tail, prompt):
+        return True
+    if before.rstrip().endswith(("=", "\u2248")):
         return False
     words = [*_WORD.findall(before)[-_NUM_WORDS_BESIDE:], number, *_WORD.findall(behind)[:_NUM_WORDS_BESIDE]]
     return len(words) > _NUM_WORDS_BESIDE and _holds(_words(prompt), [word.lower() for word in words])
+
+
+def _is_list_mark(text: str, number: re.Match[str]) -> bool:
+    """Whether a number counts an item that nothing follows: the ``2.`` behind ``1. 14 + 7``."""
+    mark = re.fullmatch(r"\s*[.):]\s*", text[number.end() :])
+    if mark is None or not number.group().isdigit() or text[: number.start()].rpartition("\n")[2].strip():
+        return False
+    return (
+        re.search(rf"^\s*(?:step\s*)?{int(number.group()) - 1}\s*[.):]", text, re.MULTILINE | re.IGNORECASE) is not None
+    )
+
+
+def _copies_numbers(text: str, prompt: str) -> bool:
+    """Whether ``text`` names several numbers, all of the prompt, and concludes nothing: "a = 14 and b = 7"."""
+    named = {_plain_token(one) for one in _NUMBER.findall(text)}
+    if len(named) < 2 or _CONCLUSION.search(text):
+        return False
+    return named <= {_plain_token(one) for one in _NUMBER.findall(prompt)}
 
 
 def _parts(text: str) -> list[str]:
@@ -152,6 +188,8 @@ def _has_result(part: str, is_marked: bool, is_integer: bool) -> bool:
 
 
 def _is_computed(value: str, is_marked: bool, is_integer: bool) -> bool:
+    if _POWER_IN_WORDS.search(value):  # words behind a number may be what is counted
+        return False
     value = _TIMES.sub(r"\\times ", value)
     if parse_quantity(value) is not None:
         number = parse_number(value)
