@@ -28,7 +28,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     new.add_argument("--npus", type=int, default=0, metavar="N", help="NPUs it will run on (default: 0, the CPU)")
     new.add_argument("--data", default="train.mindrecord", metavar="FILE", help="made by `mindrlhf data build`")
     new.add_argument("--eval-data", default="", metavar="FILE", help="held-out prompts or records")
-    new.add_argument("--verifier", default="accuracy_reward", help="for train (default: accuracy_reward)")
+    new.add_argument("--verifier", default="", help="for train (default: what fits the answers of the data)")
+    new.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters (default: 0, all weights)")
     new.add_argument("--output", default="-", metavar="FILE", help="where to write it (default: -, standard output)")
     new.set_defaults(run=_new)
 
@@ -62,6 +63,8 @@ def _check(arguments: argparse.Namespace) -> int:
     mistakes, obstacles = checked.mistakes.messages, checked.obstacles.messages
     if arguments.json:
         found = {"command": task, "workers": num_ranks, "mistakes": mistakes, "obstacles": obstacles}
+        if checked.memory is not None:
+            found["memory_bytes"] = vars(checked.memory)
         print(json.dumps(found, indent=1))
         return 2 if mistakes else 0
     for obstacle in obstacles:
@@ -69,20 +72,37 @@ def _check(arguments: argparse.Namespace) -> int:
     checked.mistakes.raise_if_any()
     command = "" if task == "train" else f"mindrlhf {task}, "
     print(f"{path}: ok for {command}{num_ranks} rank{'s' if num_ranks > 1 else ''}")
+    if checked.memory is not None:
+        print(checked.memory)
     return 0
 
 
 def _new(arguments: argparse.Namespace) -> int:
-    from mindrlhf.config.starting import Choices, starting_config
+    from mindrlhf.config.starting import Choices, remarks, starting_config
     from mindrlhf.errors import UserError
+    from mindrlhf.training.preflight.facts import read_facts
 
-    if arguments.npus < 0:
-        raise UserError(f"--npus is {arguments.npus}: give 0 for the CPU, or the number of NPUs")
+    for name, value, hint in (
+        ("npus", arguments.npus, "0 for the CPU, or the number of NPUs"),
+        ("lora", arguments.lora, "0 to train all weights, or the rank of adapters"),
+    ):
+        if value < 0:
+            raise UserError(f"--{name} is {value}: give {hint}")
+    facts = read_facts(arguments.task, arguments.model, arguments.data, arguments.eval_data)
     choices = Choices(
-        arguments.task, arguments.model, arguments.data, arguments.eval_data, arguments.npus, arguments.verifier
+        arguments.task,
+        arguments.model,
+        arguments.data,
+        arguments.eval_data,
+        arguments.npus,
+        arguments.verifier,
+        arguments.lora,
+        facts,
     )
     name = "config.yaml" if arguments.output == "-" else arguments.output
     write_text(arguments.output, starting_config(choices, name), overwrite=False)
+    for remark in remarks(choices):
+        print(f"mindrlhf config: {remark}", file=sys.stderr)
     return 0
 
 

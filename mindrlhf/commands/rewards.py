@@ -62,7 +62,7 @@ def _add_serve(actions: argparse._SubParsersAction) -> None:
     serve.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="(default: bfloat16)")
     serve.add_argument("--tensor-parallel", type=int, default=1, help="devices that share the weights (default: 1)")
     serve.add_argument("--memory", type=float, default=0.9, help="share of device memory to take (default: 0.9)")
-    serve.add_argument("--kv-cache-gib", type=int, default=1, help="key-value cache on a CPU (default: 1)")
+    serve.add_argument("--kv-cache-gib", type=float, default=1.0, help="key-value cache on a CPU (default: 1)")
     serve.add_argument("--threads", type=int, default=1, help="on a CPU (default: 1)")
     serve.add_argument("--python", default="", help="of the rollout environment (default: as for rollout.python)")
     serve.add_argument("--log-dir", default=".", help="directory of rollout_0.log (default: the current one)")

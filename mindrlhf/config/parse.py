@@ -95,8 +95,9 @@ def read(cls: type, content: dict, overrides: Iterable[str] = ()) -> Reading:
     found = old_names(content)
     content = current_names(content, mistakes=mistakes)
     overridden: set[str] = set()
+    types_of = {dotted: hint for dotted, _, hint in dotted_keys(cls)}
     for override in overrides:
-        mistakes.check(_apply_override, content, override, overridden)
+        mistakes.check(_apply_override, content, override, overridden, types_of)
     found += sorted(overridden & RENAMED.keys())
     return Reading(_build(cls, content, "", given, mistakes), frozenset(given), mistakes, tuple(found))
 
@@ -121,8 +122,13 @@ def write_config(config: Any, output_dir: Path) -> None:
     write_file(output_dir / "config.yaml", yaml.safe_dump(plain, sort_keys=False))
 
 
-def _apply_override(content: dict, override: str, overridden: set[str]) -> None:
-    """Set one key in ``content``; ``overridden`` are the names of those before it, as they were written."""
+def _apply_override(content: dict, override: str, overridden: set[str], types_of: Mapping[str, Any]) -> None:
+    """Set one key in ``content``.
+
+    Args:
+        overridden: the names of those before it, as they were written.
+        types_of: the type of each key. Nothing behind the sign is the empty text, list or mapping where it is one.
+    """
     dotted, separator, text = override.partition("=")
     if not separator or not dotted.strip():
         near = nearest_key(dotted.strip().rpartition(".")[2])
@@ -140,12 +146,21 @@ def _apply_override(content: dict, override: str, overridden: set[str]) -> None:
         if new == current and {old, new} <= overridden:
             raise UserError(both_given(old))
     *parents, last = current.split(".")
+    if value is None and not text.strip():
+        value = _empty(types_of.get(current, types_of.get(".".join(parents))), is_entry=current not in types_of)
     target = content
     for parent in parents:
         target = target.setdefault(parent, {})
         if not isinstance(target, dict):
             raise UserError(f"override '{override}': '{parent}' is a value, not a section")
     target[last] = value
+
+
+def _empty(hint: Any, *, is_entry: bool) -> str | dict | None:
+    """Return what an empty text means for a key of a type, or for an entry of a mapping."""
+    if typing.get_origin(hint) is dict:
+        return "" if is_entry else {}
+    return "" if hint is str or typing.get_origin(hint) is tuple else None
 
 
 def build(cls: type[Config], content: Mapping[str, Any], where: str = "") -> Config:

@@ -83,7 +83,12 @@ class RolloutSection:
     gpu_memory_utilization: float = key(
         0.6, "share of device memory a server may take (Ascend)", minimum=0.05, maximum=0.95
     )
-    kv_cache_gib: int = key(1, "key-value cache of a server on CPU at most, in GiB", minimum=1)
+    kv_cache_gib: float = key(
+        1.0,
+        "key-value cache of a server on CPU at most, in GiB; less is taken where less is enough for all sequences",
+        minimum=0,
+        exclusive_minimum=True,
+    )
     weight_buffer_gib: float = key(
         0.0,
         "host memory of a node through which new weights pass to the servers, in buckets, in GiB; 0: the whole model",

@@ -1,8 +1,10 @@
 """A starting config, commented, from a few choices."""
 
 import dataclasses
+import textwrap
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
@@ -10,6 +12,37 @@ from mindrlhf.config.load import CONFIGS
 from mindrlhf.config.parse import dotted_keys
 
 _WIDTH = 110
+
+
+# Tokens of a response on a CPU, whatever the data.
+_MIN_RESPONSE, _MAX_RESPONSE = 32, 256
+_SMALL_MODEL = 1_000_000_000  # parameters
+# Tokens of a prompt with its whole group, above which attention in one row costs more than the shared prompt saves.
+_LONGEST_ROW = 1024
+
+
+class FoundVerifiers(Protocol):
+    """What fits the answers of the data, as :func:`mindrlhf.rewards.fitting.fitting_verifier` finds it."""
+
+    verifiers: tuple[str, ...]
+    why: str  # one line
+    kind: str
+    by_choice: tuple[str, ...]
+    options: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What is known of model, data and machine; None, or 0, where it is not."""
+
+    num_parameters: int | None = None
+    sees_images: bool = False
+    max_positions: int | None = None
+    verifiers: FoundVerifiers | None = None
+    longest_prompt: int = 0  # tokens
+    usual_question: int = 0  # tokens, median, without what all prompts share
+    answer_chars: int = 0  # of nearly all reference answers, at most
+    num_cores: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +54,9 @@ class Choices:
     train_file: str
     eval_file: str = ""
     num_npus: int = 0  # 0 runs on the CPU
-    verifier: str = "accuracy_reward"
+    verifier: str = ""  # empty: what fits the data
+    lora_rank: int = 0  # 0 trains all weights
+    facts: Facts = Facts()
 
 
 def starting_config(choices: Choices, path: str) -> str:
@@ -48,9 +83,9 @@ def starting_config(choices: Choices, path: str) -> str:
             section = name
             lines.append(f"{name}:")
         setting = f"  {key}: {_plain(value)}"
-        comment = f"# {docs[dotted]}"
-        one_line = f"{setting:34s}  {comment}"
-        lines += [one_line] if len(one_line) <= _WIDTH else [f"  {comment}", setting]
+        one_line = f"{setting:34s}  # {docs[dotted]}"
+        wrapped = textwrap.wrap(docs[dotted], _WIDTH, initial_indent="  # ", subsequent_indent="  # ")
+        lines += [one_line] if len(one_line) <= _WIDTH else [*wrapped, setting]
     return "\n".join(lines) + "\n"
 
 
@@ -67,26 +102,95 @@ def _values(choices: Choices) -> dict[str, Any]:
     if choices.eval_file:
         values["data.eval_file"] = choices.eval_file
     values |= {"train": _train_values, "sft": _sft_values}.get(choices.task, _preference_values)(choices)
-    values["optimizer.start_lr"] = 1e-5 if choices.task == "sft" else 1e-6
+    if choices.lora_rank:
+        values["lora.rank"] = choices.lora_rank
+        if on_npus:
+            values["parallel_config.enable_parallel_optimizer"] = True
+    values["optimizer.start_lr"] = learning_rate(choices)
     values["optimizer.warmup_steps"] = 5
     values["checkpoint.every_steps"] = 20
     return values
 
 
+def remarks(choices: Choices) -> list[str]:
+    """Return a line for each choice that was made for the user, with what it rests on."""
+    facts, found = choices.facts, choices.facts.verifiers
+    lines = []
+    if choices.task == "train" and not choices.verifier:
+        verifier = ",".join(found.verifiers) if found else "accuracy_reward"
+        why = found.why if found else f"{choices.train_file} is not there yet, so its answers are not known"
+        lines.append(f"reward.verifier_function is {verifier}: {why}")
+    if choices.task == "train" and facts.usual_question and not choices.num_npus:
+        lines.append(
+            f"rollout.max_response_length is {response_length(choices)}: a question of the data has "
+            f"{facts.usual_question} tokens in the median, without what all prompts share"
+        )
+    size = "a model that is not there yet" if facts.num_parameters is None else f"{facts.num_parameters:,} parameters"
+    what = f"adapters of {size}" if choices.lora_rank else size
+    return [*lines, f"optimizer.start_lr is {learning_rate(choices):g}: for {what}"]
+
+
+def learning_rate(choices: Choices) -> float:
+    """Return the learning rate to begin with.
+
+    For reinforcement learning 1e-6, as DAPO (Yu et al. 2025, arXiv:2503.14476, section 4.1) and DeepSeekMath's GRPO
+    (Shao et al. 2024, arXiv:2402.03300, section 4.2) train models of billions of parameters. Models of less than one
+    need more: 1e-5, below 0.3 billion 2e-5, which the quickstart's and SmolLM2-135M's runs rest on. Adapters take ten
+    times as much (docs/lora.md), and for small models 1e-3, with which SmolLM2-135M learned sums in 20 steps.
+    """
+    size, is_adapted = choices.facts.num_parameters, choices.lora_rank > 0
+    if choices.task != "train":
+        return (1e-5 if choices.task == "sft" else 1e-6) * (10 if is_adapted else 1)
+    if size is None or size >= _SMALL_MODEL:
+        return 1e-5 if is_adapted else 1e-6
+    return 1e-3 if is_adapted else 2e-5 if size < 0.3 * _SMALL_MODEL else 1e-5
+
+
+def response_length(choices: Choices) -> int:
+    """Return the most tokens of a response: on NPUs 1024, on a CPU what answers of such data take.
+
+    The solutions of GSM8K take twice the tokens of their question in the median, and four times the usual question at
+    the 95th percentile: so four times, or twice the reference where that is longer. It is never more than the model's
+    positions leave.
+    """
+    facts = choices.facts
+    kind = facts.verifiers.kind if facts.verifiers else "any"
+    length = 1024 if choices.num_npus else _MAX_RESPONSE
+    if kind == "tests":
+        length *= 2
+    elif not choices.num_npus and facts.usual_question:
+        wanted = max(4 * facts.usual_question, 2 * facts.answer_chars / 3)  # about three characters a token
+        length = min(max(_MIN_RESPONSE, -(-int(wanted) // 16) * 16), _MAX_RESPONSE)
+    if facts.max_positions and facts.longest_prompt:
+        length = min(length, max(1, facts.max_positions - facts.longest_prompt))
+    return length
+
+
 def _train_values(choices: Choices) -> dict[str, Any]:
-    values: dict[str, Any] = {
-        "reward.verifier_function": choices.verifier,
-        "rollout.max_response_length": 1024 if choices.num_npus else 256,
-    }
+    facts, found, num_generations = choices.facts, choices.facts.verifiers, 8
+    values: dict[str, Any] = {"reward.verifier_function": choices.verifier or "accuracy_reward"}
+    if found is not None and not choices.verifier:
+        values["reward.verifier_function"] = ",".join(found.verifiers)
+        if found.by_choice:
+            values["reward.by_choice"] = list(found.by_choice)
+        if found.options:
+            values["reward.options"] = dict(found.options)
+    length = response_length(choices)
+    values["rollout.max_response_length"] = length
     if choices.num_npus:
         values |= {"rollout.dtype": "bfloat16", "rollout.num_replicas": choices.num_npus}
+    elif facts.num_cores > 2:
+        values["rollout.num_threads"] = facts.num_cores // 2
     values |= {
         "algorithm.name": "grpo",
-        "algorithm.num_generations": 8,
+        "algorithm.num_generations": num_generations,
         "training.chunk_size": 8 * max(1, choices.num_npus),
         "training.num_rollouts": 1,
         "training.micro_batch_size": 1,
     }
+    is_whole = facts.longest_prompt and facts.longest_prompt + num_generations * length <= _LONGEST_ROW
+    if not choices.num_npus and is_whole and not facts.sees_images:
+        values["training.packing"] = "shared_prompts"
     if choices.eval_file:
         values |= {"evaluation.every_steps": 10}
     return values

@@ -19,8 +19,9 @@ class TrainingSection:
     micro_batch_size: int = key(4, "packed sequences per micro-batch and rank", minimum=1)
     sequence_lengths: tuple[int, ...] = key(
         (),
-        "lengths that packed sequences may have, in tokens; empty means one that fits the longest sample, or with "
-        "another `packing` than first_fit two: see docs/performance.md",
+        "lengths that packed sequences may have, in tokens; empty means one that fits the longest sample, with "
+        "packing=best_fit two, and with shared_prompts one that fits a prompt with all its responses: see "
+        "docs/performance.md",
         minimum=8,
     )
     pack: bool = key(True, "pack several samples into one sequence")

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from mindrlhf.evaluation.heldout import NUM_SAMPLES_SHOWN, Evaluation
-from mindrlhf.evaluation.statistics import Interval, bootstrap_interval, paired_difference
+from mindrlhf.evaluation.statistics import Interval, accuracy_interval, paired_difference
 from mindrlhf.observe.records import replace_file
+from mindrlhf.observe.samples import question_of
 
 
 def compare(before: Evaluation, after: Evaluation) -> dict[str, Any]:
@@ -17,8 +18,8 @@ def compare(before: Evaluation, after: Evaluation) -> dict[str, Any]:
     first, last = before.scores.mean(axis=1), after.scores.mean(axis=1)
     return {
         "steps": [before.step, after.step],
-        "before": _interval(bootstrap_interval(first), "accuracy"),
-        "after": _interval(bootstrap_interval(last), "accuracy"),
+        "before": _interval(accuracy_interval(first), "accuracy"),
+        "after": _interval(accuracy_interval(last), "accuracy"),
         "difference": _interval(paired_difference(last, first), "mean"),
         "num_prompts": len(first),
         "samples_before": [before.shown[index] for index in chosen],
@@ -66,7 +67,7 @@ def summary_text(summary: dict[str, Any]) -> str:
     for title, samples in ((when, summary["samples_before"]), ("after training", summary["samples_after"])):
         lines.append(f"\nsample answers {title}")
         for sample in samples:
-            lines.append(f"  question  {_one_line(sample['prompt'])}")
+            lines.append(f"  question  {_one_line(question_of(sample['prompt']))}")
             lines.append(f"  answer    {_one_line(sample['completion'])}")
             lines.append(f"  expected  {_one_line(sample['answer'])}   reward {sample['reward']:g}")
     return "\n".join(lines)

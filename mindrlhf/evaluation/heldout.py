@@ -11,7 +11,7 @@ from mindrlhf.config.evaluation import PASS_AT_K
 from mindrlhf.config.reward import REWARD_MODEL_NAME, RewardSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import Prompt
-from mindrlhf.evaluation.statistics import bootstrap_interval, pass_at_k
+from mindrlhf.evaluation.statistics import accuracy_interval, pass_at_k
 from mindrlhf.observe.fingerprint import digest_json
 from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, verifier_names
 from mindrlhf.rollout.types import SamplingParams
@@ -106,7 +106,7 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float]:
         """Return ``eval/accuracy`` with its 95 % interval, and the mean of every verifier and of the length."""
-        interval = bootstrap_interval(self.scores.mean(axis=1))
+        interval = accuracy_interval(self.scores.mean(axis=1))
         values = {
             "eval/accuracy": interval.mean,
             "eval/accuracy_low": interval.low,
@@ -118,7 +118,7 @@ class Evaluation:
 
     def set_metrics(self, name: str) -> dict[str, float]:
         """Return accuracy with its 95 % interval, and with several samples pass@k, as metrics of a further set."""
-        interval = bootstrap_interval(self.scores.mean(axis=1))
+        interval = accuracy_interval(self.scores.mean(axis=1))
         values = {
             f"eval/{name}/accuracy": interval.mean,
             f"eval/{name}/accuracy_low": interval.low,

@@ -12,7 +12,7 @@ from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
 from mindrlhf.errors import UserError
 from mindrlhf.evaluation.heldout import Evaluation, HeldOut, accuracy_verifier, applicable
-from mindrlhf.evaluation.statistics import bootstrap_interval, pass_at_k
+from mindrlhf.evaluation.statistics import accuracy_interval, pass_at_k
 from mindrlhf.observe.samples import SampleWriter
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.registry import part_name
@@ -120,12 +120,12 @@ def intervals(evaluation: Evaluation) -> list[dict[str, Any]]:
     """Return what ``describe`` puts into words: "score" ("avg@8", "pass@2"), "verifier", "mean", "low" and "high"."""
     k = evaluation.num_samples
     found = [
-        (f"avg@{k}", name, bootstrap_interval(applicable(rewards).mean(axis=1)))
+        (f"avg@{k}", name, accuracy_interval(applicable(rewards).mean(axis=1)))
         for name, rewards in evaluation.rewards.items()
     ]
     correct = evaluation.scores > 0.5
     for power in range(1, k.bit_length()):
-        found.append((f"pass@{2**power}", evaluation.verifier, bootstrap_interval(pass_at_k(correct, 2**power))))
+        found.append((f"pass@{2**power}", evaluation.verifier, accuracy_interval(pass_at_k(correct, 2**power))))
     return [
         {"score": score, "verifier": name, "mean": float(one.mean), "low": float(one.low), "high": float(one.high)}
         for score, name, one in found

@@ -52,7 +52,7 @@ COLUMNS = (
     _Column("reward/std", "std", 7, _number, 6),
     _Column("reward/groups_without_signal", "no-sig", 6, _percent, 5),
     _Column("response_length/mean", "length", 6, _whole, 3),
-    _Column("response_length/cut_fraction", "cut", 4, _percent, 7),
+    _Column("response_length/cut_fraction", "cut", 4, _percent, 2),
     _Column("loss", "loss", 8, _number, 1),
     _Column("accuracy", "acc", 5, _percent, 4),
     _Column("kl", "kl", 8, _number, 8),

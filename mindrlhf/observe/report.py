@@ -19,7 +19,7 @@ from mindrlhf.observe.charts import Chart, interval_plot
 from mindrlhf.observe.panels import Panel, build_panels
 from mindrlhf.observe.records import replace_file
 from mindrlhf.observe.run_data import RunData, read_run
-from mindrlhf.observe.samples import IMAGES_NAME
+from mindrlhf.observe.samples import IMAGES_NAME, question_of
 
 REPORT_NAME = "report.html"
 MAX_AUDIT_ROWS = 10
@@ -157,7 +157,7 @@ def _comparisons(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
         pair = [before.get(prompt), after.get(prompt)]
         answer = next((sample["answer"] for sample in pair if sample and "answer" in sample), "")
         shown = [None if sample is None else _sample(sample) for sample in pair]
-        comparisons.append({"prompt": shortened(prompt), "answer": shortened(answer), "pair": shown})
+        comparisons.append({"prompt": shortened(question_of(prompt)), "answer": shortened(answer), "pair": shown})
     return comparisons
 
 
@@ -174,7 +174,7 @@ def _sample(record: Mapping[str, Any]) -> dict[str, Any]:
     rewards = record.get("rewards")
     by_verifier = rewards.items() if isinstance(rewards, dict) else ()
     return {
-        "prompt": shortened(record.get("prompt", "")),
+        "prompt": shortened(question_of(str(record.get("prompt", "")))),
         "completion": shortened(record.get("completion", "")),
         "answer": shortened(record.get("answer", "")),
         "reward": _reward_text(record["reward"]) if "reward" in record else None,

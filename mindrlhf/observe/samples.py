@@ -1,5 +1,6 @@
 """What the policy wrote: ``samples.jsonl``, and the pictures it was shown: ``sample_images``."""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,28 @@ class SampleRecord:
     extra: Mapping[str, Any] = field(default_factory=dict)  # kept columns of the prompt, JSON values by name
     # "tokens": their texts, and by the names of TOKEN_VALUES a number for each, None where the model did not write it
     tokens: Mapping[str, list] | None = None
+
+
+# How templates begin and end a user's turn: ChatML, Llama 3, Gemma, GLM and Phi, Kimi, gpt-oss, DeepSeek, Mistral, and
+# the roles of templates in plain text.
+_USER_TURNS = re.compile(
+    r"<\|im_start\|>user\n(?P<chatml>.*?)<\|im_end\|>"
+    r"|<\|start_header_id\|>user<\|end_header_id\|>\s*(?P<llama>.*?)<\|eot_id\|>"
+    r"|<(?:start_of_turn>|\|turn>)user\n(?P<gemma>.*?)<(?:end_of_turn>|turn\|>)"
+    r"|<\|user\|>\n?(?P<glm>.*?)(?=<\|(?:assistant|end|endoftext)\|>|<\|assistant)"
+    r"|<\|im_user\|>user<\|im_middle\|>(?P<kimi>.*?)<\|im_end\|>"
+    r"|<\|start\|>user<\|message\|>(?P<harmony>.*?)<\|end\|>"
+    r"|<\uff5cUser\uff5c>(?P<deepseek>.*?)<\uff5cAssistant\uff5c>"
+    r"|\[INST\](?P<mistral>.*?)\[/INST\]"
+    r"|^User: (?P<plain>.*?)\n+Assistant:",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def question_of(prompt: str) -> str:
+    """Return the last user turn of a prompt, without the template around it; a prompt of no known template whole."""
+    turns = list(_USER_TURNS.finditer(prompt))
+    return turns[-1][turns[-1].lastgroup].strip() if turns else prompt
 
 
 class SampleWriter:

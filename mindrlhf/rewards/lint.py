@@ -47,6 +47,7 @@ def lint(verifier: str, samples: Sequence[RewardInput], options: dict[str, str],
         second = pool.score(samples[::-1])[::-1]
         hostile = [replace(one, extra=samples[0].extra) for one in hostile_samples()]
         hostile_results = pool.score(hostile)
+        echoed = pool.score(echoes(samples))
     good = [not a.failures and not b.failures for a, b in zip(first, second)]
     rewards = np.array([result.total for result in first])
     return [
@@ -55,6 +56,7 @@ def lint(verifier: str, samples: Sequence[RewardInput], options: dict[str, str],
         *_distribution(samples, rewards, np.array(good)),
         _speed(len(samples), elapsed_s),
         _hostility(hostile, hostile_results),
+        *_echoing(echoed, rewards),
     ]
 
 
@@ -73,10 +75,26 @@ def example_samples() -> list[RewardInput]:
         for completion in completions:
             samples.append(
                 RewardInput(
-                    len(samples), completion, str(a + b), f"What is {a} + {b}?", "stop", len(completion) // 4 + 1
+                    len(samples),
+                    completion,
+                    str(a + b),
+                    f"What is {a} + {b}?",
+                    "length" if completion is steps else "stop",
+                    len(completion) // 4 + 1,
                 )
             )
     return samples
+
+
+def echoes(samples: Sequence[RewardInput]) -> list[RewardInput]:
+    """The prompts of some samples as responses to themselves, whole and cut off."""
+    one_each = list({(sample.prompt, sample.answer): sample for sample in samples if sample.prompt}.values())
+    forms = (("{}", "stop"), ("The question is: {} To find it, we start by", "length"))
+    return [
+        replace(sample, completion=form.format(sample.prompt), finish_reason=reason)
+        for sample in one_each[:NUM_GROUPS]
+        for form, reason in forms
+    ]
 
 
 def hostile_samples() -> Iterator[RewardInput]:
@@ -159,6 +177,18 @@ def _hostility(samples: Sequence[RewardInput], results: Sequence[RewardResult]) 
     if not failed:
         return Finding("ok", f"gave a reward for all {len(samples)} hostile texts")
     return Finding("warning", f"failed on hostile texts: {', '.join(failed[:NUM_SHOWN])}")
+
+
+def _echoing(results: Sequence[RewardResult], rewards: np.ndarray) -> Iterator[Finding]:
+    paid = sum(result.total >= rewards.max() > max(0.0, rewards.min()) for result in results if not result.failures)
+    if paid:
+        yield Finding(
+            "warning",
+            f"{paid} of {len(results)} responses that only repeat the prompt earn the highest reward: the policy will "
+            "learn to repeat it",
+        )
+    elif results:
+        yield Finding("ok", f"no high reward for {len(results)} responses that only repeat the prompt")
 
 
 def _named(sample: RewardInput) -> str:

@@ -263,7 +263,7 @@ def _server_settings(config: GrpoConfig, inputs: RunInputs, log_dir: Path) -> di
     """Return the arguments of :func:`mindrlhf.rollout.replicas.server_options`."""
     return {
         "model_dir": config.model.path,
-        "max_model_len": inputs.row_lengths[-1],
+        "max_model_len": inputs.max_model_len,
         "seed": config.run.seed,
         "device": config.run.device,
         "log_dir": log_dir,

@@ -131,6 +131,18 @@ def test_an_override_without_key_or_value_is_refused(write, override):
     assert "is not of the form section.key=value" in _error(write(""), override)
 
 
+def test_nothing_behind_the_sign_is_the_empty_value_of_the_key(write):
+    path = write(
+        "data: {eval_file: held_out.mindrecord}\nrollout: {env: {A: b}}\nreward: {by_choice: [accuracy_reward]}"
+    )
+    overrides = ["data.eval_file=", "rollout.env.A=", "rollout.env.B= ", "reward.by_choice=", "optimizer.end_lr="]
+    config = load_grpo_config(path, [*ALL_REQUIRED, *overrides])
+    assert (config.data.eval_file, config.reward.by_choice, config.optimizer.end_lr) == ("", (), None)
+    assert config.rollout.env == {"A": "", "B": ""}
+    assert load_grpo_config(path, [*ALL_REQUIRED, "rollout.env="]).rollout.env == {}
+    assert _error(path, "training.chunk_size=") == "'training.chunk_size' must be an integer, not None"
+
+
 def test_an_override_below_a_value_is_refused(write):
     assert "'path' is a value, not a section" in _error(write("model: {path: m}"), "model.path.deep=1")
 

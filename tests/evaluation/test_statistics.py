@@ -95,6 +95,22 @@ def test_degenerate_samples():
     assert 0.0 <= low < 1 / 31 < high < 0.3
 
 
+def test_the_interval_of_an_accuracy_of_nothing_or_all_is_wilsons():
+    def wilson(share, n, z=1.959963984540054):
+        """The two roots of the score equation, by the textbook's formula."""
+        centre, half = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+        return [(centre + sign * half) / (1 + z * z / n) for sign in (-1, 1)]
+
+    for n in (1, 2, 30, 200):
+        for share in (0.0, 1.0):
+            found = statistics.accuracy_interval([share] * n)
+            assert found.mean == share
+            np.testing.assert_allclose(found[1:3], wilson(share, n), rtol=1e-9, atol=1e-12)
+    assert f"{statistics.accuracy_interval([0.0] * 200).high:.3f}" == "0.019"
+    for values in ([0.5] * 4, [0.0, 1.0, 1.0], [2.0] * 3, [0.3]):
+        assert statistics.accuracy_interval(values) == statistics.bootstrap_interval(values)
+
+
 def test_paired_difference_cancels_what_both_share():
     generator = np.random.default_rng(2)
     difficulty = generator.random(200)

@@ -8,7 +8,7 @@ import pytest
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.observe.records import JsonlWriter, read_jsonl, replace_file
-from mindrlhf.observe.samples import SampleRecord, SampleWriter
+from mindrlhf.observe.samples import SampleRecord, SampleWriter, question_of
 
 
 def write_steps(path, steps, first_step):
@@ -102,3 +102,23 @@ def test_samples_keep_their_text(tmp_path):
         "rewards": {"accuracy_reward": 1.0, "length_reward": None},
         "finish_reason": "stop",
     }
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "<|im_start|>system\nYou are Qwen.<|im_end|>\n<|im_start|>user\nWhat is\n1 + 1?<|im_end|>\n"
+        "<|im_start|>assistant\n",
+        "<|im_start|>user\nold<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n<|im_start|>user\n"
+        "What is\n1 + 1?<|im_end|>\n<|im_start|>assistant\n<think>\n",
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nWhat is\n1 + 1?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        "<bos><start_of_turn>user\nWhat is\n1 + 1?<end_of_turn>\n<start_of_turn>model\n",
+        "[gMASK]<sop><|user|>\nWhat is\n1 + 1?<|assistant|>\n",
+        "<s>[INST] What is\n1 + 1?[/INST]",
+        "Work it out.\n\nUser: What is\n1 + 1?\n\nAssistant:\n",
+        "What is\n1 + 1?",
+    ],
+)
+def test_the_question_of_a_prompt_stands_without_its_template(prompt):
+    assert question_of(prompt) == "What is\n1 + 1?"

@@ -145,6 +145,11 @@ def test_the_log_prob_difference_stays_in_the_narrowest_table():
     assert "lr" not in header.split()
 
 
+def test_the_share_of_cut_responses_stays_in_the_usual_table():
+    (header, line) = printed([(3, FULL | {"response_length/cut_fraction": 0.84})], num_steps=10)
+    assert line.split()[header.split().index("cut")] == "84%" and len(header) <= 100
+
+
 def test_evaluations_of_pairs_and_of_records_have_their_own_names():
     lines = printed([(0, {"eval/accuracy": 0.5, "eval/loss": 0.693})], accuracy="preference accuracy on held-out pairs")
     assert lines == ["     0  preference accuracy on held-out pairs 50.0%  held-out loss 0.693"]

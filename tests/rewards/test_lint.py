@@ -6,7 +6,7 @@ from mindrlhf.rewards.types import RewardInput
 pytestmark = pytest.mark.timeout(120)
 
 FUNCTIONS = """
-import os, time
+import os, re, time
 
 
 def random(completion, answer):
@@ -25,6 +25,11 @@ def faulty(completion, answer):
     if len(completion) > 10**5:
         time.sleep(1000)
     return 1 / (completion.count("So the") - 1)
+
+
+def by_value(completion, answer):
+    found = re.findall(r"([0-9]+) \\+ ([0-9]+)", completion)
+    return float(answer in completion or any(int(a) + int(b) == int(answer) for a, b in found))
 
 
 def slow(completion, answer):
@@ -55,6 +60,16 @@ def test_a_good_verifier_passes(tmp_path):
 
 def test_randomness_is_found(tmp_path):
     assert said(check(tmp_path, "random")["error"], "not deterministic: 128 of 128")
+
+
+def test_paying_for_the_prompt_is_found(tmp_path):
+    samples = [
+        RewardInput(i, text, "21", "What is 14 + 7?")
+        for i, text in enumerate(["21", "It is 20.", "I do not know", "20", "21!"])
+    ]
+    assert said(check(tmp_path, "by_value", samples)["warning"], "2 of 2 responses that only repeat the prompt earn")
+    findings = lint("accuracy_reward", samples, {}, timeout_s=20.0)
+    assert said([one.text for one in findings if one.level == "ok"], "for 2 responses that only repeat the prompt")
 
 
 def test_paying_for_length_is_found(tmp_path):

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import json
 import re
 import typing
+from pathlib import Path
 
 import pytest
 import yaml
@@ -12,10 +14,13 @@ from slow_tests import RUNS_SLOW_TESTS
 from mindrlhf.cli import build_parser, main
 from mindrlhf.config.load import CONFIG_LOADERS, CONFIGS
 from mindrlhf.config.parse import dotted_keys, write_config
+from mindrlhf.data.packing import choose_row_length
 from mindrlhf.errors import UserError
 from mindrlhf.rollout import vllm_options
-from mindrlhf.training.preflight import check_grpo_inputs, check_offline_inputs
+from mindrlhf.training.preflight import check_grpo_inputs, check_offline_inputs, group_row
+from mindrlhf.training.preflight.facts import host_memory
 from mindrlhf.training.preflight.run import check_run
+from mindrlhf.weights.open import open_tensors
 
 RANK_CHECKS = {"train": check_grpo_inputs, "sft": check_offline_inputs, "dpo": check_offline_inputs}
 
@@ -230,3 +235,58 @@ def test_other_nodes_than_the_first_judge_the_same_config(contents, tmp_path):
     first, second = (check_run("sft", path, num_ranks=2, num_nodes=2, node=node) for node in (0, 1))
     assert first == dataclasses.replace(second, mistakes=first.mistakes, obstacles=first.obstacles)
     assert second.mistakes.messages == second.obstacles.messages == []
+
+
+@pytest.mark.parametrize(
+    ("packing", "num_generations", "max_response_length", "given", "expected"),
+    [
+        ("shared_prompts", 8, 16, (), (176,)),  # a prompt of 45 tokens and 8 responses of 16: one graph
+        ("shared_prompts", 8, 122, (), (1024,)),
+        ("shared_prompts", 8, 123, (), (288, 336)),  # longer than both 1,024 tokens and a pair
+        ("shared_prompts", 2, 1000, (), (2048,)),
+        ("shared_prompts", 8, 16, (64, 96), (64, 96)),
+        ("shared_prompts", 1, 16, (), (112, 128)),
+        ("best_fit", 8, 16, (), (112, 128)),
+        ("first_fit", 8, 16, (), (64,)),
+    ],
+)
+def test_a_row_holds_a_whole_group_where_prompts_are_shared(
+    config, packing, num_generations, max_response_length, given, expected
+):
+    config = dataclasses.replace(
+        config,
+        training=dataclasses.replace(config.training, packing=packing, sequence_lengths=given),
+        algorithm=dataclasses.replace(config.algorithm, num_generations=num_generations),
+        rollout=dataclasses.replace(config.rollout, max_response_length=max_response_length),
+    )
+    longest = 45 + max_response_length
+    lengths = given or group_row(config, longest)
+    is_fitted = packing != "first_fit"
+    assert choose_row_length(lengths, longest, "a sample", "cpu", is_fitted=is_fitted) == expected
+
+
+def test_a_server_takes_the_longest_sample_not_the_longest_row(config):
+    shared = dataclasses.replace(config, training=dataclasses.replace(config.training, packing="shared_prompts"))
+    inputs = check_grpo_inputs(shared)
+    longest = inputs.prompts.header.longest_prompt + shared.rollout.max_response_length
+    assert inputs.row_lengths[-1] >= longest + 7 * shared.rollout.max_response_length
+    assert longest <= inputs.max_model_len < longest + 16
+    assert check_grpo_inputs(config).max_model_len == check_grpo_inputs(config).row_lengths[-1]
+
+
+def test_memory_is_estimated_by_the_sizes_of_the_model(config):
+    """Against sums by hand: all weights and an adapter of a model whose parameters are counted from its tensors."""
+    tensors = open_tensors(config.model.path)
+    num_parameters = sum(tensors.info(name).num_elements for name in tensors.names())
+    whole = host_memory(config, 64, 64, 2)
+    adapted = dataclasses.replace(config, lora=dataclasses.replace(config.lora, rank=4))
+    low_rank = host_memory(adapted, 64, 64, 2)
+    assert whole.shared == 4 * num_parameters
+    num_adapted = num_parameters - (whole.trainer - low_rank.trainer) / 12
+    assert 0 < num_adapted < num_parameters and num_adapted == int(num_adapted)
+    assert whole.total == 2 * whole.trainer + whole.server + whole.shared
+    rows = host_memory(config, 128, 64, 2).trainer - whole.trainer
+    # One layer, 16 channels, 2 heads: 14 * 16 + 3 * 32 + 2 * heads * length numbers a token, of 4 sequences.
+    heads = json.loads((Path(config.model.path) / "config.json").read_text())["num_attention_heads"]
+    assert rows == 4 * 4 * (128 * (320 + 2 * heads * 128) - 64 * (320 + 2 * heads * 64))
+    assert re.fullmatch(r"about \d+\.\d GiB of memory: a trainer .*, a server .*, shared weights .*", str(whole))

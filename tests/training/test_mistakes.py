@@ -126,7 +126,10 @@ def test_config_check_prints_json(contents, tmp_path, capsys):
     path.write_text(yaml.safe_dump(contents["train"]))
     command = ["config", "check", str(path), "--json"]
     assert main(command) == 0
-    assert json.loads(capsys.readouterr().out) == {"command": "train", "workers": 1, "mistakes": [], "obstacles": []}
+    found = json.loads(capsys.readouterr().out)
+    memory = found.pop("memory_bytes")
+    assert found == {"command": "train", "workers": 1, "mistakes": [], "obstacles": []}
+    assert memory["total"] == memory["trainer"] + memory["server"] + memory["shared"] > 2**30
     assert main([*command, "run.device=gpu", "run.sede=3"]) == 2
     assert len(json.loads(capsys.readouterr().out)["mistakes"]) == 2
 
@@ -138,12 +141,13 @@ def test_a_new_config_is_right_and_commented(task, has_eval_data, contents, inpu
     eval_data = ["--eval-data", data] if has_eval_data else []
     choices = ["--task", task, "--model", str(inputs_dir / "model"), "--data", data, *eval_data]
     assert main(["config", "new", *choices, "--output", str(path)]) == 0
+    assert "optimizer.start_lr is" in capsys.readouterr().err
     text = path.read_text()
     assert f"mindrlhf {task} {path}" in text and max(map(len, text.splitlines())) <= 140
     keys = [line for line in text.splitlines() if line.startswith("  ") and not line.startswith("  #")]
     assert text.count("# ") >= len(keys) > 8
     overrides = [f"data.tokenizer_dir={inputs_dir / 'tokenizer'}", f"run.output_dir={tmp_path / 'run'}"]
-    overrides += ["rollout.python=sh", "rollout.max_response_length=20"] if task == "train" else []
+    overrides += ["rollout.python=sh"] if task == "train" else []
     assert main(["config", "check", str(path), *overrides]) == 0
     assert main(["config", "new", *choices, "--output", str(path)]) == 2
     assert "give another --output" in capsys.readouterr().err

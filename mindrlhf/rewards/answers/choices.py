@@ -31,6 +31,10 @@ _ANOTHER = re.compile(
     r"|\b(?:[Nn]o|[Ww]ait|[Aa]ctually|[Rr]ather|[Ii]nstead|[Cc]orrection)\b[,.:\s]*"
     r"(?:it is |it's |it should be )?[*(]*[A-J]\b(?!')"
 )
+# Between letters that are compared, not listed.
+_CHOOSING = re.compile(
+    r"\b(?:so|thus|hence|therefore|but|not|wrong|right|correct|true|false|choose|pick)\b|n't\b", re.IGNORECASE
+)
 _IN_PARENTHESES = re.compile(r"\(([A-J])\)")
 
 
@@ -69,13 +73,27 @@ def stated_choice(text: str) -> str | None:
         matches = list(pattern.finditer(tail))
         if matches:
             behind = tail[matches[-1].end() :]
-            if _ANOTHER.search(behind) or denies(behind):
+            if _ANOTHER.search(behind) or denies(behind) or (pattern is not _STATED and _is_listing(tail, matches)):
                 return None
             return next(letter for letter in matches[-1].groups() if letter).upper()
     stated: list[str] = []
     if not stated and len(text) <= MAX_CHOICE_CHARS and (letters := chosen(text)) is not None and len(letters) == 1:
         stated = list(letters)
     return stated[-1].upper() if stated else None
+
+
+def states_choice(text: str) -> bool:
+    """Whether running text says of a letter that it is the answer, the option or the choice."""
+    return _STATED.search(text[-MAX_TAIL_CHARS:]) is not None
+
+
+def _is_listing(text: str, matches: list[re.Match[str]]) -> bool:
+    """Whether the last letter only ends a list of the options: it follows the one before it, a line apart at most."""
+    if len(matches) < 2:
+        return False
+    letters = [next(letter for letter in match.groups() if letter).upper() for match in matches[-2:]]
+    between = text[matches[-2].end() : matches[-1].start()]
+    return ord(letters[1]) - ord(letters[0]) == 1 and between.count("\n") < 2 and not _CHOOSING.search(between)
 
 
 def unwrapped(text: str) -> str:

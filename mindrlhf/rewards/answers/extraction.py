@@ -50,6 +50,8 @@ _GENERATION_PROMPT = re.compile(
 )
 _FINAL_TAGS = re.compile(rf"<{_TAG}>\s*(?:</{_TAG}>\s*)?(?:<answer>\s*)?$|<answer>\s*$", re.IGNORECASE)
 
+_TOOL_TURN = re.compile(r"<tool_call>(?:(?!<tool_call>).)*?</tool_call>|<tool_response>.*?</tool_response>", re.DOTALL)
+
 _BOXES = ("\\boxed{", "\\boxed {", "\\fbox{")
 # As in the authors' code the line may begin below: "Answer:" and a line break.
 _ANSWER_LINE = re.compile(r"\banswer[*_ \t]{0,8}:[*_\s]{0,16}([^\n]*)", re.IGNORECASE)
@@ -114,6 +116,11 @@ def behind_thoughts(completion: str, prompt: str = "") -> str:
             opened.discard(name)
             start = mark.end()
     return "" if opened else text[start:]
+
+
+def own_words(text: str) -> str:
+    """A response without the calls of tools in it and what they have answered, which is not the model's answer."""
+    return _TOOL_TURN.sub("\n", text) if "</tool_" in text else text
 
 
 def last_boxed(text: str) -> str | None:

@@ -74,7 +74,7 @@ _REJECTION = re.compile(
     r"|\b(?:isn't|aren't|wasn't|is not|are not) (?:right|correct|valid|possible|allowed|acceptable|it|an? solution"
     r"|a root|an answer|the (?:right |correct |final )?answer)\b"
     r"|\b(?:does not|doesn't|do not|don't|cannot|can't|fails to|won't) (?:work|satisfy|fit|hold|be|count|check|apply)\b"
-    r"|^\s*not\b|\bfails?\b|(?<![0-9.=+*/^-])\s*\b([0-9]+(?:\.[0-9]+)?)\s*=\s*\1(?!\s*[0-9.]*[0-9=+*/^-])"
+    r"|^\s*not\b|\bfails?\b|(?<![0-9.=+*/^<-])\s*\b([0-9]+(?:\.[0-9]+)?)\s*=\s*\1(?!\s*[0-9.]*[0-9=+*/^-])"
     r"|\b(?:reject|discard|dismiss|exclud|disregard)(?:e?s|ed|ing|e)?\b|\b(?:rule|ruling|throw) out\b|\bignore\b",
     re.IGNORECASE,
 )
@@ -115,6 +115,10 @@ _STATED = re.compile(
     r"\banswer\b(?: to [^.:\n]{1,60}?)?[*_\s]*"
     r"(?:(?:is|should be|must be|would be|becomes)(?: therefore| thus| then| now| actually)?\b|=|:)"
     rf"[*_:\s]*(?P<value>{_VALUE}[^\n]{{0,200}}?)(?=[.;!?]*(?:\s*$|\n)|[.;!?]\s|,\s)",
+    re.IGNORECASE,
+)
+_SAID = re.compile(
+    r"\b(?:answer|result|solution)\b[^.:\n=]{0,60}?(?:\b(?:is|are|was|equals|becomes|(?:should|must|would) be)\b|=|:)",
     re.IGNORECASE,
 )
 _HEDGES = re.compile(r"(?:approximately|about|therefore|exactly|simply|just|equal to|given by|the number|option)\s+|:")
@@ -159,6 +163,14 @@ def stated_value(text: str) -> str | None:
     tail = text[-_MAX_BEHIND_CHARS:].strip()
     found = [match for match in _STATED.finditer(tail) if not _CHECKING.search(tail, 0, match.start())]
     return found[-1]["value"].strip() if found else None
+
+
+def states_value(text: str) -> bool:
+    """Whether the last number of ``text`` stands in "the answer is ..."."""
+    tail = text[-_MAX_BEHIND_CHARS:]
+    last_digit = max(tail.rfind(digit) for digit in "0123456789")
+    sentence = _SENTENCE_END.split(tail[: last_digit + 1])[-1]
+    return _SAID.search(sentence) is not None
 
 
 def other_value(behind: str) -> str | None:
@@ -295,9 +307,13 @@ def _last_run(tokens: list[str], end: int) -> tuple[int, int] | None:
             first -= 1
         while end_of_run < end and _continues(tokens, end_of_run):
             end_of_run += 1
-        # The exponent or index of a word is no answer: cm^2.
-        if not "".join(tokens[first:end_of_run]).lstrip().startswith(("^", "_")):
+        # The exponent or index of a word is no answer (cm^2), what an equals sign puts behind it may be.
+        run = "".join(tokens[first:end_of_run])
+        if not run.lstrip().startswith(("^", "_")):
             return first, end_of_run
+        power = re.match(r"\s*[\^_]\s*(?:\{[^{}]*\}|[0-9]+)\s*=\s*(?=.*[0-9])", run)
+        if power is not None:
+            return first + _token_at(tokens[first:], power.end()), end_of_run
     return None
 
 

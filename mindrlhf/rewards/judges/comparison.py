@@ -37,10 +37,11 @@ def read_ranking(reply: str, num_responses: int) -> list[float]:
     Raises:
         ValueError: there is no ranking, or it does not name every response once.
     """
-    found = _RANKING.findall(reply)
-    if not found:
+    found = list(_RANKING.finditer(reply))
+    # The question's own example is no ranking.
+    if not found or reply[: found[-1].start()].rstrip(" *\"'").lower().endswith("example:"):
         raise ValueError(f"the judge's answer ends with no 'Ranking: ...': {reply[-100:]!r}")
-    text = re.sub(r"[\[\]*]", "", found[-1].strip().partition("\n")[0])
+    text = re.sub(r"[\[\]*]", "", found[-1][1].strip().partition("\n")[0])
     try:
         levels = [[int(number) for number in level.split("=")] for level in text.split(">")]
     except ValueError:
@@ -62,10 +63,12 @@ def read_winner(reply: str) -> float:
     Raises:
         ValueError: it names no winner.
     """
-    found = _WINNER.findall(reply)
-    if not found:
+    found = [_WINNER.findall(line) for line in reply.splitlines()]
+    last = {winner.lower() for winner in next((line for line in reversed(found) if line), ())}
+    # A line with several is the question again.
+    if len(last) != 1:
         raise ValueError(f"the judge's answer ends with no 'Winner: A', 'B' or 'tie': {reply[-100:]!r}")
-    return {"a": 1.0, "b": 0.0, "tie": 0.5}[found[-1].lower()]
+    return {"a": 1.0, "b": 0.0, "tie": 0.5}[last.pop()]
 
 
 def opponents(place: int, num_responses: int, rounds: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 import re
 
-from mindrlhf.rewards.answers.extraction import behind_thoughts
+from mindrlhf.rewards.answers.extraction import behind_thoughts, own_words
 from mindrlhf.rewards.answers.prose import denies
 from mindrlhf.rewards.registry import register
 
@@ -10,7 +10,9 @@ from mindrlhf.rewards.registry import register
 MAX_SOLUTION_CHARS = 5000
 # Statements of this kind do not say who is what.
 _UNDECIDED = re.compile(
-    r"\b(?:not|or|if|unless|either|neither|nor|false|untrue|wrong|maybe|perhaps|possibly)\b|n't\b", re.I
+    r"\b(?:not|or|if|unless|either|neither|nor|false|untrue|wrong|maybe|perhaps|possibly"
+    r"|says?|said|saying|claim(?:s|ed)?|tells?|told|states?|stated|remark(?:s|ed)?|according|would)\b|n't\b",
+    re.IGNORECASE,
 )
 _STATEMENT = re.compile(r"\b(\w+)\s+is\s+(?:an?\s+)?(knight|knave)\b", re.IGNORECASE)
 
@@ -26,20 +28,20 @@ def knights_and_knaves(completion: str, answer: str, *, prompt: str = "") -> flo
     Raises:
         ValueError: the reference answer holds no such statement, or says two things of one islander.
     """
-    truth = _roles(answer)
+    truth = roles(answer)
     if not truth:
         raise ValueError(f"the reference answer {answer[:80]!r} is no solution, such as 'Zoey is a knave'")
-    text = behind_thoughts(completion, prompt)
+    text = own_words(behind_thoughts(completion, prompt))
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     solution, behind = text[start:end], text[end:].removeprefix("</answer>")
     if start < 0 or len(solution) > MAX_SOLUTION_CHARS or _UNDECIDED.search(solution):
         return 0.0
-    return float(_roles(solution) == truth and not denies(behind) and "<answer>" not in behind)
+    return float(roles(solution) == truth and not denies(behind) and "<answer>" not in behind)
 
 
-def _roles(text: str) -> dict[str, str] | None:
-    """Role by name; None when somebody is said to be both."""
+def roles(text: str) -> dict[str, str] | None:
+    """Role by name in statements such as "Zoey is a knave"; None when somebody is said to be both."""
     roles: dict[str, str] = {}
     for name, role in _STATEMENT.findall(text):
         if roles.setdefault(name.lower(), role.lower()) != role.lower():

@@ -1,6 +1,6 @@
 """Is what stands in the box right?"""
 
-from mindrlhf.rewards.answers.extraction import behind_thoughts, boxed_answer
+from mindrlhf.rewards.answers.extraction import behind_thoughts, boxed_answer, own_words
 from mindrlhf.rewards.answers.grading import is_correct
 from mindrlhf.rewards.registry import register
 
@@ -15,4 +15,5 @@ def qwen_accuracy_reward(completion: str, answer: str, *, prompt: str = "", tole
     Raises:
         ValueError: the reference answer is empty.
     """
-    return float(is_correct(boxed_answer(behind_thoughts(completion, prompt)), answer, tolerance))
+    found = boxed_answer(own_words(behind_thoughts(completion, prompt)))
+    return float(is_correct(found, answer, tolerance, prompt))

@@ -130,6 +130,7 @@ def _parse(answer: str) -> UnitTests:
 
 
 def looks_like_tests(answer: str) -> bool:
+    """Whether an answer is meant as unit tests, good ones or not."""
     if not _SIGNS.search(answer):
         return False
     tests = _json_in(answer)

@@ -90,14 +90,9 @@ def refuse_taken(config: AnyConfig, *, resume: bool) -> None:
     Raises:
         UserError: as ``check_output``; or something on the way to the output directory is no directory.
     """
-    output_dir = Path(config.run.output_dir)
-    for parent in (output_dir, *output_dir.parents):
-        if parent.exists():
-            if not parent.is_dir():
-                raise UserError(f"'run.output_dir' is {output_dir}, but {parent} is a file: choose another directory")
-            if not os.access(parent, os.W_OK | os.X_OK):
-                raise UserError(f"'run.output_dir' is {output_dir}, but {parent} cannot be written: choose another")
-            break
+    output_dir, directory = Path(config.run.output_dir), save_dir(config)
+    _check_writable("run.output_dir", output_dir)
+    _check_writable("checkpoint.save_dir", directory)
     check_free(output_dir / FINAL_NAME)
     has_critic = isinstance(config, GrpoConfig) and needs_critic(config)
     if has_critic and not resume:  # a resumed run may have been killed after it exported the critic
@@ -105,18 +100,31 @@ def refuse_taken(config: AnyConfig, *, resume: bool) -> None:
     for name in (FINAL_NAME, CRITIC_NAME):
         if config.lora.rank is not None and not resume:
             check_free(exported_adapter(output_dir / name))
-    store = CheckpointStore(save_dir(config), config.checkpoint.keep_last)
-    if store.steps() and not resume:
+    newest = newest_checkpoint(config)
+    if newest is not None and not resume:
         raise UserError(
-            f"{store.path(store.steps()[-1])} is a checkpoint of an earlier run: continue it with --resume, or set "
-            "another run.output_dir or checkpoint.save_dir"
+            f"{newest} is a checkpoint of an earlier run: continue it with --resume, or set another run.output_dir or "
+            "checkpoint.save_dir"
         )
-    if resume and not store.steps():
-        raise _nothing_to_resume(store)
+    if resume and newest is None:
+        raise _nothing_to_resume(directory)
+
+
+def _check_writable(key: str, directory: Path) -> None:
+    """Check that the directory that a key names is one that can be written, or that it can be made."""
+    for parent in (directory, *directory.parents):
+        if parent.exists():
+            if not parent.is_dir():
+                raise UserError(f"'{key}' is {directory}, but {parent} is a file: choose another directory")
+            if not os.access(parent, os.W_OK | os.X_OK):
+                raise UserError(f"'{key}' is {directory}, but {parent} cannot be written: choose another")
+            return
 
 
 def newest_checkpoint(config: AnyConfig) -> Path | None:
-    """Return the newest checkpoint of a run, not verified, None when there is none."""
+    """Return the newest checkpoint of a run, not verified, None when there is none; nothing is made."""
+    if not save_dir(config).is_dir():
+        return None
     store = CheckpointStore(save_dir(config), config.checkpoint.keep_last)
     steps = store.steps()
     return store.path(steps[-1]) if steps else None
@@ -236,7 +244,7 @@ class RunCheckpoints:
         unlisted = SHARDS if self._section.node_local else None
         directory = self._nodes.latest() if self._nodes else self._store.latest(unlisted)
         if directory is None:
-            raise _nothing_to_resume(self._store)
+            raise _nothing_to_resume(self._store.save_dir)
         state = read_state(directory)
         data, old_data = self._config["data"], state.config.get("data", {})
         check_resumable(state.config, self._config, check_same_data(state.data, old_data, self._data, data))
@@ -316,5 +324,5 @@ class RunCheckpoints:
         print(f"mindrlhf: SIGTERM: step {step} is saved in {where}; continue with --resume", flush=True)
 
 
-def _nothing_to_resume(store: CheckpointStore) -> UserError:
-    return UserError(f"there is no whole checkpoint to resume from in {store.save_dir}: leave out --resume")
+def _nothing_to_resume(directory: Path) -> UserError:
+    return UserError(f"there is no whole checkpoint to resume from in {directory}: leave out --resume")

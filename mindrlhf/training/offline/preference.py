@@ -21,7 +21,7 @@ from mindrlhf.config.training import is_split
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.packing import TokenSequence
-from mindrlhf.evaluation.statistics import Interval, bootstrap_interval
+from mindrlhf.evaluation.statistics import Interval, accuracy_interval
 from mindrlhf.images.pixels import decode_png
 from mindrlhf.models.load import load_model, load_scorer
 from mindrlhf.observe.fingerprint import digest_arrays
@@ -235,7 +235,7 @@ class PreferenceTrainer:
         fields = ("losses", "chosen_rewards", "rejected_rewards")
         columns = [np.concatenate([getattr(part, field) for part in parts]) for field in fields]
         result = PairResult(*columns, [])
-        return {f"eval/{name}": value for name, value in result.metrics().items()}, bootstrap_interval(result.is_right)
+        return {f"eval/{name}": value for name, value in result.metrics().items()}, accuracy_interval(result.is_right)
 
     def _evaluate(self, pairs: Pairs) -> PairResult:
         reference = pairs.reference

@@ -11,7 +11,7 @@ from mindrlhf.config.memory import MemorySection, check_num_layers
 from mindrlhf.config.model import ModelSection
 from mindrlhf.config.run import DataSection, RunSection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
-from mindrlhf.config.training import FIRST_FIT, cpu_rules, is_split
+from mindrlhf.config.training import FIRST_FIT, SHARED_PROMPTS, cpu_rules, is_split
 from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
 from mindrlhf.data.packing import choose_row_length
 from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
@@ -43,6 +43,8 @@ from mindrlhf.weights.convert import check_checkpoint
 from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.weights.open import open_tensors
 
+# Tokens of a prompt with its responses up to which a row is chosen that holds them, where it needs no more than a pair.
+LONGEST_GROUP = 1024
 FINAL_NAME = "final"  # the exported model, in the run's output directory
 
 
@@ -57,6 +59,13 @@ class RunInputs:
     num_steps: int
     image_tokens: ImageTokens | None = None  # of a model with vision
     more_held_out: dict[str, PromptFile] = dataclasses.field(default_factory=dict)  # further sets by name
+    longest_sample: int = 0  # most tokens of a prompt and its response; 0 where rows alone say it
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence that a server makes: rows may hold several."""
+        longest = -(-self.longest_sample // 16) * 16 or self.row_lengths[-1]
+        return min(longest, self.row_lengths[-1])
 
 
 def check_sandbox(config: GrpoConfig) -> str:
@@ -115,7 +124,9 @@ def check_grpo_inputs(
     if row_lengths is not None:
         if config.run.device != "cpu":
             check(check_layout, config, row_lengths, world_size, needs=["model.path"])
-        check(check_positions, config.model.path, row_lengths[-1], needs=["model.path"])
+        is_whole = config.run.device != "cpu" or config.training.packing == FIRST_FIT
+        longest = row_lengths[-1] if is_whole else _longest_sample(config, files.present)
+        check(check_positions, config.model.path, longest, needs=["model.path"])
     _check_models(config, files.tokenizer, num_steps, mistakes)
     for file in files.present:
         check(check_columns, config.tools.environment, file.header.columns, f"prompts of {file.path}")
@@ -124,7 +135,8 @@ def check_grpo_inputs(
             check(check_images, path, file, needs=[key])
     mistakes.raise_if_any()
     seen = image_tokens(config.model.path)
-    return RunInputs(files.tokenizer, files.training, files.held_out, row_lengths, num_steps, seen, files.more)
+    longest = _longest_sample(config, files.present)
+    return RunInputs(files.tokenizer, files.training, files.held_out, row_lengths, num_steps, seen, files.more, longest)
 
 
 def check_offline_inputs(
@@ -196,7 +208,26 @@ def _grpo_row_lengths(config: GrpoConfig, files: Sequence[PromptFile]) -> tuple[
         f"rollout.max_response_length = {config.rollout.max_response_length}"
     )
     is_fitted = config.training.packing != FIRST_FIT
-    return choose_row_length(config.training.sequence_lengths, longest, what, config.run.device, is_fitted=is_fitted)
+    given = config.training.sequence_lengths or group_row(config, longest)
+    return choose_row_length(given, longest, what, config.run.device, is_fitted=is_fitted)
+
+
+def group_row(config: GrpoConfig, longest: int) -> tuple[int, ...]:
+    """Return the one row length that fits a prompt with all its responses, where rows hold it once: one graph.
+
+    It is () where rows do not, or where attention, which is quadratic, would cost more than sharing saves.
+
+    Args:
+        longest: tokens of the longest sample.
+    """
+    num_samples = config.algorithm.num_generations
+    group = longest + (num_samples - 1) * config.rollout.max_response_length
+    is_short = num_samples > 1 and group <= max(LONGEST_GROUP, 2 * longest)
+    return (-(-group // 16) * 16,) if config.training.packing == SHARED_PROMPTS and is_short else ()
+
+
+def _longest_sample(config: GrpoConfig, files: Sequence[PromptFile]) -> int:
+    return max(file.header.longest_prompt for file in files) + config.rollout.max_response_length
 
 
 def _record_row_lengths(

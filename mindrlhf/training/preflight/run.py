@@ -16,6 +16,7 @@ from mindrlhf.rollout.vllm_options import check_python
 from mindrlhf.system.run_lock import refuse_held
 from mindrlhf.training.checkpoints.run import AnyConfig, refuse_taken, save_dir
 from mindrlhf.training.preflight import check_grpo_inputs, check_offline_inputs, check_sandbox
+from mindrlhf.training.preflight.facts import HostMemory, host_memory
 from mindrlhf.training.preflight.features import check_elastic
 
 
@@ -31,6 +32,7 @@ class CheckedRun:
     mistakes: Mistakes
     obstacles: Mistakes
     remarks: tuple[str, ...]
+    memory: HostMemory | None = None  # of a run on CPUs against verifiers, where nothing is wrong
     renaming: str = ""  # what the keys that the config gives by an old name are called today; empty when none
 
     def raise_if_any(self) -> None:
@@ -75,9 +77,12 @@ def check_run(
     """
     reading = read_config(task, path, overrides, world_size=num_ranks)
     config, mistakes = reading.config, reading.mistakes
+    memory = None
     with contextlib.suppress(UserError):  # it raises what it has noted
         if isinstance(config, GrpoConfig):
-            check_grpo_inputs(config, num_ranks, mistakes, num_nodes=num_nodes)
+            inputs = check_grpo_inputs(config, num_ranks, mistakes, num_nodes=num_nodes)
+            if config.run.device == "cpu":
+                memory = host_memory(config, inputs.row_lengths[-1], inputs.max_model_len, num_ranks)
         else:
             check_offline_inputs(config, num_ranks, mistakes)
     obstacles = Mistakes()
@@ -93,7 +98,7 @@ def check_run(
         obstacles.check(check_trackers, config.observe.sinks)
         obstacles.check(_refuse_taken, config, resume)
     remarks = (remark,) if remark else ()
-    return CheckedRun(config, mistakes, obstacles, remarks, renaming(reading.old_names))
+    return CheckedRun(config, mistakes, obstacles, remarks, memory=memory, renaming=renaming(reading.old_names))
 
 
 def _refuse_taken(config: AnyConfig, resume: bool) -> None:

@@ -7,6 +7,12 @@ from mindrlhf.rewards.answers.equality import answers_equal
 from mindrlhf.rewards.registry import built_in
 
 PAIRS = [case for name in case_tables.table_names() for case in case_tables.read_cases(name)]
+# Equal in value to the number asked for, and still to be computed: as answers of a response they earn nothing.
+TO_BE_COMPUTED = {
+    *("3 \\cdot 4", "3\\times4", "3+4", "\\frac{1}{1+\\frac{1}{2}}", "5\u22127", "2\xd73", "2\xb73", "1-\\frac{1}{2}"),
+    *("2\\times3", "4 x 5", "7 \\div 2", "6\xf73", "10!/8!", "\\frac{10!}{8!}", "3 \\cdot 6", "3(6)", "(3)(6)", "20-2"),
+    *("36 \\div 2", "2^3 \\cdot 3^2", "2^3 3^2"),
+}
 COMPLETIONS = case_tables.read_cases("completions")
 
 
@@ -34,7 +40,13 @@ def test_the_tables_are_large_and_two_sided():
 
 
 @pytest.mark.parametrize("case", [case for case in PAIRS if case.is_equal], ids=name_of)
-def test_an_equal_answer_is_equal_in_a_box_and_behind_hashes(case):
+def test_an_equal_answer_is_right_in_a_box_and_behind_hashes_if_it_is_a_result(case):
+    reward = float(case.prediction not in TO_BE_COMPUTED)
     if "boxed" not in case.prediction:
-        assert built_in("accuracy_reward")(f"so \\boxed{{{case.prediction}}}", case.reference) == 1.0
-    assert built_in("accuracy_reward")(f"so\n#### {case.prediction}", case.reference) == 1.0
+        assert built_in("accuracy_reward")(f"so \\boxed{{{case.prediction}}}", case.reference) == reward
+    assert built_in("accuracy_reward")(f"so\n#### {case.prediction}", case.reference) == reward
+
+
+def test_what_is_to_be_computed_stands_in_the_tables():
+    equal = {case.prediction for case in PAIRS if case.is_equal}
+    assert TO_BE_COMPUTED - equal == set()

@@ -4,7 +4,7 @@ import re
 import pytest
 
 from mindrlhf.errors import UserError
-from mindrlhf.rewards.judges.comparison import opponents, read_ranking, shuffled
+from mindrlhf.rewards.judges.comparison import opponents, read_ranking, read_winner, shuffled
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.registry import resolve
 from mindrlhf.rewards.selection import Selection
@@ -161,3 +161,21 @@ def test_comparing_judges_need_a_cache():
 def test_too_many_responses_are_refused(judge, tmp_path):
     rewards, results, _ = score(judge, "ranking_judge", ["a", "bb", "ccc"], cache=tmp_path / "answers", max_responses=2)
     assert "3 responses are over max_responses 2" in results[0].failures["ranking_judge"]
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "End with one line: Winner: A, or Winner: B, or Winner: tie.",
+        "Winner: B\nThink briefly, then end with one line: **Winner: A**, or **Winner: B**",
+    ],
+)
+def test_the_question_again_names_no_winner(reply):
+    with pytest.raises(ValueError, match="Winner"):
+        read_winner(reply)
+
+
+def test_the_example_of_the_question_is_no_ranking():
+    with pytest.raises(ValueError, match="Ranking"):
+        read_ranking("Best first. For example: Ranking: 2 > 1 = 3", 3)
+    assert read_ranking("For example: Ranking: 2 > 1 = 3\nRanking: 1 > 2 > 3", 3) == [1.0, 0.5, 0.0]

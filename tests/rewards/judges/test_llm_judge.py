@@ -51,7 +51,7 @@ def test_a_completion_cannot_leave_its_place(judge):
     assert user.count(mark) == 6 and mark in system
 
 
-@pytest.mark.parametrize("reply", ["", "It is fine.", "Score: 11", "Score: -1"])
+@pytest.mark.parametrize("reply", ["", "It is fine.", "Score: 11", "Score: -1", "Score: 3 + 4", "Score: 6-8"])
 def test_a_reply_without_a_score_in_range_is_an_error(judge, reply):
     judge.script = [(200, reply)]
     with pytest.raises(ValueError, match="score|Score"):

@@ -1,6 +1,7 @@
 """When a run saves, what a checkpoint brings back, and what a broken-off step leaves of it."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -334,6 +335,24 @@ def test_the_output_directory_is_checked_before_the_start(tmp_path):
     check_output(run.config, resume=True)
     with pytest.raises(UserError, match="continue it with --resume"):
         check_output(run.config, resume=False)
+
+
+def test_a_check_of_the_output_makes_nothing(tmp_path):
+    config = Run(tmp_path / "other").config
+    run_dir, saves = tmp_path / "runs" / "one", tmp_path / "saves"
+    config = dataclasses.replace(
+        config,
+        run=dataclasses.replace(config.run, output_dir=str(run_dir)),
+        checkpoint=dataclasses.replace(config.checkpoint, save_dir=str(saves / "of" / "one")),
+    )
+    check_output(config, resume=False)
+    assert newest_checkpoint(config) is None
+    with pytest.raises(UserError, match="no whole checkpoint to resume from in .*saves"):
+        check_output(config, resume=True)
+    assert not run_dir.parent.exists() and not saves.exists()
+    saves.write_text("")
+    with pytest.raises(UserError, match="'checkpoint.save_dir' is .* is a file"):
+        check_output(config, resume=False)
 
 
 def test_the_best_step_is_that_of_the_prompts_that_the_run_has_now(tmp_path):

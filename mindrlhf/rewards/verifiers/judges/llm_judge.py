@@ -8,7 +8,9 @@ from mindrlhf.rewards.judges.judge import Judge, asks_a_judge, conclusion, messa
 from mindrlhf.rewards.registry import register
 
 DEFAULT_RUBRIC = "Is the response correct and complete, judged by the reference answer?"
-_SCORE = re.compile(r"\bscore\b[\"'*\s]{0,4}[:=][\"'*\s\[]{0,6}(-?[0-9]{1,6}(?:\.[0-9]{1,6})?)", re.IGNORECASE)
+_SCORE = re.compile(
+    r"\bscore\b[\"'*\s]{0,4}[:=][\"'*\s\[]{0,6}(-?[0-9]{1,6}(?:\.[0-9]{1,6})?)(\s?[-+*\u00d7]\s?[0-9])?", re.IGNORECASE
+)
 
 _INSTRUCTIONS = """You grade the response of a language model. {rubric}
 
@@ -55,7 +57,10 @@ def _score(reply: str, max_score: float) -> float:
     scores = _SCORE.findall(reply)
     if not scores:
         raise ValueError(f"the judge's answer ends with no 'Score: N': {reply[-100:]!r}")
-    score = float(scores[-1])
+    number, operation = scores[-1]
+    if operation:
+        raise ValueError(f"the judge's score is still to be computed, or a range: {reply[-100:]!r}")
+    score = float(number)
     if not 0 <= score <= max_score:
         raise ValueError(f"the judge's score {score:g} is not between 0 and {max_score:g}")
     return score / max_score

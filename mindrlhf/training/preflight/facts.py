@@ -1,0 +1,141 @@
+"""What is known of model, data and machine before a run: a starting config and the estimate of memory rest on it."""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from mindrlhf.config.derived import is_base, reference_paths
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.starting import Facts
+from mindrlhf.data.mindrecord import PromptFile
+from mindrlhf.data.tokenizers import load_tokenizer
+from mindrlhf.errors import UserError
+from mindrlhf.rewards.fitting import fitting_verifier
+from mindrlhf.rollout.vllm_options import cpu_cache_gib
+from mindrlhf.specs import find_spec
+from mindrlhf.specs.dims import ModelDims
+from mindrlhf.specs.lora import adapters
+from mindrlhf.specs.model import ModelSpec
+from mindrlhf.weights.convert import hf_shapes
+from mindrlhf.weights.hf import read_hf_config
+
+NUM_RECORDS_READ = 256
+GIB = 2**30
+# Measured on SmolLM2-135M (float32, one thread): resident memory of a trainer and of a server beside what is counted
+# below. MindSpore with its graphs, and Python with PyTorch and vLLM.
+TRAINER_BASE_BYTES, SERVER_BASE_BYTES = int(1.4 * GIB), int(1.3 * GIB)
+_FLOAT_BYTES = 4
+
+
+def read_facts(task: str, model_dir: str, train_file: str, eval_file: str = "") -> Facts:
+    """Read what ``config new`` can know; what is not there yet is left out.
+
+    Args:
+        task: "train", "sft", "dpo" or "reward-model".
+        model_dir, train_file, eval_file: as in the config.
+
+    Raises:
+        UserError: the model is of no family that can be trained, or the data cannot be read, or is of another task.
+    """
+    facts: dict = {"num_cores": len(os.sched_getaffinity(0))}
+    if Path(model_dir, "config.json").is_file():
+        spec, dims = _model(model_dir)
+        hf_config = read_hf_config(model_dir)
+        facts["num_parameters"] = _size(hf_shapes(spec, dims).values())
+        facts["sees_images"] = dims.vision is not None
+        facts["max_positions"] = (hf_config.get("text_config") or hf_config).get("max_position_embeddings")
+    if task == "train" and Path(train_file).is_file():
+        file = PromptFile.open(train_file)
+        places = np.unique(np.linspace(0, len(file) - 1, NUM_RECORDS_READ).astype(int)) if len(file) else []
+        records = file.read([int(place) for place in places])
+        texts, answers = _texts(model_dir, records[:32]), [record.answer for record in records]
+        facts["verifiers"] = fitting_verifier(answers, texts, file.header.verifier_choices)
+        more = [PromptFile.open(eval_file)] if eval_file and Path(eval_file).is_file() else []
+        facts["longest_prompt"] = max(one.header.longest_prompt for one in (file, *more))
+        if records:
+            facts["usual_question"] = _usual_question([record.prompt_ids for record in records])
+            facts["answer_chars"] = int(np.quantile([len(answer) for answer in answers], 0.95))
+    return Facts(**facts)
+
+
+def _usual_question(prompts: Sequence[np.ndarray]) -> int:
+    """The median of the tokens of prompts, without those at both ends that are the same in all: the template's."""
+    shared = 0
+    if len(prompts) > 1:
+        shortest = min(map(len, prompts))
+        for ends in (1, -1):
+            rows = np.stack([prompt[::ends][:shortest] for prompt in prompts])
+            differs = (rows != rows[0]).any(axis=0)
+            shared += int(differs.argmax()) if differs.any() else 0
+    return max(1, int(np.median([len(prompt) for prompt in prompts])) - shared)
+
+
+def _texts(model_dir: str, records: list) -> list[str]:
+    """The prompts as texts, where the model's directory has a tokenizer that can say."""
+    try:
+        tokenizer = load_tokenizer(model_dir)
+        return [tokenizer.decode(record.prompt_ids.tolist()) for record in records]
+    except (UserError, IndexError, OverflowError):
+        return []
+
+
+def _model(model_dir: str) -> tuple[ModelSpec, ModelDims]:
+    hf_config = read_hf_config(model_dir)
+    spec = find_spec(hf_config)
+    return spec, spec.dims(hf_config)
+
+
+def _size(shapes: Iterable[Sequence[int]]) -> int:
+    return sum(prod(shape) for shape in shapes)
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Estimated resident memory of a run on CPUs, in bytes; what trainers and servers share is counted once."""
+
+    trainer: int  # of each
+    server: int  # of each
+    shared: int  # the weight buffer
+    total: int
+
+    def __str__(self) -> str:
+        trainer, server, shared, total = (
+            f"{size / GIB:.1f}" for size in (self.trainer, self.server, self.shared, self.total)
+        )
+        return f"about {total} GiB of memory: a trainer {trainer}, a server {server}, shared weights {shared}"
+
+
+def host_memory(config: GrpoConfig, row_length: int, max_model_len: int, num_ranks: int) -> HostMemory:
+    """Estimate what a run of `mindrlhf train` takes with ``run.device: cpu``.
+
+    A trainer holds the weights, and of all that are trained gradients and AdamW's two moments, in float32; a reference
+    model its weights; and the activations of a micro-batch, for which a layer keeps 14 numbers of the hidden size, 3
+    of the MLP's and 2 of each head's row of scores a token. A server holds weights and the key-value cache.
+
+    Args:
+        config: of the run.
+        row_length: longest row, in tokens.
+        max_model_len: longest sequence of a server, in tokens.
+        num_ranks: trainers.
+    """
+    spec, dims = _model(config.model.path)
+    num_parameters = num_trained = _size(hf_shapes(spec, dims).values())
+    if config.lora.options is not None:
+        found = adapters(spec, dims, config.lora.options)
+        num_trained = _size(shape for one in found for rule in (one.down, one.up) for shape in rule.shape(dims))
+    weights = num_parameters * _FLOAT_BYTES
+    references = [path for path in reference_paths(config) if not is_base(config, path)]
+    tokens = config.training.micro_batch_size * row_length
+    widths = 14 * dims.hidden_size + 3 * dims.intermediate_size + 2 * dims.num_heads * row_length
+    per_token = widths * (1 if config.model.recompute else dims.num_layers)
+    trainer = TRAINER_BASE_BYTES + weights * (1 + len(references)) + 3 * num_trained * _FLOAT_BYTES
+    trainer += tokens * per_token * _FLOAT_BYTES
+    element = 2 if config.rollout.dtype == "bfloat16" else _FLOAT_BYTES
+    cache = int(cpu_cache_gib(config.rollout, config.model.path, max_model_len) * GIB)
+    server = SERVER_BASE_BYTES + num_parameters * element + cache
+    total = num_ranks * trainer + config.rollout.num_replicas * server + weights
+    return HostMemory(trainer, server, weights, total)
