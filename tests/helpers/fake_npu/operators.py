@@ -96,7 +96,7 @@ def fused_infer_attention_score(
         else:
             blocks = on_host(block_table)[number, : -(-length // block_size)].long()
             own = [
-                cache.reshape(-1, block_size, num_key_value_heads, cache.shape[-1])[blocks].flatten(0, 1)[:length]
+                cache.reshape(len(cache), block_size, num_key_value_heads, -1)[blocks].flatten(0, 1)[:length]
                 for cache in (keys, values)
             ]
         if end > start:
