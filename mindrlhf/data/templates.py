@@ -291,8 +291,8 @@ def response_end_id(template: PromptTemplate, tokenizer: Tokenizer) -> int:
     """
     if not tokenizer.eos_token_ids:
         raise UserError("the tokenizer has no end token, so responses would never end: set eos_token in its config")
-    # The chat end token is first among the two.
-    return tokenizer.eos_token_ids[0 if template.ends_turns else -1]
+    own = tokenizer.turn_end_id if template.ends_turns else tokenizer.eos_token_id
+    return tokenizer.eos_token_ids[0] if own is None else own
 
 
 def _chat_template(tokenizer: Tokenizer, options: Options) -> str | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import tokenizers
 
+from mindrlhf.data import metadata
 from mindrlhf.data.tokenizer_config import DEFAULT_TEMPLATE, AddedTokenSpec, TokenizerConfig, read_tokenizer_config
 from mindrlhf.errors import UserError
 from mindrlhf.hub.cache import advice
@@ -38,7 +39,9 @@ class Tokenizer(ABC):
             more rows.)
         bos_token, eos_token: their text, None when there is none.
         special_tokens, chat_templates: see ``TokenizerConfig``.
-        eos_token_ids: every id that ends a response: the chat end token first, then eos, where they exist.
+        turn_end_id, eos_token_id: ids of the chat end token and of eos; None when there is none.
+        eos_token_ids: every id that ends a response: the chat end token first, then eos, where they exist, then what
+            generation_config.json and config.json name beside them.
         pad_token_id: the pad token, else eos, else 0. Padding is masked everywhere, so any valid id serves.
         chat_template: Jinja source of the default one, None when the tokenizer has none.
         control_tokens: the texts that steer a model rather than say something: special tokens, and all of the above.
@@ -56,12 +59,19 @@ class Tokenizer(ABC):
         self.chat_end_token = next((token for token in CHAT_END_TOKENS if token in added_ids), None)
         named = {self.bos_token, self.eos_token, pad_token, self.chat_end_token} - {None}
         self.control_tokens = frozenset(special | named)
-        end_ids = [self._special_id(token) for token in (self.chat_end_token, self.eos_token) if token]
+        self.turn_end_id, self.eos_token_id = (
+            self._special_id(token) if token else None for token in (self.chat_end_token, self.eos_token)
+        )
+        end_ids = [token_id for token_id in (self.turn_end_id, self.eos_token_id) if token_id is not None]
         self.eos_token_ids = tuple(dict.fromkeys(end_ids))
         if pad_token:
             self.pad_token_id = self._special_id(pad_token)
         else:
             self.pad_token_id = end_ids[-1] if end_ids else 0
+
+    def end_at(self, token_ids: Sequence[int]) -> None:
+        """Have responses end at further ids, those of a model's configs (``metadata.end_ids``)."""
+        self.eos_token_ids = tuple(dict.fromkeys((*self.eos_token_ids, *token_ids)))
 
     def _special_id(self, token: str) -> int:
         token_id = self.token_to_id(token)
@@ -217,7 +227,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def load_tokenizer(path: str | Path, merges_path: str | Path | None = None) -> Tokenizer:
-    """Load the tokenizer at ``path``.
+    """Load the tokenizer at ``path``, with the end tokens of the model's configs beside it.
 
     Args:
         path: a directory with tokenizer.json, vocab.json and merges.txt, or a SentencePiece ``.model``; or
@@ -225,11 +235,15 @@ def load_tokenizer(path: str | Path, merges_path: str | Path | None = None) -> T
         merges_path: merges.txt of a vocabulary file that may lie anywhere.
 
     Raises:
-        UserError: there is no tokenizer, or a file of it is damaged.
+        UserError: there is no tokenizer, or a file of it or of the configs is damaged.
     """
     path = Path(path)
-    if merges_path is not None:
-        return _load_vocab_and_merges(path, Path(merges_path))
+    tokenizer = _load(path) if merges_path is None else _load_vocab_and_merges(path, Path(merges_path))
+    tokenizer.end_at(metadata.end_ids(path if path.is_dir() else path.parent))
+    return tokenizer
+
+
+def _load(path: Path) -> Tokenizer:
     if path.is_file() and path.suffix == ".model":
         return SentencePieceTokenizer(path, read_tokenizer_config(path.parent))
     if not path.is_dir():

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
+from mindrlhf.data.metadata import GENERATION_NAME, ids_of, read_if_there
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.errors import UserError
 from mindrlhf.specs import ModelDims, ModelSpec, ParameterRule, find_spec
 from mindrlhf.specs.fuse import fuse, fuse_blocks, split_parts
-from mindrlhf.weights.hf import SafetensorsDirectory, TensorDirectory, read_hf_config, read_json_object
+from mindrlhf.weights.hf import SafetensorsDirectory, TensorDirectory, read_hf_config
 from mindrlhf.weights.open import open_tensors
 from mindrlhf.weights.tensors import STORAGE_DTYPES, TensorInfo, convert_dtype, dtype_name
-from mindrlhf.weights.writer import GENERATION_NAME, write_model_directory
+from mindrlhf.weights.writer import write_model_directory
 
 MAX_SHARD_BYTES = 5_000_000_000
 MINDFORMERS_FORMAT = "mindformers"
@@ -233,9 +234,10 @@ def generation_config(tokenizer_dir: str | os.PathLike) -> dict | None:
         return None  # a directory of weights alone, or with a tokenizer of a kind that is copied unread
     if not tokenizer.eos_token_ids:
         return None
-    path = Path(tokenizer_dir) / GENERATION_NAME
-    given = read_json_object(path) if path.is_file() else {}
-    return {"pad_token_id": tokenizer.pad_token_id} | given | {"eos_token_id": list(tokenizer.eos_token_ids)}
+    given = read_if_there(Path(tokenizer_dir), GENERATION_NAME)
+    named = ids_of(given.get("eos_token_id"), f"{Path(tokenizer_dir) / GENERATION_NAME}: eos_token_id")
+    ends = list(dict.fromkeys((*named, *tokenizer.eos_token_ids)))
+    return {"pad_token_id": tokenizer.pad_token_id} | given | {"eos_token_id": ends}
 
 
 def import_directory(hf_dir: str | os.PathLike, out_dir: str | os.PathLike, dtype: str | None = None) -> None:
