@@ -1,4 +1,4 @@
-"""What the files of a model's directory say beside its weights and its tokenizer: config.json, generation_config.json."""
+"""What the files of a model's directory say about it: config.json, generation_config.json, and the tokenizer's own."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -18,13 +18,17 @@ from mindrlhf.rollout.sent_images import pack_images, unpack_images
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. ``top_k`` 0 means no limit; ``max_tokens`` counts the stop token."""
+    """How to sample. ``top_k`` 0 means no limit; ``max_tokens`` counts the stop token.
+
+    A response ends with one of ``stop_token_ids``, or with the token that completes one of the texts ``stop``.
+    """
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class GenerationRequest:
     seed: int
     max_tokens: int = 0  # 0 leaves it to SamplingParams
     images: tuple[np.ndarray, ...] = ()  # uint8 [height, width, 3] each, of the size that the model sees
+    num_begun: int = 0  # last tokens of the prompt that are of the response already: stop strings may begin in them
     # Of the record, for tools and environments, and for the turns that follow; no generator reads them.
     answer: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)  # kept columns, JSON values by name
@@ -109,12 +114,14 @@ _FINISH_REASONS = ("stop", "length")
 
 def pack_sampling(sampling: SamplingParams) -> dict[str, Any]:
     """Return the arguments of vLLM's own SamplingParams."""
-    return dataclasses.asdict(sampling) | {"stop_token_ids": list(sampling.stop_token_ids)}
+    lists = {"stop_token_ids": list(sampling.stop_token_ids), "stop": list(sampling.stop)}
+    return dataclasses.asdict(sampling) | lists
 
 
 def unpack_sampling(values: Mapping[str, Any]) -> SamplingParams:
     """Return what :func:`pack_sampling` was given."""
-    return SamplingParams(**{**values, "stop_token_ids": tuple(values["stop_token_ids"])})
+    lists = {"stop_token_ids": tuple(values["stop_token_ids"]), "stop": tuple(values["stop"])}
+    return SamplingParams(**{**values, **lists})
 
 
 def pack_requests(requests: Sequence[GenerationRequest], sampling: SamplingParams) -> dict[str, np.ndarray]:
@@ -126,6 +133,7 @@ def pack_requests(requests: Sequence[GenerationRequest], sampling: SamplingParam
         "num_samples": np.array([request.num_samples for request in requests], np.int32),
         "seeds": np.array([request.seed for request in requests], np.int64),
         "max_tokens": np.array([request.token_limit(sampling) for request in requests], np.int32),
+        "nums_begun": np.array([request.num_begun for request in requests], np.int32),
         "prompt_lengths": np.array(lengths, np.int64),
         "prompt_ids": np.fromiter(itertools.chain.from_iterable(prompts), np.int32, sum(lengths)),
     } | pack_images([request.images for request in requests])
@@ -134,11 +142,11 @@ def pack_requests(requests: Sequence[GenerationRequest], sampling: SamplingParam
 def unpack_requests(arrays: Mapping[str, np.ndarray]) -> list[GenerationRequest]:
     """Return what :func:`pack_requests` was given, each request with its own limit of tokens."""
     prompts = np.split(arrays["prompt_ids"], np.cumsum(arrays["prompt_lengths"])[:-1])
-    names = ("request_ids", "num_samples", "seeds", "max_tokens")
+    names = ("request_ids", "num_samples", "seeds", "max_tokens", "nums_begun")
     images = [tuple(image.pixels for image in own) for own in unpack_images(arrays)]
     return [
-        GenerationRequest(name, tuple(prompt.tolist()), num_samples, seed, max_tokens, images=own)
-        for name, num_samples, seed, max_tokens, prompt, own in zip(
+        GenerationRequest(name, tuple(prompt.tolist()), num_samples, seed, max_tokens, own, num_begun)
+        for name, num_samples, seed, max_tokens, num_begun, prompt, own in zip(
             *(arrays[name].tolist() for name in names), prompts, images
         )
     ]

@@ -258,6 +258,7 @@ def _server_settings(config: GrpoConfig, inputs: RunInputs, log_dir: Path) -> di
         "log_dir": log_dir,
         "load_weights": False,
         "record_routing": config.training.replay_routing,
+        "tokenizer_dir": config.data.tokenizer_dir,
         "profile_dir": profile_dir(config.run.output_dir) / "vllm" if config.profiler.vllm else None,
     }
 
@@ -362,6 +363,7 @@ def _held_out(config: GrpoConfig, inputs: RunInputs, file: PromptFile, set_name:
             max_tokens=config.rollout.max_response_length,
             temperature=evaluation.temperature,
             stop_token_ids=inputs.tokenizer.eos_token_ids,
+            stop=config.rollout.stop,
         ),
         seed=config.run.seed,
     )

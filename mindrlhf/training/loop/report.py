@@ -74,6 +74,8 @@ class StepReport:
         if config.algorithm.dynamic_sampling:
             metrics |= self._ledger.add(samples)
             self._progress.algorithm.samples = self._ledger.state()
+        if config.rollout.stop:
+            metrics["response_length/stop_string_fraction"] = self._sampler.stop_string_fraction(samples.generated)
         metrics |= judges
         guards.review_rewards(step.number, samples.generated)
         metrics |= guards.review(step, metrics.get("rollout_diff/mean_abs"))

@@ -12,6 +12,7 @@ from mindrlhf.config.model import ModelSection
 from mindrlhf.config.run import DataSection, RunSection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.training import FIRST_FIT, cpu_rules, is_split
+from mindrlhf.data.metadata import end_ids
 from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
 from mindrlhf.data.packing import choose_row_length
 from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
@@ -123,6 +124,7 @@ def check_grpo_inputs(
         for path, key in path_keys(config).items():
             check(check_images, path, file, needs=[key])
     mistakes.raise_if_any()
+    files.tokenizer.end_at(end_ids(config.model.path))
     seen = image_tokens(config.model.path)
     return RunInputs(files.tokenizer, files.training, files.held_out, row_lengths, num_steps, seen, files.more)
 

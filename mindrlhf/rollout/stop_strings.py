@@ -1,0 +1,61 @@
+"""Texts at which sampling ends (``rollout.stop``), found in the tokens of a response as they are sampled.
+
+vLLM looks for such texts in what it decodes of a request. Here requests are token ids alone, and a response may be
+sampled in several of them, so they are looked for beside the engine: in the text of the tokens from the response's
+beginning, whatever it was divided into. Nothing is cut off: the token that completes a text is the last of the
+response, as with ``include_stop_str_in_output`` of vLLM.
+"""
+
+from collections.abc import Callable, Sequence
+
+# What tokens become that hold a part of a character only.
+_PARTIAL = "\ufffd"
+# Characters at the beginning of a decoded run of tokens that may differ from those within a longer one.
+_EDGE_CHARS = 4
+
+
+class StopStrings:
+    """Says of each new token whether it completes one of ``texts``.
+
+    Args:
+        texts: none is empty.
+        decode: text of token ids, special tokens included.
+    """
+
+    def __init__(self, texts: Sequence[str], decode: Callable[[Sequence[int]], str]):
+        assert texts and all(texts), f"stop strings must be texts, not {texts!r}"
+        self._texts = tuple(texts)
+        self._decode = decode
+        self._longest = max(map(len, texts))
+        self._last_chars = {text[-1] for text in texts}
+        self._may_end: dict[int, bool] = {}
+
+    def may_end(self, token_id: int) -> bool:
+        """Whether ``token_id`` can be the token that completes a text: cheap, and false of nearly all."""
+        found = self._may_end.get(token_id)
+        if found is None:
+            text = self._decode([token_id])
+            found = not text or _PARTIAL in text or not self._last_chars.isdisjoint(text)
+            self._may_end[token_id] = found
+        return found
+
+    def is_complete(self, token_ids: Sequence[int]) -> bool:
+        """Whether a text is in the response ``token_ids``, of which only the last token is new."""
+        needed = len(self._decode(token_ids[-1:])) + self._longest + _EDGE_CHARS
+        count = self._longest
+        while True:
+            tail = self._decode(token_ids[-count:])
+            if any(text in tail for text in self._texts):
+                return True
+            if count >= len(token_ids) or len(tail) >= needed:
+                return False
+            count *= 2
+
+    def first_end(self, token_ids: Sequence[int], num_new: int) -> int:
+        """Return how many of the last ``num_new`` tokens belong to the response: up to the one that completes a text,
+        or -1 when none does."""
+        first = len(token_ids) - num_new
+        for count in range(1, num_new + 1):
+            if self.may_end(token_ids[first + count - 1]) and self.is_complete(token_ids[: first + count]):
+                return count
+        return -1
