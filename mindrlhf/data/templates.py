@@ -51,7 +51,7 @@ _RESERVED |= {"chat_template", "continue_final_message", "return_assistant_token
 _QUESTION_VARIABLES = frozenset({"question", "add_generation_prompt", "bos_token", "eos_token", CLOCK})
 _QUESTION_VARIABLES |= {"tools", "documents", "enable_thinking", "add_vision_id"}
 # Stands for a turn that is looked for in what a template makes of it.
-_TURN_MARK = "MINDRLHF-TURN"
+TURN_MARK = "MINDRLHF-TURN"
 
 Options = Mapping[str, Any]
 
@@ -109,9 +109,9 @@ class PromptTemplate:
 
     def _needs_parts(self) -> bool:
         """Whether the template, of a model with vision, leaves out a text that is not a list of parts."""
-        parts = [{"type": "text", "text": _TURN_MARK}]
-        chats = [([{"role": "user", "content": content}], self._variables({})) for content in (_TURN_MARK, parts)]
-        as_text, as_parts = (isinstance(text, str) and _TURN_MARK in text for text in self._render(chats))
+        parts = [{"type": "text", "text": TURN_MARK}]
+        chats = [([{"role": "user", "content": content}], self._variables({})) for content in (TURN_MARK, parts)]
+        as_text, as_parts = (isinstance(text, str) and TURN_MARK in text for text in self._render(chats))
         return as_parts and not as_text
 
     def render(self, example: Example, options: Options | None = None) -> str:
@@ -148,28 +148,55 @@ class PromptTemplate:
         rendered = iter(self._render(chats))
         return [next(rendered) if text is None else text for text in texts]
 
-    def next_turn(self, messages: Sequence[Message], options: Options | None = None) -> str:
-        """Return the text between the end token of an assistant's turn and the assistant's next turn.
+    def next_turn(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        options: Options | None = None,
+        *,
+        turn: Mapping[str, Any] | None = None,
+        ends: Sequence[str] = (),
+        end: str | None = None,
+    ) -> str:
+        """Return the text between an assistant's turn, as it was sampled, and the assistant's next turn.
 
         Args:
             messages: between the two turns: what tools have answered, or the user.
             options: what the record sets for itself.
+            turn: the assistant's turn where it is one with calls, as ``apply_chat_template`` takes it; the last thing
+                that it says is ``TURN_MARK``.
+            ends: the texts of all tokens that end a turn; empty leaves it to the template's own.
+            end: which of them it was sampled with, "" where none: a stop string has ended it. None: the template's.
 
         Raises:
             RecordError: the template refuses the messages, or leaves turns out.
         """
-        chat = [self._as_chat(one) for one in (Message("user", "?"), Message("assistant", _TURN_MARK), *messages)]
-        (text,) = self._render([(chat, self._variables(options or {}))])
-        if isinstance(text, RecordError):
-            raise text
-        _, mark, rest = text.partition(_TURN_MARK)
-        if not mark:
+        head = [self._as_chat(Message("user", "?")), dict(turn or self._as_chat(Message("assistant", TURN_MARK)))]
+        variables = self._variables(options or {})
+        chats = [(head + [self._as_chat(one) for one in messages], variables)]
+        whole, alone = self._render([*chats, (head, {**variables, "add_generation_prompt": False})])
+        if isinstance(whole, RecordError):
+            raise whole
+        before = alone.split(TURN_MARK) if isinstance(alone, str) else [""] * 2
+        pieces = whole.split(TURN_MARK, max(1, len(before) - 1))
+        if len(pieces) < max(2, len(before)):
             raise RecordError(f"template {self.name!r} leaves the turns of the assistant out")
-        before, end, after = rest.partition(self._end_token) if self._end_token else ("", "", "")
-        return after if end and not before.strip() else rest
+        rest = pieces[-1]
+        texts = set(filter(None, ends or (self._end_token,)))
+        place, _, token = min(((rest.find(one), -len(one), one) for one in texts if one in rest), default=(-1, 0, ""))
+        if turn is None and rest[: max(place, 0)].strip():
+            token = ""
+        if not token:
+            if turn is not None and not (isinstance(alone, str) and whole.startswith(alone)):
+                raise RecordError(f"template {self.name!r} does not tell where a turn with calls ends")
+            return rest if turn is None else whole[len(alone) :]
+        # A token that does not stand there without the messages begins the first of them (GLM's <|observation|>).
+        is_kept = end == "" or (token not in before[-1] and isinstance(alone, str) and end != token)
+        return rest[place + (0 if is_kept else len(token)) :]
 
-    def _as_chat(self, message: Message) -> dict[str, Any]:
+    def _as_chat(self, message: Message | Mapping[str, Any]) -> dict[str, Any]:
         """Return a message as chat templates know it: with images, and for some always, a list of parts."""
+        if isinstance(message, Mapping):
+            return dict(message)
         if not (message.images or self._has_parts):
             return {"role": message.role, "content": message.content}
         texts = message.content.split(IMAGE_MARK) if message.images else [message.content]

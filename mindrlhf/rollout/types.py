@@ -71,6 +71,7 @@ class Completion:
     num_turns: int = 1
     num_tool_calls: int = 0
     num_tool_failures: int = 0  # malformed calls among them
+    num_malformed_calls: int = 0  # that could not be read
     num_neutralised_answers: int = 0  # of tools, that held control tokens
     spans: tuple[tuple[int, int], ...] = ()  # (version of the weights, tokens they generated); empty: one for all
     # uint8 or uint16 [prompt + response - 1, layers with experts, active experts]: where the generator sent each token
