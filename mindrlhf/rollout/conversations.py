@@ -143,18 +143,19 @@ class TurnTexts:
             with contextlib.suppress(UserError):  # a faulty one has made no prompt either
                 self._template = load_template(CHAT, tokenizer)
         self._ends = {one: tokenizer.decode([one], skip_special_tokens=False) for one in tokenizer.eos_token_ids}
-        self._style: dict[str, bool] | None = None
-        self._has_tool_role = False
         source, reads = ("", ()) if self._template is None else (self._template.source, self._template.variables)
-        if "tools" in reads or "tool_calls" in source:
-            self._style = next(filter(self._is_taken, CALL_STYLES), None) if "tool_calls" in source else None
-            self._has_tool_role = self._style is not None or self._is_taken(None)
+        styles = CALL_STYLES if "tool_calls" in source else []
+        found = [(len(text), number) for number, style in enumerate(styles) if (text := self._try(style))]
+        # DeepSeek's template writes a second, empty turn where a turn with calls has a text, if only an empty one.
+        self._style = styles[min(found)[1]] if found else None
+        self._has_tool_role = bool(found) or ("tools" in reads and bool(self._try(None)))
 
-    def _is_taken(self, style: dict[str, bool] | None) -> bool:
-        try:
-            return "MINDRLHF-ANSWER" in self._tool_messages(["f"], ["MINDRLHF-ANSWER"], {}, None, style)
-        except RecordError:
-            return False
+    def _try(self, style: dict[str, bool] | None) -> str:
+        """Return what the template makes of an answer in a style, "" where it takes none."""
+        with contextlib.suppress(RecordError):
+            text = self._tool_messages(["f"], ["MINDRLHF-ANSWER"], {}, None, style)
+            return text if "MINDRLHF-ANSWER" in text else ""
+        return ""
 
     def end_of(self, token_ids: Sequence[int]) -> str:
         """Return the text of the end token of a turn, "" where a stop string has ended it."""
@@ -430,6 +431,14 @@ def with_tools(
     template = conversation_template(tools, files, tokenizer)
     if tools.environment:
         return Episodes(generator, stack.enter_context(EpisodePool.from_config(tools)), tokenizer, limits, template)
+    is_told = template is not None and "tools" in template.options  # by the template itself
+    if is_told and tools.dialect == dialect_of(template.source) == AUTO_DIALECT:
+        print(
+            f"mindrlhf: warning: the chat template {template.name!r} teaches the model no form of calls that is known: "
+            "only those between <tool_call> and </tool_call> are read; see tools.dialect",
+            file=sys.stderr,
+            flush=True,
+        )
     pool = stack.enter_context(ToolPool.from_config(tools))
     return Conversations(generator, pool, tokenizer, limits, template, tools.dialect)
 

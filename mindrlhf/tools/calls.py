@@ -228,20 +228,22 @@ def _end_of_json(text: str, position: int) -> int:
 def _find_xml(text: str) -> list[Found]:
     """Find calls of Qwen3-Coder, which leaves ``<tool_call>`` out at times."""
     found, position = [], 0
+    end = _XML_END.search(text)
     while (mark := _XML_START.search(text, position)) is not None:
-        is_tagged = mark.group() == CALL_START
-        end = _XML_END.search(text, mark.end())
-        following = _XML_START.search(text, mark.end() + is_tagged * len("\n<function="))
+        if end is not None and end.start() < mark.end():
+            end = _XML_END.search(text, mark.end())
+        following = _XML_START.search(text, mark.end())
         if end is None or (following is not None and following.start() < end.start()):
-            call, position = _failure(f"the call has no {CALL_END if is_tagged else '</function>'}"), mark.end()
+            missing = CALL_END if mark.group().startswith(CALL_START) else "</function>"
+            call, position = _failure(f"the call has no {missing}"), mark.end()
         else:
-            inside = mark.end() if is_tagged else mark.start()
+            inside = mark.start(1) if mark[1] else mark.end()
             call, position = _read_xml(text[inside : end.end(1) if end[1] else end.start()]), end.end()
         found.append(Found(mark.start(), position, (call,)))
     return found
 
 
-_XML_START = re.compile(r"<tool_call>|<function=")
+_XML_START = re.compile(r"(?:<tool_call>\s*)?(<function=)|<tool_call>")
 _XML_END = re.compile(r"(</function>)(?:\s*</tool_call>)?|</tool_call>")
 
 
@@ -317,7 +319,7 @@ def _find_llama(text: str) -> list[Found]:
                     call = _call_of(value)
             except ValueError as error:
                 # An answer may be JSON, too, and no call.
-                call = _not_json(error) if is_tagged or _LLAMA_ARGUMENTS.search(text, begin) else None
+                call = _not_json(error) if is_tagged or _LLAMA_ARGUMENTS.search(text, begin, begin + 2000) else None
                 position += 1
         if call is not None:
             found.append(Found(mark.start(), position, (call,)))
