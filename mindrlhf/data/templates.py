@@ -249,9 +249,10 @@ def load_template(
                 "tokenizer_config.json to the tokenizer, or choose template plain or r1"
             )
     elif name == "plain":
-        source = PLAIN_SOURCE
+        source = _bos(tokenizer) + PLAIN_SOURCE
     elif name == "r1":
-        source, system = _chat_template(tokenizer, options) or R1_PLAIN_SOURCE, system or R1_SYSTEM
+        source, system = _chat_template(tokenizer, options), system or R1_SYSTEM
+        source = source or _bos(tokenizer) + R1_PLAIN_SOURCE
     elif name in tokenizer.chat_templates:
         source = tokenizer.chat_templates[name]
     else:
@@ -320,6 +321,12 @@ def response_end_id(template: PromptTemplate, tokenizer: Tokenizer) -> int:
         raise UserError("the tokenizer has no end token, so responses would never end: set eos_token in its config")
     own = tokenizer.turn_end_id if template.ends_turns else tokenizer.eos_token_id
     return tokenizer.eos_token_ids[0] if own is None else own
+
+
+def _bos(tokenizer: Tokenizer) -> str:
+    """What stands at the head of our own templates: the tokens that the tokenizer puts before a text, which chat
+    templates write out themselves."""
+    return f"{{{{ {json.dumps(tokenizer.bos_prefix, ensure_ascii=False)} }}}}" if tokenizer.bos_prefix else ""
 
 
 def _chat_template(tokenizer: Tokenizer, options: Options) -> str | None:

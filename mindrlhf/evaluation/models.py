@@ -8,8 +8,8 @@ from typing import Any
 
 from mindrlhf.config.reward import REWARD_MODEL_NAME
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.data.metadata import end_ids
 from mindrlhf.data.mindrecord import PromptFile
+from mindrlhf.data.tokenizer_config import end_ids
 from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
 from mindrlhf.errors import UserError
 from mindrlhf.evaluation.heldout import Evaluation, HeldOut, accuracy_verifier, applicable

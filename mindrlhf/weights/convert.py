@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mindrlhf.data.metadata import GENERATION_NAME, ids_of, read_if_there
+from mindrlhf.data.tokenizer_config import GENERATION_NAME, ids_of, read_if_there
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.errors import UserError
 from mindrlhf.specs import ModelDims, ModelSpec, ParameterRule, find_spec
@@ -235,7 +235,7 @@ def generation_config(tokenizer_dir: str | os.PathLike) -> dict | None:
     if not tokenizer.eos_token_ids:
         return None
     given = read_if_there(Path(tokenizer_dir), GENERATION_NAME)
-    named = ids_of(given.get("eos_token_id"), f"{Path(tokenizer_dir) / GENERATION_NAME}: eos_token_id")
+    named = ids_of(given.get("eos_token_id"), Path(tokenizer_dir) / GENERATION_NAME)
     ends = list(dict.fromkeys((*named, *tokenizer.eos_token_ids)))
     return {"pad_token_id": tokenizer.pad_token_id} | given | {"eos_token_id": ends}
 

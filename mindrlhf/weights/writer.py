@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from mindrlhf.data.metadata import GENERATION_NAME
+from mindrlhf.data.tokenizer_config import GENERATION_NAME
 from mindrlhf.errors import UserError
 from mindrlhf.system.files import whole_directory
 from mindrlhf.weights.file_writer import Content, TensorFileWriter

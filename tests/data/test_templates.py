@@ -26,6 +26,7 @@ class StubTokenizer:
         self.turn_end_id, self.eos_token_id = eos_token_ids or (None, None)
         self.eos_token_ids = (*eos_token_ids, 5) if eos_token_ids else ()
         self.special_tokens = {"bos_token": "<s>"}
+        self.bos_prefix = ""
         self.eos_token = None
 
 

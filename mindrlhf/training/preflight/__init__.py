@@ -12,9 +12,9 @@ from mindrlhf.config.model import ModelSection
 from mindrlhf.config.run import DataSection, RunSection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.training import FIRST_FIT, cpu_rules, is_split
-from mindrlhf.data.metadata import end_ids
 from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
 from mindrlhf.data.packing import choose_row_length
+from mindrlhf.data.tokenizer_config import end_ids
 from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
 from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.evaluation.heldout import accuracy_verifier

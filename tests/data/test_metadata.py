@@ -1,0 +1,171 @@
+"""What the files of a model's directory say, against transformers' own readings of generated directories."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import tokenizers as hf
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from mindrlhf.data.handlers import Example, Message
+from mindrlhf.data.templates import load_template
+from mindrlhf.data.tokenizer_config import end_ids
+from mindrlhf.data.tokenizers import load_tokenizer
+from mindrlhf.errors import UserError
+
+SPECIAL = ["<s>", "</s>", "<|im_end|>", "<|endoftext|>", "<pad>", "<x>"]
+ROWS = 300
+MAX_EXAMPLES = 300
+compared = []
+
+
+def tokenizer_json(adds_bos):
+    alphabet = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
+    backend = hf.Tokenizer(hf.models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = hf.decoders.ByteLevel()
+    backend.add_special_tokens(SPECIAL)
+    if adds_bos:
+        bos = ("<s>", backend.token_to_id("<s>"))
+        backend.post_processor = hf.processors.TemplateProcessing(single="<s> $A", special_tokens=[bos])
+    return backend
+
+
+TOKENS = st.sampled_from([None, *SPECIAL])
+
+
+@st.composite
+def directories(draw):
+    """The files of a directory by name, JSON values or texts; "tokenizer.json" says whether it adds bos."""
+    files = {"tokenizer.json": draw(st.booleans())}
+    kind = draw(st.sampled_from(["PreTrainedTokenizerFast", "LlamaTokenizerFast", "LlamaTokenizer", "Qwen2Tokenizer"]))
+    # Classes have tokens of their own, which published files name too.
+    config = {"tokenizer_class": kind, "bos_token": draw(TOKENS), "eos_token": draw(TOKENS), "pad_token": draw(TOKENS)}
+    config |= {"unk_token": "<x>"}
+    for name in ("bos_token", "eos_token"):
+        if config[name] and draw(st.booleans()):
+            config[name] = {"__type": "AddedToken", "content": config[name], "special": True, "normalized": False}
+    if draw(st.booleans()):
+        config["add_bos_token"] = draw(st.booleans())
+    if draw(st.booleans()):
+        ids = range(256, 256 + len(SPECIAL))
+        config["added_tokens_decoder"] = {
+            str(one): {"content": token, "special": True, "normalized": False, "lstrip": False, "rstrip": False}
+            for one, token in zip(ids, SPECIAL)
+        }
+    named = [{"name": "default", "template": "a"}, {"name": "rag", "template": "b"}]
+    template = draw(st.sampled_from([None, "one", named]))
+    if template:
+        config["chat_template"] = template
+    files["tokenizer_config.json"] = config
+    if draw(st.booleans()):
+        files["special_tokens_map.json"] = {"eos_token": draw(st.sampled_from(SPECIAL))}
+    if draw(st.booleans()):
+        files["chat_template.jinja"] = "from a file"
+        if draw(st.booleans()):
+            files["additional_chat_templates/tool_use.jinja"] = "for tools"
+    ids = st.none() | st.integers(0, ROWS - 1) | st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=3)
+    if draw(st.booleans()):
+        files["generation_config.json"] = {"eos_token_id": draw(ids), "temperature": 0.6, "do_sample": True}
+    if draw(st.booleans()):
+        files["config.json"] = {"model_type": "qwen2", "vocab_size": ROWS, "eos_token_id": draw(ids)}
+    return files
+
+
+def write(directory, files):
+    for name, content in files.items():
+        path = Path(directory, name)
+        path.parent.mkdir(exist_ok=True)
+        if name == "tokenizer.json":
+            tokenizer_json(content).save(str(path))
+        else:
+            path.write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def as_list(ids):
+    return [] if ids is None else ids if isinstance(ids, list) else [ids]
+
+
+@settings(max_examples=MAX_EXAMPLES, deadline=None)
+@given(files=directories())
+def test_every_directory_is_read_as_transformers_reads_it(files):
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    config = files["tokenizer_config.json"]
+    with tempfile.TemporaryDirectory() as directory:
+        write(directory, files)
+        try:
+            reference = AutoTokenizer.from_pretrained(directory)
+        except ValueError as error:  # Llama's class wants bos where it is to add it
+            assume("add_bos_token = True but bos_token = None" not in str(error))
+            raise
+        ours = load_tokenizer(directory)
+        if reference.eos_token is not None:
+            assert ours.eos_token == reference.eos_token
+        assert ours.bos_token == reference.bos_token
+        if reference.pad_token is not None:
+            assert ours.pad_token_id == reference.pad_token_id
+        templates = reference.chat_template
+        templates = {"default": templates} if isinstance(templates, str) else templates or {}
+        assert ours.chat_templates == templates
+        ids, (first,) = reference("a").input_ids, reference("a", add_special_tokens=False).input_ids
+        assert ours.bos_prefix == reference.decode(ids[: ids.index(first)])
+        ends = {reference.eos_token_id} - {None}
+        if "generation_config.json" in files:
+            ends |= set(as_list(GenerationConfig.from_pretrained(directory).eos_token_id))
+        if "config.json" in files:
+            ends |= set(as_list(AutoConfig.from_pretrained(directory).eos_token_id))
+        named = files.get("special_tokens_map.json", {}).get("eos_token"), config["eos_token"]
+        texts = {one["content"] if isinstance(one, dict) else one for one in named} - {None}
+        # Beside these the token that a chat model ends a turn with, and an eos that only one of two files names.
+        allowed = ends | {reference.convert_tokens_to_ids(one) for one in (*texts, "<|im_end|>")}
+        assert ends <= set(ours.eos_token_ids) <= allowed
+        compared.append(kind_of(files))
+
+
+def kind_of(files):
+    return files["tokenizer_config.json"]["tokenizer_class"], tuple(sorted(files))
+
+
+def test_how_many_directories_were_compared():
+    print(f"{len(compared)} directories, {len(set(compared))} kinds of them, read as transformers reads them")
+    assert len(compared) >= MAX_EXAMPLES and len(set(compared)) > 40
+
+
+def test_ids_without_a_row_are_left_out_and_others_refused(tmp_path):
+    write(tmp_path, {"tokenizer.json": False, "tokenizer_config.json": {"eos_token": "</s>"}})
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 300, "text_config": {"eos_token_id": [7, 300]}}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
+    assert end_ids(tmp_path) == (9, 7)
+    assert load_tokenizer(tmp_path).eos_token_ids == (258, 257, 9, 7)
+    for wrong in ("2", -1, [1, None], 1.5, True, {"a": 1}):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
+        with pytest.raises(UserError, match="generation_config.json has eos_token_id=.*: give the id of a token"):
+            load_tokenizer(tmp_path)
+
+
+def test_an_eos_that_two_files_name_differently_ends_responses_in_both_ways(tmp_path):
+    write(tmp_path, {"tokenizer.json": False, "tokenizer_config.json": {"eos_token": "</s>"}})
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<x>"}))
+    tokenizer = load_tokenizer(tmp_path)
+    # Without added_tokens_decoder the older file counts, as in transformers.
+    assert (tokenizer.eos_token, set(tokenizer.eos_token_ids)) == ("<x>", {258, 261, 257})
+
+
+def test_templates_and_special_tokens_count_without_a_tokenizer_config(tmp_path):
+    write(tmp_path, {"tokenizer.json": False, "chat_template.jinja": "{{ messages[0].content }}"})
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>"}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.chat_template, tokenizer.eos_token) == ("{{ messages[0].content }}", "</s>")
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize("name", ["plain", "r1"])
+def test_our_own_templates_begin_as_the_tokenizer_begins_a_text(tmp_path, name, adds_bos):
+    write(tmp_path, {"tokenizer.json": adds_bos, "tokenizer_config.json": {"bos_token": "<s>", "eos_token": "</s>"}})
+    tokenizer = load_tokenizer(tmp_path)
+    text = load_template(name, tokenizer).render(Example((Message("user", "1+1?"),), "2"))
+    assert text.startswith("<s>") == adds_bos and text.count("<s>") == adds_bos
+    assert (tokenizer.encode(text)[0] == 256) == adds_bos
