@@ -47,7 +47,7 @@ class Tokenizer(ABC):
         vocab_size: one more than the highest id that ``encode`` can give. (A model's embedding may have
             more rows.)
         bos_token, eos_token: their text, None when there is none.
-        special_tokens, chat_templates: see ``TokenizerConfig``.
+        special_tokens, chat_templates, template_files: see ``TokenizerConfig``.
         turn_end_id, eos_token_id: ids of the chat end token and of eos; None when there is none.
         eos_token_ids: every id that ends a response: the chat end token first, then eos, where they exist, then what
             generation_config.json and config.json name beside them.
@@ -66,6 +66,7 @@ class Tokenizer(ABC):
         self.eos_token = config.special_tokens.get("eos_token")
         pad_token = config.special_tokens.get("pad_token")
         self.chat_templates = config.chat_templates
+        self.template_files = config.template_files
         self.chat_template = config.chat_templates.get(DEFAULT_TEMPLATE)
         self.chat_end_token = next((token for token in CHAT_END_TOKENS if token in added_ids), None)
         named = {self.bos_token, self.eos_token, pad_token, self.chat_end_token} - {None}
