@@ -202,3 +202,17 @@ def _templates(directory: Path, tokenizer: Tokenizer) -> Iterator[Fact]:
         yield Fact("template" if name == "default" else f"template {name}", f"{len(source)} characters", file, notes)
     if not tokenizer.chat_templates:
         yield Fact("template", _NONE, "", ("--template plain or r1 needs none",))
+
+
+def generation_config(tokenizer_dir: str | Path) -> dict | None:
+    """generation_config.json of a model that ends its answers at every end token of a tokenizer; None without any."""
+    try:
+        tokenizer = load_tokenizer(tokenizer_dir)
+    except UserError:
+        return None  # a directory of weights alone, or with a tokenizer of a kind that is copied unread
+    if not tokenizer.eos_token_ids:
+        return None
+    given = read_if_there(Path(tokenizer_dir), GENERATION_NAME)
+    named = ids_of(given.get("eos_token_id"), Path(tokenizer_dir) / GENERATION_NAME)
+    ends = list(dict.fromkeys((*named, *tokenizer.eos_token_ids)))
+    return {"pad_token_id": tokenizer.pad_token_id} | given | {"eos_token_id": ends}

@@ -65,6 +65,7 @@ class PromptTemplate:
         options: values of variables of the template, for all records.
         sha256: hash (hex) of the Jinja source, the system prompt and the options.
         ends_turns: the chat end token closes each turn, so it also closes the response.
+        end_token: the token that closes each turn; None of a tokenizer without any.
         takes_messages: it renders a chat, and not only one question.
         kept_source: the source of a chat template that cannot be found again by its name; "" of others.
     """
@@ -78,7 +79,7 @@ class PromptTemplate:
         hashed = [source, system, self.options] if self.options else [source, system]
         self.sha256 = hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
         self.ends_turns = tokenizer.chat_end_token is not None and tokenizer.chat_end_token in source
-        self._end_token = tokenizer.chat_end_token if self.ends_turns else tokenizer.eos_token
+        self.end_token = tokenizer.chat_end_token if self.ends_turns else tokenizer.eos_token
         self._system = system
         self._special_tokens = tokenizer.special_tokens
         try:
@@ -148,50 +149,13 @@ class PromptTemplate:
         rendered = iter(self._render(chats))
         return [next(rendered) if text is None else text for text in texts]
 
-    def next_turn(
-        self,
-        messages: Sequence[Message | Mapping[str, Any]],
-        options: Options | None = None,
-        *,
-        turn: Mapping[str, Any] | None = None,
-        ends: Sequence[str] = (),
-        end: str | None = None,
-    ) -> str:
-        """Return the text between an assistant's turn, as it was sampled, and the assistant's next turn.
+    def render_chats(self, chats: Sequence[tuple[Sequence[Message | Mapping[str, Any]], Options]]) -> list:
+        """Return the text of each chat, or the ``RecordError`` that says why there is none.
 
         Args:
-            messages: between the two turns: what tools have answered, or the user.
-            options: what the record sets for itself.
-            turn: the assistant's turn where it is one with calls, as ``apply_chat_template`` takes it; the last thing
-                that it says is ``TURN_MARK``.
-            ends: the texts of all tokens that end a turn; empty leaves it to the template's own.
-            end: which of them it was sampled with, "" where none: a stop string has ended it. None: the template's.
-
-        Raises:
-            RecordError: the template refuses the messages, or leaves turns out.
+            chats: messages, or what ``apply_chat_template`` takes in their place, and variables beside the options.
         """
-        head = [self._as_chat(Message("user", "?")), dict(turn or self._as_chat(Message("assistant", TURN_MARK)))]
-        variables = self._variables(options or {})
-        chats = [(head + [self._as_chat(one) for one in messages], variables)]
-        whole, alone = self._render([*chats, (head, {**variables, "add_generation_prompt": False})])
-        if isinstance(whole, RecordError):
-            raise whole
-        before = alone.split(TURN_MARK) if isinstance(alone, str) else [""] * 2
-        pieces = whole.split(TURN_MARK, max(1, len(before) - 1))
-        if len(pieces) < max(2, len(before)):
-            raise RecordError(f"template {self.name!r} leaves the turns of the assistant out")
-        rest = pieces[-1]
-        texts = set(filter(None, ends or (self._end_token,)))
-        place, _, token = min(((rest.find(one), -len(one), one) for one in texts if one in rest), default=(-1, 0, ""))
-        if turn is None and rest[: max(place, 0)].strip():
-            token = ""
-        if not token:
-            if turn is not None and not (isinstance(alone, str) and whole.startswith(alone)):
-                raise RecordError(f"template {self.name!r} does not tell where a turn with calls ends")
-            return rest if turn is None else whole[len(alone) :]
-        # A token that does not stand there without the messages begins the first of them (GLM's <|observation|>).
-        is_kept = end == "" or (token not in before[-1] and isinstance(alone, str) and end != token)
-        return rest[place + (0 if is_kept else len(token)) :]
+        return self._render([([self._as_chat(one) for one in chat], self._variables(own)) for chat, own in chats])
 
     def _as_chat(self, message: Message | Mapping[str, Any]) -> dict[str, Any]:
         """Return a message as chat templates know it: with images, and for some always, a list of parts."""

@@ -150,7 +150,12 @@ class HuggingFaceTokenizer(Tokenizer):
         super().__init__(config, added_ids, special, vocab_size=_checked_vocab_size(backend.get_vocab()))
 
     def _saved_prefix(self) -> str:
-        ids, plain = (self._backend.encode("a", add_special_tokens=adds).ids for adds in (True, False))
+        if self._backend.post_processor is None:
+            return ""
+        try:
+            ids, plain = (self._backend.encode("a", add_special_tokens=adds).ids for adds in (True, False))
+        except Exception:  # the library's, of a vocabulary of words that has no such one: nobody can tell
+            return ""
         places = [place for place in range(len(ids) - len(plain) + 1) if ids[place : place + len(plain)] == plain]
         return self.decode(ids[: places[0]], skip_special_tokens=False) if places and plain else ""
 

@@ -18,32 +18,12 @@ import numpy as np
 
 from mindrlhf.config.reward import AUTO_DIALECT
 from mindrlhf.data.control_tokens import control_token_pattern, neutralised_value, written_apart
-from mindrlhf.data.handlers import Message, RecordError
-from mindrlhf.data.templates import (
-    CHAT,
-    TURN_MARK,
-    Options,
-    PromptTemplate,
-    load_template,
-    record_options,
-    template_of,
-)
+from mindrlhf.data.templates import Options, PromptTemplate, record_options, template_of
 from mindrlhf.data.tokenizers import Tokenizer
-from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.errors import UserError
+from mindrlhf.rollout.turn_texts import TurnTexts
 from mindrlhf.rollout.types import Completion, CompletionSource, GenerationRequest, SamplingParams
-from mindrlhf.tools.calls import (
-    TURN_END,
-    TURN_START,
-    ToolAnswer,
-    ToolCall,
-    answer_turn,
-    answers_text,
-    call_messages,
-    dialect_of,
-    observation_turn,
-    parse_calls,
-    without_markup,
-)
+from mindrlhf.tools.calls import ToolAnswer, ToolCall, dialect_of, parse_calls
 from mindrlhf.tools.episodes import EpisodePool, read_step
 from mindrlhf.tools.pool import ToolPool
 
@@ -124,108 +104,6 @@ class _Conversation:
             episode_return=self.episode_return,
             num_neutralised_answers=self.num_neutralised,
         )
-
-
-class TurnTexts:
-    """The text between two turns of the model: that of the chat template which made the prompt, with the values that
-    its variables had. Without one it is the tokenizer's own where that has Qwen's turn markers, and without that these
-    markers stand around it.
-
-    Args:
-        tokenizer: of the model.
-        template: None where the prompts were made by none, or by one that takes no chat.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, template: PromptTemplate | None = None):
-        self._is_chat = None not in (tokenizer.token_to_id(TURN_START), tokenizer.token_to_id(TURN_END))
-        self._template = template
-        if template is None and self._is_chat and tokenizer.chat_template:
-            with contextlib.suppress(UserError):  # a faulty one has made no prompt either
-                self._template = load_template(CHAT, tokenizer)
-        self._ends = {one: tokenizer.decode([one], skip_special_tokens=False) for one in tokenizer.eos_token_ids}
-        source, reads = ("", ()) if self._template is None else (self._template.source, self._template.variables)
-        styles = CALL_STYLES if "tool_calls" in source else []
-        found = [(len(text), number) for number, style in enumerate(styles) if (text := self._try(style))]
-        # DeepSeek's template writes a second, empty turn where a turn with calls has a text, if only an empty one.
-        self._style = styles[min(found)[1]] if found else None
-        self._has_tool_role = bool(found) or ("tools" in reads and bool(self._try(None)))
-
-    def _try(self, style: dict[str, bool] | None) -> str:
-        """Return what the template makes of an answer in a style, "" where it takes none."""
-        with contextlib.suppress(RecordError):
-            text = self._tool_messages(["f"], ["MINDRLHF-ANSWER"], {}, None, style)
-            return text if "MINDRLHF-ANSWER" in text else ""
-        return ""
-
-    def end_of(self, token_ids: Sequence[int]) -> str:
-        """Return the text of the end token of a turn, "" where a stop string has ended it."""
-        return self._ends.get(int(token_ids[-1]), "") if len(token_ids) else ""
-
-    def answers(self, texts: Sequence[str], options: Options, names: Sequence[str] = (), end: str | None = None) -> str:
-        """Return what tools have answered to the calls of a turn, in their order.
-
-        Where the template has tools, it writes each answer as a message of the role ``tool``; else they are one message
-        of the user, in ``<tool_response>``.
-
-        Args:
-            texts: the answers.
-            options: what the record sets of the template's variables.
-            names: of the tools.
-            end: of the turn, see ``end_of``; None for the usual one.
-        """
-        if self._template is None:
-            return answer_turn(texts, is_chat=self._is_chat, is_open=end == "")
-        if not self._has_tool_role:
-            return self._next_turn([Message("user", answers_text(texts))], options, end)
-        try:
-            return self._tool_messages(names or ["tool"] * len(texts), texts, options, end, self._style)
-        except RecordError as error:
-            raise _unwritten(error) from None
-
-    def observation(self, text: str, options: Options, end: str | None = None) -> str:
-        """Return what an environment shows after a turn; see ``answers``."""
-        if self._template is None:
-            return observation_turn(text, is_chat=self._is_chat, is_open=end == "")
-        return self._next_turn([Message("user", without_markup(text))], options, end)
-
-    def _next_turn(self, messages: Sequence[Message], options: Options, end: str | None) -> str:
-        try:
-            return self._template.next_turn(messages, options, ends=tuple(self._ends.values()), end=end)
-        except RecordError as error:
-            raise _unwritten(error) from None
-
-    def _tool_messages(
-        self,
-        names: Sequence[str],
-        texts: Sequence[str],
-        options: Options,
-        end: str | None,
-        style: dict[str, bool] | None,
-    ) -> str:
-        """Return the answers as messages of the role ``tool``, behind a turn with calls in a style that the template
-        takes, or with None behind one of text."""
-        ends = tuple(self._ends.values())
-        if style is None:
-            messages = [Message("tool", without_markup(text)) for text in texts]
-            return self._template.next_turn(messages, options, ends=ends, end=end)
-        failure = None
-        for num_calls in dict.fromkeys((len(texts), 1)):
-            turn, answers = call_messages(names, texts, TURN_MARK, num_calls=num_calls, **style)
-            try:
-                return self._template.next_turn(answers, options, turn=turn, ends=ends, end=end)
-            except RecordError as error:  # Llama 3's takes one call in a turn
-                failure = failure or error
-        raise failure
-
-
-# How templates take a turn with calls: arguments as an object or as text, and no text beside them as "" or as null.
-CALL_STYLES = [
-    {"has_text": has_text, "as_json_text": as_json_text} for as_json_text in (False, True) for has_text in (True, False)
-]
-
-
-def _unwritten(error: RecordError) -> RunFailure:
-    return RunFailure(f"a turn of a conversation cannot be written: {error}")
 
 
 class Conversations:

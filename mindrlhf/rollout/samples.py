@@ -192,11 +192,10 @@ class Sampler:
             found[name] = [next(rounded) if is_written else None for is_written in written]
         return found
 
-    def stop_string_fraction(self, samples: Sequence[Sample]) -> float:
-        """Return the share of samples that a stop string has ended, and no end token."""
-        ends = set(self._tokenizer.eos_token_ids)
-        completions = [sample.completion for sample in samples]
-        return float(np.mean([one.finish_reason == "stop" and one.token_ids[-1] not in ends for one in completions]))
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response."""
+        return self._tokenizer.eos_token_ids
 
     def _prompt_text(self, record: Prompt) -> str:
         ids = shown_ids(record.prompt_ids, self._tokenizer) if record.image_files else record.prompt_ids

@@ -6,7 +6,9 @@ beginning, whatever it was divided into. Nothing is cut off: the token that comp
 response, as with ``include_stop_str_in_output`` of vLLM.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+
+from mindrlhf.rollout.types import Completion
 
 # What tokens become that hold a part of a character only.
 _PARTIAL = "\ufffd"
@@ -59,3 +61,58 @@ class StopStrings:
             if self.may_end(token_ids[first + count - 1]) and self.is_complete(token_ids[: first + count]):
                 return count
         return -1
+
+
+class StoppingSamples:
+    """What an engine needs to end the samples of a batch at stop strings.
+
+    Args:
+        tokenizer_dir: of the model; read where a batch has stop strings.
+
+    Attributes:
+        stops: of the batch; None where it has none.
+    """
+
+    def __init__(self, tokenizer_dir: str):
+        self.stops: StopStrings | None = None
+        self._tokenizer_dir = tokenizer_dir
+        self._known: dict[tuple[str, ...], StopStrings] = {}
+        # By name: the response so far, and the log-probabilities of what was sampled of it.
+        self._samples: dict[str, tuple[list[int], list[float]]] = {}
+
+    def begin_batch(self, texts: Sequence[str]) -> None:
+        """Forget all samples; those to come end at these texts."""
+        self._samples.clear()
+        self.stops = None
+        if texts and tuple(texts) not in self._known:
+            from mindrlhf.data.tokenizers import load_tokenizer
+
+            tokenizer = load_tokenizer(self._tokenizer_dir)
+            self._known[tuple(texts)] = StopStrings(texts, lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
+        if texts:
+            self.stops = self._known[tuple(texts)]
+
+    def add(self, name: str, prompt: Sequence[int], num_begun: int) -> None:
+        """Add a sample of a prompt, whose last ``num_begun`` tokens are of the response already."""
+        self._samples[name] = (list(prompt[len(prompt) - num_begun :]), [])
+
+    def begun(self, name: str) -> list[int]:
+        """Return the tokens of a response that the prompt has."""
+        return self._samples[name][0] if name in self._samples else []
+
+    def extend(self, name: str, token_ids: list[int], logprobs: list[float]) -> tuple[list[int], list[float], bool]:
+        """Add new tokens to a sample; return all that were sampled of it, and whether a stop string ends it."""
+        tokens, known = self._samples[name]
+        tokens += token_ids
+        count = self.stops.first_end(tokens, len(token_ids))
+        if count >= 0:
+            del tokens[len(tokens) - len(token_ids) + count :]
+            logprobs = logprobs[:count]
+        known += logprobs
+        return tokens[len(tokens) - len(known) :], known, count >= 0
+
+
+def stop_string_fraction(completions: Sequence[Completion], end_ids: Collection[int]) -> float:
+    """Return the share of completions that a stop string has ended, and no end token."""
+    ended = [one.finish_reason == "stop" and int(one.token_ids[-1]) not in end_ids for one in completions]
+    return sum(ended) / max(1, len(ended))

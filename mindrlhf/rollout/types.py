@@ -18,17 +18,14 @@ from mindrlhf.rollout.sent_images import pack_images, unpack_images
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. ``top_k`` 0 means no limit; ``max_tokens`` counts the stop token.
-
-    A response ends with one of ``stop_token_ids``, or with the token that completes one of the texts ``stop``.
-    """
+    """How to sample. ``top_k`` 0 means no limit; ``max_tokens`` counts the stop token."""
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()  # texts: the token that completes one is the last, too
 
 
 @dataclass(frozen=True)
@@ -115,14 +112,12 @@ _FINISH_REASONS = ("stop", "length")
 
 def pack_sampling(sampling: SamplingParams) -> dict[str, Any]:
     """Return the arguments of vLLM's own SamplingParams."""
-    lists = {"stop_token_ids": list(sampling.stop_token_ids), "stop": list(sampling.stop)}
-    return dataclasses.asdict(sampling) | lists
+    return {key: list(one) if isinstance(one, tuple) else one for key, one in dataclasses.asdict(sampling).items()}
 
 
 def unpack_sampling(values: Mapping[str, Any]) -> SamplingParams:
     """Return what :func:`pack_sampling` was given."""
-    lists = {"stop_token_ids": tuple(values["stop_token_ids"]), "stop": tuple(values["stop"])}
-    return SamplingParams(**{**values, **lists})
+    return SamplingParams(**{key: tuple(one) if isinstance(one, list) else one for key, one in values.items()})
 
 
 def pack_requests(requests: Sequence[GenerationRequest], sampling: SamplingParams) -> dict[str, np.ndarray]:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mindrlhf.data.tokenizer_config import GENERATION_NAME, ids_of, read_if_there
-from mindrlhf.data.tokenizers import load_tokenizer
+from mindrlhf.data.metadata import generation_config
 from mindrlhf.errors import UserError
 from mindrlhf.specs import ModelDims, ModelSpec, ParameterRule, find_spec
 from mindrlhf.specs.fuse import fuse, fuse_blocks, split_parts
@@ -224,20 +223,6 @@ def export_hf(
         tokenizer_dir=tokenizer_dir,
         generation=None if tokenizer_dir is None or spec.is_scorer else generation_config(tokenizer_dir),
     )
-
-
-def generation_config(tokenizer_dir: str | os.PathLike) -> dict | None:
-    """generation_config.json of a model that ends its answers at every end token of a tokenizer; None without any."""
-    try:
-        tokenizer = load_tokenizer(tokenizer_dir)
-    except UserError:
-        return None  # a directory of weights alone, or with a tokenizer of a kind that is copied unread
-    if not tokenizer.eos_token_ids:
-        return None
-    given = read_if_there(Path(tokenizer_dir), GENERATION_NAME)
-    named = ids_of(given.get("eos_token_id"), Path(tokenizer_dir) / GENERATION_NAME)
-    ends = list(dict.fromkeys((*named, *tokenizer.eos_token_ids)))
-    return {"pad_token_id": tokenizer.pad_token_id} | given | {"eos_token_id": ends}
 
 
 def import_directory(hf_dir: str | os.PathLike, out_dir: str | os.PathLike, dtype: str | None = None) -> None:

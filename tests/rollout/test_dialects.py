@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from mindrlhf.data.templates import load_template
 from mindrlhf.data.tokenizers import load_tokenizer
-from mindrlhf.rollout.conversations import ConversationLimits, Conversations, TurnTexts
+from mindrlhf.rollout.conversations import ConversationLimits, Conversations
+from mindrlhf.rollout.turn_texts import TurnTexts
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
 from mindrlhf.sandbox import template_process
 from mindrlhf.tools.calls import ToolAnswer, ToolCall, dialect_of, parse_calls

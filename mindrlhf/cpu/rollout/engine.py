@@ -105,7 +105,6 @@ class CpuEngine(VllmEngine):
             self._core.step_fn()
         self._sampler.streams.clear()
         self._pending.clear()
-        self._begun.clear()
 
     @property
     def draft_counts(self) -> dict[str, int]:
@@ -122,8 +121,8 @@ class CpuEngine(VllmEngine):
             np.empty(max_tokens, np.int32),
             np.empty(max_tokens, np.float32),
             stop_token_ids=frozenset(sampling["stop_token_ids"]),
-            stops=self._stops,
-            begun=self._begun[name][0] if name in self._begun else [],
+            stops=self._stopping.stops,
+            begun=self._stopping.begun(name),
         )
         if self._drafter is not None:
             self._drafter.add(name, group=self._pending[name][0])

@@ -17,7 +17,7 @@ from mindrlhf.rollout.server import cpu
 from mindrlhf.rollout.server.routing import RoutingRecorder
 from mindrlhf.rollout.server.streams import stream_key
 from mindrlhf.rollout.server.vision import VisionModel
-from mindrlhf.rollout.stop_strings import StopStrings
+from mindrlhf.rollout.stop_strings import StoppingSamples
 from mindrlhf.rollout.types import Completion
 from mindrlhf.system import speed_ups
 from mindrlhf.weights.publish.slices import RequiredSlices, merge_required
@@ -100,11 +100,7 @@ class VllmEngine:
         self._pending: dict[str, tuple[int, int]] = {}
         self._num_submitted = 0
         self._weights_version = 0
-        self._tokenizer_dir = config["tokenizer_dir"]
-        self._known_stops: dict[tuple[str, ...], StopStrings] = {}
-        self._stops: StopStrings | None = None  # of the batch
-        # Of pending samples that stop strings may end: the response so far, and log-probabilities of what is sampled.
-        self._begun: dict[str, tuple[list[int], list[float]]] = {}
+        self._stopping = StoppingSamples(config["tokenizer_dir"])
 
     def _engine_arguments(self, config: dict[str, Any]) -> dict[str, Any]:
         return engine_arguments(config, self._vision)
@@ -143,7 +139,7 @@ class VllmEngine:
         self._image_items.clear()
         self._prompt_lengths = [len(prompt) for prompt in prompts]
         sampling = dict(sampling)
-        self._stops = self._stop_strings(tuple(sampling.pop("stop", ())))
+        self._stopping.begin_batch(sampling.pop("stop", ()))
         nums_begun = [0] * len(prompts) if nums_begun is None else nums_begun
         requests = zip(prompts, nums_samples, seeds, max_tokens, images, nums_begun, strict=True)
         for request_index, (prompt, num_samples, seed, limit, own_images, num_begun) in enumerate(requests):
@@ -153,8 +149,8 @@ class VllmEngine:
                 name = str(self._num_submitted)
                 self._num_submitted += 1
                 self._pending[name] = (request_index, sample_index)
-                if self._stops is not None:
-                    self._begun[name] = (list(prompt[len(prompt) - num_begun :]), [])
+                if self._stopping.stops is not None:
+                    self._stopping.add(name, prompt, num_begun)
                 self._add(name, list(prompt), stream_key(seed, sample_index), own_sampling, features)
 
     def step(self, is_interrupted: Callable[[], bool] = lambda: False) -> list[Completion]:
@@ -168,8 +164,8 @@ class VllmEngine:
             token_ids = list(completion.token_ids)
             logprobs = [entry[token].logprob for token, entry in zip(token_ids, completion.logprobs or ())]
             reason = completion.finish_reason
-            if name in self._begun:
-                token_ids, logprobs, is_stopped = self._extend(name, token_ids, logprobs)
+            if self._stopping.stops is not None:
+                token_ids, logprobs, is_stopped = self._stopping.extend(name, token_ids, logprobs)
                 if is_stopped and not output.finished:
                     stopped.append(name)
                 reason = "stop" if is_stopped else reason
@@ -179,17 +175,6 @@ class VllmEngine:
             self._engine.abort_request(stopped)
         return finished
 
-    def _extend(self, name: str, token_ids: list[int], logprobs: list[float]) -> tuple[list[int], list[float], bool]:
-        """Add new tokens to a sample; return all that were sampled of it, and whether a stop string ends it."""
-        begun, known = self._begun[name]
-        begun += token_ids
-        count = self._stops.first_end(begun, len(token_ids))
-        if count >= 0:
-            del begun[len(begun) - len(token_ids) + count :]
-            logprobs = logprobs[:count]
-        known += logprobs
-        return begun[len(begun) - len(known) :], known, count >= 0
-
     def abort(self) -> None:
         """Forget all pending samples."""
         self._engine.abort_request(list(self._pending))
@@ -197,7 +182,6 @@ class VllmEngine:
             self._engine.step()
         self._pending.clear()
         self._internal_names.clear()
-        self._begun.clear()
 
     def update_weights(self, version: int, buffer_path: str) -> None:
         """Load what the buffer has of ``version``; when that is all of it now, forget all cached prefixes."""
@@ -261,16 +245,6 @@ class VllmEngine:
         if self._has_workers:
             self._engine.engine_core.shutdown()
 
-    def _stop_strings(self, texts: tuple[str, ...]) -> StopStrings | None:
-        if not texts:
-            return None
-        if texts not in self._known_stops:
-            from mindrlhf.data.tokenizers import load_tokenizer
-
-            tokenizer = load_tokenizer(self._tokenizer_dir)
-            self._known_stops[texts] = StopStrings(texts, lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
-        return self._known_stops[texts]
-
     def _features(self, prompt: Sequence[int], images: Sequence[SentImage]) -> list[MultiModalFeatureSpec]:
         if self._vision is None:
             if images:
@@ -281,7 +255,7 @@ class VllmEngine:
     def _add(
         self, name: str, prompt: list[int], key: int, sampling: dict[str, Any], features: list[MultiModalFeatureSpec]
     ) -> None:
-        kind = RequestOutputKind.FINAL_ONLY if self._stops is None else RequestOutputKind.DELTA
+        kind = RequestOutputKind.FINAL_ONLY if self._stopping.stops is None else RequestOutputKind.DELTA
         params = SamplingParams(**sampling, seed=key >> 1, logprobs=0, output_kind=kind, **TOKENS_ONLY)
         if not features:
             self._internal_names[name] = self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
@@ -298,7 +272,6 @@ class VllmEngine:
         if finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a sample with finish reason '{finish_reason}'")
         request_index, sample_index = self._pending.pop(name)
-        self._begun.pop(name, None)
         internal_name, experts = self._internal_names.pop(name, name), None
         if self._recorder is not None:
             # The last token was sampled, and never read.
