@@ -4,6 +4,7 @@ It is what every command goes by: tokens and templates as ``load_tokenizer`` has
 reads them.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from mindrlhf.data.tokenizer_config import (
 from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
 from mindrlhf.errors import UserError
 from mindrlhf.specs import find_spec
+from mindrlhf.system.files import write_json
 
 _SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "min_p")
 _NONE = "none"
@@ -216,3 +218,17 @@ def generation_config(tokenizer_dir: str | Path) -> dict | None:
     named = ids_of(given.get("eos_token_id"), Path(tokenizer_dir) / GENERATION_NAME)
     ends = list(dict.fromkeys((*named, *tokenizer.eos_token_ids)))
     return {"pad_token_id": tokenizer.pad_token_id} | given | {"eos_token_id": ends}
+
+
+def add_generation(directory: Path, model_dir: str | Path) -> None:
+    """Add to the generation_config.json of an exported model what that of the model it was says beside it.
+
+    The tokenizer that it was exported with may be from another directory.
+    """
+    own, base = (read_if_there(Path(one), GENERATION_NAME) for one in (directory, model_dir))
+    if not own or not base:
+        return
+    lists = [ids_of(fields.get("eos_token_id"), Path(model_dir) / GENERATION_NAME) for fields in (own, base)]
+    merged = {**base, **own, "eos_token_id": list(dict.fromkeys(itertools.chain(*lists)))}
+    if merged != own:
+        write_json(directory / GENERATION_NAME, merged)

@@ -14,6 +14,7 @@ from mindrlhf.config.derived import is_base, needs_critic, reference_paths
 from mindrlhf.config.observe import CELL_LEVEL
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.training import is_split
+from mindrlhf.data.metadata import add_generation
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.debugging.dump_files import dump_dir
@@ -205,6 +206,7 @@ class ReinforcementTraining(life_cycle.Training):
             self._export_critic(worker)
         # Last, because it marks the run as complete: one that was killed before can be resumed.
         worker.export(self._output_dir / FINAL_NAME, self._config.data.tokenizer_dir, self._tensors())
+        add_generation(self._output_dir / FINAL_NAME, self._config.model.path)
         if summary:
             print(f"\n{summary_text(summary)}")
         print(f"\nmodel:  {self._output_dir / FINAL_NAME}\nreport: {report}", flush=True)

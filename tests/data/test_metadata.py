@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mindrlhf.cli import main
 from mindrlhf.data.handlers import Example, Message
-from mindrlhf.data.metadata import read_metadata
+from mindrlhf.data.metadata import add_generation, read_metadata
 from mindrlhf.data.templates import load_template
 from mindrlhf.data.tokenizer_config import end_ids
 from mindrlhf.data.tokenizers import load_tokenizer
@@ -262,3 +262,20 @@ def test_the_command_prints_a_table_or_json(tmp_path, capsys):
     assert found["embedding"]["value"] == "300 rows"
     assert main(["models", "inspect", str(tmp_path / "nothing")]) == 2
     assert "does not exist" in capsys.readouterr().err
+
+
+def test_an_exported_model_keeps_the_generation_config_of_the_model_it_was(tmp_path):
+    final, model = tmp_path / "final", tmp_path / "model"
+    final.mkdir(), model.mkdir()
+    base = {"eos_token_id": [7, 8], "temperature": 0.6, "pad_token_id": 1}
+    add_generation(final, model)  # neither has one
+    write(model, {"generation_config.json": base})
+    add_generation(final, model)  # a model that gives scores has none
+    assert list(final.iterdir()) == []
+    write(final, {"generation_config.json": {"eos_token_id": [9, 7], "pad_token_id": 3}})
+    add_generation(final, model)
+    found = json.loads((final / "generation_config.json").read_text())
+    assert found == {"eos_token_id": [9, 7, 8], "temperature": 0.6, "pad_token_id": 3}
+    before = (final / "generation_config.json").stat().st_mtime_ns
+    add_generation(final, final)
+    assert (final / "generation_config.json").stat().st_mtime_ns == before

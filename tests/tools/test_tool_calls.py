@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindrlhf.config.reward import ToolSection
 from mindrlhf.errors import UserError
 from mindrlhf.tools.arithmetic import calculate
 from mindrlhf.tools.calls import DIALECTS, ToolAnswer, ToolCall, answer_turn, parse_calls, system_prompt
@@ -134,6 +135,10 @@ def test_a_malformed_call_of_each_dialect_is_one_answer_that_says_why(dialect, t
     (answer,) = parse_calls(text, dialect)
     assert isinstance(answer, ToolAnswer) and answer.is_failure
     assert reason in answer.text and "\n" not in answer.text and len(answer.text) < 300
+
+
+def test_the_key_takes_every_dialect():
+    assert set(ToolSection.__dataclass_fields__["dialect"].metadata["choices"]) == set(DIALECTS)
 
 
 def test_llamas_built_in_tools_and_programs_are_calls():

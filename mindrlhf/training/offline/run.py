@@ -10,6 +10,7 @@ import numpy as np
 from mindrlhf.config.schema import DpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.training import is_split
 from mindrlhf.data.epochs import EpochSteps
+from mindrlhf.data.metadata import add_generation
 from mindrlhf.observe.report import write_report
 from mindrlhf.system import heartbeat
 from mindrlhf.training import life_cycle
@@ -147,4 +148,5 @@ class OfflineTraining(life_cycle.Training):
         if is_split(self._config.parallel_config):
             tensors = sharded_tensors(self.team, self._ranks, find_nodes(self._ranks))
         worker.export(final, self._config.data.tokenizer_dir, tensors)
+        add_generation(final, self._config.model.path)
         print(f"model:  {final}\nreport: {report}", flush=True)
