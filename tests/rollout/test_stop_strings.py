@@ -5,8 +5,9 @@ import tokenizers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindrlhf.rollout.stop_strings import StopStrings
+from mindrlhf.rollout.stop_strings import StoppingSamples, StopStrings, stop_string_fraction
 from mindrlhf.rollout.types import (
+    Completion,
     GenerationRequest,
     SamplingParams,
     pack_requests,
@@ -142,3 +143,33 @@ def test_requests_and_sampling_carry_them():
     arrays = pack_requests(requests, sampling)
     assert [one.num_begun for one in unpack_requests(arrays)] == [2, 0]
     assert arrays["nums_begun"].dtype == np.int32
+
+
+def test_an_engines_samples_end_at_texts_that_begin_before_a_border_and_in_the_middle_of_a_step(tmp_path):
+    backend = byte_tokenizer()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    stopping = StoppingSamples(str(tmp_path))
+    stopping.begin_batch(["</a>"])
+    prompt = backend.encode("why </a> so </").ids
+    behind = backend.encode("a> and more").ids
+    for name, num_begun in (("within", 1), ("prompt", 0)):
+        stopping.add(name, prompt, num_begun)
+        assert stopping.begun(name) == prompt[len(prompt) - num_begun :]
+    logprobs = [-float(place) for place in range(len(behind))]
+    first = stopping.extend("within", behind[:1], logprobs[:1])
+    assert first == (behind[:1], logprobs[:1], False)
+    # A step may bring several tokens: those behind the text are dropped, with their log-probabilities.
+    assert stopping.extend("within", behind[1:], logprobs[1:]) == (behind[:2], logprobs[:2], True)
+    assert stopping.extend("prompt", behind, logprobs) == (behind, logprobs, False)
+    stopping.begin_batch([])
+    assert stopping.stops is None and stopping.begun("within") == []
+
+
+def test_how_many_responses_a_stop_string_ended():
+    ends = [("stop", [1, 5]), ("stop", [5, 9]), ("length", [5, 1]), ("stop", [3])]
+    completions = [
+        Completion(0, number, np.array(ids, np.int32), np.zeros(len(ids), np.float32), reason, 0)
+        for number, (reason, ids) in enumerate(ends)
+    ]
+    assert stop_string_fraction(completions, (9,)) == 0.5
+    assert stop_string_fraction([], (9,)) == 0

@@ -95,7 +95,7 @@ class CpuEngine(VllmEngine):
         """Have vLLM take the tokens of a step, and end a request that the sampler has found a stop string in."""
         token_ids, is_stopped = self._take_tokens(request, *arguments, **options)
         stream = self._sampler.streams[request.request_id]
-        if not is_stopped and stream.stopped_at and stream.stopped_at == request.num_output_tokens:
+        if stream.stopped_at and stream.stopped_at == request.num_output_tokens:  # also by the last of its tokens
             request.status, is_stopped = RequestStatus.FINISHED_STOPPED, True
         return token_ids, is_stopped
 
