@@ -155,7 +155,9 @@ def _of(directory: Path, token: Any) -> str:
     return ", ".join(files) if token is not None else ""
 
 
-def _shown(tokenizer: Tokenizer, token_id: int) -> str:
+def _shown(tokenizer: Tokenizer, token_id: Any) -> str:
+    if type(token_id) is not int or not 0 <= token_id < 2**31:
+        return repr(token_id)
     return f"{token_id} {tokenizer.decode([token_id], skip_special_tokens=False)!r}"
 
 
@@ -188,7 +190,7 @@ def _clashes(
 ) -> tuple[str, ...]:
     found = {name: fields.get(key) for name, fields in files.items() if fields.get(key) is not None}
     return tuple(
-        f"contradiction: {name} says {_shown(tokenizer, value) if type(value) is int else value}, which does not count"
+        f"contradiction: {name} says {_shown(tokenizer, value)}, which does not count"
         for name, value in found.items()
         if value != own and own is not None
     )

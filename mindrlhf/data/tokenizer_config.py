@@ -68,7 +68,7 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
     templates, files = _chat_templates(directory, fields.get("chat_template"))
     adds_bos = fields.get("add_bos_token")
     return TokenizerConfig(
-        tokenizer_class=fields.get("tokenizer_class"),
+        tokenizer_class=kind if isinstance(kind := fields.get("tokenizer_class"), str) else None,
         special_tokens=tokens,
         other_eos_token=other if (other := others.get("eos_token")) != tokens.get("eos_token") else None,
         chat_templates=templates,

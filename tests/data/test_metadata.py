@@ -279,3 +279,39 @@ def test_an_exported_model_keeps_the_generation_config_of_the_model_it_was(tmp_p
     before = (final / "generation_config.json").stat().st_mtime_ns
     add_generation(final, final)
     assert (final / "generation_config.json").stat().st_mtime_ns == before
+
+
+ODD = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 2**70) | st.floats(allow_nan=False) | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["a", "content", "name"]), inner, max_size=2)
+    ),
+    max_leaves=3,
+)
+KEYS = {
+    "config.json": [*MODEL, "torch_dtype", "rope_scaling", "rope_parameters", "rope_theta", "sliding_window", "text_config",
+                    "quantization_config", "bos_token_id", "pad_token_id", "tie_word_embeddings", "use_sliding_window"],
+    "generation_config.json": ["eos_token_id", "pad_token_id", "bos_token_id", "temperature", "top_k"],
+    "tokenizer_config.json": ["eos_token", "bos_token", "pad_token", "chat_template", "tokenizer_class", "padding_side",
+                              "add_bos_token", "added_tokens_decoder", "additional_special_tokens"],
+}  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data(), name=st.sampled_from(sorted(KEYS)), value=ODD)
+def test_whatever_stands_in_a_file_is_shown_or_refused_in_one_line(data, name, value):
+    files = {
+        "config.json": MODEL,
+        "generation_config.json": {"eos_token_id": 257},
+        "tokenizer_config.json": {"eos_token": "</s>", "bos_token": "<s>", "pad_token": "<pad>"},
+    }
+    files[name] = files[name] | {data.draw(st.sampled_from(KEYS[name])): value}
+    with tempfile.TemporaryDirectory() as directory:
+        write(directory, {"tokenizer.json": True, **files})
+        try:
+            facts = read_metadata(directory)
+        except UserError as error:
+            assert "\n" not in str(error)
+        else:
+            assert {"architecture", "dtype", "tokenizer"} <= {fact.name for fact in facts}
+            assert all(isinstance(fact.value, str) and "\n" not in "".join(fact.notes) for fact in facts)
