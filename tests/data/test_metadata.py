@@ -288,9 +288,10 @@ ODD = st.recursive(
     ),
     max_leaves=3,
 )
+ROPE = ["rope_scaling", "rope_parameters", "rope_theta"]
 KEYS = {
-    "config.json": [*MODEL, "torch_dtype", "rope_scaling", "rope_parameters", "rope_theta", "sliding_window",
-                    "text_config", "quantization_config", "bos_token_id", "pad_token_id", "tie_word_embeddings", "use_sliding_window"],
+    "config.json": [*MODEL, *ROPE, "torch_dtype", "sliding_window", "use_sliding_window", "text_config",
+                    "quantization_config", "bos_token_id", "pad_token_id", "tie_word_embeddings"],
     "generation_config.json": ["eos_token_id", "pad_token_id", "bos_token_id", "temperature", "top_k"],
     "tokenizer_config.json": ["eos_token", "bos_token", "pad_token", "chat_template", "tokenizer_class", "padding_side",
                               "add_bos_token", "added_tokens_decoder", "additional_special_tokens"],
