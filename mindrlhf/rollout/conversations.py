@@ -62,7 +62,7 @@ class _Conversation:
     num_neutralised: int = 0  # answers that held control tokens
     weights_version: int = 0
     names: list[str] = field(default_factory=list)  # of the tools that the last turn has called
-    end: str = ""  # of the last turn: the text of its end token
+    end: str | None = None  # of the last turn, see ``TurnTexts.end_of``
     episode: int = 0  # number of it among all episodes
     episode_return: float | None = None
 

@@ -55,9 +55,10 @@ class TurnTexts:
             return text if "MINDRLHF-ANSWER" in text else ""
         return ""
 
-    def end_of(self, token_ids: Sequence[int]) -> str:
-        """Return the text of the end token of a turn, "" where a stop string has ended it."""
-        return self._ends.get(int(token_ids[-1]), "") if len(token_ids) else ""
+    def end_of(self, token_ids: Sequence[int]) -> str | None:
+        """Return the text of the end token of a turn, None if it has none, "" where a stop string ended the turn."""
+        token = int(token_ids[-1])
+        return (self._ends[token] or None) if token in self._ends else ""
 
     def answers(self, texts: Sequence[str], options: Options, names: Sequence[str] = (), end: str | None = None) -> str:
         """Return what tools have answered to the calls of a turn, in their order.
