@@ -15,6 +15,7 @@ from mindrlhf.errors import RunFailure, UserError, messages_of
 COMMANDS = (
     "doctor",
     "data",
+    "models",
     "weights",
     "train",
     "eval",

@@ -144,7 +144,8 @@ def sampling_uses() -> Iterator[Use]:
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef) and node.name == "SamplingParams":
             for field in node.body:
-                if isinstance(field, ast.AnnAssign):
+                # Stop strings are looked for beside the engine.
+                if isinstance(field, ast.AnnAssign) and field.target.id != "stop":
                     yield Use("argument", "vllm.SamplingParams", field.target.id, f"{path.name}:{field.lineno}")
     tree = ast.parse((SERVER / "engine.py").read_text(encoding="utf-8"))
     for node in tree.body:

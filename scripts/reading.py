@@ -78,6 +78,7 @@ CUT = {
     "mindrlhf.training.distillation": "distillation.teachers",
     "mindrlhf.algorithms.chunked_head": "memory.logit_positions",
     "mindrlhf.rollout.server.multi_node": "one machine",
+    "mindrlhf.rollout.stop_strings": "rollout.stop",
     "mindrlhf.training.loop.skipped_batches": "all gradients are finite",
     "mindrlhf.training.checkpoints.run:RunCheckpoints.save": "checkpoint.every_steps",
     "mindrlhf.training.checkpoints.run:RunCheckpoints.save_broken_off": "nobody asks the run to end",

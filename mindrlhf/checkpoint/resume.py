@@ -72,6 +72,8 @@ YOUNGER_KEYS = {
     "rollout.max_segments": 4,
     "rollout.replay_order": "",
     "rollout.segment_tokens": 0,
+    "rollout.stop": [],
+    "tools.dialect": "auto",
     "tools.environment": "",
     "training.packing": "first_fit",
     "training.replay_routing": False,

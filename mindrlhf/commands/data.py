@@ -1,4 +1,4 @@
-"""``mindrlhf data``: build prompt files and show what is in them; and with ``mindrlhf models``: fetch from hubs."""
+"""``mindrlhf data``: build prompt files and show what is in them, and fetch data sets from hubs."""
 
 import argparse
 import json
@@ -8,14 +8,14 @@ from pathlib import Path
 
 from mindrlhf.commands.vocabulary import add_aliases, add_template_options, allow_json, model_directory
 from mindrlhf.errors import UserError
-from mindrlhf.hub.cache import DATASETS, MODELS
+from mindrlhf.hub.cache import DATASETS
 
 NUM_SHOWN_IDS = 32
 MAX_SHOWN_NAMES = 12
 
 
 def register(subparsers) -> None:
-    """Add ``data build``, ``data show`` and ``data get``, and ``models get``."""
+    """Add ``data build``, ``data show`` and ``data get``."""
     parser = subparsers.add_parser("data", help="build prompt files and look into them")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     _register_build(actions)
@@ -31,14 +31,11 @@ def register(subparsers) -> None:
     allow_json(show)
     show.add_argument("--images", metavar="DIR", help="write the images of these records there, as PNG")
     show.set_defaults(run=run_show)
-    _register_get(actions, DATASETS, "fetch a data set from Hugging Face or ModelScope", "openai/gsm8k")
-    models = subparsers.add_parser("models", help="fetch models from Hugging Face or ModelScope")
-    summary = "fetch a model; its name then stands wherever a model directory does"
-    actions = models.add_subparsers(dest="action", metavar="ACTION", required=True)
-    _register_get(actions, MODELS, summary, "Qwen/Qwen2.5-7B-Instruct")
+    register_get(actions, DATASETS, "fetch a data set from Hugging Face or ModelScope", "openai/gsm8k")
 
 
-def _register_get(actions, kind: str, summary: str, example: str) -> None:
+def register_get(actions, kind: str, summary: str, example: str) -> None:
+    """Add ``get``, which fetches what is of a ``kind``."""
     get = actions.add_parser("get", help=summary)
     get.add_argument("name", metavar="OWNER/NAME", help=f"name on the hub, such as {example}")
     get.add_argument(

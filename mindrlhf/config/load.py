@@ -21,7 +21,7 @@ from mindrlhf.config.observe import checkpoint_rules, guard_rules, msprobe_rules
 from mindrlhf.config.offline import dpo_rules, preference_rules, supervised_batch_rules, supervised_rules
 from mindrlhf.config.parse import Reading, read, read_yaml
 from mindrlhf.config.reward import reward_rules, tool_rules
-from mindrlhf.config.rollout import schedule_rules, server_rules
+from mindrlhf.config.rollout import schedule_rules, server_rules, stop_rules
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.training import batch_rules, cpu_rules, optimizer_rules, parallel_rules, resolve_data_parallel
 from mindrlhf.errors import Mistakes, Rules, UserError, refuse
@@ -102,6 +102,7 @@ def _reinforcement_rules(config: GrpoConfig, given: frozenset[str], world_size: 
     yield from algorithm_rules(config, given)
     yield from critic_rules(config, given)
     yield from batch_rules(config)
+    yield from stop_rules(config)
     yield from schedule_rules(config)
     yield from reference_rules(config)
     yield from optimizer_rules(config.optimizer)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from mindrlhf.config.keys import RunConfig, given_in, key
 from mindrlhf.errors import Rules
 
+AUTO_DIALECT = "auto"
 REWARD_MODEL_NAME = "reward_model"  # the part of the reward that a reward model gives, beside those of verifiers
 
 
@@ -51,6 +52,11 @@ class ToolSection:
 
     names: tuple[str, ...] = key(
         (), "tools the model may call: calculator, python, path/to/file.py:function, mcp:COMMAND; empty means none"
+    )
+    dialect: str = key(
+        AUTO_DIALECT,
+        "how the model writes calls: auto takes what its chat template teaches; see docs/tools.md",
+        choices=(AUTO_DIALECT, "hermes", "qwen3_coder", "glm", "deepseek", "mistral", "llama3"),
     )
     environment: str = key("", "what it acts in, in the place of tools: gymnasium, or path/to/file.py:Class")
     max_turns: int = key(4, "most turns of the model in one response, the last included", minimum=2)

@@ -60,6 +60,9 @@ class RolloutSection:
         exclusive_minimum=True,
     )
     top_k: int = key(0, "sample from the top-k tokens; 0 means all", minimum=0)
+    stop: tuple[str, ...] = key(
+        (), "texts that end a response, as in ['</answer>'], and stay part of it; see docs/templates.md"
+    )
     dtype: str = key("float32", "type of the generator's weights and arithmetic", choices=("float32", "bfloat16"))
     max_num_seqs: int = key(64, "most sequences decoded at once by a server", minimum=1)
     draft_tokens: int = key(
@@ -100,6 +103,13 @@ class RolloutSection:
     )
     stall_timeout_s: float = key(
         10.0, "a server that uses no processor time for this long while it owes an answer is stuck", minimum=2
+    )
+
+
+def stop_rules(config: RunConfig) -> Rules:
+    """Rules of the texts that end a response."""
+    yield not all(config.rollout.stop), (
+        "'rollout.stop' has an empty text, which every response begins with: remove it, or set rollout.stop to []"
     )
 
 

@@ -52,7 +52,7 @@ _RESERVED |= {"chat_template", "continue_final_message", "return_assistant_token
 _QUESTION_VARIABLES = frozenset({"question", "add_generation_prompt", "bos_token", "eos_token", CLOCK})
 _QUESTION_VARIABLES |= {"tools", "documents", "enable_thinking", "add_vision_id"}
 # Stands for a turn that is looked for in what a template makes of it.
-_TURN_MARK = "MINDRLHF-TURN"
+TURN_MARK = "MINDRLHF-TURN"
 
 Options = Mapping[str, Any]
 
@@ -66,6 +66,7 @@ class PromptTemplate:
         options: values of variables of the template, for all records.
         sha256: hash (hex) of the Jinja source, the system prompt and the options.
         ends_turns: the chat end token closes each turn, so it also closes the response.
+        end_token: the token that closes each turn; None of a tokenizer without any.
         takes_messages: it renders a chat, and not only one question.
         kept_source: the source of a chat template that cannot be found again by its name; "" of others.
     """
@@ -79,7 +80,7 @@ class PromptTemplate:
         hashed = [source, system, self.options] if self.options else [source, system]
         self.sha256 = hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
         self.ends_turns = tokenizer.chat_end_token is not None and tokenizer.chat_end_token in source
-        self._end_token = tokenizer.chat_end_token if self.ends_turns else tokenizer.eos_token
+        self.end_token = tokenizer.chat_end_token if self.ends_turns else tokenizer.eos_token
         self._system = system
         self._special_tokens = tokenizer.special_tokens
         try:
@@ -110,9 +111,9 @@ class PromptTemplate:
 
     def _needs_parts(self) -> bool:
         """Whether the template, of a model with vision, leaves out a text that is not a list of parts."""
-        parts = [{"type": "text", "text": _TURN_MARK}]
-        chats = [([{"role": "user", "content": content}], self._variables({})) for content in (_TURN_MARK, parts)]
-        as_text, as_parts = (isinstance(text, str) and _TURN_MARK in text for text in self._render(chats))
+        parts = [{"type": "text", "text": TURN_MARK}]
+        chats = [([{"role": "user", "content": content}], self._variables({})) for content in (TURN_MARK, parts)]
+        as_text, as_parts = (isinstance(text, str) and TURN_MARK in text for text in self._render(chats))
         return as_parts and not as_text
 
     def render(self, example: Example, options: Options | None = None) -> str:
@@ -149,28 +150,18 @@ class PromptTemplate:
         rendered = iter(render_calls(self._render, chats, [{"type": "text", "text": ""}] if self._has_parts else ""))
         return [next(rendered) if text is None else text for text in texts]
 
-    def next_turn(self, messages: Sequence[Message], options: Options | None = None) -> str:
-        """Return the text between the end token of an assistant's turn and the assistant's next turn.
+    def render_chats(self, chats: Sequence[tuple[Sequence[Message | Mapping[str, Any]], Options]]) -> list:
+        """Return the text of each chat, or the ``RecordError`` that says why there is none.
 
         Args:
-            messages: between the two turns: what tools have answered, or the user.
-            options: what the record sets for itself.
-
-        Raises:
-            RecordError: the template refuses the messages, or leaves turns out.
+            chats: messages, or what ``apply_chat_template`` takes in their place, and variables beside the options.
         """
-        chat = [self._as_chat(one) for one in (Message("user", "?"), Message("assistant", _TURN_MARK), *messages)]
-        (text,) = self._render([(chat, self._variables(options or {}))])
-        if isinstance(text, RecordError):
-            raise text
-        _, mark, rest = text.partition(_TURN_MARK)
-        if not mark:
-            raise RecordError(f"template {self.name!r} leaves the turns of the assistant out")
-        before, end, after = rest.partition(self._end_token) if self._end_token else ("", "", "")
-        return after if end and not before.strip() else rest
+        return self._render([([self._as_chat(one) for one in chat], self._variables(own)) for chat, own in chats])
 
-    def _as_chat(self, message: Message) -> dict[str, Any]:
+    def _as_chat(self, message: Message | Mapping[str, Any]) -> dict[str, Any]:
         """Return a message as chat templates know it: with images, and for some always, a list of parts."""
+        if isinstance(message, Mapping):
+            return dict(message)
         if message.content is None or not (message.images or self._has_parts):
             return {**message.more, "role": message.role, "content": message.content}
         texts = message.content.split(IMAGE_MARK) if message.images else [message.content]
@@ -223,9 +214,10 @@ def load_template(
                 "tokenizer_config.json to the tokenizer, or choose template plain or r1"
             )
     elif name == "plain":
-        source = PLAIN_SOURCE
+        source = _bos(tokenizer) + PLAIN_SOURCE
     elif name == "r1":
-        source, system = _chat_template(tokenizer, options) or R1_PLAIN_SOURCE, system or R1_SYSTEM
+        source, system = _chat_template(tokenizer, options), system or R1_SYSTEM
+        source = source or _bos(tokenizer) + R1_PLAIN_SOURCE
     elif name in tokenizer.chat_templates:
         source = tokenizer.chat_templates[name]
     else:
@@ -292,8 +284,14 @@ def response_end_id(template: PromptTemplate, tokenizer: Tokenizer) -> int:
     """
     if not tokenizer.eos_token_ids:
         raise UserError("the tokenizer has no end token, so responses would never end: set eos_token in its config")
-    # The chat end token is first among the two.
-    return tokenizer.eos_token_ids[0 if template.ends_turns else -1]
+    own = tokenizer.turn_end_id if template.ends_turns else tokenizer.eos_token_id
+    return tokenizer.eos_token_ids[0] if own is None else own
+
+
+def _bos(tokenizer: Tokenizer) -> str:
+    """What stands at the head of our own templates: the tokens that the tokenizer puts before a text, which chat
+    templates write out themselves."""
+    return f"{{{{ {json.dumps(tokenizer.bos_prefix, ensure_ascii=False)} }}}}" if tokenizer.bos_prefix else ""
 
 
 def _chat_template(tokenizer: Tokenizer, options: Options) -> str | None:

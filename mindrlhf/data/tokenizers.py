@@ -9,12 +9,19 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 import tokenizers
 
-from mindrlhf.data.tokenizer_config import DEFAULT_TEMPLATE, AddedTokenSpec, TokenizerConfig, read_tokenizer_config
+from mindrlhf.data.tokenizer_config import (
+    DEFAULT_TEMPLATE,
+    AddedTokenSpec,
+    TokenizerConfig,
+    end_ids,
+    read_tokenizer_config,
+)
 from mindrlhf.errors import UserError
 from mindrlhf.hub.cache import advice
 
@@ -26,6 +33,9 @@ QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_END_TOKEN = "<|endoftext|>"
+# Whether these classes of transformers 4.57 put bos before a text where tokenizer_config.json does not say.
+ADDS_BOS = {"LlamaTokenizer": True, "CodeLlamaTokenizer": True, "GemmaTokenizer": True, "CohereTokenizer": True}
+ADDS_BOS |= {"GPTNeoXTokenizer": False}
 # Published tokenizers leave some hundreds of ids unused.
 _MAX_UNUSED_IDS = 100_000
 
@@ -37,10 +47,14 @@ class Tokenizer(ABC):
         vocab_size: one more than the highest id that ``encode`` can give. (A model's embedding may have
             more rows.)
         bos_token, eos_token: their text, None when there is none.
-        special_tokens, chat_templates: see ``TokenizerConfig``.
-        eos_token_ids: every id that ends a response: the chat end token first, then eos, where they exist.
+        special_tokens, chat_templates, template_files: see ``TokenizerConfig``.
+        turn_end_id, eos_token_id: ids of the chat end token and of eos; None when there is none.
+        eos_token_ids: every id that ends a response: the chat end token first, then eos, where they exist, then what
+            generation_config.json and config.json name beside them.
         pad_token_id: the pad token, else eos, else 0. Padding is masked everywhere, so any valid id serves.
         chat_template: Jinja source of the default one, None when the tokenizer has none.
+        bos_prefix: text of the tokens that transformers puts before a text by itself, "" where there are none. Chat
+            templates write them out.
         control_tokens: the texts that steer a model rather than say something: special tokens, and all of the above.
     """
 
@@ -52,16 +66,38 @@ class Tokenizer(ABC):
         self.eos_token = config.special_tokens.get("eos_token")
         pad_token = config.special_tokens.get("pad_token")
         self.chat_templates = config.chat_templates
+        self.template_files = config.template_files
         self.chat_template = config.chat_templates.get(DEFAULT_TEMPLATE)
         self.chat_end_token = next((token for token in CHAT_END_TOKENS if token in added_ids), None)
         named = {self.bos_token, self.eos_token, pad_token, self.chat_end_token} - {None}
         self.control_tokens = frozenset(special | named)
-        end_ids = [self._special_id(token) for token in (self.chat_end_token, self.eos_token) if token]
-        self.eos_token_ids = tuple(dict.fromkeys(end_ids))
+        self.turn_end_id, self.eos_token_id = (
+            self._special_id(token) if token else None for token in (self.chat_end_token, self.eos_token)
+        )
+        ends = [token_id for token_id in (self.turn_end_id, self.eos_token_id) if token_id is not None]
+        other = self.token_to_id(config.other_eos_token) if config.other_eos_token else None
+        self.eos_token_ids = tuple(dict.fromkeys(ends if other is None else [*ends, other]))
         if pad_token:
             self.pad_token_id = self._special_id(pad_token)
         else:
-            self.pad_token_id = end_ids[-1] if end_ids else 0
+            self.pad_token_id = ends[-1] if ends else 0
+        self.bos_prefix = self._bos_prefix(config)
+
+    def end_at(self, token_ids: Sequence[int]) -> None:
+        """Have responses end at further ids, those of a model's configs (``end_ids``)."""
+        self.eos_token_ids = tuple(dict.fromkeys((*self.eos_token_ids, *token_ids)))
+
+    def _bos_prefix(self, config: TokenizerConfig) -> str:
+        """Classes of these families go by ``add_bos_token``, whatever the file of the tokenizer says."""
+        by_default = ADDS_BOS.get((config.tokenizer_class or "").removesuffix("Fast"))
+        if by_default is None:
+            return self._saved_prefix()
+        adds = by_default if config.add_bos_token is None else config.add_bos_token
+        return self.bos_token or "" if adds else ""
+
+    def _saved_prefix(self) -> str:
+        """The text of what the tokenizer's own file puts before a text."""
+        return ""
 
     def _special_id(self, token: str) -> int:
         token_id = self.token_to_id(token)
@@ -113,6 +149,16 @@ class HuggingFaceTokenizer(Tokenizer):
         special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
         super().__init__(config, added_ids, special, vocab_size=_checked_vocab_size(backend.get_vocab()))
 
+    def _saved_prefix(self) -> str:
+        if self._backend.post_processor is None:
+            return ""
+        try:
+            ids, plain = (self._backend.encode("a", add_special_tokens=adds).ids for adds in (True, False))
+        except Exception:  # the library's, of a vocabulary of words that has no such one: nobody can tell
+            return ""
+        places = [place for place in range(len(ids) - len(plain) + 1) if ids[place : place + len(plain)] == plain]
+        return self.decode(ids[: places[0]], skip_special_tokens=False) if places and plain else ""
+
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
@@ -147,7 +193,7 @@ class SentencePieceTokenizer(Tokenizer):
     transformers' ``LlamaTokenizer`` does with ``legacy=True``).
     """
 
-    def __init__(self, path: Path, config: TokenizerConfig | None):
+    def __init__(self, path: Path, config: TokenizerConfig):
         import sentencepiece
 
         self._processor = sentencepiece.SentencePieceProcessor()
@@ -159,10 +205,10 @@ class SentencePieceTokenizer(Tokenizer):
         self._num_pieces = model.GetPieceSize()
         control_ids = [piece_id for piece_id in range(self._num_pieces) if model.IsControl(piece_id)]
         self._special_ids = {model.IdToPiece(piece_id): piece_id for piece_id in control_ids}
-        if config is None:
+        if not config.is_given:
             named = (("bos_token", model.bos_id()), ("eos_token", model.eos_id()))
             pieces = {name: model.IdToPiece(piece_id) for name, piece_id in named if piece_id >= 0}
-            config = TokenizerConfig(special_tokens=pieces)
+            config = replace(config, special_tokens={**pieces, **config.special_tokens})
         for spec in config.added_tokens:
             self._check_added(path, spec)
             self._special_ids[spec.content] = spec.token_id
@@ -217,7 +263,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def load_tokenizer(path: str | Path, merges_path: str | Path | None = None) -> Tokenizer:
-    """Load the tokenizer at ``path``.
+    """Load the tokenizer at ``path``, with the end tokens of the model's configs beside it.
 
     Args:
         path: a directory with tokenizer.json, vocab.json and merges.txt, or a SentencePiece ``.model``; or
@@ -225,11 +271,15 @@ def load_tokenizer(path: str | Path, merges_path: str | Path | None = None) -> T
         merges_path: merges.txt of a vocabulary file that may lie anywhere.
 
     Raises:
-        UserError: there is no tokenizer, or a file of it is damaged.
+        UserError: there is no tokenizer, or a file of it or of the configs is damaged.
     """
     path = Path(path)
-    if merges_path is not None:
-        return _load_vocab_and_merges(path, Path(merges_path))
+    tokenizer = _load(path) if merges_path is None else _load_vocab_and_merges(path, Path(merges_path))
+    tokenizer.end_at(end_ids(path if path.is_dir() else path.parent))
+    return tokenizer
+
+
+def _load(path: Path) -> Tokenizer:
     if path.is_file() and path.suffix == ".model":
         return SentencePieceTokenizer(path, read_tokenizer_config(path.parent))
     if not path.is_dir():
@@ -252,7 +302,7 @@ def _load_tokenizer_json(path: Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise UserError(f"{path} is not a readable tokenizer: {error}") from error
-    return HuggingFaceTokenizer(backend, read_tokenizer_config(path.parent) or TokenizerConfig())
+    return HuggingFaceTokenizer(backend, read_tokenizer_config(path.parent))
 
 
 def _load_vocab_and_merges(vocab_path: Path, merges_path: Path) -> Tokenizer:
@@ -262,7 +312,7 @@ def _load_vocab_and_merges(vocab_path: Path, merges_path: Path) -> Tokenizer:
             raise UserError(f"no such tokenizer file: {path}")
     config = read_tokenizer_config(vocab_path.parent)
     # The files do not say how text is cut into words, so the class must: guessing would give wrong ids.
-    tokenizer_class = (config.tokenizer_class if config else None) or "Qwen2Tokenizer"
+    tokenizer_class = config.tokenizer_class or "Qwen2Tokenizer"
     if tokenizer_class not in ("Qwen2Tokenizer", "Qwen2TokenizerFast"):
         raise UserError(
             f"{vocab_path} belongs to a {tokenizer_class}; from vocab.json and merges.txt only Qwen2Tokenizer can be "
@@ -273,11 +323,11 @@ def _load_vocab_and_merges(vocab_path: Path, merges_path: Path) -> Tokenizer:
     except Exception as error:  # the library raises bare Exception
         raise UserError(f"{vocab_path} and {merges_path} are not a readable vocabulary: {error}") from error
     backend = tokenizers.Tokenizer(model)
-    if config is None:
+    if not config.is_given:
         # What Qwen2Tokenizer does without a configuration.
         end_token = AddedTokenSpec(backend.get_vocab_size(), QWEN2_END_TOKEN, {"special": True, "normalized": False})
         special = {"eos_token": QWEN2_END_TOKEN, "pad_token": QWEN2_END_TOKEN}
-        config = TokenizerConfig(special_tokens=special, added_tokens=(end_token,))
+        config = replace(config, special_tokens={**special, **config.special_tokens}, added_tokens=(end_token,))
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(QWEN2_SPLIT), behavior="isolated")
     to_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=config.add_prefix_space, use_regex=False)
     backend.normalizer = tokenizers.normalizers.NFC()

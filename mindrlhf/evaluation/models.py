@@ -9,6 +9,7 @@ from typing import Any
 from mindrlhf.config.reward import REWARD_MODEL_NAME
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import PromptFile
+from mindrlhf.data.tokenizer_config import end_ids
 from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
 from mindrlhf.errors import UserError
 from mindrlhf.evaluation.heldout import Evaluation, HeldOut, accuracy_verifier, applicable
@@ -51,6 +52,7 @@ class EvaluationJob:
             raise UserError(f"{self.num_samples} samples at temperature 0 are all alike: set one or the other")
         config = self.config
         tokenizer = load_tokenizer(config.data.tokenizer_dir)
+        tokenizer.end_at(end_ids(config.model.path))
         file = PromptFile.open(self.data_file, tokenizer.fingerprint)
         if not len(file):
             raise UserError(f"{self.data_file} holds no prompts: build it again")
@@ -62,7 +64,10 @@ class EvaluationJob:
                 "'reward.verifier_function' and 'evaluation.verifier' to a verifier"
             )
         sampling = SamplingParams(
-            config.rollout.max_response_length, self.temperature, stop_token_ids=tokenizer.eos_token_ids
+            config.rollout.max_response_length,
+            self.temperature,
+            stop_token_ids=tokenizer.eos_token_ids,
+            stop=config.rollout.stop,
         )
         selection = Selection.from_config(config.reward)
         selection.check_prompts(file, verifier)
@@ -95,6 +100,7 @@ def evaluate_models(job: EvaluationJob, model_dirs: Sequence[str], out_dir: Path
                 device=job.config.run.device,
                 log_dir=out_dir,
                 load_weights=True,
+                tokenizer_dir=job.config.data.tokenizer_dir,
             )
             try:
                 generator.wait_ready()

@@ -7,6 +7,7 @@ exact by token: each request after the first begins with the very tokens that we
 import contextlib
 import itertools
 import math
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -15,23 +16,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mindrlhf.config.reward import AUTO_DIALECT
 from mindrlhf.data.control_tokens import control_token_pattern, neutralised_value, written_apart
-from mindrlhf.data.handlers import Message, RecordError
 from mindrlhf.data.templates import Options, PromptTemplate, record_options, template_of
 from mindrlhf.data.tokenizers import Tokenizer
-from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.errors import UserError
+from mindrlhf.rollout.turn_texts import TurnTexts
 from mindrlhf.rollout.types import Completion, CompletionSource, GenerationRequest, SamplingParams
-from mindrlhf.tools.calls import (
-    TURN_END,
-    TURN_START,
-    ToolAnswer,
-    ToolCall,
-    answer_turn,
-    answers_text,
-    observation_turn,
-    parse_calls,
-    without_markup,
-)
+from mindrlhf.tools.calls import ToolAnswer, ToolCall, dialect_of, parse_calls
 from mindrlhf.tools.episodes import EpisodePool, read_step
 from mindrlhf.tools.pool import ToolPool
 
@@ -41,6 +33,8 @@ if TYPE_CHECKING:
     from mindrlhf.rollout.samples import Sample
 
 CUT_MARK = " [cut]"
+# The end of what a turn follows, in which the template may have opened a thought.
+PREFILL_TOKENS = 200
 
 
 @dataclass(frozen=True)
@@ -64,8 +58,11 @@ class _Conversation:
     num_turns: int = 0
     num_calls: int = 0
     num_failures: int = 0
+    num_malformed: int = 0
     num_neutralised: int = 0  # answers that held control tokens
     weights_version: int = 0
+    names: list[str] = field(default_factory=list)  # of the tools that the last turn has called
+    end: str | None = None  # of the last turn, see ``TurnTexts.end_of``
     episode: int = 0  # number of it among all episodes
     episode_return: float | None = None
 
@@ -103,66 +100,17 @@ class _Conversation:
             num_turns=self.num_turns,
             num_tool_calls=self.num_calls,
             num_tool_failures=self.num_failures,
+            num_malformed_calls=self.num_malformed,
             episode_return=self.episode_return,
             num_neutralised_answers=self.num_neutralised,
         )
 
 
-class TurnTexts:
-    """The text between two turns of the model: that of the chat template which made the prompt, with the values that
-    its variables had. Without a template the turn markers of Qwen stand around it, where the tokenizer has them.
-
-    Args:
-        tokenizer: of the model.
-        template: None where the prompts were made by none, or by one that takes no chat.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, template: PromptTemplate | None = None):
-        self._template = template
-        self._is_chat = None not in (tokenizer.token_to_id(TURN_START), tokenizer.token_to_id(TURN_END))
-        self._has_tool_role = template is not None and _has_tool_role(template)
-
-    def answers(self, texts: Sequence[str], options: Options) -> str:
-        """Return what tools have answered to the calls of a turn, in their order.
-
-        Where the template has tools, it writes each answer as a message of the role ``tool``; else they are one message
-        of the user, in ``<tool_response>``.
-        """
-        if self._template is None:
-            return answer_turn(texts, is_chat=self._is_chat)
-        if self._has_tool_role:
-            messages = [Message("tool", without_markup(text)) for text in texts]
-        else:
-            messages = [Message("user", answers_text(texts))]
-        return _next_turn(self._template, messages, options)
-
-    def observation(self, text: str, options: Options) -> str:
-        """Return what an environment shows after a turn."""
-        if self._template is None:
-            return observation_turn(text, is_chat=self._is_chat)
-        return _next_turn(self._template, [Message("user", without_markup(text))], options)
-
-
-def _has_tool_role(template: PromptTemplate) -> bool:
-    if "tools" not in template.variables:
-        return False
-    try:
-        return "MINDRLHF-ANSWER" in template.next_turn([Message("tool", "MINDRLHF-ANSWER")])
-    except RecordError:  # it demands a call that it has read itself
-        return False
-
-
-def _next_turn(template: PromptTemplate, messages: Sequence[Message], options: Options) -> str:
-    try:
-        return template.next_turn(messages, options)
-    except RecordError as error:
-        raise RunFailure(f"a turn of a conversation cannot be written: {error}") from None
-
-
 class Conversations:
     """Samples conversations: turns come from ``generator``, answers from ``tools``.
 
-    ``template`` made the prompts: see ``TurnTexts``.
+    ``template`` made the prompts: see ``TurnTexts``. ``dialect`` is how the model writes calls; ``auto`` takes what the
+    template teaches.
     """
 
     def __init__(
@@ -172,6 +120,7 @@ class Conversations:
         tokenizer: Tokenizer,
         limits: ConversationLimits,
         template: PromptTemplate | None = None,
+        dialect: str = AUTO_DIALECT,
     ):
         self._generator = generator
         self._tools = tools
@@ -180,6 +129,7 @@ class Conversations:
         self._control_tokens = control_token_pattern(tokenizer.control_tokens)
         self._has_warned = False
         self._turns = TurnTexts(tokenizer, template)
+        self._dialect = dialect_of(template.source) if dialect == AUTO_DIALECT and template is not None else dialect
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> Iterator[Completion]:
         """Yield every conversation as it ends: ``sum(r.num_samples)`` of them, in any order.
@@ -216,10 +166,17 @@ class Conversations:
 
     def _take_turn(self, conversation: _Conversation, completion: Completion, waiting: list) -> Iterator[Completion]:
         """Add a turn; its calls are started, and else the conversation has ended."""
+        before = (*conversation.request.prompt_ids[-PREFILL_TOKENS:], *conversation.tokens)[-PREFILL_TOKENS:]
         conversation.add_turn(completion)
+        conversation.end = self._turns.end_of(completion.token_ids)
         calls = []
         if completion.finish_reason == "stop":
-            calls = parse_calls(self._tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=False))
+            text, prompt = (
+                self._tokenizer.decode(list(ids), skip_special_tokens=False)
+                for ids in (completion.token_ids.tolist(), before)
+            )
+            calls = parse_calls(text, self._dialect, prompt)
+        conversation.names = [_name_of(call) for call in calls]
         if not calls:
             yield self._end(conversation, completion.finish_reason)
         elif conversation.num_turns >= self._limits.max_turns:
@@ -235,6 +192,7 @@ class Conversations:
         if conversation.num_calls > self._limits.max_calls:
             return ToolAnswer(f"Error: there are {self._limits.max_calls} calls, and all are used", is_failure=True)
         if isinstance(call, ToolAnswer):
+            conversation.num_malformed += 1
             return call
         return self._tools.submit(replace(call, extra=conversation.request.extra))
 
@@ -245,7 +203,8 @@ class Conversations:
             answer = pending if isinstance(pending, ToolAnswer) else pending.result()
             conversation.num_failures += answer.is_failure
             texts.append(self._cut(self._as_data(answer.text.strip("\n"), conversation)))
-        return self._tokenizer.encode(self._turns.answers(texts, self._options(conversation)))
+        options, names = self._options(conversation), conversation.names
+        return self._tokenizer.encode(self._turns.answers(texts, options, names, conversation.end))
 
     def _options(self, conversation: _Conversation) -> Options:
         """What the record has set of its template's variables, if that column was kept."""
@@ -275,6 +234,11 @@ class Conversations:
         return self._tokenizer.decode(token_ids[:limit], skip_special_tokens=False) + CUT_MARK
 
 
+def _name_of(call: ToolCall | ToolAnswer) -> str:
+    """Return the name of the tool for the template: what the model has written, where that is a name."""
+    return call.name if isinstance(call, ToolCall) and re.fullmatch(r"[\w.:/-]{1,64}", call.name) else "unknown"
+
+
 class Episodes(Conversations):
     """Samples episodes: every turn of the model is an action in an environment, whose observation comes next."""
 
@@ -295,6 +259,7 @@ class Episodes(Conversations):
             conversation.episode, conversation.episode_return = next(self._numbers), 0.0
             self._episodes.begin(conversation.episode, conversation.request.answer, conversation.request.extra)
         conversation.add_turn(completion)
+        conversation.end = self._turns.end_of(completion.token_ids)
         if completion.finish_reason != "stop":  # half an action is none
             yield self._end(conversation, completion.finish_reason)
             return
@@ -319,7 +284,7 @@ class Episodes(Conversations):
         if conversation.num_turns >= self._limits.max_turns:
             return "length"
         shown = self._cut(self._as_data(step.observation, conversation))
-        return self._tokenizer.encode(self._turns.observation(shown, self._options(conversation)))
+        return self._tokenizer.encode(self._turns.observation(shown, self._options(conversation), conversation.end))
 
 
 def with_tools(
@@ -344,7 +309,16 @@ def with_tools(
     template = conversation_template(tools, files, tokenizer)
     if tools.environment:
         return Episodes(generator, stack.enter_context(EpisodePool.from_config(tools)), tokenizer, limits, template)
-    return Conversations(generator, stack.enter_context(ToolPool.from_config(tools)), tokenizer, limits, template)
+    is_told = template is not None and "tools" in template.options  # by the template itself
+    if is_told and tools.dialect == dialect_of(template.source) == AUTO_DIALECT:
+        print(
+            f"mindrlhf: warning: the chat template {template.name!r} teaches the model no form of calls that is known: "
+            "only those between <tool_call> and </tool_call> are read; see tools.dialect",
+            file=sys.stderr,
+            flush=True,
+        )
+    pool = stack.enter_context(ToolPool.from_config(tools))
+    return Conversations(generator, pool, tokenizer, limits, template, tools.dialect)
 
 
 def conversation_template(
@@ -374,11 +348,12 @@ def _shown_template(header: "PromptFileHeader") -> str:
 
 
 def tool_metrics(samples: Sequence["Sample"]) -> dict[str, float]:
-    """Return ``tools/calls``, ``tools/failures``, ``tools/neutralised``, ``tools/tokens`` (of answers), summed,
-    and ``turns/mean``."""
+    """Return ``tools/calls``, ``tools/failures``, ``tools/malformed``, ``tools/neutralised``, ``tools/tokens`` (of
+    answers), summed, and ``turns/mean``."""
     return {
         "tools/calls": float(sum(sample.completion.num_tool_calls for sample in samples)),
         "tools/failures": float(sum(sample.completion.num_tool_failures for sample in samples)),
+        "tools/malformed": float(sum(sample.completion.num_malformed_calls for sample in samples)),
         "tools/neutralised": float(sum(sample.completion.num_neutralised_answers for sample in samples)),
         "tools/tokens": float(sum(len(sample.completion.token_ids) - sample.num_generated for sample in samples)),
         "turns/mean": float(np.mean([sample.completion.num_turns for sample in samples])),

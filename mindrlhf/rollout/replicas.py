@@ -250,6 +250,7 @@ def server_options(
     record_routing: bool = False,
     profile_dir: Path | None = None,
     num_nodes: int = 1,
+    tokenizer_dir: str = "",
 ) -> VllmOptions:
     """Return how to start server number ``index`` of a node.
 
@@ -260,6 +261,7 @@ def server_options(
         record_routing: samples bring the experts of their tokens.
         profile_dir: where the servers' profilers write, each into a directory of its own; None leaves them out.
         num_nodes: that a server lies over.
+        tokenizer_dir: of the model, for `rollout.stop`.
 
     Raises:
         UserError: there are too few devices.
@@ -286,6 +288,7 @@ def server_options(
         start_timeout_s=rollout.start_timeout_s,
         stall_timeout_s=rollout.stall_timeout_s,
         record_routing=record_routing,
+        tokenizer_dir=str(Path(tokenizer_dir).resolve()) if rollout.stop else "",
     )
 
 

@@ -192,6 +192,11 @@ class Sampler:
             found[name] = [next(rounded) if is_written else None for is_written in written]
         return found
 
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response."""
+        return self._tokenizer.eos_token_ids
+
     def _prompt_text(self, record: Prompt) -> str:
         ids = shown_ids(record.prompt_ids, self._tokenizer) if record.image_files else record.prompt_ids
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)

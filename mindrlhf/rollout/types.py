@@ -25,6 +25,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()  # texts: the token that completes one is the last, too
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class GenerationRequest:
     seed: int
     max_tokens: int = 0  # 0 leaves it to SamplingParams
     images: tuple[np.ndarray, ...] = ()  # uint8 [height, width, 3] each, of the size that the model sees
+    num_begun: int = 0  # last tokens of the prompt that are of the response already: stop strings may begin in them
     # Of the record, for tools and environments, and for the turns that follow; no generator reads them.
     answer: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)  # kept columns, JSON values by name
@@ -66,6 +68,7 @@ class Completion:
     num_turns: int = 1
     num_tool_calls: int = 0
     num_tool_failures: int = 0  # malformed calls among them
+    num_malformed_calls: int = 0  # that could not be read
     num_neutralised_answers: int = 0  # of tools, that held control tokens
     spans: tuple[tuple[int, int], ...] = ()  # (version of the weights, tokens they generated); empty: one for all
     # uint8 or uint16 [prompt + response - 1, layers with experts, active experts]: where the generator sent each token
@@ -109,12 +112,12 @@ _FINISH_REASONS = ("stop", "length")
 
 def pack_sampling(sampling: SamplingParams) -> dict[str, Any]:
     """Return the arguments of vLLM's own SamplingParams."""
-    return dataclasses.asdict(sampling) | {"stop_token_ids": list(sampling.stop_token_ids)}
+    return {key: list(one) if isinstance(one, tuple) else one for key, one in dataclasses.asdict(sampling).items()}
 
 
 def unpack_sampling(values: Mapping[str, Any]) -> SamplingParams:
     """Return what :func:`pack_sampling` was given."""
-    return SamplingParams(**{**values, "stop_token_ids": tuple(values["stop_token_ids"])})
+    return SamplingParams(**{key: tuple(one) if isinstance(one, list) else one for key, one in values.items()})
 
 
 def pack_requests(requests: Sequence[GenerationRequest], sampling: SamplingParams) -> dict[str, np.ndarray]:
@@ -126,6 +129,7 @@ def pack_requests(requests: Sequence[GenerationRequest], sampling: SamplingParam
         "num_samples": np.array([request.num_samples for request in requests], np.int32),
         "seeds": np.array([request.seed for request in requests], np.int64),
         "max_tokens": np.array([request.token_limit(sampling) for request in requests], np.int32),
+        "nums_begun": np.array([request.num_begun for request in requests], np.int32),
         "prompt_lengths": np.array(lengths, np.int64),
         "prompt_ids": np.fromiter(itertools.chain.from_iterable(prompts), np.int32, sum(lengths)),
     } | pack_images([request.images for request in requests])
@@ -134,11 +138,11 @@ def pack_requests(requests: Sequence[GenerationRequest], sampling: SamplingParam
 def unpack_requests(arrays: Mapping[str, np.ndarray]) -> list[GenerationRequest]:
     """Return what :func:`pack_requests` was given, each request with its own limit of tokens."""
     prompts = np.split(arrays["prompt_ids"], np.cumsum(arrays["prompt_lengths"])[:-1])
-    names = ("request_ids", "num_samples", "seeds", "max_tokens")
+    names = ("request_ids", "num_samples", "seeds", "max_tokens", "nums_begun")
     images = [tuple(image.pixels for image in own) for own in unpack_images(arrays)]
     return [
-        GenerationRequest(name, tuple(prompt.tolist()), num_samples, seed, max_tokens, images=own)
-        for name, num_samples, seed, max_tokens, prompt, own in zip(
+        GenerationRequest(name, tuple(prompt.tolist()), num_samples, seed, max_tokens, own, num_begun)
+        for name, num_samples, seed, max_tokens, num_begun, prompt, own in zip(
             *(arrays[name].tolist() for name in names), prompts, images
         )
     ]

@@ -65,7 +65,7 @@ class VllmOptions:
     ``record_routing`` has samples bring the experts of their tokens: on a CPU, in a server of one process.
     ``draft_tokens`` is how many tokens of a response may be guessed and checked at once (``rollout.drafts``).
     ``device`` is "cpu" or "ascend". ``env`` is added last to the server's environment. ``profile_dir`` is where vLLM's
-    profiler writes; "" leaves it out.
+    profiler writes; "" leaves it out. ``tokenizer_dir`` is where stop strings are decoded from; "" when there are none.
     """
 
     python: str
@@ -87,6 +87,7 @@ class VllmOptions:
     start_timeout_s: float = 300.0
     stall_timeout_s: float = 10.0
     record_routing: bool = False
+    tokenizer_dir: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -60,8 +60,8 @@ def find_variables(source: str) -> frozenset[str]:
 
 
 def render(source: str, chats: Sequence[tuple[Sequence[Mapping], Mapping[str, Any]]]) -> list[str | TemplateFailure]:
-    """Return the text of each chat, ready for the assistant's next turn, or why there is none: the template refuses or
-    fails, passes a limit, or gives too long a text.
+    """Return the text of each chat, ready for the assistant's next turn (without its variable ``add_generation_prompt``
+    being false), or why there is none: the template refuses or fails, passes a limit, or gives too long a text.
 
     Args:
         source: the template, in Jinja.
@@ -194,7 +194,7 @@ def _render(library: ModuleType, source: str, messages: list[dict[str, Any]], va
     random.seed(0)  # Jinja has a filter that chooses, and prompts must repeat
     variables["strftime_now"] = datetime.fromisoformat(variables["strftime_now"]).strftime
     (text,), _ = library.render_jinja_template(
-        [messages], chat_template=source, add_generation_prompt=True, **variables
+        [messages], chat_template=source, **{"add_generation_prompt": True, **variables}
     )
     if len(text) > MAX_TEXT_CHARS:
         raise ValueError(f"{len(text)} characters, above {MAX_TEXT_CHARS}")

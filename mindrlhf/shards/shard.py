@@ -38,7 +38,7 @@ from mindrlhf.weights.sharded import (
     rank_file,
 )
 from mindrlhf.weights.tensors import SHARD_DTYPES
-from mindrlhf.weights.writer import TOKENIZER_FILES
+from mindrlhf.weights.writer import tokenizer_files
 
 DEFAULT_WORKERS = min(8, os.cpu_count() or 1)
 _SPARE_BYTES = 16 * 2**20
@@ -274,9 +274,9 @@ class _Sharding:
 
     def _copy_companions(self) -> None:
         write_json(self._out / "config.json", self._source.hf_config)
-        for name in TOKENIZER_FILES:
-            if (self._source.directory / name).is_file():
-                write_file(self._out / name, (self._source.directory / name).read_bytes())
+        for name in tokenizer_files(self._source.directory):
+            (self._out / name).parent.mkdir(exist_ok=True)
+            write_file(self._out / name, (self._source.directory / name).read_bytes())
 
     def _finished_manifest(self) -> ShardedManifest:
         """The manifest with the checksums that the ranks' manifests hold."""

@@ -135,7 +135,7 @@ class _Worker:
         if self._process is None:
             raise WorkerDied("the tools are shut down")
         self._num_calls += 1
-        self._process.queue([self._num_calls, call.name, call.arguments, dict(call.extra)])
+        self._process.queue([self._num_calls, call.name, call.arguments, dict(call.extra), call.is_text])
         match self._receive(timeout_s):
             case [self._num_calls, str(text), bool(is_failure)]:
                 return ToolAnswer(text.encode(errors="replace").decode(), is_failure)

@@ -8,7 +8,8 @@ sees nor sets it.
 """
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,37 @@ def _refuse_repeated(names: Sequence[str]) -> None:
 def own_columns(signature: inspect.Signature, columns: Collection[str]) -> list[str]:
     """Return those of the ``columns`` of a prompt that a tool of this signature is given."""
     return [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY and p.name in columns]
+
+
+def read_texts(arguments: Mapping[str, str], description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that texts stand for by the types of a tool's parameters: JSON, but for those that are texts.
+
+    A parameter without a type gets the value of JSON where the text is some; what fits no type stays a text.
+
+    Args:
+        description: JSON schema of the tool, as ``describe`` returns it.
+    """
+    properties = description["function"]["parameters"].get("properties")
+    schemas = properties if isinstance(properties, Mapping) else {}
+    return {name: text if _takes_text(schemas.get(name)) else _read_text(text) for name, text in arguments.items()}
+
+
+def _takes_text(schema: Any) -> bool:
+    if not isinstance(schema, Mapping):
+        return False
+    lists = {key: schema.get(key) if isinstance(schema.get(key), list) else [] for key in ("anyOf", "oneOf", "enum")}
+    if any(map(_takes_text, [*lists["anyOf"], *lists["oneOf"]])) or any(isinstance(one, str) for one in lists["enum"]):
+        return True
+    kind = schema.get("type")
+    return kind == "string" or (isinstance(kind, list) and "string" in kind)
+
+
+def _read_text(text: str) -> Any:
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        # As Python writes them.
+        return {"True": True, "False": False, "None": None}.get(text.strip(), text)
 
 
 def describe(name: str, tool: Tool, columns: Collection[str] = ()) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """One worker of the tool pool; see ``mindrlhf.sandbox.worker`` for how it is started.
 
-In: first ``{"tools", "timeout_s", "memory_limit_bytes"}``, then calls ``[number, name, arguments, columns]``. Out:
-first ``{"ready": names}`` or ``{"error": message}``, then ``[number, text, is failure]`` for each call.
+In: first ``{"tools", "timeout_s", "memory_limit_bytes"}``, then calls ``[number, name, arguments, columns, whether
+arguments are texts]``. Out: first ``{"ready": names}`` or ``{"error": message}``, then ``[number, text, is failure]``
+for each call.
 """
 
 import inspect
@@ -13,7 +14,7 @@ from typing import Any
 from mindrlhf.errors import UserError
 from mindrlhf.sandbox.pipes import private_json
 from mindrlhf.sandbox.worker import PoolConnection
-from mindrlhf.tools.registry import Tool, own_columns, resolve
+from mindrlhf.tools.registry import Tool, describe, own_columns, read_texts, resolve
 
 MAX_ANSWER_CHARS = 20_000
 _encode = private_json.JSONEncoder(ensure_ascii=False, default=str).encode
@@ -38,11 +39,16 @@ def main() -> int:
 
 
 def answer_call(
-    tools: Mapping[str, Tool], name: str, arguments: Mapping[str, Any], extra: Mapping[str, Any] = MappingProxyType({})
+    tools: Mapping[str, Tool],
+    name: str,
+    arguments: Mapping[str, Any],
+    extra: Mapping[str, Any] = MappingProxyType({}),
+    is_text: bool = False,
 ) -> tuple[str, bool]:
     """Call a tool; return the text of its answer, and whether it is an error.
 
     Keyword-only parameters that have the name of a column in ``extra`` are given its value, and not by the model.
+    Arguments that are texts become values of the types of their parameters.
     """
     if name not in tools:
         return f"Error: there is no tool '{name[:80]}'; there are {', '.join(tools)}", True
@@ -50,6 +56,8 @@ def answer_call(
     columns = {column: extra[column] for column in own_columns(signature, extra)}
     if given := columns.keys() & arguments.keys():
         return f"Error: {name}: got an unexpected argument '{min(given)}'", True
+    if is_text:
+        arguments = read_texts(arguments, describe(name, tools[name]))
     try:
         arguments = arguments | columns
         signature.bind(**arguments)

@@ -16,6 +16,7 @@ from mindrlhf.config.derived import is_base, needs_critic, reference_paths
 from mindrlhf.config.observe import CELL_LEVEL
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.training import is_split
+from mindrlhf.data.metadata import add_generation
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.debugging.dump_files import dump_dir
@@ -213,6 +214,7 @@ class ReinforcementTraining(life_cycle.Training):
             self._export_critic(worker)
         # Last, because it marks the run as complete: one that was killed before can be resumed.
         worker.export(self._output_dir / FINAL_NAME, self._config.data.tokenizer_dir, self._tensors())
+        add_generation(self._output_dir / FINAL_NAME, self._config.model.path)
         if summary:
             print(f"\n{summary_text(summary)}")
         print(f"\nmodel:  {self._output_dir / FINAL_NAME}\nreport: {report}", flush=True)
@@ -269,6 +271,7 @@ def _server_settings(config: GrpoConfig, inputs: RunInputs, log_dir: Path) -> di
         "log_dir": log_dir,
         "load_weights": False,
         "record_routing": config.training.replay_routing,
+        "tokenizer_dir": config.data.tokenizer_dir,
         "profile_dir": profile_dir(config.run.output_dir) / "vllm" if config.profiler.vllm else None,
     }
 
@@ -373,6 +376,7 @@ def _held_out(config: GrpoConfig, inputs: RunInputs, file: PromptFile, set_name:
             max_tokens=config.rollout.max_response_length,
             temperature=evaluation.temperature,
             stop_token_ids=inputs.tokenizer.eos_token_ids,
+            stop=config.rollout.stop,
         ),
         seed=config.run.seed,
     )

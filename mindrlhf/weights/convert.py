@@ -8,15 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from mindrlhf.data.tokenizers import load_tokenizer
+from mindrlhf.data.metadata import generation_config
 from mindrlhf.errors import UserError
 from mindrlhf.specs import ModelDims, ModelSpec, ParameterRule, find_spec
 from mindrlhf.specs.fuse import fuse, fuse_blocks, split_parts
 from mindrlhf.weights.contradictions import OUTPUT_NAME, check_tied, warn_of_other_files
-from mindrlhf.weights.hf import SafetensorsDirectory, TensorDirectory, read_hf_config, read_json_object
+from mindrlhf.weights.hf import SafetensorsDirectory, TensorDirectory, read_hf_config
 from mindrlhf.weights.open import open_tensors
 from mindrlhf.weights.tensors import STORAGE_DTYPES, TensorInfo, convert_dtype, dtype_name
-from mindrlhf.weights.writer import GENERATION_NAME, write_model_directory
+from mindrlhf.weights.writer import write_model_directory
 
 MAX_SHARD_BYTES = 5_000_000_000
 MINDFORMERS_FORMAT = "mindformers"
@@ -226,19 +226,6 @@ def export_hf(
         tokenizer_dir=tokenizer_dir,
         generation=None if tokenizer_dir is None or spec.is_scorer else generation_config(tokenizer_dir),
     )
-
-
-def generation_config(tokenizer_dir: str | os.PathLike) -> dict | None:
-    """generation_config.json of a model that ends its answers at every end token of a tokenizer; None without any."""
-    try:
-        tokenizer = load_tokenizer(tokenizer_dir)
-    except UserError:
-        return None  # a directory of weights alone, or with a tokenizer of a kind that is copied unread
-    if not tokenizer.eos_token_ids:
-        return None
-    path = Path(tokenizer_dir) / GENERATION_NAME
-    given = read_json_object(path) if path.is_file() else {}
-    return {"pad_token_id": tokenizer.pad_token_id} | given | {"eos_token_id": list(tokenizer.eos_token_ids)}
 
 
 def import_directory(hf_dir: str | os.PathLike, out_dir: str | os.PathLike, dtype: str | None = None) -> None:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from mindrlhf.data.tokenizer_config import GENERATION_NAME
 from mindrlhf.errors import UserError
 from mindrlhf.system.files import whole_directory
 from mindrlhf.weights.file_writer import Content, TensorFileWriter
@@ -14,19 +15,28 @@ from mindrlhf.weights.hf import INDEX_NAME, SINGLE_NAME
 from mindrlhf.weights.safetensors_file import safetensors_layout
 from mindrlhf.weights.tensors import TensorInfo
 
-GENERATION_NAME = "generation_config.json"
+# What a model's directory holds beside its config.json and its weights, by the patterns of their names.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
-    "tokenizer.model",
+    "*.model",
+    "*.model.v*",
+    "*.tiktoken",
+    "tekken.json",
     "vocab.json",
+    "vocab.txt",
     "merges.txt",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/*.jinja",
     "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
     GENERATION_NAME,
+    "LICENSE*",
+    "NOTICE*",
 )
 
 
@@ -93,9 +103,9 @@ def model_directory(
             files.finish()
             _write_json(directory / "config.json", config)
             if tokenizer_dir is not None:
-                for name in TOKENIZER_FILES:
-                    if (Path(tokenizer_dir) / name).is_file():
-                        shutil.copyfile(Path(tokenizer_dir) / name, directory / name)
+                for name in tokenizer_files(Path(tokenizer_dir)):
+                    (directory / name).parent.mkdir(exist_ok=True)
+                    shutil.copyfile(Path(tokenizer_dir) / name, directory / name)
             if generation is not None:
                 _write_json(directory / GENERATION_NAME, generation)
     except OSError as error:
@@ -134,6 +144,15 @@ class TensorFiles:
     def checksums(self) -> dict[str, str]:
         """Return by file name the checksums, XXH3-64 in hex, of the files that were written from first to last byte."""
         return self._checksums
+
+
+def tokenizer_files(directory: Path) -> list[Path]:
+    """Return what a model's directory holds beside its config.json and its weights: tokenizer, templates, licences.
+
+    The paths are relative to it.
+    """
+    found = {path for pattern in TOKENIZER_FILES for path in directory.glob(pattern) if path.is_file()}
+    return sorted(path.relative_to(directory) for path in found)
 
 
 def _split_into_files(infos: Iterable[TensorInfo], max_shard_bytes: int) -> list[list[TensorInfo]]:

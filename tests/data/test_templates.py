@@ -23,8 +23,10 @@ class StubTokenizer:
     def __init__(self, chat_template=None, chat_end_token="<|im_end|>", eos_token_ids=(7, 1)):
         self.chat_templates = {} if chat_template is None else {"default": chat_template}
         self.chat_end_token = chat_end_token
-        self.eos_token_ids = eos_token_ids
+        self.turn_end_id, self.eos_token_id = eos_token_ids or (None, None)
+        self.eos_token_ids = (*eos_token_ids, 5) if eos_token_ids else ()
         self.special_tokens = {"bos_token": "<s>"}
+        self.bos_prefix = ""
         self.eos_token = None
 
 

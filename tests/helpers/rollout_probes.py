@@ -22,6 +22,7 @@ CONFIG = {
     "profile_dir": "",
     "record_routing": False,
     "draft_tokens": 0,
+    "tokenizer_dir": "",
     "span": None,
 }
 

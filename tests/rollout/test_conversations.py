@@ -228,6 +228,7 @@ def test_samples_and_metrics_of_a_mixed_batch():
     assert tool_metrics(samples) == {
         "tools/calls": 3.0,
         "tools/failures": 0.0,
+        "tools/malformed": 0.0,
         "tools/neutralised": 0.0,
         "tools/tokens": 3.0 * len(answer(2)),
         "turns/mean": 7 / 4,

@@ -14,7 +14,8 @@ from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.templates import load_template, template_of
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.rollout.conversations import ConversationLimits, Conversations, TurnTexts, conversation_template
+from mindrlhf.rollout.conversations import ConversationLimits, Conversations, conversation_template
+from mindrlhf.rollout.turn_texts import TurnTexts, next_turn
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
 from mindrlhf.tools.calls import ToolAnswer, answer_turn, observation_turn
 
@@ -127,7 +128,7 @@ def test_the_file_of_prompts_says_which_template_and_options(directory, tokenize
     (tmp_path / "mine.jinja").write_text(BRACKETS)
     custom = _build(directory, tmp_path / "custom.mindrecord", str(tmp_path / "mine.jinja"))
     (tmp_path / "mine.jinja").unlink()
-    assert template_of(custom.header, tokenizer).next_turn([Message("user", "x")]) == "<s>[INST] x [/INST]"
+    assert next_turn(template_of(custom.header, tokenizer), [Message("user", "x")]) == "<s>[INST] x [/INST]"
     plain = _build(directory, tmp_path / "plain.mindrecord", "plain")
     assert template_of(plain.header, tokenizer) is None
     section = ToolSection(names=["calculator"])

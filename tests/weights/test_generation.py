@@ -79,11 +79,25 @@ def generation_config(tmp_path, tokenizer_dir, config=CONFIG):
     return read_json_object(path) if path.is_file() else None
 
 
-def test_what_the_tokenizers_files_say_stays_but_for_the_end(tmp_path, tokenizer_dir):
+def test_what_the_tokenizers_files_say_stays_and_end_tokens_only_come_to_it(tmp_path, tokenizer_dir):
     ends = list(load_tokenizer(tokenizer_dir).eos_token_ids)
-    given = {"temperature": 0.7, "eos_token_id": 511, "pad_token_id": 3}
+    given = {"temperature": 0.7, "eos_token_id": [511, ends[1]], "pad_token_id": 3}
     (tokenizer_dir / "generation_config.json").write_text(json.dumps(given))
-    assert generation_config(tmp_path, tokenizer_dir) == given | {"eos_token_id": ends}
+    assert generation_config(tmp_path, tokenizer_dir) == given | {"eos_token_id": [511, ends[1], ends[0]]}
+
+
+def test_templates_models_of_the_tokenizer_and_licences_go_along_and_nothing_else(tmp_path, tokenizer_dir):
+    (tokenizer_dir / "additional_chat_templates").mkdir()
+    kept = ["additional_chat_templates/tool_use.jinja", "chat_template.jinja", "chat_template.json", "spiece.model"]
+    kept += ["tekken.json", "qwen.tiktoken", "vocab.txt", "processor_config.json", "video_preprocessor_config.json"]
+    kept += ["LICENSE.txt", "NOTICE"]
+    dropped = ["README.md", "modeling.py", "trainer_state.json", "model.safetensors.index.json", ".env", "a.jinja"]
+    for name in [*kept, *dropped]:
+        (tokenizer_dir / name).write_text("{}")
+    export_hf(random_hf_weights(CONFIG, 0), CONFIG, tmp_path / "out", tokenizer_dir=tokenizer_dir)
+    found = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    own = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert found == {*kept, *own}
 
 
 def test_one_end_token_is_a_list_too_and_padding_is_named(tmp_path):

@@ -96,6 +96,8 @@ class GuessChecker:
             own = guessed[row - index : int(ends[index]) - index - 1]
             limit = len(stream.token_ids) - position
             count = num_kept(token_ids[row : ends[index]].tolist(), own, stream.stop_token_ids, limit)
+            if stream.stops is not None:
+                count = stream.take(token_ids[row : row + count].tolist(), position)
             stream.length = position + count
             stream.token_ids[position : stream.length] = token_ids[row : row + count]
             stream.logprobs[position : stream.length] = logprobs[row : row + count]

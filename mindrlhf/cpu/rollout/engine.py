@@ -17,6 +17,7 @@ import numpy as np
 from vllm import SamplingParams
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.request import Request, RequestStatus
 
 from mindrlhf.cpu.rollout import kernels
 from mindrlhf.cpu.rollout.drafter import GroupDrafter, GuessChecker
@@ -47,6 +48,10 @@ class CpuEngine(VllmEngine):
             self._drafter.attach(model_runner)
             model_runner.rejection_sampler = GuessChecker(self._sampler, self._drafter.counts)
         self._steps = MultiStep(self._core, model_runner, self._sampler)
+        if config["tokenizer_dir"]:  # there may be stop strings
+            scheduler = self._core.scheduler
+            self._take_tokens = scheduler._update_request_with_output
+            scheduler._update_request_with_output = self._take_tokens_and_stop
         # What start-up made lives for ever: the collector need not look at it again.
         gc.collect()
         gc.freeze()
@@ -86,6 +91,14 @@ class CpuEngine(VllmEngine):
                 )
         return finished
 
+    def _take_tokens_and_stop(self, request: Request, *arguments: Any, **options: Any) -> tuple[list[int], bool]:
+        """Have vLLM take the tokens of a step, and end a request that the sampler has found a stop string in."""
+        token_ids, is_stopped = self._take_tokens(request, *arguments, **options)
+        stream = self._sampler.streams[request.request_id]
+        if stream.stopped_at and stream.stopped_at == request.num_output_tokens:  # also by the last of its tokens
+            request.status, is_stopped = RequestStatus.FINISHED_STOPPED, True
+        return token_ids, is_stopped
+
     def abort(self) -> None:
         self._core.abort_requests(list(self._pending))
         while self._core.scheduler.has_requests():
@@ -108,6 +121,8 @@ class CpuEngine(VllmEngine):
             np.empty(max_tokens, np.int32),
             np.empty(max_tokens, np.float32),
             stop_token_ids=frozenset(sampling["stop_token_ids"]),
+            stops=self._stopping.stops,
+            begun=self._stopping.begun(name),
         )
         if self._drafter is not None:
             self._drafter.add(name, group=self._pending[name][0])

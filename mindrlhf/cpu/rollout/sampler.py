@@ -11,19 +11,38 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from mindrlhf.cpu.rollout.sampling import sample_rows, uniforms
+from mindrlhf.rollout.stop_strings import StopStrings
 
 NO_TOKEN = -1  # vLLM takes it for a place without one
 
 
 @dataclass
 class Stream:
-    """A sample in the making: the key of its random stream, and what was sampled so far."""
+    """A sample in the making: the key of its random stream, and what was sampled so far.
+
+    Attributes:
+        begun: tokens of the response before those of the stream.
+        stopped_at: how many tokens it has when a stop string ends it; 0 while none does.
+    """
 
     key: int
     token_ids: np.ndarray  # int32 [max_tokens]
     logprobs: np.ndarray  # float32 [max_tokens]
     length: int = 0
     stop_token_ids: frozenset[int] = frozenset()
+    stops: StopStrings | None = None
+    begun: list[int] = dataclasses.field(default_factory=list)
+    stopped_at: int = 0
+
+    def take(self, token_ids: list[int], position: int) -> int:
+        """Store sampled tokens, and return how many of them are the sample's: up to one that ends a stop string."""
+        end = position + len(token_ids)
+        self.token_ids[position:end] = token_ids
+        self.stopped_at = 0
+        if any(map(self.stops.may_end, token_ids)):
+            count = self.stops.first_end([*self.begun, *self.token_ids[:end].tolist()], len(token_ids))
+            self.stopped_at = position + count if count >= 0 else 0
+        return self.stopped_at - position if self.stopped_at else len(token_ids)
 
 
 class StreamSampler(torch.nn.Module):
@@ -68,6 +87,10 @@ class StreamSampler(torch.nn.Module):
             ended = limits[rows] <= len(drawn)
             if not stops.isdisjoint(tokens.tolist()):
                 ended |= np.isin(tokens, list(stops))
+            if streams[0].stops is not None:
+                for place, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist())):
+                    streams[row].take([token], starts[row] + len(drawn) - 1)
+                    ended[place] |= streams[row].stopped_at > 0
             more = self.decode(tokens, ended)
             if more is None:
                 return SamplerOutput(sampled_token_ids=_store(drawn, streams, starts), logprobs_tensors=None)

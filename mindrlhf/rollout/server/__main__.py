@@ -4,7 +4,8 @@ The trainer starts it (see ``mindrlhf.rollout.vllm``) as ``python -m mindrlhf.ro
 JSON``. It serves that one connection and ends with it. Messages (see ``mindrlhf.system.wire``) are headers with a
 "kind", and each is answered:
 
-    generate        {sampling} + request_ids, num_samples, seeds, max_tokens, prompt_lengths, prompt_ids, and images
+    generate        {sampling} + request_ids, num_samples, seeds, max_tokens, nums_begun, prompt_lengths, prompt_ids,
+                    and images
                     -> completions (as they finish, any number of times), then generated
     abort           (during generate) ends it early -> generated
     update_weights  {version, buffer_path} -> done
@@ -169,7 +170,7 @@ class Server:
         ends = np.cumsum(arrays["prompt_lengths"])[:-1]
         prompts = [prompt.tolist() for prompt in np.split(arrays["prompt_ids"], ends)]
         numbers = (arrays[name].tolist() for name in ("num_samples", "seeds", "max_tokens"))
-        self._engine.submit(prompts, *numbers, sampling, unpack_images(arrays))
+        self._engine.submit(prompts, *numbers, sampling, unpack_images(arrays), arrays["nums_begun"].tolist())
         while self._engine.num_pending:
             samples = self._engine.step(self._has_message)
             self._stats["num_steps"] += 1

@@ -17,6 +17,7 @@ from mindrlhf.rollout.server import cpu
 from mindrlhf.rollout.server.routing import RoutingRecorder
 from mindrlhf.rollout.server.streams import stream_key
 from mindrlhf.rollout.server.vision import VisionModel
+from mindrlhf.rollout.stop_strings import StoppingSamples
 from mindrlhf.rollout.types import Completion
 from mindrlhf.system import speed_ups
 from mindrlhf.weights.publish.slices import RequiredSlices, merge_required
@@ -101,6 +102,7 @@ class VllmEngine:
         self._pending: dict[str, tuple[int, int]] = {}
         self._num_submitted = 0
         self._weights_version = 0
+        self._stopping = StoppingSamples(config["tokenizer_dir"])
 
     def _engine_arguments(self, config: dict[str, Any]) -> dict[str, Any]:
         return engine_arguments(config, self._vision)
@@ -127,22 +129,30 @@ class VllmEngine:
         max_tokens: Sequence[int],
         sampling: dict[str, Any],
         images: Sequence[Sequence[SentImage]],
+        nums_begun: Sequence[int] | None = None,
     ) -> None:
         """Queue ``nums_samples[i]`` samples of ``prompts[i]``; they share the prompt through the prefix cache.
+
+        The last ``nums_begun[i]`` tokens of a prompt are of the response already.
 
         Raises:
             ValueError: the image tokens of a prompt are not those of its ``images[i]``, or the model sees nothing.
         """
         self._image_items.clear()
         self._prompt_lengths = [len(prompt) for prompt in prompts]
-        requests = zip(prompts, nums_samples, seeds, max_tokens, images, strict=True)
-        for request_index, (prompt, num_samples, seed, limit, own_images) in enumerate(requests):
+        sampling = dict(sampling)
+        self._stopping.begin_batch(sampling.pop("stop", ()))
+        nums_begun = [0] * len(prompts) if nums_begun is None else nums_begun
+        requests = zip(prompts, nums_samples, seeds, max_tokens, images, nums_begun, strict=True)
+        for request_index, (prompt, num_samples, seed, limit, own_images, num_begun) in enumerate(requests):
             own_sampling = {**sampling, "max_tokens": limit}
             features = self._features(prompt, own_images)
             for sample_index in range(num_samples):
                 name = str(self._num_submitted)
                 self._num_submitted += 1
                 self._pending[name] = (request_index, sample_index)
+                if self._stopping.stops is not None:
+                    self._stopping.add(name, prompt, num_begun)
                 self._add(name, list(prompt), stream_key(seed, sample_index), own_sampling, features)
 
     def step(self, is_interrupted: Callable[[], bool] = lambda: False) -> list[Completion]:
@@ -150,13 +160,21 @@ class VllmEngine:
 
         Their ``request_id`` is the place of the prompt in the batch.
         """
-        finished = []
+        finished, stopped = [], []
         for output in self._engine.step():
-            if output.finished:
-                completion = output.outputs[0]
-                token_ids = list(completion.token_ids)
-                logprobs = [entry[token].logprob for token, entry in zip(token_ids, completion.logprobs)]
-                finished.append(self._finish(output.request_id, token_ids, logprobs, completion.finish_reason))
+            completion, name = output.outputs[0], output.request_id
+            token_ids = list(completion.token_ids)
+            logprobs = [entry[token].logprob for token, entry in zip(token_ids, completion.logprobs or ())]
+            reason = completion.finish_reason
+            if self._stopping.stops is not None:
+                token_ids, logprobs, is_stopped = self._stopping.extend(name, token_ids, logprobs)
+                if is_stopped and not output.finished:
+                    stopped.append(name)
+                reason = "stop" if is_stopped else reason
+            if reason is not None:
+                finished.append(self._finish(name, token_ids, logprobs, reason))
+        if stopped:
+            self._engine.abort_request(stopped)
         return finished
 
     def abort(self) -> None:
@@ -241,9 +259,8 @@ class VllmEngine:
     def _add(
         self, name: str, prompt: list[int], key: int, sampling: dict[str, Any], features: list[MultiModalFeatureSpec]
     ) -> None:
-        params = SamplingParams(
-            **sampling, seed=key >> 1, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, **TOKENS_ONLY
-        )
+        kind = RequestOutputKind.FINAL_ONLY if self._stopping.stops is None else RequestOutputKind.DELTA
+        params = SamplingParams(**sampling, seed=key >> 1, logprobs=0, output_kind=kind, **TOKENS_ONLY)
         if not features:
             self._internal_names[name] = self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
             return

@@ -16,6 +16,7 @@ from mindrlhf.observe.sinks import StepDetails
 from mindrlhf.observe.timing import throughput
 from mindrlhf.rollout.conversations import tool_metrics
 from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, sample_parts, sample_record, verifier_names
+from mindrlhf.rollout.stop_strings import stop_string_fraction
 from mindrlhf.training.batch import Batch
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.loop.guards import Observers
@@ -74,6 +75,10 @@ class StepReport:
         if config.algorithm.dynamic_sampling:
             metrics |= self._ledger.add(samples)
             self._progress.algorithm.samples = self._ledger.state()
+        if config.rollout.stop:
+            completions = [sample.completion for sample in samples.generated]
+            stopped = stop_string_fraction(completions, self._sampler.end_ids)
+            metrics["response_length/stop_string_fraction"] = stopped
         metrics |= judges
         guards.review_rewards(step.number, samples.generated)
         metrics |= guards.review(step, metrics.get("rollout_diff/mean_abs"))

@@ -11,6 +11,7 @@ from mindrlhf.checkpoint.algorithm_state import LearningState
 from mindrlhf.config.schema import DpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.training import is_split
 from mindrlhf.data.epochs import EpochSteps
+from mindrlhf.data.metadata import add_generation
 from mindrlhf.errors import RunFailure
 from mindrlhf.observe.report import write_report
 from mindrlhf.system import heartbeat
@@ -165,4 +166,5 @@ class OfflineTraining(life_cycle.Training):
         if is_split(self._config.parallel_config):
             tensors = sharded_tensors(self.team, self._ranks, find_nodes(self._ranks))
         worker.export(final, self._config.data.tokenizer_dir, tensors)
+        add_generation(final, self._config.model.path)
         print(f"model:  {final}\nreport: {report}", flush=True)

@@ -14,6 +14,7 @@ from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, Sft
 from mindrlhf.config.training import FIRST_FIT, SHARED_PROMPTS, cpu_rules, is_split
 from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
 from mindrlhf.data.packing import choose_row_length
+from mindrlhf.data.tokenizer_config import end_ids
 from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
 from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.evaluation.heldout import accuracy_verifier
@@ -134,6 +135,7 @@ def check_grpo_inputs(
         for path, key in path_keys(config).items():
             check(check_images, path, file, needs=[key])
     mistakes.raise_if_any()
+    files.tokenizer.end_at(end_ids(config.model.path))
     seen = image_tokens(config.model.path)
     longest = _longest_sample(config, files.present)
     return RunInputs(files.tokenizer, files.training, files.held_out, row_lengths, num_steps, seen, files.more, longest)

@@ -177,3 +177,12 @@ def test_in_flight_prompts_are_a_multiple_of_those_of_a_step():
     finish(run)
     first, _ = run.generator.requests[0]
     assert len(first) == math.ceil(1.5 * 2) * NUM_GENERATIONS
+
+
+def test_requests_say_which_tokens_are_of_the_response_already():
+    # Stop strings may begin in them, and never in the prompt, here of one token.
+    run = start()
+    finish(run)
+    requests = [request for batch, _ in run.generator.requests for request in batch]
+    assert all(request.num_begun == len(request.prompt_ids) - 1 for request in requests)
+    assert len({request.num_begun for request in requests}) > 3

@@ -136,6 +136,7 @@ class PromptSampling:
             top_p=config.rollout.top_p,
             top_k=config.rollout.top_k,
             stop_token_ids=stop_token_ids,
+            stop=config.rollout.stop,
         )
 
     def read_small_file(self) -> None:

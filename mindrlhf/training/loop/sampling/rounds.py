@@ -118,6 +118,7 @@ class SegmentRounds:
             num_samples=1,
             seed=int(seed) >> 1,
             max_tokens=remaining if is_last else min(self._section.segment_tokens, remaining),
+            num_begun=length,
         )
 
     def score(self, groups: Sequence[Group], records: Mapping[int, Prompt]) -> list[Sample]:
