@@ -86,6 +86,8 @@ def fused_infer_attention_score(
     """
     assert input_layout == "TND", input_layout
     queries, keys, values = _joined(query, query_rope), _joined(key, key_rope), on_host(value)
+    if block_table is not None:
+        keys, values = (one.reshape(len(one), block_size, num_key_value_heads, -1) for one in (keys, values))
     result, sums = torch.zeros(*queries.shape[:2], values.shape[-1]), torch.zeros(*queries.shape[:2], 1)
     start, read = 0, 0
     for number, end in enumerate(map(int, actual_seq_lengths)):
@@ -95,10 +97,7 @@ def fused_infer_attention_score(
             read = length
         else:
             blocks = on_host(block_table)[number, : -(-length // block_size)].long()
-            own = [
-                cache.reshape(len(cache), block_size, num_key_value_heads, -1)[blocks].flatten(0, 1)[:length]
-                for cache in (keys, values)
-            ]
+            own = [cache[blocks].flatten(0, 1)[:length] for cache in (keys, values)]
         if end > start:
             shared = num_heads // num_key_value_heads
             found = attention(queries[start:end], *own, shared, scale, is_causal=sparse_mode == 3)
