@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 
-_TOKEN = re.compile(r"\s*(0[xX][\da-fA-F]+|\d+|[A-Za-z_]\w*|\*\*|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%()<>!~&|^?:])")
+_TOKEN = re.compile(r"\s*(0[xX][\da-fA-F]+|\d+|[A-Za-z_]\w*|\+\+|--|\*\*|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%()<>!~&|^?:])")
 # From the loosest to the tightest; ** and what stands before a number come behind.
 _LEVELS = (
     ("||",),

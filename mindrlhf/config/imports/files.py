@@ -12,8 +12,9 @@ import yaml
 
 from mindrlhf.config.imports.interpolations import resolve
 from mindrlhf.config.imports.rules import only_shell_knows
-from mindrlhf.config.imports.shell import commands_of, unknown_part
+from mindrlhf.config.imports.shell import commands_of
 from mindrlhf.config.imports.shell_syntax import SyntaxMistakeError
+from mindrlhf.config.imports.shell_values import unknown_part
 from mindrlhf.config.parse import MAX_FILE_BYTES
 from mindrlhf.errors import UserError
 from mindrlhf.system.strict_yaml import load_yaml
@@ -34,7 +35,7 @@ class Reading:
 
     Attributes:
         given: what the file says.
-        unknown: keys whose value only the shell (or the program) knows, and what of it.
+        unknown: keys whose value only the shell or the program knows, and a text that says so.
         remarks: further things that the user has to do, by what they are about.
         num_processes: ranks that a launcher in the file starts on a node; 0 where none says so.
     """
@@ -49,7 +50,7 @@ class Reading:
         self.given.pop(name, None)
         self.unknown.pop(name, None)
         if part := unknown_part(text):
-            self.unknown[name] = part
+            self.unknown[name] = only_shell_knows(part)
         elif isinstance(value := _value(text), dict) and value:
             self.given |= {f"{name}.{key}": one for key, one in _flatten(value)}
         else:
@@ -92,7 +93,7 @@ def _of_yaml(path: Path, text: str, defaults: Mapping[str, Any]) -> Reading:
     for name, value in flat.items():
         value, unknown = resolve(name, value, {**defaults, **flat})
         if unknown:
-            reading.unknown[name] = unknown
+            reading.unknown[name] = only_shell_knows(unknown)
         else:
             reading.given[name] = value
     return reading
@@ -109,7 +110,7 @@ def _of_script(path: Path, text: str, is_known: Callable[[str], bool]) -> Readin
         for word in words:
             if match := _OVERRIDE.fullmatch(word):
                 reading.put(match[1].replace("/", "."), match[2])
-            elif unknown_part(word) == word[1:-1] and any(map(_OVERRIDE.fullmatch, words)):
+            elif _is_variable(word) and any(map(_OVERRIDE.fullmatch, words)):
                 reading.remarks[word[1:-1]] = f"{only_shell_knows('its words')}: further keys?"
     flags = [_flags(words) for words in commands]
     counts = [sum(is_known(name) for name, _ in found.pairs) for found in flags]
@@ -124,7 +125,7 @@ def _of_script(path: Path, text: str, is_known: Callable[[str], bool]) -> Readin
         reading.given[name], unknown = resolve(name, value, flat)
         if unknown:
             del reading.given[name]
-            reading.unknown[name] = unknown
+            reading.unknown[name] = only_shell_knows(unknown)
     return reading
 
 
@@ -146,9 +147,9 @@ def _flags(words: list[str]) -> _Flags:
         if match := _FLAG.fullmatch(word):
             values = [] if match[2] is None else [match[2]]
             found.pairs.append((match[1].replace("-", "_"), values))
-        elif found.pairs and (unknown_part(word) != word[1:-1] or not values):
+        elif found.pairs and not (_is_variable(word) and values):
             values.append(word)
-        elif unknown_part(word):
+        elif _is_variable(word):
             found.remarks[unknown_part(word)] = f"{only_shell_knows('its words')}: further flags?"
     found.pairs = [(name, _joined(values)) for name, values in found.pairs]
     for at, word in enumerate(words[:start]):
@@ -159,8 +160,15 @@ def _flags(words: list[str]) -> _Flags:
     return found
 
 
+def _is_variable(word: str) -> bool:
+    """Whether a word is one that only the shell knows, from its first character to the last."""
+    part = unknown_part(word) or ""
+    return part.startswith("$") and part == word[1:-1]
+
+
 def _joined(values: list[str]) -> str:
     """The text of a flag's values: none is a switch, several are a list."""
+    values = [value for value in values if value] or values[:1]
     if not values:
         return "true"
     return values[0] if len(values) == 1 else f"[{', '.join(values)}]"
@@ -181,8 +189,10 @@ def _of_program(path: Path, text: str, of_class: str) -> Reading:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
     reading = Reading()
+    if not any(_name_of(call) == of_class for call in calls):
+        raise UserError(f"{path} makes no {of_class}: give the YAML file or the shell script that starts it")
     for call in calls:
-        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        name = _name_of(call)
         prefix = {of_class: "", "LoraConfig": "lora_"}.get(name)
         for argument in call.keywords if prefix is not None else ():
             key = "use_peft_with" if argument.arg is None else prefix + argument.arg.removeprefix(prefix or " ")
@@ -194,16 +204,22 @@ def _of_program(path: Path, text: str, of_class: str) -> Reading:
             try:
                 reading.given[key] = ast.literal_eval(value)
             except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-                reading.unknown[key] = ast.unparse(value)[:60]
+                reading.unknown[key] = f"only the program knows {ast.unparse(value)[:60]}"
         if name == "LoraConfig":
             reading.given["use_peft"] = True
     return reading
+
+
+def _name_of(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
 def _value(text: str) -> Any:
     """Return a value as Hydra's and argparse's command lines write it; text where it is no YAML."""
     try:
         value = load_yaml(re.sub(r"(?<=[{,])(\s*[\w'\"]+):(?=\S)", r"\1: ", text) if text.startswith("{") else text)
+        if isinstance(value, str) and value != text and value.startswith("["):
+            return _value(value)  # quotes within quotes
         return "" if value is None and text.strip() != "null" else _number(value)
     except (*_YAML_ERRORS, UserError):
         return text
@@ -221,4 +237,6 @@ def _flatten(content: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> It
 
 def _number(value: Any) -> Any:
     """YAML 1.1 reads 1e-6 as text."""
+    if isinstance(value, list):
+        return [_number(one) if isinstance(one, str) else one for one in value]
     return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value

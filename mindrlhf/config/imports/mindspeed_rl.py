@@ -8,12 +8,15 @@ from typing import Any
 
 from mindrlhf.config.imports.rules import NoCounterpartError, Rule, Source, Values, by_hand, each, into, to, without
 from mindrlhf.config.imports.shared import (
+    CLIP_KEYS,
     KERNELS,
     LORA_KEYS,
     MODEL_SAYS,
     OVERLONG_KEYS,
     PIPELINE_KEYS,
     PROMPT_KEYS,
+    ROW_KEYS,
+    clip,
     flag,
     kl_estimator,
     lora,
@@ -24,6 +27,7 @@ from mindrlhf.config.imports.shared import (
     positive,
     prompt_length,
     prompts,
+    rows_of_tokens,
     schedule,
     top_k,
     warmup_share,
@@ -35,7 +39,8 @@ def _advantage(value: Any, source: Source) -> Values:
     if value == "group_norm":
         return {"algorithm.name": "grpo", "algorithm.advantage": "grpo"}
     if value == "gae":
-        return {"algorithm.name": "ppo", "algorithm.advantage": "gae"}
+        path = source.given.get("critic_config.load", "path/to/model")
+        return {"algorithm.name": "ppo", "algorithm.advantage": "gae", "critic.path": str(path)}
     raise NoCounterpartError(f"no estimator {value!r}: set algorithm.name")
 
 
@@ -62,7 +67,7 @@ def _clip(value: Any, source: Source) -> Values:
         low, high = source.get("rl_config.clip_ratio_low", value), source.get("rl_config.clip_ratio_high", value)
     else:
         low = high = value
-    return {"algorithm.clip_low": float(low), "algorithm.clip_high": float(high)}
+    return clip(low, high)
 
 
 def _overlong(value: Any, source: Source) -> Values:
@@ -79,7 +84,7 @@ def _dynamic_rows(value: Any, source: Source) -> Values:
     tokens = source.get("rl_config.max_packing_token_size")
     if tokens is None:
         raise NoCounterpartError("max_packing_token_size is missing: set training.sequence_lengths")
-    return {"training.sequence_lengths": [int(tokens)], "training.micro_batch_size": 1}
+    return rows_of_tokens(int(tokens), source.get("generate_config.sampling_config.max_tokens"))
 
 
 def _end_rate(value: Any, source: Source) -> Values:
@@ -89,6 +94,12 @@ def _end_rate(value: Any, source: Source) -> Values:
 
 def _recompute(value: Any, source: Source) -> Values:
     return {"model.recompute": True} if value == "full" else {}
+
+
+def _sequence_parallel(value: Any, source: Source) -> Values:
+    names = (f"{section}.tensor_model_parallel_size" for section in ("actor_config", "megatron_training"))
+    is_shared = max(int(source.get(name, 1)) for name in names) > 1
+    return {"parallel_config.use_seq_parallel": bool(value)} if is_shared else {}
 
 
 def _low_rank(value: Any, source: Source) -> Values:
@@ -144,7 +155,6 @@ _MODEL = {
     "pipeline_model_parallel_size": into(pipeline, *PIPELINE_KEYS),
     "context_parallel_size": to("parallel_config.context_parallel"),
     "expert_model_parallel_size": to("parallel_config.expert_parallel"),
-    "sequence_parallel": to("parallel_config.use_seq_parallel"),
     "use_distributed_optimizer": to("parallel_config.enable_parallel_optimizer"),
     "num_layers_per_virtual_pipeline_stage": without("stages hold consecutive layers"),
     "num_layer_list": without("layers are dealt to the stages evenly"),
@@ -232,6 +242,7 @@ _OF_KERNELS = (
 
 def _of_section(section: str) -> dict[str, Rule]:
     rules = {f"{section}.{name}": rule for name, rule in _MODEL.items()}
+    rules[f"{section}.sequence_parallel"] = into(_sequence_parallel, "parallel_config.use_seq_parallel")
     rules |= each(f"{section}.", _OF_CONFIG_JSON, without(MODEL_SAYS))
     return rules | each(f"{section}.", _OF_KERNELS, without(KERNELS))
 
@@ -248,7 +259,7 @@ RULES: dict[str, Rule] = {
     "critic_config.lr": to("critic.start_lr", float),
     "critic_config.*": without("the critic has the actor's layout, batches and options"),
     "vit_config.*": without("the tower has the actor's layout"),
-    "rl_config.adv_estimator": into(_advantage, "algorithm.name", "algorithm.advantage"),
+    "rl_config.adv_estimator": into(_advantage, "algorithm.name", "algorithm.advantage", "critic.path"),
     "rl_config.kl_penalty": to("algorithm.kl_estimator", kl_estimator),
     "rl_config.init_kl_coef": into(_kl, "algorithm.beta", "algorithm.kl_in", "algorithm.kl_target"),
     "rl_config.kl_ctrl_type": without("goes with init_kl_coef"),
@@ -263,7 +274,7 @@ RULES: dict[str, Rule] = {
     "rl_config.num_samples_per_step": without(_DISPATCH),
     "rl_config.max_prompt_length": into(prompt_length),
     "rl_config.epochs": to("training.num_iterations"),
-    "rl_config.clip_ratio": into(_clip, "algorithm.clip_low", "algorithm.clip_high"),
+    "rl_config.clip_ratio": into(_clip, *CLIP_KEYS),
     "rl_config.clip_ratio_*": without("goes with clip_higher_enable"),
     "rl_config.clip_higher_enable": without("goes with clip_ratio"),
     "rl_config.cliprange_value": only_of_gae("rl_config.adv_estimator", "critic.clip_range"),
@@ -280,7 +291,7 @@ RULES: dict[str, Rule] = {
     "rl_config.verifier_weight": to("reward.verifier_weight"),
     "rl_config.verifier_timeout": to("reward.timeout_s", float),
     "rl_config.verifier_parallel": to("reward.num_workers"),
-    "rl_config.use_dynamic_bsz": into(_dynamic_rows, "training.sequence_lengths", "training.micro_batch_size"),
+    "rl_config.use_dynamic_bsz": into(_dynamic_rows, *ROW_KEYS),
     "rl_config.max_packing_token_size": without("goes with use_dynamic_bsz"),
     "rl_config.ref_*": without("`training.micro_batch_size` is for all passes"),
     "rl_config.*_forward_micro_batch_size": without("`training.micro_batch_size` is for all passes"),

@@ -19,11 +19,13 @@ from mindrlhf.config.imports.rules import (
     without,
 )
 from mindrlhf.config.imports.shared import (
+    CLIP_KEYS,
     KERNELS,
     LORA_KEYS,
-    MODEL_SAYS,
     OVERLONG_KEYS,
     PROMPT_KEYS,
+    ROW_KEYS,
+    clip,
     flag,
     is_on,
     kl_estimator,
@@ -34,6 +36,7 @@ from mindrlhf.config.imports.shared import (
     positive,
     prompt_length,
     prompts,
+    rows_of_tokens,
     schedule,
     warmup_share,
     whole,
@@ -56,7 +59,9 @@ def _advantage(value: Any, source: Source) -> Values:
     name, advantage = _ADVANTAGES[value]
     values: Values = {"algorithm.name": name, "algorithm.advantage": advantage}
     if value == "gae":
-        path = source.get("critic.model_name_or_path", source.get("reward.model_name_or_path", ""))
+        # After train_ppo_ray: the reward model where there is one, else the actor.
+        names = ("critic.model_name_or_path", "reward.model_name_or_path", "actor.model_name_or_path")
+        path = next(filter(None, (source.given.get(name) for name in names)), "path/to/model")
         values["critic.path"] = str(path).split(",")[0]
     return values
 
@@ -79,7 +84,7 @@ def _kl(value: Any, source: Source) -> Values:
 
 def _clip(value: Any, source: Source) -> Values:
     low, high = source.get("actor.eps_clip_low_high") or (value, value)
-    return {"algorithm.clip_low": float(low), "algorithm.clip_high": float(high)}
+    return clip(low, high)
 
 
 def _dual_clip(value: Any, source: Source) -> Values:
@@ -108,7 +113,8 @@ def _dynamic_rows(value: Any, source: Source) -> Values:
     if not is_on(value):
         return {}
     tokens = int(source.get("train.max_tokens_per_gpu")) * int(source.get("ds.ring_attn_size", 1))
-    return {"training.sequence_lengths": [tokens], "training.micro_batch_size": 1, "training.pack": True}
+    longest = source.get("rollout.max_new_tokens") or source.get("data.max_len")
+    return rows_of_tokens(tokens, longest)
 
 
 def _micro_batch(value: Any, source: Source) -> Values:
@@ -208,7 +214,7 @@ RULES: dict[str, Rule] = {
     "actor.lr_scheduler": to("optimizer.lr_schedule", schedule),
     "actor.lr_warmup_ratio": into(warmup_share),
     "actor.min_lr_ratio": into(_end_rate, "optimizer.end_lr"),
-    "actor.eps_clip": into(_clip, "algorithm.clip_low", "algorithm.clip_high"),
+    "actor.eps_clip": into(_clip, *CLIP_KEYS),
     "actor.eps_clip_low_high": without("goes with eps_clip: `algorithm.clip_low`, `algorithm.clip_high`"),
     "actor.dual_clip": into(_dual_clip, "algorithm.loss", "algorithm.dual_clip"),
     "actor.policy_loss_type": into(
@@ -274,9 +280,7 @@ RULES: dict[str, Rule] = {
     "rollout.*": without("`training.micro_batch_size` is for all passes"),
     "train.batch_size": into(_minibatches, "training.num_minibatches"),
     "train.micro_batch_size": into(_micro_batch, "training.micro_batch_size"),
-    "train.dynamic_batch_enable": into(
-        _dynamic_rows, "training.sequence_lengths", "training.micro_batch_size", "training.pack"
-    ),
+    "train.dynamic_batch_enable": into(_dynamic_rows, *ROW_KEYS),
     "train.max_tokens_per_gpu": without("goes with dynamic_batch_enable: `training.sequence_lengths`"),
     "train.max_epochs": to("training.num_iterations", int),
     "train.num_episodes": to("training.epochs", int),

@@ -9,7 +9,7 @@ Values = dict[str, Any]  # ours, by "section.key"
 
 
 class NoCounterpartError(Exception):
-    """This value cannot be carried over, or not all of it; the text says what to do, ``values`` are what stands then."""
+    """This value cannot be carried over, or only ``values`` of it; the text says what to do."""
 
     def __init__(self, text: str, values: Values | None = None):
         super().__init__(text)
@@ -22,7 +22,7 @@ class Source:
     Attributes:
         given: what the file says.
         defaults: what that stack does where it says nothing.
-        unknown: keys whose value only the shell knows, and what of it.
+        unknown: keys whose value the file does not have, and a text that says who knows it.
 
     Args:
         aliases: earlier names of keys, which are read as the later ones.
@@ -52,7 +52,7 @@ class Source:
             NoCounterpartError: only the shell knows it.
         """
         if name in self.unknown:
-            raise NoCounterpartError(f"goes with {name}, and {only_shell_knows(self.unknown[name])}")
+            raise NoCounterpartError(f"goes with {name}, and {self.unknown[name]}")
         for values in (self.given, self.defaults):
             if values.get(name) is not None:
                 return values[name]
@@ -156,7 +156,7 @@ def translate(source: Source, rules: Mapping[str, Rule]) -> Translation:
             result.dropped[source.shown(name)] = rule.text
         else:
             ours = " and ".join(rule.targets[:2]) if rule else ""
-            result.for_user[source.shown(name)] = only_shell_knows(part) + (f": set {ours}" if ours else "")
+            result.for_user[source.shown(name)] = part + (f": set {ours}" if ours else "")
     return result
 
 
@@ -172,7 +172,8 @@ def _apply(rule: Rule, name: str, value: Any, source: Source, result: Translatio
         values = error.values
         result.for_user[shown] = str(error)
     except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError):
-        result.for_user[shown] = f"{value!r} is not understood: set it by hand"
+        ours = " and ".join(rule.targets[:2]) or "it"
+        result.for_user[shown] = f"{value!r} is not understood: set {ours} by hand"
         return
     label = shown if is_given else f"{name} (default)"
     for key, one in values.items():

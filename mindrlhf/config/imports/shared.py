@@ -25,6 +25,8 @@ def whole(value: Any, divisor: Any, what: str) -> int:
 
 def prompts(count: Any) -> Values:
     """A step of this many prompts, sent to the generator together."""
+    if int(count) < 1:
+        raise NoCounterpartError(f"{count} prompts: set training.chunk_size to those of a step")
     return {"training.chunk_size": int(count), "training.num_rollouts": 1}
 
 
@@ -139,7 +141,7 @@ def prompt_length(value: Any, source: Source) -> Values:
 
 
 def overlong_buffer(tokens: Any, longest: Any, penalty: Any) -> Values:
-    """DAPO's soft penalty (Yu et al. 2025, arXiv:2503.14476, equation 13): its last tokens as a share of the response."""
+    """DAPO's soft penalty (Yu et al. 2025, arXiv:2503.14476, equation 13), whose length is a share of the response."""
     return {
         "algorithm.overlong_buffer": float(f"{int(tokens) / int(longest):.6g}"),
         "algorithm.overlong_penalty": float(penalty),
@@ -169,3 +171,35 @@ def is_on(value: Any) -> bool:
 def positive(key: str) -> Rule:
     """The key is our ``key`` where it is above 0, and asks for nothing elsewhere."""
     return into(lambda value, source: {key: int(value)} if int(value) > 0 else {}, key)
+
+
+def clip(low: Any, high: Any) -> Values:
+    """Bounds of the probability ratio: below 1 - 1 = 0 it never is."""
+    return {"algorithm.clip_low": min(float(low), 1.0), "algorithm.clip_high": float(high)}
+
+
+CLIP_KEYS = ("algorithm.clip_low", "algorithm.clip_high")
+ROW_KEYS = ("training.sequence_lengths", "training.micro_batch_size", "training.pack")
+
+
+def rows_of_tokens(tokens: int, longest: Any) -> Values:
+    """Micro-batches of so many tokens: a packed sequence each.
+
+    Args:
+        tokens: of all ranks that share a sequence.
+        longest: the longest response, which must fit in with its prompt; None where it is not known.
+    """
+    values: Values = {"training.sequence_lengths": [tokens], "training.micro_batch_size": 1, "training.pack": True}
+    if longest is not None and tokens <= int(longest):
+        del values["training.sequence_lengths"]
+        raise NoCounterpartError(
+            f"{tokens} tokens hold no longest response with its prompt: set training.sequence_lengths",
+            values,
+        )
+    return values
+
+
+def sequence_parallel(ranks: str) -> Rule:
+    """Sharding along the sequence, which there is where ``ranks`` share a matrix."""
+    key = "parallel_config.use_seq_parallel"
+    return into(lambda value, source: {key: is_on(value)} if int(source.get(ranks, 1)) > 1 else {}, key)

@@ -30,31 +30,41 @@ from mindrlhf.config.imports.shell_syntax import (
     skip,
     words_of,
 )
+from mindrlhf.config.imports.shell_values import (
+    END,
+    FIELD,
+    ONE_UNSET,
+    UNKNOWN,
+    UNSET,
+    Value,
+    ansi,
+    compare,
+    either,
+    is_unknown,
+    is_unset,
+    items_of,
+    mark,
+    trimmed,
+    unknown_part,
+)
 
-# A mark: what begins it (_UNSET where a variable was never set), the source text, and its end.
-_UNKNOWN, _UNSET, _END = "\ue000", "\ue001", "\ue002"
-_MARK = re.compile(f"[{_UNKNOWN}{_UNSET}]([^{_END}]*){_END}")
-_ONE_UNSET = re.compile(f"{_UNSET}[^{_END}]*{_END}")
-_FIELD = re.compile(f"(?:[{_UNKNOWN}{_UNSET}][^{_END}]*{_END}|\\S)+")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _PARAMETER = re.compile(r"\$\{([!#]?)([A-Za-z_]\w*|\d+|[@*#?$!-])(?:\[([^\]]*)\])?(.*)\}", re.DOTALL)
 _DECLARATIONS = {"export", "declare", "local", "readonly", "typeset"}
 # Commands of which a script takes for granted that they succeed.
 _SUCCEED = {"cd", "mkdir", "source", ".", "pip", "pip3", "echo", "ray", "sleep", "set", "ulimit", "conda", "rm", "cp"}
 _SUCCEED |= _DECLARATIONS | {"true", ":", "pushd", "popd", "unset", "shift", "chmod", "printf"}
-MAX_STEPS, MAX_CHARS, MAX_CALLS, MAX_TEXT_SHOWN = 20_000, 100_000, 20, 100
-
-Value = str | list[str] | dict[str, str]
+MAX_STEPS, MAX_CHARS, MAX_CALLS = 20_000, 100_000, 20
 
 
 @dataclass
 class State:
-    """Variables and functions at one point of a script; ``is_over`` behind an `exit`."""
+    """Variables and functions at one point of a script; ``ended`` is how: `return`, `exit` or `failed`, else empty."""
 
     variables: dict[str, Value] = field(default_factory=dict)
     functions: dict[str, Node] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)
-    is_over: bool = False
+    ended: str = ""
 
 
 def commands_of(text: str) -> list[list[str]]:
@@ -63,38 +73,13 @@ def commands_of(text: str) -> list[list[str]]:
     Raises:
         SyntaxMistakeError: the text is no shell script, or does not end.
     """
-    text = re.sub(f"[{_UNKNOWN}{_UNSET}{_END}]", "", text.replace("\r\n", "\n"))
+    text = re.sub(f"[{UNKNOWN}{UNSET}{END}]", "", text.replace("\r\n", "\n"))
     try:
         interpreter = _Interpreter()
         interpreter.run(parse(text))
     except RecursionError:
         raise SyntaxMistakeError("blocks within each other are too many") from None
     return interpreter.commands
-
-
-def unknown_part(text: str) -> str | None:
-    """Return what of a word only the shell knows, as the script says it; None where all of it is known."""
-    found = list(dict.fromkeys(match[1] for match in _MARK.finditer(text)))
-    return ", ".join(found) or None
-
-
-def _mark(source: str, kind: str = _UNKNOWN) -> str:
-    shown = " ".join(_MARK.sub(r"\1", source).split())
-    return kind + (shown if len(shown) <= MAX_TEXT_SHOWN else shown[:MAX_TEXT_SHOWN] + "...") + _END
-
-
-def _is_unknown(value: Value | None) -> bool:
-    return value is not None and any(_MARK.search(one) for one in _items(value))
-
-
-def _is_unset(value: Value | None) -> bool:
-    return value is None or isinstance(value, str) and _ONE_UNSET.fullmatch(value) is not None
-
-
-def _items(value: Value | None) -> list[str]:
-    if value is None:
-        return []
-    return [value] if isinstance(value, str) else list(value.values() if isinstance(value, dict) else value)
 
 
 class _Interpreter:
@@ -109,7 +94,7 @@ class _Interpreter:
     def run(self, body: Body) -> bool | None:
         status: bool | None = True
         for node in body:
-            if self.state.is_over:
+            if self.state.ended:
                 return status
             status = self._run_node(node)
         return status
@@ -146,7 +131,7 @@ class _Interpreter:
     def _chain(self, node: Chain) -> bool | None:
         status = self._run_node(node.first)
         for operator, following in node.rest:
-            if self.state.is_over:
+            if self.state.ended:
                 return status
             if operator == "|":
                 status = self._run_node(following)
@@ -154,16 +139,25 @@ class _Interpreter:
             elif status is None:
                 self._alternatives([[following], []], self._shown([node.first]))
             elif status is (operator == "&&"):
-                status = self._run_node(following)
+                status = self._taken([following])
+        return status
+
+    def _taken(self, body: Body) -> bool | None:
+        """Run what a condition asks for, unless it ends the script as failed: then whoever ran it had set more."""
+        before = copy.deepcopy(self.state)
+        status = self.run(body)
+        if self.state.ended == "failed":
+            self.state = before
+            return None
         return status
 
     def _if(self, branches: list[tuple[Body | None, Body]]) -> bool | None:
         for number, (condition, body) in enumerate(branches):
             status = True if condition is None else self.run(condition)
-            if self.state.is_over:
+            if self.state.ended:
                 return None
             if status:
-                return self.run(body)
+                return self._taken(body)
             if status is None:
                 rest = branches[number + 1 :]
                 return self._alternatives([body, [If(rest)] if rest else []], self._shown(condition))
@@ -171,11 +165,11 @@ class _Interpreter:
 
     def _case(self, node: Case) -> bool | None:
         subject = self._text(node.subject)
-        if unknown_part(subject) is None or _is_unset(subject):
-            subject = "" if _is_unset(subject) else subject
+        if unknown_part(subject) is None or is_unset(subject):
+            subject = "" if is_unset(subject) else subject
             for patterns, body in node.branches:
                 if any(fnmatch.fnmatchcase(subject, self._text(pattern)) for pattern in patterns):
-                    return self.run(body)
+                    return self._taken(body)
             return True
         bodies = [body for _, body in node.branches]
         has_all = any("*" in patterns for patterns, _ in node.branches)
@@ -186,7 +180,7 @@ class _Interpreter:
         if node.words is None or any(map(unknown_part, words)):
             source = f"for {node.name} in {' '.join(node.words or [])}"
             if _NAME.fullmatch(node.name):
-                self.state.variables[node.name] = _mark(source)
+                self.state.variables[node.name] = mark(source)
             return self._alternatives([node.body, []], source)
         for word in words:
             if _NAME.fullmatch(node.name):
@@ -201,13 +195,13 @@ class _Interpreter:
             self.state = copy.deepcopy(start)
             self.run(body)
             ends.append(self.state)
-        going_on = [state for state in ends if not state.is_over]
+        going_on = [state for state in ends if not state.ended]
         self.state = going_on[0] if going_on else ends[0]
         found = [state.variables for state in going_on]
         for name in {name for variables in found for name in variables}:
             values = [variables.get(name) for variables in found]
             if any(value != values[0] for value in values):
-                self.state.variables[name] = _either(values, unknown_part(reason) or reason)
+                self.state.variables[name] = either(values, unknown_part(reason) or reason)
         for other in going_on[1:]:
             self.state.functions |= other.functions
 
@@ -246,8 +240,9 @@ class _Interpreter:
         if name in ("[", "test"):
             return self._test(arguments[:-1] if name == "[" else arguments)
         if name in ("exit", "return"):
-            self.state.is_over = True
-            return True
+            is_failure = name == "exit" and arguments[:1] != ["0"]
+            self.state.ended = "failed" if is_failure else name
+            return None
         if name in ("false", "true", ":"):
             return name != "false"
         if name in self.state.functions:
@@ -262,7 +257,7 @@ class _Interpreter:
         elif name in ("read", "mapfile", "readarray", "printf", "let"):
             for one in arguments if name != "printf" else arguments[1:2] if arguments[:1] == ["-v"] else []:
                 if _NAME.fullmatch(one):
-                    self.state.variables[one] = _mark(f"{name} {one}")
+                    self.state.variables[one] = mark(f"{name} {one}")
         elif name == "eval":
             return self._run_text(" ".join(arguments))
         else:
@@ -293,6 +288,8 @@ class _Interpreter:
         outer, self.state.arguments = self.state.arguments, arguments
         status = self._run_node(self.state.functions[name])
         self.state.arguments = outer
+        if self.state.ended == "return":
+            self.state.ended = ""
         return status
 
     def _assign(self, word: str) -> None:
@@ -303,15 +300,15 @@ class _Interpreter:
             value = self._text(raw)
         before = self.state.variables.get(name)
         if index is not None:
-            table = dict(before) if isinstance(before, dict) else dict(zip(map(str, range(10**6)), _items(before)))
+            table = dict(before) if isinstance(before, dict) else dict(zip(map(str, range(10**6)), items_of(before)))
             self.state.variables[name] = table | {self._text(index): value if isinstance(value, str) else ""}
             return
         if is_added and isinstance(value, str) and not isinstance(before, list | dict):
             value = (before or "") + value
         elif is_added:
-            value = [*_items(before), *_items(value)]
-        if sum(map(len, _items(value))) > MAX_CHARS:
-            value = _mark(word)
+            value = [*items_of(before), *items_of(value)]
+        if sum(map(len, items_of(value))) > MAX_CHARS:
+            value = mark(word)
         self.state.variables[name] = value
 
     def _array(self, raw: str) -> Value:
@@ -328,12 +325,12 @@ class _Interpreter:
         if assigned:
             name, operator, rest = assigned.groups()
             value = self._number(f"({name}){operator}({rest})" if operator else rest)
-            self.state.variables[name] = _mark(f"(({text}))") if value is None else str(value)
+            self.state.variables[name] = mark(f"(({text}))") if value is None else str(value)
             return value is None or value != 0
         value = self._number(text)
         if value is None:
             for name in re.findall(r"([A-Za-z_]\w*)\s*(?:\+\+|--)", text):
-                self.state.variables[name] = _mark(f"(({text}))")
+                self.state.variables[name] = mark(f"(({text}))")
         return None if value is None else value != 0
 
     def _number(self, text: str) -> int | None:
@@ -359,7 +356,7 @@ class _Interpreter:
 
     def _test(self, words: list[str], is_pattern: bool = False) -> bool | None:
         """`test`: None where only the shell knows. A variable that nothing set is empty."""
-        words = [_ONE_UNSET.sub("", word) for word in words]
+        words = [ONE_UNSET.sub("", word) for word in words]
         if words[:1] == ["!"]:
             status = self._test(words[1:], is_pattern)
             return None if status is None else not status
@@ -372,7 +369,7 @@ class _Interpreter:
         if len(words) == 2 and words[0] == "-v":
             return words[1] in self.state.variables
         if len(words) == 3:
-            return _compare(*words, is_pattern)
+            return compare(*words, is_pattern)
         return None
 
     # Words.
@@ -389,7 +386,7 @@ class _Interpreter:
             if isinstance(value, str) and is_quoted:
                 current = (current or "") + value
                 continue
-            parts = value if is_quoted else [one for item in _items(value) for one in _FIELD.findall(item)]
+            parts = value if is_quoted else [one for item in items_of(value) for one in FIELD.findall(item)]
             text = value if isinstance(value, str) else ""
             if text[:1].isspace() and current is not None:
                 fields.append(current)
@@ -417,10 +414,10 @@ class _Interpreter:
             elif char == "'" and not in_quotes:
                 yield source[1:-1], True
             elif source.startswith("$'") and len(source) > 2 and not in_quotes:
-                yield _ansi(source[2:-1]), True
+                yield ansi(source[2:-1]), True
             elif char == '"' and not in_quotes:
-                yield "", True
-                yield from self._expand(source[1:-1], in_quotes=True)
+                parts = list(self._expand(source[1:-1], in_quotes=True))
+                yield from parts or [("", True)]
             elif char in "$`" and len(source) > 1:
                 yield self._substitute(source, in_quotes), in_quotes
             elif char == "$" and (match := re.match(r"\$([A-Za-z_]\w*|[\d@*#?$!-])", raw[at:])):
@@ -433,7 +430,7 @@ class _Interpreter:
     def _substitute(self, source: str, in_quotes: bool) -> str | list[str]:
         if source.startswith("$((") and source.endswith("))"):
             number = self._number(source[3:-2])
-            return _mark(source) if number is None else str(number)
+            return mark(source) if number is None else str(number)
         if source.startswith(("$(", "`")):
             return self._output(source)
         match = _PARAMETER.fullmatch(source)
@@ -442,17 +439,17 @@ class _Interpreter:
         sign, name, index, operator = match.groups()
         value = self._value(name, index)
         if sign == "#":
-            length = len(value) if index in ("@", "*") and value is not None else len("".join(_items(value)))
-            return _mark(source) if _is_unknown(value) else str(length)
+            length = len(value) if index in ("@", "*") and value is not None else len("".join(items_of(value)))
+            return mark(source) if is_unknown(value) else str(length)
         if sign == "!":
-            value = self._value(value, None) if isinstance(value, str) and _NAME.fullmatch(value) else _mark(source)
+            value = self._value(value, None) if isinstance(value, str) and _NAME.fullmatch(value) else mark(source)
         result = self._operate(value, operator, name, index, source) if operator else value
         if result is None:
             plain = f"${name}" if not index else source
-            return _mark(plain, _UNSET)
+            return mark(plain, UNSET)
         if isinstance(result, str):
             return result
-        items = _items(result)
+        items = items_of(result)
         if index in ("@", "*") or name in ("@", "*"):
             return " ".join(items) if in_quotes and "*" in (index, name) else items
         return items[0] if items else ""
@@ -469,22 +466,22 @@ class _Interpreter:
             return given[int(name) - 1] if int(name) <= len(given) else None
         value = self.state.variables.get(name)
         if not _NAME.fullmatch(name) or name in ("RANDOM", "SECONDS"):
-            return _mark(f"${name}")
+            return mark(f"${name}")
         if index in (None, "@", "*") or value is None:
             return value
         index = self._text(index)
         if isinstance(value, dict):
             return value.get(index, "")
-        number, items = self._number(index), _items(value)
+        number, items = self._number(index), items_of(value)
         if number is None:
-            return _mark(f"${{{name}[{index}]}}")
+            return mark(f"${{{name}[{index}]}}")
         return items[number] if -len(items) <= number < len(items) else ""
 
     def _operate(self, value: Value | None, text: str, name: str, index: str | None, source: str) -> Value | None:
         """Apply what stands behind the name of a parameter, ``:-1`` for instance."""
         match = re.match(r"(:?)([-=+?])", text)
         if match:
-            is_missing = _is_unset(value) or bool(match[1]) and not any(_items(value))
+            is_missing = is_unset(value) or bool(match[1]) and not any(items_of(value))
             word = text[match.end() :]
             if match[2] == "+":
                 return "" if is_missing else self._text(word)
@@ -500,11 +497,11 @@ class _Interpreter:
             return None
         if name in ("@", "*") or index in ("@", "*"):
             return (
-                self._part(_items(value), text)
+                self._part(items_of(value), text)
                 if text.startswith(":")
-                else [self._edit(item, text, source) for item in _items(value)]
+                else [self._edit(item, text, source) for item in items_of(value)]
             )
-        return self._edit(_items(value)[0] if _items(value) else "", text, source)
+        return self._edit(items_of(value)[0] if items_of(value) else "", text, source)
 
     def _part(self, items: list[str], text: str) -> list[str]:
         offset, _, length = text[1:].partition(":")
@@ -514,9 +511,9 @@ class _Interpreter:
 
     def _edit(self, value: str, text: str, source: str) -> str:
         if unknown_part(value) or len(value) > 2000:
-            return value if unknown_part(value) else _mark(source)
+            return value if unknown_part(value) else mark(source)
         if text.startswith(("#", "%")):
-            return _trimmed(value, text[0], text[1:2] == text[0], self._text(text.lstrip(text[0])))
+            return trimmed(value, text[0], text[1:2] == text[0], self._text(text.lstrip(text[0])))
         if text in ("^^", ",,"):
             return value.upper() if text == "^^" else value.lower()
         if text in ("^", ","):
@@ -529,14 +526,14 @@ class _Interpreter:
             if start is not None and count is not None:
                 tail = value[start:] if -len(value) <= start else ""
                 return tail[:count]
-        return _mark(source)
+        return mark(source)
 
     def _replaced(self, value: str, text: str, source: str) -> str:
         kind = text[1:2] if text[1:2] in ("/", "#", "%") else ""
         old, _, new = text[1 + len(kind) :].replace("\\/", "\ue003").partition("/")
         old, new = (self._text(one).replace("\ue003", "/") for one in (old, new))
         if not old or unknown_part(old + new) or old.count("*") > 2 or old.count("[") > 2:
-            return value if not old else _mark(source)
+            return value if not old else mark(source)
         pattern = fnmatch.translate(old).removeprefix("(?s:").rpartition(")")[0]
         pattern = {"#": rf"\A(?:{pattern})", "%": rf"(?:{pattern})\Z"}.get(kind, pattern)
         return re.sub(pattern, lambda _: new, value, count=0 if kind == "/" else 1, flags=re.DOTALL)
@@ -547,63 +544,19 @@ class _Interpreter:
         try:
             nodes = parse(inner)
         except SyntaxMistakeError:
-            return _mark(source)
+            return mark(source)
         if len(nodes) != 1 or not isinstance(nodes[0], Command) or not nodes[0].words or re.search("[<>]", inner):
-            return _mark(source)
+            return mark(source)
         words = [one for word in nodes[0].words for one in self._fields(word)]
         if not words or any(map(unknown_part, words)) or any(word.startswith("-") for word in words[1:]):
-            return _mark(source)
+            return mark(source)
         if words[0] == "echo":
             return " ".join(words[1:])
         if words[0] in ("basename", "dirname") and len(words) == 2:
             folder, _, last = words[1].rstrip("/").rpartition("/")
             return last if words[0] == "basename" else folder or "."
-        return _mark(source)
+        return mark(source)
 
 
 def _plain(value: Value | None) -> str:
     return value if isinstance(value, str) else ""
-
-
-def _either(values: list[Value | None], reason: str) -> Value:
-    """What is known where each may be so: an array's items that all have, and marks for the others."""
-    if not any(isinstance(value, list | dict) for value in values):
-        shown = dict.fromkeys(_MARK.sub(r"\1", one) if one else "nothing" for one in values)
-        return _mark(f"{' or '.join(shown)}, by {reason}")
-    arrays = [_items(value) for value in values]
-    common = [one for one in arrays[0] if all(one in array for array in arrays)]
-    found: dict[str, list[str]] = {}
-    for one in dict.fromkeys(one for array in arrays for one in array if one not in common):
-        key, equals, value = one.partition("=")
-        found.setdefault(key + equals, []).append(_MARK.sub(r"\1", value if equals else one))
-    return common + [
-        (key if key.endswith("=") else "")
-        + _mark(f"{' or '.join(some if some[1:] else [*some, 'nothing'])}, by {reason}")
-        for key, some in found.items()
-    ]
-
-
-def _compare(left: str, operator: str, right: str, is_pattern: bool) -> bool | None:
-    if operator in ("=", "==", "!="):
-        is_same = fnmatch.fnmatchcase(left, right) if is_pattern else left == right
-        return is_same is (operator != "!=")
-    if operator in ("<", ">"):
-        return left < right if operator == "<" else left > right
-    numbers = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
-    if operator in numbers and all(re.fullmatch(r"\s*-?\d{1,18}\s*", one) for one in (left, right)):
-        return bool(evaluate(f"({left}){numbers[operator]}({right})", lambda name: ""))
-    return None
-
-
-def _trimmed(value: str, side: str, is_longest: bool, pattern: str) -> str:
-    lengths = range(len(value) + 1)
-    for length in reversed(lengths) if is_longest else lengths:
-        part = value[:length] if side == "#" else value[len(value) - length :]
-        if fnmatch.fnmatchcase(part, pattern):
-            return value[length:] if side == "#" else value[: len(value) - length]
-    return value
-
-
-def _ansi(text: str) -> str:
-    plain = {"n": "\n", "t": "\t", "r": "\r", "0": "", "a": "", "b": ""}
-    return re.sub(r"\\(.)", lambda match: plain.get(match[1], match[1]), text, flags=re.DOTALL)

@@ -7,7 +7,6 @@ After "Shell Command Language" of POSIX.1-2017 and the arrays, `[[` and `((` of 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 _ENDS = set(" \t\n;&|()<>")
 _OPERATORS = (";;&", ";;", ";&", ";", "&&", "||", "|&", "|", "&", "(", ")", "\n")
@@ -116,7 +115,7 @@ def _skip_single(text: str, start: int) -> int:
         if text[at] == "'":
             return at + 1
         at += 2 if has_escapes and text[at] == "\\" else 1
-    _unfinished(text, start)
+    raise _unfinished(text, start)
 
 
 def _skip_until(text: str, at: int, closing: str, special: str, depth: int) -> int:
@@ -125,7 +124,7 @@ def _skip_until(text: str, at: int, closing: str, special: str, depth: int) -> i
         if text[at] == closing:
             return at + 1
         at = skip(text, at, depth + 1) if text[at] in special else at + 1
-    _unfinished(text, start)
+    raise _unfinished(text, start)
 
 
 def skip_parentheses(text: str, start: int, depth: int = 0) -> int:
@@ -139,12 +138,12 @@ def skip_parentheses(text: str, start: int, depth: int = 0) -> int:
         at = skip(text, at, depth + 1) if text[at] not in "()" else at + 1
         if not open_ones:
             return at
-    _unfinished(text, start)
+    raise _unfinished(text, start)
 
 
-def _unfinished(text: str, start: int) -> NoReturn:
+def _unfinished(text: str, start: int) -> SyntaxMistakeError:
     line = text.count("\n", 0, start) + 1
-    raise SyntaxMistakeError(f"what begins in line {line} ({text[max(start - 1, 0) : start + 20]!r}) never ends")
+    return SyntaxMistakeError(f"what begins in line {line} ({text[max(start - 1, 0) : start + 20]!r}) never ends")
 
 
 @dataclass
@@ -237,7 +236,7 @@ class _Lexer:
                 self.at += 3
                 return self.text[start : self.at]
             self.at = skip(self.text, self.at)
-        _unfinished(self.text, start)
+        raise _unfinished(self.text, start)
 
 
 class _Parser:

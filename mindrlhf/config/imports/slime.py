@@ -9,10 +9,13 @@ from typing import Any
 
 from mindrlhf.config.imports.rules import NoCounterpartError, Rule, Source, Values, by_hand, each, into, to, without
 from mindrlhf.config.imports.shared import (
+    CLIP_KEYS,
     KERNELS,
     MODEL_SAYS,
     PIPELINE_KEYS,
     PROMPT_KEYS,
+    ROW_KEYS,
+    clip,
     flag,
     is_on,
     kl_estimator,
@@ -21,7 +24,9 @@ from mindrlhf.config.imports.shared import (
     pipeline,
     positive,
     prompts,
+    rows_of_tokens,
     schedule,
+    sequence_parallel,
     template_options,
     top_k,
     warmup_share,
@@ -48,7 +53,8 @@ def _advantage(value: Any, source: Source) -> Values:
     values: Values = dict(_ADVANTAGES[value])
     values["algorithm.aggregation"] = "token_mean" if is_on(source.get("calculate_per_token_loss")) else "sequence_mean"
     if value == "ppo":
-        values["critic.path"] = str(source.get("critic_load", source.get("hf_checkpoint", "")))
+        paths = (source.given.get(name) for name in ("critic_load", "hf_checkpoint"))
+        values["critic.path"] = str(next(filter(None, paths), "path/to/model"))
     return values
 
 
@@ -61,7 +67,7 @@ def _minibatches(value: Any, source: Source) -> Values:
 
 def _clip(value: Any, source: Source) -> Values:
     high = source.get("eps_clip_high", value)
-    return {"algorithm.clip_low": float(value), "algorithm.clip_high": float(high)}
+    return clip(value, high)
 
 
 def _kl_in_loss(value: Any, source: Source) -> Values:
@@ -86,7 +92,7 @@ def _dynamic_rows(value: Any, source: Source) -> Values:
     if not is_on(value):
         return {}
     tokens = int(source.get("max_tokens_per_gpu")) * int(source.get("context_parallel_size", 1))
-    return {"training.sequence_lengths": [tokens], "training.micro_batch_size": 1, "training.pack": True}
+    return rows_of_tokens(tokens, source.get("rollout_max_response_len"))
 
 
 def _micro_batch(value: Any, source: Source) -> Values:
@@ -208,7 +214,7 @@ RULES: dict[str, Rule] = {
         "algorithm.aggregation",
         "critic.path",
     ),
-    "eps_clip": into(_clip, "algorithm.clip_low", "algorithm.clip_high"),
+    "eps_clip": into(_clip, *CLIP_KEYS),
     "eps_clip_high": without("goes with eps_clip: `algorithm.clip_high`"),
     "eps_clip_c": into(
         lambda value, source: {"algorithm.loss": "dual_clip", "algorithm.dual_clip": float(value)},
@@ -263,15 +269,13 @@ RULES: dict[str, Rule] = {
     "context_parallel_size": to("parallel_config.context_parallel", int),
     "expert_model_parallel_size": to("parallel_config.expert_parallel", int),
     "expert_tensor_parallel_size": without("experts are shared by `parallel_config.expert_parallel`"),
-    "sequence_parallel": to("parallel_config.use_seq_parallel", is_on),
+    "sequence_parallel": sequence_parallel("tensor_model_parallel_size"),
     "decoder_*": without("layers are dealt to the stages evenly"),
     "recompute_granularity": into(
         lambda value, source: {"model.recompute": True} if value == "full" else {}, "model.recompute"
     ),
     "recompute_*": without("recomputation is by whole layers: `model.recompute`"),
-    "use_dynamic_batch_size": into(
-        _dynamic_rows, "training.sequence_lengths", "training.micro_batch_size", "training.pack"
-    ),
+    "use_dynamic_batch_size": into(_dynamic_rows, *ROW_KEYS),
     "max_tokens_per_gpu": without("goes with use_dynamic_batch_size: `training.sequence_lengths`"),
     "log_probs_max_tokens_per_gpu": without("`training.sequence_lengths` are for all passes"),
     "log_probs_chunk_size": to("memory.logit_positions", lambda value: max(int(value), 0)),
@@ -297,6 +301,11 @@ RULES: dict[str, Rule] = {
     "use_tensorboard": to("observe.tensorboard", is_on),
     "tb_*": without(_BOARDS),
     "log_*": without(_BOARDS),
+    "loss_type": only("policy_loss", otherwise="another command: mindrlhf sft"),
+    "disable_compute_advantages_and_returns": without("goes with loss_type"),
+    "deterministic_mode": to("run.deterministic", is_on),
+    "ref_micro_batch_size": without("`training.micro_batch_size` is for all passes"),
+    "multimodal_keys.*": without(_DATA),
     "save_debug_*": without("samples go to samples.jsonl: `observe.samples_per_step`"),
     "load_debug_*": by_hand("see `mindrlhf replay` in docs/debugging.md"),
     "debug_*": by_hand("see docs/debugging.md"),

@@ -19,12 +19,15 @@ from mindrlhf.config.imports.rules import (
     without,
 )
 from mindrlhf.config.imports.shared import (
+    CLIP_KEYS,
     KERNELS,
     LORA_KEYS,
     MODEL_SAYS,
     OVERLONG_KEYS,
     PIPELINE_KEYS,
     PROMPT_KEYS,
+    ROW_KEYS,
+    clip,
     flag,
     is_on,
     kl_estimator,
@@ -36,7 +39,9 @@ from mindrlhf.config.imports.shared import (
     positive,
     prompt_length,
     prompts,
+    rows_of_tokens,
     schedule,
+    sequence_parallel,
     template_option,
     top_k,
     trackers,
@@ -75,13 +80,16 @@ def _advantage(value: Any, source: Source) -> Values:
     values = dict(_ADVANTAGES[value])
     if value == "gae":
         values["algorithm.num_generations"] = int(source.get(f"{_ROLLOUT}.n", 1))
-        values["critic.path"] = str(source.get("critic.model.path", ""))
+        # A critic begins as the actor where its own path is not known.
+        given = [source.given.get(name) for name in ("critic.model.path", "actor_rollout_ref.model.path")]
+        values["critic.path"] = str(next(filter(None, given), "path/to/model"))
     return values
 
 
 def _kl_in_loss(value: Any, source: Source) -> Values:
-    if not value:
-        return {} if source.get("algorithm.use_kl_in_reward") else {"algorithm.beta": 0.0}
+    if not is_on(value):
+        is_set_elsewhere = is_on(source.get("algorithm.use_kl_in_reward")) or is_on(source.get("distillation.enabled"))
+        return {} if is_set_elsewhere else {"algorithm.beta": 0.0}
     name = str(source.get(f"{_ACTOR}.kl_loss_type", "low_var_kl"))
     return {
         "algorithm.beta": float(source.get(f"{_ACTOR}.kl_loss_coef", 0.001)),
@@ -92,7 +100,7 @@ def _kl_in_loss(value: Any, source: Source) -> Values:
 
 
 def _kl_in_reward(value: Any, source: Source) -> Values:
-    if not value:
+    if not is_on(value) or is_on(source.get("distillation.enabled")):
         return {}
     values = {
         "algorithm.beta": float(source.get("algorithm.kl_ctrl.kl_coef", 0.001)),
@@ -111,10 +119,7 @@ def _minibatches(value: Any, source: Source) -> Values:
 
 def _clip(value: Any, source: Source) -> Values:
     low, high = source.get(f"{_ACTOR}.clip_ratio_low"), source.get(f"{_ACTOR}.clip_ratio_high")
-    return {
-        "algorithm.clip_low": float(value if low is None else low),
-        "algorithm.clip_high": float(value if high is None else high),
-    }
+    return clip(value if low is None else low, value if high is None else high)
 
 
 def _end_rate(value: Any, source: Source) -> Values:
@@ -158,7 +163,7 @@ def _dynamic_rows(value: Any, source: Source) -> Values:
     if not is_on(value):
         return {}
     tokens = int(source.get(f"{_ACTOR}.ppo_max_token_len_per_gpu", 16384)) * _sequence_ranks(source)
-    return {"training.sequence_lengths": [tokens], "training.micro_batch_size": 1, "training.pack": True}
+    return rows_of_tokens(tokens, source.get("data.max_response_length"))
 
 
 def _micro_batch(value: Any, source: Source) -> Values:
@@ -209,14 +214,22 @@ def _replay(value: Any, source: Source) -> Values:
     )
 
 
+def _correction(value: Any, source: Source) -> Values:
+    if str(value) not in ("token", "sequence"):
+        raise NoCounterpartError(f"{value} has no counterpart: correction.weight knows token and sequence")
+    if is_on(source.get("algorithm.rollout_correction.bypass_mode")):
+        raise NoCounterpartError("with bypass_mode the old log-probabilities are the generator's: nothing to correct")
+    return {"correction.weight": str(value)}
+
+
 def _teachers(value: Any, source: Source) -> Values:
     if not is_on(value):
         return {}
     prefix, found = "distillation.teacher_models.", {}
-    for name in source.given:
+    for name in [*source.given, *source.unknown]:
         if name.startswith(prefix) and name.endswith(".model_path"):
             teacher = name.removeprefix(prefix).removesuffix(".model_path")
-            found[str(source.get(f"{prefix}{teacher}.key", teacher))] = str(source.get(name))
+            found[str(source.get(f"{prefix}{teacher}.key", teacher))] = str(source.given.get(name, "path/to/teacher"))
     values: Values = {"algorithm.name": "distill", "algorithm.advantage": "distill"}
     if len(found) == 1:
         values["model.reference_path"] = next(iter(found.values()))
@@ -328,14 +341,12 @@ RULES: dict[str, Rule] = {
     f"{_ACTOR}.ppo_mini_batch_size": into(_minibatches, "training.num_minibatches"),
     f"{_ACTOR}.ppo_micro_batch_size_per_gpu": into(_micro_batch, "training.micro_batch_size"),
     f"{_ACTOR}.ppo_micro_batch_size": into(_micro_batch_of_all, "training.micro_batch_size"),
-    f"{_ACTOR}.use_dynamic_bsz": into(
-        _dynamic_rows, "training.sequence_lengths", "training.micro_batch_size", "training.pack"
-    ),
+    f"{_ACTOR}.use_dynamic_bsz": into(_dynamic_rows, *ROW_KEYS),
     f"{_ACTOR}.ppo_max_token_len_per_gpu": without("goes with use_dynamic_bsz: `training.sequence_lengths`"),
     f"{_ACTOR}.ppo_epochs": to("training.num_iterations"),
     f"{_ACTOR}.shuffle": without("the samples of a step stay in order"),
-    f"{_ACTOR}.clip_ratio": into(_clip, "algorithm.clip_low", "algorithm.clip_high"),
-    f"{_ACTOR}.clip_ratio_low": to("algorithm.clip_low"),
+    f"{_ACTOR}.clip_ratio": into(_clip, *CLIP_KEYS),
+    f"{_ACTOR}.clip_ratio_low": to("algorithm.clip_low", lambda value: min(float(value), 1.0)),
     f"{_ACTOR}.clip_ratio_high": to("algorithm.clip_high"),
     f"{_ACTOR}.clip_ratio_c": to("algorithm.dual_clip"),
     f"{_ACTOR}.tau_pos": to("algorithm.sapo_tau_positive"),
@@ -360,7 +371,7 @@ RULES: dict[str, Rule] = {
     f"{_ACTOR}.megatron.pipeline_model_parallel_size": into(pipeline, *PIPELINE_KEYS),
     f"{_ACTOR}.megatron.context_parallel_size": to("parallel_config.context_parallel"),
     f"{_ACTOR}.megatron.expert_model_parallel_size": to("parallel_config.expert_parallel"),
-    f"{_ACTOR}.megatron.sequence_parallel": to("parallel_config.use_seq_parallel"),
+    f"{_ACTOR}.megatron.sequence_parallel": sequence_parallel(f"{_ACTOR}.megatron.tensor_model_parallel_size"),
     f"{_ACTOR}.megatron.use_distributed_optimizer": to("parallel_config.enable_parallel_optimizer"),
     f"{_ACTOR}.megatron.optimizer_offload": flag("memory.offload_optimizer"),
     f"{_ACTOR}.megatron.router_replay.mode": into(_replay, "training.replay_routing"),
@@ -495,10 +506,13 @@ RULES: dict[str, Rule] = {
     ),
     "algorithm.kl_penalty": without("goes with use_kl_in_reward: `algorithm.kl_estimator`"),
     "algorithm.kl_ctrl.*": without("goes with use_kl_in_reward: `algorithm.beta`, `algorithm.kl_target`"),
-    "algorithm.rollout_correction.rollout_is": choice("correction.weight", {"token": "token", "sequence": "sequence"}),
+    "algorithm.rollout_correction.rollout_is": into(_correction, "correction.weight"),
     "algorithm.rollout_correction.rollout_is_threshold": into(
         lambda value, source: (
-            {"correction.max_weight": float(value)} if source.get("algorithm.rollout_correction.rollout_is") else {}
+            {"correction.max_weight": float(value)}
+            if source.get("algorithm.rollout_correction.rollout_is")
+            and not is_on(source.get("algorithm.rollout_correction.bypass_mode"))
+            else {}
         ),
         "correction.max_weight",
     ),

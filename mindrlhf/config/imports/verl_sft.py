@@ -29,7 +29,7 @@ TASK = "sft"
 def is_one(names: Iterable[str]) -> bool:
     """Whether these keys are of fine-tuning, not of reinforcement learning."""
     sections = {name.split(".")[0] for name in names}
-    return "actor_rollout_ref" not in sections and {"optim", "model"} <= sections
+    return not sections & {"actor_rollout_ref", "algorithm"} and bool(sections & {"optim", "model", "engine"})
 
 
 def _low_rank(value: Any, source: Source) -> Values:
