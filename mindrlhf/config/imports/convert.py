@@ -52,11 +52,11 @@ def convert(stack: str, path: Path, num_processes: int = 0) -> tuple[str, Transl
     reading = read(path, module.DEFAULTS, known.__contains__, of_program="GRPOConfig" if module is trl else "")
     if module is verl and verl_sft.is_one(reading.given.keys() | reading.unknown.keys()):
         module = verl_sft
-    if module in (trl, slime, openrlhf):
+    if module is trl:
         reading.given.setdefault(module.NUM_PROCESSES, num_processes or reading.num_processes or 1)
     source = Source(reading.given, module.DEFAULTS, reading.unknown, aliases)
     result = translate(source, module.RULES)
-    if not any(find(module.RULES, name) for name in [*source.given, *source.unknown] if name != "num_processes"):
+    if not any(find(module.RULES, name) for name in [*source.given, *source.unknown] if name != trl.NUM_PROCESSES):
         raise UserError(f"{path} has no key of {stack}: is it one of {', '.join(name for name in STACKS)}?")
     result.for_user |= reading.remarks
     task = _task(module)

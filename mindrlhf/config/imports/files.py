@@ -138,16 +138,17 @@ class _Flags:
 
 def _flags(words: list[str]) -> _Flags:
     """Return ``--name value``, ``--name=value`` and switches behind the program, ``-`` in names as ``_``."""
-    start = 0
-    for at, word in enumerate(words):
-        if word.endswith(".py") or word == "--" or at and words[at - 1] == "-m" or words[:1] == ["trl"] and at == 1:
+    start = len(words) - words[::-1].index("--") if "--" in words else 0
+    for at, word in enumerate(words[start:], start):
+        if word.endswith(".py") or at and words[at - 1] in ("-m", "--module") or words[:1] == ["trl"] and at == 1:
             start = at + 1
+            break
     found, values = _Flags(), []
     for word in words[start:]:
         if match := _FLAG.fullmatch(word):
             values = [] if match[2] is None else [match[2]]
             found.pairs.append((match[1].replace("-", "_"), values))
-        elif found.pairs and not (_is_variable(word) and values):
+        elif found.pairs and not (_is_variable(word) and (values or word.endswith(f"[@]}}{word[-1]}"))):
             values.append(word)
         elif _is_variable(word):
             found.remarks[unknown_part(word)] = f"{only_shell_knows('its words')}: further flags?"
@@ -171,6 +172,8 @@ def _joined(values: list[str]) -> str:
     values = [value for value in values if value] or values[:1]
     if not values:
         return "true"
+    if values[0].startswith(("{", "[")):
+        return " ".join(values)
     return values[0] if len(values) == 1 else f"[{', '.join(values)}]"
 
 
@@ -195,7 +198,7 @@ def _of_program(path: Path, text: str, of_class: str) -> Reading:
         name = _name_of(call)
         prefix = {of_class: "", "LoraConfig": "lora_"}.get(name)
         for argument in call.keywords if prefix is not None else ():
-            key = "use_peft_with" if argument.arg is None else prefix + argument.arg.removeprefix(prefix or " ")
+            key = "" if argument.arg is None else _key_of(prefix, argument.arg)
             value = argument.value
             value = names.get(value.id, value) if isinstance(value, ast.Name) else value
             if argument.arg is None:
@@ -208,6 +211,11 @@ def _of_program(path: Path, text: str, of_class: str) -> Reading:
         if name == "LoraConfig":
             reading.given["use_peft"] = True
     return reading
+
+
+def _key_of(prefix: str, argument: str) -> str:
+    """`LoraConfig` has `r` and `use_rslora`, a command line `lora_r` and `use_rslora`."""
+    return argument if argument.startswith((prefix or " ", "use_")) else prefix + argument
 
 
 def _name_of(call: ast.Call) -> str:

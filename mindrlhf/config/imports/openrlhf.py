@@ -16,6 +16,7 @@ from mindrlhf.config.imports.rules import (
     each,
     into,
     to,
+    where_given,
     without,
 )
 from mindrlhf.config.imports.shared import (
@@ -42,7 +43,6 @@ from mindrlhf.config.imports.shared import (
     whole,
 )
 
-NUM_PROCESSES = "num_processes"
 _ADVANTAGES = {
     "gae": ("ppo", "gae"),
     "reinforce": ("reinforce_pp", "reinforce_pp"),
@@ -196,7 +196,6 @@ _DEEPSPEED = "see `parallel_config`"
 _VLLM = "vLLM's own default, or what the servers need, is used"
 
 RULES: dict[str, Rule] = {
-    NUM_PROCESSES: without(_HARDWARE),
     "actor.model_name_or_path": to("model.path", str),
     "actor.gradient_checkpointing_enable": to("model.recompute", is_on),
     "actor.gradient_checkpointing_reentrant": without("whole layers are recomputed"),
@@ -297,7 +296,10 @@ RULES: dict[str, Rule] = {
     "data.prompt_max_len": into(prompt_length),
     "data.max_samples": without("build a file of so many records"),
     "data.*": without(_DATA),
-    "eval.dataset": by_hand("build it: mindrlhf data build --output eval.mindrecord; then set data.eval_file"),
+    "eval.dataset": by_hand(
+        "build it: mindrlhf data build --output eval.mindrecord; then set data.eval_file",
+        {"data.eval_file": "path/to/eval.mindrecord"},
+    ),
     "eval.steps": to("evaluation.every_steps", lambda value: max(int(value), 0)),
     "eval.temperature": to("evaluation.temperature", float),
     "eval.n_samples_per_prompt": to("evaluation.num_samples", int),
@@ -325,10 +327,10 @@ RULES: dict[str, Rule] = {
     "ds.lora.*": without("goes with lora.rank"),
     "ds.load_in_4bit": only(False, otherwise="weights are float32 or bfloat16: model.param_dtype"),
     "ds.*": without(_DEEPSPEED),
-    "logger.wandb.key": into(lambda value, source: {"observe.sinks": ["tensorboard", "wandb"]}, "observe.sinks"),
+    "logger.wandb.key": where_given({"observe.sinks": ["tensorboard", "wandb"]}),
     "logger.wandb.project": to("observe.project", str),
     "logger.wandb.run_name": to("observe.run_name", str),
-    "logger.tensorboard_dir": into(lambda value, source: {"observe.tensorboard": bool(value)}, "observe.tensorboard"),
+    "logger.tensorboard_dir": where_given({"observe.tensorboard": True}),
     "logger.*": without("every step is logged: metrics.jsonl"),
     **each("", "local_rank use_ms", without(_HARDWARE)),
 }

@@ -73,12 +73,14 @@ class Rule:
         text: why a key without counterpart does not matter; or, with ``is_for_user``, what is left to do.
         is_for_user: the user has something to do, whether or not there is a counterpart.
         targets: all of our keys that ``translate`` may give.
+        is_by_presence: that the key is there says all; its value is not read.
     """
 
     translate: Callable[[Any, Source], Values] | None = None
     text: str = ""
     is_for_user: bool = False
     targets: tuple[str, ...] = ()
+    is_by_presence: bool = False
 
 
 def to(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule:
@@ -100,6 +102,11 @@ def choice(name: str, table: Mapping[Any, Any]) -> Rule:
 def into(translate: Callable[[Any, Source], Values], *targets: str) -> Rule:
     """The key, perhaps together with others, gives some of ours, ``targets``."""
     return Rule(translate, targets=targets)
+
+
+def where_given(values: Values) -> Rule:
+    """Where the key is given, whatever its value, ours are ``values``."""
+    return Rule(lambda value, source: dict(values), targets=tuple(values), is_by_presence=True)
 
 
 def without(text: str) -> Rule:
@@ -152,7 +159,9 @@ def translate(source: Source, rules: Mapping[str, Rule]) -> Translation:
             _apply(rule, name, value, source, result)
     for name, part in source.unknown.items():
         rule = find(rules, name)
-        if rule is not None and rule.translate is None and not rule.is_for_user:
+        if rule is not None and rule.is_by_presence:
+            _apply(rule, name, None, source, result)
+        elif rule is not None and rule.translate is None and not rule.is_for_user:
             result.dropped[source.shown(name)] = rule.text
         else:
             ours = " and ".join(rule.targets[:2]) if rule else ""
@@ -161,7 +170,7 @@ def translate(source: Source, rules: Mapping[str, Rule]) -> Translation:
 
 
 def _apply(rule: Rule, name: str, value: Any, source: Source, result: Translation) -> None:
-    is_given, shown = name in source.given, source.shown(name)
+    is_given, shown = name in source.given or name in source.unknown, source.shown(name)
     if rule.translate is None:
         if is_given:
             (result.for_user if rule.is_for_user else result.dropped)[shown] = rule.text

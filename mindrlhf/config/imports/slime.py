@@ -4,7 +4,6 @@ Names and defaults after slime/utils/arguments.py of that project (2026). `globa
 `rollout_batch_size` prompts; the servers there are SGLang's.
 """
 
-import json
 from typing import Any
 
 from mindrlhf.config.imports.rules import NoCounterpartError, Rule, Source, Values, by_hand, each, into, to, without
@@ -27,13 +26,12 @@ from mindrlhf.config.imports.shared import (
     rows_of_tokens,
     schedule,
     sequence_parallel,
-    template_options,
+    template_option,
     top_k,
     warmup_share,
     whole,
 )
 
-NUM_PROCESSES = "num_processes"
 _ADVANTAGES = {
     "grpo": {"algorithm.name": "grpo", "algorithm.advantage": "grpo"},
     "gspo": {"algorithm.name": "gspo", "algorithm.advantage": "grpo"},
@@ -125,15 +123,8 @@ def _filter(value: Any, source: Source) -> Values:
     raise NoCounterpartError(f"{value}: algorithm.dynamic_sampling keeps groups whose rewards differ, no others")
 
 
-def _template(value: Any, source: Source) -> Values:
-    try:
-        value = json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        value = None
-    raise NoCounterpartError(template_options(value))
-
-
 DEFAULTS = {
+    "bf16": True,
     "adam_beta1": 0.9,
     "adam_beta2": 0.999,
     "weight_decay": 0.01,
@@ -157,7 +148,6 @@ _BOARDS = "metrics go to metrics.jsonl, TensorBoard and the report"
 _HOOKS = "a hook of that stack"
 
 RULES: dict[str, Rule] = {
-    NUM_PROCESSES: without(_HARDWARE),
     "hf_checkpoint": to("model.path", str),
     "ref_load": by_hand("set model.reference_path, a Hugging Face directory, where it is not the starting model"),
     "load": by_hand("a checkpoint of Megatron: set model.path to the Hugging Face directory"),
@@ -166,12 +156,15 @@ RULES: dict[str, Rule] = {
     "save_hf": without("the trained model is exported at the end"),
     "async_save": to("checkpoint.asynchronous", is_on),
     "prompt_data": by_hand("build it: mindrlhf data build --output train.mindrecord; then set data.train_file"),
-    "eval_prompt_data": by_hand("build each: mindrlhf data build; then set data.eval_file and evaluation.sets"),
+    "eval_prompt_data": by_hand(
+        "build each: mindrlhf data build; then set data.eval_file and evaluation.sets",
+        {"data.eval_file": "path/to/eval.mindrecord"},
+    ),
     "rm_type": by_hand("choose verifiers: `mindrlhf rewards list`, reward.verifier_function"),
     "custom_rm_path": by_hand("reward.verifier_function: path/to/file.py:function"),
     "rm_url": by_hand("reward.verifier_function: path/to/file.py:function"),
     "rollout_shuffle": to("data.shuffle", is_on),
-    "apply_chat_template_kwargs": into(_template),
+    "apply_chat_template_kwargs*": template_option("apply_chat_template_kwargs"),
     **each(
         "",
         "input_key label_key metadata_key tool_key apply_chat_template reward_key eval_reward_key eval_input_key "
@@ -333,10 +326,12 @@ RULES: dict[str, Rule] = {
     ),
     **each(
         "",
-        "accumulate_allreduce_grads_in_fp32 attention_softmax_in_fp32 attention_backend bf16 fp16 fp8_* fp4_* "
+        "accumulate_allreduce_grads_in_fp32 attention_softmax_in_fp32 attention_backend fp8_* fp4_* "
         "cross_entropy_* no_* distributed_* overlap_* transformer_impl train_backend megatron_* use_flash_attn "
         "qwen_gdn_backend data_pad_size_multiplier allgather_cp experimental_* tokenizer_*",
         without(KERNELS),
     ),
+    "bf16": flag("model.compute_dtype", "bfloat16"),
+    "fp16": only(False, otherwise="float32 or bfloat16: model.compute_dtype"),
     **each("", "ci_* check_weight_update_equal", without("tests of that stack")),
 }

@@ -106,8 +106,12 @@ def _reference(value: Any, source: Source) -> Values:
 
 
 def _evaluation(value: Any, source: Source) -> Values:
-    every = source.get("eval_steps") if value == "steps" else 0
-    return {"evaluation.every_steps": int(every or source.get("logging_steps", 10) if value == "steps" else 0)}
+    if value not in ("steps", "epoch"):
+        return {"evaluation.every_steps": 0}
+    values: Values = {"data.eval_file": "path/to/eval.mindrecord"}
+    if value == "steps":
+        values["evaluation.every_steps"] = int(source.get("eval_steps") or source.get("logging_steps", 10))
+    raise NoCounterpartError("build it: mindrlhf data build --output eval.mindrecord; then set data.eval_file", values)
 
 
 def _saving(value: Any, source: Source) -> Values:
@@ -171,6 +175,7 @@ DEFAULTS = {
     "ref_model_mixup_alpha": 0.6,
     "ref_model_sync_steps": 512,
     "gradient_checkpointing": True,
+    "bf16": True,
 }
 
 _SERVER = "the run starts its own servers"
@@ -278,7 +283,7 @@ RULES: dict[str, Rule] = {
     "top_entropy_quantile": only(1, otherwise="all tokens take part in the loss"),
     "off_policy_mask_threshold": by_hand("see `correction.mask`"),
     "max_tool_calling_iterations": to("tools.max_turns"),
-    "eval_strategy": into(_evaluation, "evaluation.every_steps"),
+    "eval_strategy": into(_evaluation, "evaluation.every_steps", "data.eval_file"),
     "eval_steps": without("goes with eval_strategy"),
     "save_strategy": into(_saving, "checkpoint.every_steps"),
     "save_steps": without("goes with save_strategy"),
@@ -287,7 +292,11 @@ RULES: dict[str, Rule] = {
     "gradient_checkpointing": to("model.recompute"),
     "gradient_checkpointing_kwargs": without("whole layers are recomputed"),
     "bf16": into(
-        lambda value, source: {"model.compute_dtype": "bfloat16", "rollout.dtype": "bfloat16"} if is_on(value) else {},
+        lambda value, source: (
+            {"model.compute_dtype": "bfloat16", "rollout.dtype": "bfloat16"}
+            if is_on(value) and not is_on(source.get("fp16"))
+            else {}
+        ),
         "model.compute_dtype",
         "rollout.dtype",
     ),

@@ -155,6 +155,10 @@ def _types(value: Any, source: Source) -> Values:
     return {"model.compute_dtype": "bfloat16"} if str(value) in ("bfloat16", "bf16") else {}
 
 
+def _param_types(value: Any, source: Source) -> Values:
+    return {"model.param_dtype": "bfloat16"} if str(value) in ("bfloat16", "bf16") else {}
+
+
 def _recompute(value: Any, source: Source) -> Values:
     return {"model.recompute": True} if value == "full" else {}
 
@@ -268,7 +272,9 @@ DEFAULTS = {
     f"{_ACTOR}.policy_loss.loss_mode": "vanilla",
     f"{_ACTOR}.loss_agg_mode": "token-mean",
     f"{_ACTOR}.use_kl_loss": False,
+    f"{_ACTOR}.fsdp_config.dtype": "bfloat16",
     f"{_ROLLOUT}.n": 1,
+    f"{_ROLLOUT}.dtype": "bfloat16",
     "actor_rollout_ref.rollout.val_kwargs.temperature": 0,
     "trainer.total_epochs": 30,
     "trainer.save_freq": -1,
@@ -304,7 +310,7 @@ RULES: dict[str, Rule] = {
     "data.tool_config_path": by_hand("name the tools in tools.names; docs/tools.md"),
     "data.apply_chat_template_kwargs*": template_option("data.apply_chat_template_kwargs"),
     "data.function_tool_path": by_hand("name the functions in tools.names: path/to/file.py:function; docs/tools.md"),
-    "data.mm_processor_kwargs*": by_hand("images are scaled when the data is built: docs/images.md"),
+    "data.mm_processor_kwargs*": by_hand("images are scaled when the data is built: docs/vision.md"),
     "data.filter_overlong_prompts*": without("mindrlhf data build counts and leaves out prompts that are too long"),
     "data.truncation": without("prompts that are too long are left out, not truncated"),
     **each(
@@ -396,6 +402,8 @@ RULES: dict[str, Rule] = {
     f"{_ACTOR}.fsdp_config.offload_policy": flag("memory.offload_optimizer"),
     f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size": to("parallel_config.context_parallel"),
     f"{_ACTOR}.fsdp_config.mixed_precision.param_dtype": into(_types, "model.compute_dtype"),
+    f"{_ACTOR}.fsdp_config.model_dtype": into(_param_types, "model.param_dtype"),
+    f"{_ACTOR}.fsdp_config.full_determinism": flag("run.deterministic"),
     f"{_ACTOR}.fsdp_config.dtype": into(_types, "model.compute_dtype"),
     f"{_ACTOR}.fsdp_config.*": without(_MEMORY),
     f"{_ACTOR}.router_replay.mode": into(_replay, "training.replay_routing"),
@@ -505,6 +513,7 @@ RULES: dict[str, Rule] = {
         _kl_in_reward, "algorithm.beta", "algorithm.kl_in", "algorithm.kl_estimator", "algorithm.kl_target"
     ),
     "algorithm.kl_penalty": without("goes with use_kl_in_reward: `algorithm.kl_estimator`"),
+    "algorithm.kl_ctrl.horizon": without("`algorithm.kl_gain` says how fast the weight follows"),
     "algorithm.kl_ctrl.*": without("goes with use_kl_in_reward: `algorithm.beta`, `algorithm.kl_target`"),
     "algorithm.rollout_correction.rollout_is": into(_correction, "correction.weight"),
     "algorithm.rollout_correction.rollout_is_threshold": into(
@@ -517,7 +526,9 @@ RULES: dict[str, Rule] = {
         "correction.max_weight",
     ),
     "algorithm.rollout_correction.bypass_mode": to("correction.bypass"),
-    "algorithm.rollout_correction.rollout_rs*": by_hand("set correction.mask, mask_low and mask_high"),
+    "algorithm.rollout_correction.rollout_rs*": by_hand(
+        "set correction.mask, correction.mask_low and correction.mask_high"
+    ),
     "algorithm.rollout_correction.*": without("see `correction` in docs/config.md"),
     "algorithm.filter_groups.enable": to("algorithm.dynamic_sampling"),
     "algorithm.filter_groups.max_num_gen_batches": positive("algorithm.max_oversampling"),
@@ -534,7 +545,9 @@ RULES: dict[str, Rule] = {
         "distillation.teachers",
     ),
     "distillation.*": without("goes with distillation.enabled"),
-    "async_training.*": by_hand("set rollout.off_policy_steps, segment_tokens and asynchronous: docs/async.md"),
+    "async_training.*": by_hand("set rollout.off_policy_steps, rollout.segment_tokens and asynchronous: docs/async.md"),
+    "trainer.v1.*": by_hand("set rollout.off_policy_steps, rollout.segment_tokens and asynchronous: docs/async.md"),
+    "skip.*": without("a switch for tests of that stack"),
     "rollout.*": without(_HARDWARE),
     "defaults*": without("files of the other stack: what they say by default is known"),
     "hydra.*": without("of Hydra, not of the run"),

@@ -10,7 +10,7 @@ from mindrlhf.config.imports.shell import commands_of
 from mindrlhf.config.imports.shell_syntax import SyntaxMistakeError
 from mindrlhf.config.imports.shell_values import unknown_part
 
-SHOW = "show() { for word in \"$@\"; do printf '%s\\0' \"$word\"; done; }\n"
+SHOW = 'show() { for word in "$@"; do printf \'%s\\0\' "$word"; done; }\n'
 
 
 def of_bash(script: str) -> list[str] | None:
