@@ -3,6 +3,7 @@ packing algorithms"): what is sought by its size is found in a sorted list, so t
 """
 
 from bisect import bisect_left, bisect_right, insort
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -23,7 +24,7 @@ class Piece:
     group: int = 0  # samples of one group have one prefix
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _OpenRow:
     """A row that is being filled, or a bundle of pieces of one group that go into a row together."""
 
@@ -131,10 +132,10 @@ def plan(pieces: Sequence[Piece], row_lengths: Sequence[int], *, is_tight: bool 
 def _bundles(pieces: Sequence[Piece], row_length: int) -> list[_OpenRow]:
     """Return the groups, and those that fill more than a row in several bundles, best fit decreasing."""
     bundles: dict[int, list[_OpenRow]] = {}
-    rooms: dict[int, _Sorted[int]] = {}
+    rooms: dict[int, _Sorted[int]] = defaultdict(_Sorted)
     for item in sorted(range(len(pieces)), key=lambda item: (-pieces[item].size, item)):
         piece = pieces[item]
-        own, free = bundles.setdefault(piece.group, []), rooms.setdefault(piece.group, _Sorted())
+        own, free = bundles.setdefault(piece.group, []), rooms[piece.group]
         place = bisect_left(free.keys, piece.size)  # each of them has the prefix
         if place < len(free.keys):
             number = free.values[free.keys[place]][0]
