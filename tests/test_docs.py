@@ -14,10 +14,14 @@ from mindrlhf.config.parse import dotted_keys
 from mindrlhf.config.schema import GrpoConfig, SftConfig
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.launch.launch import _CLUSTER_DEFAULTS
 from mindrlhf.observe import metrics as measure
 from mindrlhf.observe.timing import throughput
 from mindrlhf.rewards.judges.accounting import COUNTED
+from mindrlhf.rewards.registry import CONTEXT_KEYWORDS
+from mindrlhf.rollout.replicas import PYTHON_VARIABLE
 from mindrlhf.training.batch import RowOptions, make_batch
+from mindrlhf.training.loop.guards import MAX_SAVED_BATCHES
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("model_configs/*.md")])
@@ -255,6 +259,15 @@ def test_exit_codes_in_the_faq():
     rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", _text(ROOT / "docs" / "faq.md"), flags=re.MULTILINE))
     assert "you can mend it" in rows[str(UserError.exit_code)]
     assert "failed while the run was under way" in rows[str(RunFailure.exit_code)]
+
+
+def test_numbers_and_names_in_the_faq():
+    page = _text(ROOT / "docs" / "faq.md")
+    assert f"The first {MAX_SAVED_BATCHES} batches are saved" in page
+    assert f"MS_NODE_TIMEOUT={_CLUSTER_DEFAULTS['MS_NODE_TIMEOUT']}" in page
+    for name in (*CONTEXT_KEYWORDS, "HCCL_DETERMINISTIC", "LCCL_DETERMINISTIC", PYTHON_VARIABLE):
+        assert name in page, name
+    assert "are planned" not in page and "not yet" not in page  # what will be is not for this page
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from pathlib import Path
 from mindrlhf.commands.vocabulary import add_overrides, add_workers, allow_json, write_text
 
 TASKS = ("train", "sft", "dpo", "reward-model")
+STACK_NAMES = ("mindspeed-rl", "mindrlhf", "verl", "trl", "openrlhf", "slime")
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -34,10 +35,18 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     new.set_defaults(run=_new)
 
     taken = actions.add_parser("import", help="write another stack's config as one of ours")
-    taken.add_argument("--from", dest="stack", required=True, choices=("mindspeed-rl", "mindrlhf", "verl", "trl"))
-    taken.add_argument("file", type=Path, help="its YAML file, or a shell script with section.key=value words")
+    taken.add_argument("--from", dest="stack", required=True, choices=STACK_NAMES)
+    taken.add_argument(
+        "file", type=Path, help="its YAML file, or the shell script that starts it (trl: or its program)"
+    )
     taken.add_argument("--output", default="-", metavar="FILE", help="where to write it (default: -, standard output)")
-    add_workers(taken, "ranks it ran on; TRL counts batches by them (default: 1)")
+    taken.add_argument(
+        "--workers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="ranks it ran on; TRL counts batches by them (default: the script's)",
+    )
     taken.set_defaults(run=_import)
 
     docs = actions.add_parser("docs", help="print the reference page (docs/config.md)")

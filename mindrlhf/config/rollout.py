@@ -23,7 +23,6 @@ class RolloutSection:
     num_replicas: int = key(
         1, "number of servers that share the prompts; of several nodes each has an equal part of them, at least one",
         minimum=1,
-        maximum=64,
     )
     off_policy_steps: int = key(
         0, "off-policy lag: while a step trains, samples of this many later steps are generated, so that a step trains "

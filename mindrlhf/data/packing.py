@@ -83,17 +83,18 @@ def plan_rows(lengths: Sequence[int], row_lengths: Sequence[int], *, pack: bool 
 
 
 def _first_fit(indices: Sequence[int], lengths: Sequence[int], row_length: int) -> list[Row]:
-    contents: list[list[int]] = []
-    free: list[int] = []
+    leaves = 1 << (len(indices) - 1).bit_length()
+    most = [row_length] * (2 * leaves)  # a binary tree: the most room of the nodes 2 n and 2 n + 1, or of a row
+    contents: dict[int, list[int]] = {}
     for index in indices:
-        place = next((row for row, space in enumerate(free) if space >= lengths[index]), None)
-        if place is None:
-            contents.append([])
-            free.append(row_length)
-            place = len(free) - 1
-        contents[place].append(index)
-        free[place] -= lengths[index]
-    return [Row(row_length, tuple(items)) for items in contents]
+        node = 1
+        while node < leaves:
+            node = 2 * node + (most[2 * node] < lengths[index])
+        contents.setdefault(node, []).append(index)
+        most[node] -= lengths[index]
+        while node := node // 2:
+            most[node] = max(most[2 * node], most[2 * node + 1])
+    return [Row(row_length, tuple(items)) for items in contents.values()]
 
 
 PREFIX_IDS, POSITIONS = "prefix_ids", "positions"

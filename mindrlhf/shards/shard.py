@@ -60,6 +60,8 @@ def shard_directory(
 ) -> ShardedManifest:
     """Shard a Hugging Face directory into one directory per rank; goes on where an earlier run was interrupted.
 
+    Ranks that hold the same (data-parallel ones without a sharded optimiser) have one file, by hard links.
+
     Args:
         parallel: layout in the short form of `Layout.parse`; or
         strategy: directory or merged file of MindSpore strategy files.
@@ -161,19 +163,52 @@ class _Sharding:
             return ShardedManifest.read(self._out / SHARDED_NAME)
         if len(missing) < self._manifest.num_ranks:
             self._report(f"{self._manifest.num_ranks - len(missing)} ranks are there already")
-        self._check_space(missing)
+        written, linked = self._divide(missing)
+        self._check_space(written)
         write_json(self._out / PROGRESS_NAME, {"plan": self._manifest.plan})
         (self._out / SHARDED_NAME).unlink(missing_ok=True)
         self._remove_leftovers()
-        for batch in self._batches(missing):
+        for batch in self._batches(written):
             self._write_batch(batch)
             self._report(f"ranks {batch[0]} to {batch[-1]} of {self._manifest.num_ranks} written")
+        for rank, source in linked.items():
+            self._link_rank(rank, source)
+        if linked:
+            self._report(f"{len(linked)} ranks hold what others do: links to their files")
         self._copy_companions()
         write_strategy_directory(self._out / STRATEGY_NAME, self._source.dims, layout, layouts)
         manifest = self._finished_manifest()
         write_json(self._out / SHARDED_NAME, manifest.to_json())
         (self._out / PROGRESS_NAME).unlink()
         return manifest
+
+    def _divide(self, missing: Sequence[int]) -> tuple[list[int], dict[int, int]]:
+        """Return the ranks to be written, and for the others the rank whose file holds the same."""
+        held: dict[int, list[tuple]] = {}
+        for array in self._manifest.arrays.values():
+            for box, ranks in array.layout.replicas().items():
+                for rank in ranks:
+                    held.setdefault(rank, []).append((array.layout.name, box))
+        finished = set(held) - set(missing)
+        first: dict[tuple, int] = {}
+        for rank in sorted(held, key=lambda rank: (rank not in finished, rank)):
+            first.setdefault(tuple(held[rank]), rank)
+        sources = {rank: first[tuple(held[rank])] for rank in missing}
+        written = [rank for rank, source in sources.items() if source == rank]
+        return written, {rank: source for rank, source in sources.items() if source != rank}
+
+    def _link_rank(self, rank: int, source: int) -> None:
+        """Give a rank the file of another by a hard link, or by a copy where the file system has none."""
+        theirs, ours = (rank_file(self._out, one, self._manifest.file_format) for one in (source, rank))
+        ours.parent.mkdir(exist_ok=True)
+        manifest = read_json_object(theirs.parent / RANK_MANIFEST_NAME)
+        write_json(ours.parent / RANK_MANIFEST_NAME, {**manifest, "rank": rank})
+        partial = partial_path(ours)
+        try:
+            os.link(theirs, partial)
+        except OSError:  # not supported, or more links than a file may have
+            shutil.copyfile(theirs, partial)
+        partial.replace(ours)
 
     def _check_out(self) -> None:
         for name in (SHARDED_NAME, PROGRESS_NAME):

@@ -1,14 +1,20 @@
 """Where rollout servers lie: on whole nodes, each at most once, or on all alike; or a refusal that says what to do."""
 
+import dataclasses
 import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mindrlhf.config.load import read_content
 from mindrlhf.config.rollout import RolloutSection
+from mindrlhf.config.training import ParallelSection, resolve_data_parallel
 from mindrlhf.errors import UserError
+from mindrlhf.layout.feasibility import check_rollout
+from mindrlhf.layout.layout import Layout
 from mindrlhf.layout.servers import place_servers
+from mindrlhf.specs import find_spec
 
 SIZES = st.integers(1, 24)
 
@@ -70,3 +76,67 @@ def test_a_refusal_names_the_value_and_the_fix_which_holds(count, width, num_nod
     changes_count = key == "num_replicas" or (key == "it" and "num_replicas' is" in str(refused.value))
     mended = section(int(value), width) if changes_count else section(count, int(value))
     place_servers(mended, num_nodes, node_size)
+
+
+POWERS = st.integers(3, 13).map(lambda exponent: 2**exponent)  # 8 to 8,192 ranks
+HEADS = find_spec({"architectures": ["Qwen2ForCausalLM"]}).dims(
+    {
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    }
+)
+
+
+@given(world=POWERS, width=st.sampled_from([1, 2, 4, 5, 8, 16, 3]), count=st.integers(1, 8192))
+def test_one_setting_that_the_message_names_fits_any_number_of_devices(world, width, count):
+    """Of 8 to 8,192 devices: a refusal names one thing to set, and what it names is taken."""
+    rollout = RolloutSection(num_replicas=count, tensor_parallel=width)
+    for _ in range(3):
+        try:
+            check_rollout(rollout, HEADS, world)
+            break
+        except UserError as error:
+            message = str(error)
+            if match := re.search(r"set num_replicas to (\d+)", message):
+                rollout = RolloutSection(num_replicas=int(match[1]), tensor_parallel=rollout.tensor_parallel)
+            elif match := re.search(r"set it to one of ([\d, ]+)", message):
+                width = int(match[1].split(", ")[-1])
+                rollout = RolloutSection(num_replicas=world // width, tensor_parallel=width)
+            else:
+                assert f"set tensor_parallel to a divisor of {world}" in message
+                rollout = RolloutSection(num_replicas=rollout.num_replicas, tensor_parallel=1)
+    check_rollout(rollout, HEADS, world)
+    assert rollout.num_replicas * rollout.tensor_parallel == world
+    # A config says so, whatever the number: no key has a limit that this arithmetic has not.
+    content = {"rollout": {"num_replicas": rollout.num_replicas, "tensor_parallel": rollout.tensor_parallel}}
+    messages = read_content("train", content, world_size=None).mistakes.messages
+    assert not [message for message in messages if "rollout." in message]
+
+
+@given(
+    world=POWERS,
+    model=st.sampled_from([1, 2, 4, 8]),
+    stages=st.sampled_from([1, 2, 4, 16]),
+    context=st.sampled_from([1, 2, 3]),
+    rank=st.integers(0, 8191),
+)
+def test_the_layout_of_any_number_of_ranks_is_whole(world, model, stages, context, rank):
+    parallel = ParallelSection(model_parallel=model, pipeline_stage=stages, context_parallel=context)
+    fixed = model * stages * context
+    if world % fixed:
+        with pytest.raises(UserError, match=f"start {-(-world // fixed) * fixed} workers"):
+            resolve_data_parallel(parallel, world)
+        return
+    layout = Layout.from_config(parallel, world)
+    assert layout.world_size == world and layout.data_parallel * fixed == world
+    place = layout.coordinates(rank % world)
+    # Ranks count stage by stage; in a stage data, context, model, the last innermost.
+    number = ((place.stage * layout.data_parallel + place.data) * context + place.context) * model + place.model
+    assert number == rank % world
+    with pytest.raises(UserError, match=f"set data_parallel to {layout.data_parallel}, or start"):
+        resolve_data_parallel(dataclasses.replace(parallel, data_parallel=layout.data_parallel + 1), world)

@@ -1,6 +1,7 @@
 """Cutting and merging: identity to the bit, every element once, and the shards that MindSpore's own tools make."""
 
 import json
+import os
 from collections import Counter
 from unittest import mock
 
@@ -24,6 +25,7 @@ from mindrlhf.weights.array_file import load_arrays, save_arrays
 from mindrlhf.weights.convert import import_directory
 from mindrlhf.weights.hf import SafetensorsDirectory, read_hf_config
 from mindrlhf.weights.open import open_tensors
+from mindrlhf.weights.sharded import PROGRESS_NAME, RANK_MANIFEST_NAME
 from mindrlhf.weights.tensors import array_infos
 
 SPEC = find_spec(CONFIG)
@@ -304,3 +306,51 @@ def test_coverage_finds_gaps_overlaps_and_lost_replicas(boxes, message):
     with pytest.raises(UserError, match=message):
         check_coverage("p", (4,), boxes)
     assert check_coverage("p", (4,), [((0, 1),), ((1, 4),), ((1, 4),), ((0, 1),)]) == 2
+
+
+def files_of(directory):
+    return sorted(directory.glob("rank_*/*.safetensors"))
+
+
+def held_bytes(directory):
+    """Bytes on the disk: a file with several names counts once."""
+    return sum({status.st_ino: status.st_size for status in map(os.stat, files_of(directory))}.values())
+
+
+@pytest.mark.parametrize("text", ["dp=4", "dp=4,mp=2", "dp=2,mp=2,pp=3", "dp=2,cp=2", "dp=4,mp=2,vocab_emb_dp=1"])
+def test_data_parallel_ranks_share_one_file(tmp_path, model, text):
+    shard_directory(model, tmp_path / "out", parallel=text)
+    shard_directory(
+        model, tmp_path / "one", parallel=text.replace("dp=4", "dp=1").replace("dp=2", "dp=1").replace("cp=2", "cp=1")
+    )
+    layout = Layout.parse(text)
+    assert len(files_of(tmp_path / "out")) == layout.world_size
+    assert held_bytes(tmp_path / "out") == held_bytes(tmp_path / "one")
+    verify_directory(tmp_path / "out")
+    # Every rank's manifest is its own, and its file is that of a run that writes each.
+    assert [
+        json.loads((path.parent / RANK_MANIFEST_NAME).read_text())["rank"] for path in files_of(tmp_path / "out")
+    ] == [int(path.parent.name.removeprefix("rank_")) for path in files_of(tmp_path / "out")]
+    with mock.patch("os.link", side_effect=OSError("no links here")):
+        shard_directory(model, tmp_path / "copies", parallel=text)
+    for path in files_of(tmp_path / "out"):
+        copy = tmp_path / "copies" / path.relative_to(tmp_path / "out")
+        assert copy.read_bytes() == path.read_bytes() and copy.stat().st_nlink == 1
+
+
+def test_a_rank_that_is_gone_is_linked_again(tmp_path, model):
+    shard_directory(model, tmp_path / "out", parallel="dp=3,mp=2")
+    files = files_of(tmp_path / "out")
+    contents_before = [path.read_bytes() for path in files]
+    for path in (files[0], files[3]):  # one that was written, and a link to another
+        path.unlink()
+    (tmp_path / "out" / "sharded.json").rename(tmp_path / "out" / PROGRESS_NAME)
+    lines = []
+    shard_directory(model, tmp_path / "out", parallel="dp=3,mp=2", report=lines.append)
+    assert [path.read_bytes() for path in files_of(tmp_path / "out")] == contents_before
+    assert "4 ranks are there already" in lines and not [line for line in lines if "written" in line]
+
+
+def test_a_sharded_optimiser_leaves_nothing_to_share(tmp_path, model):
+    shard_directory(model, tmp_path / "out", parallel="dp=2,mp=2,opt=1")
+    assert {path.stat().st_nlink for path in files_of(tmp_path / "out")} == {1}

@@ -1,19 +1,29 @@
 """Other stacks' config files as ours: `mindrlhf config import`."""
 
+import json
+import math
 import re
-import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import yaml
 
-from mindrlhf.config.imports import mindrlhf_05, mindspeed_rl, trl, verl
-from mindrlhf.config.imports.rules import Source, Translation, translate
+from mindrlhf.config.imports import mindrlhf_05, mindspeed_rl, openrlhf, slime, trl, verl, verl_sft
+from mindrlhf.config.imports.files import read
+from mindrlhf.config.imports.rules import Source, Translation, find, translate
 from mindrlhf.config.load import read_content
 from mindrlhf.errors import UserError
 
-STACKS = {"mindspeed-rl": mindspeed_rl, "mindrlhf": mindrlhf_05, "verl": verl, "trl": trl}
+STACKS = {
+    "mindspeed-rl": mindspeed_rl,
+    "mindrlhf": mindrlhf_05,
+    "verl": verl,
+    "trl": trl,
+    "openrlhf": openrlhf,
+    "slime": slime,
+}
 # What a config cannot do without, and what stands there until the user has put in their own.
 _PLACEHOLDERS = {
     "model.path": "path/to/model",
@@ -22,43 +32,50 @@ _PLACEHOLDERS = {
     "reward.verifier_function": ["accuracy_reward"],
     "run.device": "ascend",
 }
-_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
 _UNUSED = re.compile(r"'([\w.]+)' is set, but")
-_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,[^}]*)?\}")
 
 
-def convert(stack: str, path: Path, num_processes: int = 1) -> tuple[str, Translation]:
+def convert(stack: str, path: Path, num_processes: int = 0) -> tuple[str, Translation]:
     """Return the YAML text of our config, with a comment for each key of theirs, and what became of the keys.
 
     Args:
         stack: one of ``STACKS``.
-        path: their YAML file; or a shell script whose command line has ``key.name=value`` words.
-        num_processes: ranks that the run had; the batches of some stacks count by process.
+        path: their YAML or JSON file; a shell script with their command line; for TRL, the program.
+        num_processes: ranks that the run had; the batches of some stacks count by process. 0: what the script says.
 
     Raises:
         UserError: the file cannot be read, or has no key of that stack.
     """
     module = STACKS[stack]
-    given = _read(path)
+    aliases = getattr(module, "ALIASES", {})
+    known = module.RULES.keys() | aliases
+    reading = read(path, module.DEFAULTS, known.__contains__, of_program="GRPOConfig" if module is trl else "")
+    if module is verl and verl_sft.is_one(reading.given.keys() | reading.unknown.keys()):
+        module = verl_sft
     if module is trl:
-        given["num_processes"] = num_processes
-    result = translate(Source(given, module.DEFAULTS), module.RULES)
-    if len(result.unknown) == len(given) or not given:
+        reading.given.setdefault(module.NUM_PROCESSES, num_processes or reading.num_processes or 1)
+    source = Source(reading.given, module.DEFAULTS, reading.unknown, aliases)
+    result = translate(source, module.RULES)
+    if not any(find(module.RULES, name) for name in [*source.given, *source.unknown] if name != trl.NUM_PROCESSES):
         raise UserError(f"{path} has no key of {stack}: is it one of {', '.join(name for name in STACKS)}?")
+    result.for_user |= reading.remarks
+    task = _task(module)
     for name, value in _PLACEHOLDERS.items():
-        if not result.values.get(name):
+        if not result.values.get(name) and not (task == "sft" and name.startswith("reward.")):
             result.values[name] = value
             result.origins[name] = ["needed: put yours here"]
-    _leave_out_unused(result)
+    _leave_out_unused(task, result)
     return _render(stack, path, result), result
 
 
-def _leave_out_unused(result: Translation) -> None:
+def _task(module: ModuleType) -> str:
+    return getattr(module, "TASK", "train")
+
+
+def _leave_out_unused(task: str, result: Translation) -> None:
     """Leave out what our own check calls set but unused: it says nothing in that stack either."""
     for _ in range(len(result.values)):
-        reading = read_content("train", _nested(result.values), world_size=None)
+        reading = read_content(task, _nested(result.values), world_size=None)
         found = [match[1] for message in reading.mistakes.messages if (match := _UNUSED.search(message))]
         unused = [name for name in found if name in result.values]
         if not unused:
@@ -78,75 +95,16 @@ def _nested(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return sections
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read ({error})") from None
-    if path.suffix == ".sh":
-        return _overrides_of_script(path, text)
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is no config: it has no keys")
-    flat = dict(_flatten(content))
-    return {name: _dereferenced(value, flat) for name, value in flat.items()}
-
-
-def _overrides_of_script(path: Path, text: str) -> dict[str, Any]:
-    """The words ``key.name=value`` of a script; its plain variables are put in."""
-    try:
-        words = shlex.split(text.replace("\\\n", " "), comments=True)
-    except ValueError as error:
-        raise UserError(f"{path} is no shell script: {error}") from None
-    variables: dict[str, str] = {}
-    given = {}
-    for word in words:
-        word = _VARIABLE.sub(lambda found: variables.get(found[1], found[0]), word)
-        if match := _OVERRIDE.fullmatch(word):
-            given[match[1]] = yaml.safe_load(match[2]) if match[2] else ""
-        elif match := _ASSIGNMENT.fullmatch(word):
-            variables[match[1]] = match[2]
-    return given
-
-
-def _flatten(content: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for name, value in content.items():
-        if isinstance(value, dict) and value:
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", _number(value)
-
-
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads 1e-6 as text."""
-    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
-        return float(value)
-    return value
-
-
-def _dereferenced(value: Any, flat: Mapping[str, Any]) -> Any:
-    """Follow Hydra's ``${other.key}``; what leads nowhere is as if it were not given."""
-    for _ in range(10):
-        match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
-        if match is None:
-            return value
-        value = flat.get(match[1])
-    return None
-
-
 def _render(stack: str, path: Path, result: Translation) -> str:
     sections = _nested({name: value for name, value in result.values.items() if value is not None})
     lines = [
-        f"# {path.name} of {stack}, as a config of MindRLHF. Check it: mindrlhf config check FILE",
+        f"# {_line(path.name)} of {stack}, as a config of MindRLHF. Check it: mindrlhf config check FILE",
         "# Behind each key stands where it comes from; (default) is what that stack does where nothing is said.",
     ]
     for section, values in sections.items():
         lines.append(f"{section}:")
         for key, value in values.items():
-            origin = ", ".join(dict.fromkeys(result.origins[f"{section}.{key}"]))
+            origin = ", ".join(dict.fromkeys(map(_line, result.origins[f"{section}.{key}"])))
             lines.append(f"  {key}: {_scalar(value)}  # {origin}")
     for title, entries in (
         ("To do by hand", result.for_user),
@@ -154,11 +112,20 @@ def _render(stack: str, path: Path, result: Translation) -> str:
         ("Unknown", dict.fromkeys(result.unknown, "not a key that is known of that stack: what is it for?")),
     ):
         if entries:
-            lines += ["", f"# {title}:", *(f"#   {name}: {text}" for name, text in entries.items())]
+            lines += ["", f"# {title}:", *(f"#   {_line(name)}: {_line(text)}" for name, text in entries.items())]
     return "\n".join(lines) + "\n"
 
 
+def _line(text: str) -> str:
+    """Return a text that stays within its comment."""
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split())
+
+
 def _scalar(value: Any) -> str:
-    if isinstance(value, float) and value == int(value) and abs(value) < 1e6:
+    if isinstance(value, float) and math.isfinite(value) and value == int(value) and abs(value) < 1e6:
         return f"{value:.1f}"
-    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+    if isinstance(value, str) and not value.isprintable():
+        return json.dumps(value)
+    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    text = text.removesuffix("...\n").strip()
+    return json.dumps(str(value)) if "\n" in text else text

@@ -8,13 +8,26 @@ from typing import Any
 
 from mindrlhf.config.imports.rules import NoCounterpartError, Rule, Source, Values, by_hand, each, into, to, without
 from mindrlhf.config.imports.shared import (
+    CLIP_KEYS,
     KERNELS,
+    LORA_KEYS,
     MODEL_SAYS,
+    OVERLONG_KEYS,
+    PIPELINE_KEYS,
+    PROMPT_KEYS,
+    ROW_KEYS,
+    clip,
+    flag,
     kl_estimator,
+    lora,
     only,
     only_of_gae,
+    overlong_buffer,
     pipeline,
+    positive,
+    prompt_length,
     prompts,
+    rows_of_tokens,
     schedule,
     top_k,
     warmup_share,
@@ -26,7 +39,8 @@ def _advantage(value: Any, source: Source) -> Values:
     if value == "group_norm":
         return {"algorithm.name": "grpo", "algorithm.advantage": "grpo"}
     if value == "gae":
-        return {"algorithm.name": "ppo", "algorithm.advantage": "gae"}
+        path = source.given.get("critic_config.load", "path/to/model")
+        return {"algorithm.name": "ppo", "algorithm.advantage": "gae", "critic.path": str(path)}
     raise NoCounterpartError(f"no estimator {value!r}: set algorithm.name")
 
 
@@ -53,17 +67,15 @@ def _clip(value: Any, source: Source) -> Values:
         low, high = source.get("rl_config.clip_ratio_low", value), source.get("rl_config.clip_ratio_high", value)
     else:
         low = high = value
-    return {"algorithm.clip_low": float(low), "algorithm.clip_high": float(high)}
+    return clip(low, high)
 
 
 def _overlong(value: Any, source: Source) -> Values:
     if not value:
         return {}
-    longest = int(source.get("generate_config.sampling_config.max_tokens"))
-    return {
-        "algorithm.overlong_buffer": int(source.get("rl_config.overlong_buffer", 0)) / longest,
-        "algorithm.overlong_penalty": float(source.get("rl_config.overlong_buffer_penalty_factor", 1.0)),
-    }
+    longest = source.get("rl_config.rollout_max_tokens", source.get("generate_config.sampling_config.max_tokens"))
+    tokens = source.get("rl_config.overlong_buffer", 0)
+    return overlong_buffer(tokens, longest, source.get("rl_config.overlong_buffer_penalty_factor", 1.0))
 
 
 def _dynamic_rows(value: Any, source: Source) -> Values:
@@ -72,7 +84,7 @@ def _dynamic_rows(value: Any, source: Source) -> Values:
     tokens = source.get("rl_config.max_packing_token_size")
     if tokens is None:
         raise NoCounterpartError("max_packing_token_size is missing: set training.sequence_lengths")
-    return {"training.sequence_lengths": [int(tokens)], "training.micro_batch_size": 1}
+    return rows_of_tokens(int(tokens), source.get("generate_config.sampling_config.max_tokens"))
 
 
 def _end_rate(value: Any, source: Source) -> Values:
@@ -82,6 +94,25 @@ def _end_rate(value: Any, source: Source) -> Values:
 
 def _recompute(value: Any, source: Source) -> Values:
     return {"model.recompute": True} if value == "full" else {}
+
+
+def _sequence_parallel(value: Any, source: Source) -> Values:
+    names = (f"{section}.tensor_model_parallel_size" for section in ("actor_config", "megatron_training"))
+    is_shared = max(int(source.get(name, 1)) for name in names) > 1
+    return {"parallel_config.use_seq_parallel": bool(value)} if is_shared else {}
+
+
+def _low_rank(value: Any, source: Source) -> Values:
+    sections = ("actor_config", "megatron_training")
+    alpha, modules = (
+        next((found for one in sections if (found := source.get(f"{one}.{name}")) is not None), default)
+        for name, default in (("lora_alpha", 32), ("lora_target_modules", None))
+    )
+    return lora(value, alpha, modules)
+
+
+def _trackers(name: str) -> Rule:
+    return into(lambda value, source: {"observe.sinks": ["tensorboard", name]} if value else {}, "observe.sinks")
 
 
 def _types(value: Any, source: Source) -> Values:
@@ -103,6 +134,7 @@ DEFAULTS = {
     "rl_config.verifier_weight": [1.0],
     "rl_config.verifier_timeout": 30,
     "actor_config.lr_decay_style": "linear",
+    "actor_config.min_lr": 0.0,
     "actor_config.adam_beta2": 0.999,
     "generate_config.sampling_config.max_tokens": 128,
     "generate_config.sampling_config.top_k": 50,
@@ -121,28 +153,27 @@ _VLLM = "vLLM's own default, or what the servers need, is used"
 _MODEL = {
     "micro_batch_size": to("training.micro_batch_size"),
     "tensor_model_parallel_size": to("parallel_config.model_parallel"),
-    "pipeline_model_parallel_size": into(pipeline),
+    "pipeline_model_parallel_size": into(pipeline, *PIPELINE_KEYS),
     "context_parallel_size": to("parallel_config.context_parallel"),
     "expert_model_parallel_size": to("parallel_config.expert_parallel"),
-    "sequence_parallel": to("parallel_config.use_seq_parallel"),
     "use_distributed_optimizer": to("parallel_config.enable_parallel_optimizer"),
     "num_layers_per_virtual_pipeline_stage": without("stages hold consecutive layers"),
     "num_layer_list": without("layers are dealt to the stages evenly"),
     "noop_layers": without("layers are dealt to the stages evenly"),
     "lr": to("optimizer.start_lr", float),
     "lr_decay_style": to("optimizer.lr_schedule", schedule),
-    "min_lr": into(_end_rate),
+    "min_lr": into(_end_rate, "optimizer.end_lr"),
     "lr_warmup_fraction": into(warmup_share),
     "weight_decay": to("optimizer.weight_decay"),
     "clip_grad": to("optimizer.max_grad_norm"),
     "adam_beta1": to("optimizer.beta1"),
     "adam_beta2": to("optimizer.beta2"),
     "optimizer": only("adam", "adamw", otherwise="the optimiser is AdamW"),
-    "swap_optimizer": only(False, otherwise="parallel_config.enable_parallel_optimizer shards the optimiser's state"),
-    "recompute_granularity": into(_recompute),
+    "swap_optimizer": flag("memory.swap_moments"),
+    "recompute_granularity": into(_recompute, "model.recompute"),
     "recompute_*": without("recomputation is by whole layers: `model.recompute`"),
-    "bf16": into(_types),
-    "global_batch_size": into(lambda value, source: prompts(value)),
+    "bf16": into(_types, "model.compute_dtype"),
+    "global_batch_size": into(lambda value, source: prompts(value), *PROMPT_KEYS),
     "seq_length": without("packed sequences fit the longest sample: `training.sequence_lengths`"),
     "tokenizer_name_or_path": to("data.tokenizer_dir"),
     "tokenizer_*": without("the tokenizer directory says it"),
@@ -150,7 +181,7 @@ _MODEL = {
     "no_shuffle": to("data.shuffle", lambda value: not value),
     "full_shuffle_instruction_dataset": without("`data.shuffle` shuffles every epoch anew"),
     "split": without("held-out prompts are a file of their own: `data.eval_file`"),
-    "dataset_additional_keys": without("a prompt keeps the fields of its record"),
+    "dataset_additional_keys": by_hand("name them in mindrlhf data build --keep; rewards get them by name"),
     "dataloader_type": without(_DATA),
     "is_*_dataset": without("the command says it: train, sft, dpo, reward-model"),
     "prompt_type*": by_hand("give the chat template to mindrlhf data build --template"),
@@ -186,6 +217,11 @@ _MODEL = {
     "do_sample": without("responses are always sampled"),
     "ai_framework": without("always MindSpore"),
     "mm_model": without(MODEL_SAYS),
+    "lora_r": into(_low_rank, *LORA_KEYS),
+    **each("", "lora_alpha lora_target_modules", without("goes with lora_r")),
+    "lora_load": to("lora.path"),
+    "lora_*": without("adapters are merged, and saved in PEFT's format: docs/lora.md"),
+    "no_pad_to_seq_lengths": without("packed sequences have their own lengths"),
 }
 _OF_CONFIG_JSON = (
     "spec use_mcore_models num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups "
@@ -207,6 +243,7 @@ _OF_KERNELS = (
 
 def _of_section(section: str) -> dict[str, Rule]:
     rules = {f"{section}.{name}": rule for name, rule in _MODEL.items()}
+    rules[f"{section}.sequence_parallel"] = into(_sequence_parallel, "parallel_config.use_seq_parallel")
     rules |= each(f"{section}.", _OF_CONFIG_JSON, without(MODEL_SAYS))
     return rules | each(f"{section}.", _OF_KERNELS, without(KERNELS))
 
@@ -223,9 +260,9 @@ RULES: dict[str, Rule] = {
     "critic_config.lr": to("critic.start_lr", float),
     "critic_config.*": without("the critic has the actor's layout, batches and options"),
     "vit_config.*": without("the tower has the actor's layout"),
-    "rl_config.adv_estimator": into(_advantage),
+    "rl_config.adv_estimator": into(_advantage, "algorithm.name", "algorithm.advantage", "critic.path"),
     "rl_config.kl_penalty": to("algorithm.kl_estimator", kl_estimator),
-    "rl_config.init_kl_coef": into(_kl),
+    "rl_config.init_kl_coef": into(_kl, "algorithm.beta", "algorithm.kl_in", "algorithm.kl_target"),
     "rl_config.kl_ctrl_type": without("goes with init_kl_coef"),
     "rl_config.kl_target": without("goes with init_kl_coef"),
     "rl_config.kl_horizon": without("`algorithm.kl_gain` says how fast the weight follows"),
@@ -233,23 +270,21 @@ RULES: dict[str, Rule] = {
     "rl_config.lam": only_of_gae("rl_config.adv_estimator", "algorithm.gae_lambda"),
     "rl_config.advantage_whiten": only_of_gae("rl_config.adv_estimator", "algorithm.whiten_advantages"),
     "rl_config.beta": without("of `mindrlhf dpo`"),
-    "rl_config.mini_batch_size": into(_minibatches),
+    "rl_config.mini_batch_size": into(_minibatches, "training.num_minibatches"),
     "rl_config.n_samples_per_prompt": to("algorithm.num_generations"),
     "rl_config.num_samples_per_step": without(_DISPATCH),
-    "rl_config.max_prompt_length": by_hand("give it to mindrlhf data build --max-prompt-length"),
+    "rl_config.max_prompt_length": into(prompt_length),
     "rl_config.epochs": to("training.num_iterations"),
-    "rl_config.clip_ratio": into(_clip),
+    "rl_config.clip_ratio": into(_clip, *CLIP_KEYS),
     "rl_config.clip_ratio_*": without("goes with clip_higher_enable"),
     "rl_config.clip_higher_enable": without("goes with clip_ratio"),
     "rl_config.cliprange_value": only_of_gae("rl_config.adv_estimator", "critic.clip_range"),
     "rl_config.entropy_coeff": to("algorithm.entropy_coefficient"),
     "rl_config.token_level_loss": to("algorithm.aggregation", lambda value: "token_mean" if value else "sequence_mean"),
     "rl_config.filter_groups_enable": to("algorithm.dynamic_sampling"),
-    "rl_config.filter_groups_max_batches": into(
-        lambda value, source: {"algorithm.max_oversampling": int(value)} if int(value) > 0 else {}
-    ),
+    "rl_config.filter_groups_max_batches": positive("algorithm.max_oversampling"),
     "rl_config.filter_groups_*": without("groups are compared by their reward, and a step keeps its size"),
-    "rl_config.overlong_buffer_enable": into(_overlong),
+    "rl_config.overlong_buffer_enable": into(_overlong, *OVERLONG_KEYS),
     "rl_config.overlong_buffer*": without("goes with overlong_buffer_enable"),
     "rl_config.rollout_max_tokens": without("`rollout.max_response_length`"),
     "rl_config.rule_reward": only(True, otherwise="set reward.model_path"),
@@ -257,7 +292,15 @@ RULES: dict[str, Rule] = {
     "rl_config.verifier_weight": to("reward.verifier_weight"),
     "rl_config.verifier_timeout": to("reward.timeout_s", float),
     "rl_config.verifier_parallel": to("reward.num_workers"),
-    "rl_config.use_dynamic_bsz": into(_dynamic_rows),
+    "rl_config.use_dynamic_bsz": into(_dynamic_rows, *ROW_KEYS),
+    "rl_config.*_max_packing_token_size": without("`training.sequence_lengths` are for all passes"),
+    "rl_config.use_dp_batch_balance": without(_DISPATCH),
+    "rl_config.log_max_throughput": without(_BOARDS),
+    "rl_config.hccl_buffersize": without("an environment variable of HCCL"),
+    "rl_config.async_engine": without("servers answer as requests come"),
+    "rl_config.max_parallel_calls": without("`tools.max_calls` is for a whole response"),
+    "rl_config.max_total_response_length": without("`rollout.max_response_length` counts answers of tools too"),
+    "rl_config.use_kl_in_reward": without("goes with init_kl_coef: `algorithm.kl_in`"),
     "rl_config.max_packing_token_size": without("goes with use_dynamic_bsz"),
     "rl_config.ref_*": without("`training.micro_batch_size` is for all passes"),
     "rl_config.*_forward_micro_batch_size": without("`training.micro_batch_size` is for all passes"),
@@ -275,10 +318,11 @@ RULES: dict[str, Rule] = {
     "rl_config.enable_sharding_validate": without("`mindrlhf weights verify`"),
     "rl_config.tp_split_expert": without("`parallel_config.expert_parallel`"),
     "rl_config.use_tensorboard": to("observe.tensorboard"),
-    "rl_config.use_wandb": without(_BOARDS),
-    "rl_config.wandb_*": without(_BOARDS),
-    "rl_config.use_swanlab": without(_BOARDS),
-    "rl_config.swanlab_*": without(_BOARDS),
+    "rl_config.use_wandb": _trackers("wandb"),
+    "rl_config.use_swanlab": _trackers("swanlab"),
+    **each("rl_config.", "wandb_project swanlab_project", to("observe.project", str)),
+    **each("rl_config.", "wandb_exp_name swanlab_exp_name", to("observe.run_name", str)),
+    **each("rl_config.", "wandb_* swanlab_*", without(_BOARDS)),
     "rl_config.partial_rollout_max_split": only(
         0, 1, otherwise="a step waits for all its samples; see docs/config.md for `rollout`"
     ),
@@ -288,6 +332,8 @@ RULES: dict[str, Rule] = {
     "rl_config.colocate_actor_and_vit": without("the tower runs where the actor does"),
     "rl_config.multi_turn_enable": only(False, otherwise="name the tools in tools.names; docs/tools.md"),
     "rl_config.max_tool_calls": to("tools.max_calls"),
+    "rl_config.max_tool_response_length": to("tools.max_response_tokens"),
+    "rl_config.share_backbone": without("the reference is the actor without its adapters"),
     "rl_config.tool_*": by_hand("name the tools in tools.names; docs/tools.md"),
     "rl_config.multi_turn_*": without("goes with multi_turn_enable"),
     "rl_config.zmq_communication": without("there is no Ray here"),
@@ -304,6 +350,7 @@ RULES: dict[str, Rule] = {
     "generate_config.max_model_len": without("the longest prompt and response decide it"),
     "generate_config.dtype": to("rollout.dtype"),
     "generate_config.gpu_memory_utilization": to("rollout.gpu_memory_utilization"),
+    "generate_config.offload_train_optimizer": flag("memory.offload_optimizer"),
     "generate_config.offload_train_*": without("see docs/plan.md for what lies where"),
     "generate_config.sampling_config.max_tokens": to("rollout.max_response_length"),
     "generate_config.sampling_config.top_p": to("rollout.top_p"),

@@ -9,22 +9,59 @@ Values = dict[str, Any]  # ours, by "section.key"
 
 
 class NoCounterpartError(Exception):
-    """This value cannot be carried over; the text says what to do."""
+    """This value cannot be carried over, or only ``values`` of it; the text says what to do."""
+
+    def __init__(self, text: str, values: Values | None = None):
+        super().__init__(text)
+        self.values = values or {}
 
 
 class Source:
-    """The keys of a foreign config, flat: what the file says, else that stack's own default."""
+    """The keys of a foreign config, flat: what the file says, else that stack's own default.
 
-    def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any]):
-        self.given = dict(given)
-        self.defaults = dict(defaults)
+    Attributes:
+        given: what the file says.
+        defaults: what that stack does where it says nothing.
+        unknown: keys whose value the file does not have, and a text that says who knows it.
+
+    Args:
+        aliases: earlier names of keys, which are read as the later ones.
+    """
+
+    def __init__(
+        self,
+        given: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        unknown: Mapping[str, str] | None = None,
+        aliases: Mapping[str, str] | None = None,
+    ):
+        aliases = aliases or {}
+        self.given = {aliases.get(name, name): value for name, value in given.items()}
+        self.unknown = {aliases.get(name, name): part for name, part in (unknown or {}).items()}
+        self._written = {aliases[name]: name for name in [*given, *(unknown or {})] if name in aliases}
+        self.defaults = {name: value for name, value in defaults.items() if name not in self.unknown}
+
+    def shown(self, name: str) -> str:
+        """Return a key as the file writes it."""
+        return self._written.get(name, name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of a key; ``default`` where neither the file nor the stack has one."""
+        """Return the value of a key; ``default`` where neither the file nor the stack has one.
+
+        Raises:
+            NoCounterpartError: only the shell knows it.
+        """
+        if name in self.unknown:
+            raise NoCounterpartError(f"goes with {name}, and {self.unknown[name]}")
         for values in (self.given, self.defaults):
             if values.get(name) is not None:
                 return values[name]
         return default
+
+
+def only_shell_knows(part: str) -> str:
+    """Return the words for it."""
+    return f"only the shell knows {part}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,32 +72,41 @@ class Rule:
         translate: (value, source) -> our keys with their values; None where the key has no counterpart.
         text: why a key without counterpart does not matter; or, with ``is_for_user``, what is left to do.
         is_for_user: the user has something to do, whether or not there is a counterpart.
+        targets: all of our keys that ``translate`` may give.
+        is_by_presence: that the key is there says all; its value is not read.
     """
 
     translate: Callable[[Any, Source], Values] | None = None
     text: str = ""
     is_for_user: bool = False
+    targets: tuple[str, ...] = ()
+    is_by_presence: bool = False
 
 
 def to(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule:
     """The key is our ``name``, its value converted."""
-    return Rule(lambda value, source: {name: convert(value)})
+    return Rule(lambda value, source: {name: convert(value)}, targets=(name,))
 
 
 def choice(name: str, table: Mapping[Any, Any]) -> Rule:
     """The key is our ``name``; the table has its values."""
 
     def convert(value: Any) -> Any:
-        if value not in table:
+        if isinstance(value, list | dict) or value not in table:
             raise NoCounterpartError(f"{value} has no counterpart; {name} knows {', '.join(map(str, table.values()))}")
         return table[value]
 
     return to(name, convert)
 
 
-def into(translate: Callable[[Any, Source], Values]) -> Rule:
-    """The key, perhaps together with others, gives several of ours."""
-    return Rule(translate)
+def into(translate: Callable[[Any, Source], Values], *targets: str) -> Rule:
+    """The key, perhaps together with others, gives some of ours, ``targets``."""
+    return Rule(translate, targets=targets)
+
+
+def where_given(values: Values) -> Rule:
+    """Where the key is given, whatever its value, ours are ``values``."""
+    return Rule(lambda value, source: dict(values), targets=tuple(values), is_by_presence=True)
 
 
 def without(text: str) -> Rule:
@@ -70,7 +116,7 @@ def without(text: str) -> Rule:
 
 def by_hand(text: str, values: Values | None = None) -> Rule:
     """The user has something to do; ``values`` are what stands there until then."""
-    return Rule(values and (lambda value, source: dict(values)), text, is_for_user=True)
+    return Rule(values and (lambda value, source: dict(values)), text, True, tuple(values or ()))
 
 
 def each(prefix: str, names: str, rule: Rule) -> dict[str, Rule]:
@@ -102,35 +148,50 @@ def translate(source: Source, rules: Mapping[str, Rule]) -> Translation:
 
     Args:
         source: flat keys.
-        rules: by key; the key may have ``*``. The first that fits counts.
+        rules: by key; the key may have ``*``. The one with the most letters of its own counts.
     """
     result = Translation()
     for name, value in _entries(source):
-        is_given = name in source.given
-        rule = _find(rules, name)
+        rule = find(rules, name)
         if rule is None:
-            result.unknown.append(name)
-        elif rule.translate is None:
-            if is_given:
-                (result.for_user if rule.is_for_user else result.dropped)[name] = rule.text
+            result.unknown.append(source.shown(name))
         else:
-            try:
-                values = rule.translate(value, source)
-            except NoCounterpartError as error:
-                result.for_user[name] = str(error)
-                continue
-            except (TypeError, ValueError, ZeroDivisionError, AttributeError):
-                result.for_user[name] = f"{value!r} is not understood: set it by hand"
-                continue
-            label = name if is_given else f"{name} (default)"
-            for key, one in values.items():
-                result.values[key] = one
-                result.origins.setdefault(key, []).append(label)
-            if rule.is_for_user and is_given:
-                result.for_user[name] = rule.text
-            elif not values and is_given:
-                result.dropped[name] = f"{value!r} asks for nothing here"
+            _apply(rule, name, value, source, result)
+    for name, part in source.unknown.items():
+        rule = find(rules, name)
+        if rule is not None and rule.is_by_presence:
+            _apply(rule, name, None, source, result)
+        elif rule is not None and rule.translate is None and not rule.is_for_user:
+            result.dropped[source.shown(name)] = rule.text
+        else:
+            ours = " and ".join(rule.targets[:2]) if rule else ""
+            result.for_user[source.shown(name)] = part + (f": set {ours}" if ours else "")
     return result
+
+
+def _apply(rule: Rule, name: str, value: Any, source: Source, result: Translation) -> None:
+    is_given, shown = name in source.given or name in source.unknown, source.shown(name)
+    if rule.translate is None:
+        if is_given:
+            (result.for_user if rule.is_for_user else result.dropped)[shown] = rule.text
+        return
+    try:
+        values = rule.translate(value, source)
+    except NoCounterpartError as error:
+        values = error.values
+        result.for_user[shown] = str(error)
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError):
+        ours = " and ".join(rule.targets[:2]) or "it"
+        result.for_user[shown] = f"{value!r} is not understood: set {ours} by hand"
+        return
+    label = shown if is_given else f"{name} (default)"
+    for key, one in values.items():
+        result.values[key] = one
+        result.origins.setdefault(key, []).append(label)
+    if rule.is_for_user and is_given:
+        result.for_user[shown] = rule.text
+    elif not values and is_given and shown not in result.for_user:
+        result.dropped[shown] = f"{value!r} asks for nothing here"
 
 
 def _entries(source: Source) -> Iterator[tuple[str, Any]]:
@@ -145,7 +206,9 @@ def _entries(source: Source) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _find(rules: Mapping[str, Rule], name: str) -> Rule | None:
+def find(rules: Mapping[str, Rule], name: str) -> Rule | None:
+    """Return the rule of a key: its own, else that of the pattern with the most letters beside the ``*``."""
     if name in rules:
         return rules[name]
-    return next((rule for pattern, rule in rules.items() if fnmatch.fnmatchcase(name, pattern)), None)
+    patterns = [pattern for pattern in rules if "*" in pattern and fnmatch.fnmatchcase(name, pattern)]
+    return rules[max(patterns, key=lambda pattern: len(pattern.replace("*", "")))] if patterns else None
