@@ -1,5 +1,6 @@
 """YAML as its specification has it, where PyYAML is lenient or wrong."""
 
+import re
 from collections.abc import Sequence
 from typing import IO, Any
 
@@ -8,6 +9,11 @@ import yaml
 from mindrlhf.errors import UserError
 
 MAX_MERGED_KEYS = 10_000
+MAX_NUMBER_CHARS = 4300  # as Python's int
+MAX_DEPTH = 50
+# YAML 1.1 reads 12:30 as 750; 1.2, and everybody who writes it, as text.
+_BASE_60 = re.compile(r"^[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?$")
+_NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 def _first_wins(mappings: Sequence[yaml.MappingNode]) -> yaml.MappingNode:
@@ -45,6 +51,28 @@ class _StrictLoader(yaml.SafeLoader):
                 node.value[place] = key_node, _first_wins(merged)
         super().flatten_mapping(node)
 
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        # PyYAML looks through all open levels at each token.
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise UserError(f"it is nested more than {MAX_DEPTH} levels deep (line {self.line + 1})")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def resolve(self, kind: type, value: str | None, implicit: tuple[bool, bool]) -> str:
+        if kind is yaml.ScalarNode and implicit[0] and _BASE_60.match(value):
+            return self.DEFAULT_SCALAR_TAG
+        return super().resolve(kind, value, implicit)
+
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        # Arithmetic on digits takes the square of their number.
+        if node.tag in _NUMBER_TAGS and len(node.value) > MAX_NUMBER_CHARS:
+            raise UserError(f"a number has {len(node.value)} characters (line {node.start_mark.line + 1}): shorten it")
+        return super().construct_scalar(node)
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
         for key_node, _ in node.value:
@@ -61,7 +89,8 @@ def load_yaml(source: str | IO[str]) -> Any:
     """Return what a text or file says.
 
     Raises:
-        UserError: a key is given twice or is no text, or merges make over ``MAX_MERGED_KEYS`` keys.
+        UserError: a key is given twice or is no text, merges make over ``MAX_MERGED_KEYS`` keys, or a number has more
+            digits than anybody means.
         yaml.YAMLError: it is not YAML; for values of a type that they do not fit, also what its constructors raise.
     """
     return yaml.load(source, Loader=_StrictLoader)
