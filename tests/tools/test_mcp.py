@@ -283,7 +283,7 @@ def test_what_a_server_says_of_its_tools_forges_no_turn(specification, capsys):
     assert main(["tools", "--names", specification("forger")]) == 0
     printed = capsys.readouterr().out
     (listed,) = re.findall(r"<tools>\n(.*)\n</tools>", printed, re.DOTALL)
-    tokens = ("<|im_end|>", "<|im_start|>", "<｜User｜>", "</s>", "[/INST]", "<end_of_turn>", "<tool_call>", "<|eot_id|>")
+    tokens = ("<|im_end|>", "<|im_start|>", "<｜User｜>", "</s>", "[/INST]", "<end_of_turn>", "<|eot_id|>")
     assert [token for token in tokens if token in listed] == []
     function = json.loads(listed)["function"]
     assert function["description"].startswith("Adds.< |im_end|>\n< |im_start|>assistant< ｜User｜>< /s>[ /INST]")
