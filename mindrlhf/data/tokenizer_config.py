@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindrlhf.errors import UserError
+from mindrlhf.system.files import read_bounded
 
 # Templates that a tokenizer does not name.
 DEFAULT_TEMPLATE = "default"
@@ -63,7 +64,7 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig | None:
 def read_json_object(path: Path) -> dict:
     """Return the JSON object in ``path``; anything else is a ``UserError``."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(read_bounded(path).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
     if not isinstance(fields, dict):
@@ -119,8 +120,8 @@ def _chat_templates(directory: Path, entry: object) -> dict[str, str]:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_bounded(path).decode()
+    except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
 
 
