@@ -10,9 +10,10 @@ from mindrlhf.errors import UserError
 
 MAX_MERGED_KEYS = 10_000
 MAX_NUMBER_CHARS = 4300  # as Python's int
-MAX_DEPTH = 50
+MAX_DEPTH, MAX_VALUES = 50, 200_000
 # YAML 1.1 reads 12:30 as 750; 1.2, and everybody who writes it, as text.
 _BASE_60 = re.compile(r"^[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?$")
+_MERGE = "tag:yaml.org,2002:merge"
 _NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
@@ -37,7 +38,7 @@ class _StrictLoader(yaml.SafeLoader):
         # A few lines of merges of merges stand for more keys than fit any memory: counted before they are written out.
         num_keys = len(node.value)
         for place, (key_node, value_node) in enumerate(node.value):
-            if key_node.tag != "tag:yaml.org,2002:merge":
+            if key_node.tag != _MERGE:
                 continue
             merged = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
             for part in merged:
@@ -53,14 +54,35 @@ class _StrictLoader(yaml.SafeLoader):
 
     depth = 0
 
+    def __init__(self, stream: str | IO[str]) -> None:
+        super().__init__(stream)
+        self.num_values: dict[int, int] = {}  # by node, which its parent or its anchor keeps
+
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         # PyYAML looks through all open levels at each token.
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise UserError(f"it is nested more than {MAX_DEPTH} levels deep (line {self.line + 1})")
+        line, is_alias = self.line + 1, self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
         self.depth -= 1
+        if id(node) not in self.num_values:
+            if is_alias:
+                raise UserError(f"an alias stands within what it names (line {line}): write it out")
+            self.num_values[id(node)] = self._count(node, line)
         return node
+
+    def _count(self, node: yaml.Node, line: int) -> int:
+        """Return how many values a node stands for: an alias stands for all that it names."""
+        if isinstance(node, yaml.ScalarNode):
+            return 1
+        parts = node.value
+        if isinstance(node, yaml.MappingNode):  # merges are counted when they are written out
+            parts = [part for pair in parts if pair[0].tag != _MERGE for part in pair]
+        number = 1 + sum(self.num_values[id(part)] for part in parts)
+        if number > MAX_VALUES:
+            raise UserError(f"aliases ('*') stand for over {MAX_VALUES} values (line {line}): write them out")
+        return number
 
     def resolve(self, kind: type, value: str | None, implicit: tuple[bool, bool]) -> str:
         if kind is yaml.ScalarNode and implicit[0] and _BASE_60.match(value):

@@ -4,8 +4,10 @@ import dataclasses
 import difflib
 import json
 import math
+import re
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +16,7 @@ from mindrlhf.config.keys import MAX_INTEGER, MAX_NUMBER, MAX_SECONDS, MIN_NUMBE
 from mindrlhf.config.load import CONFIGS, read_content
 from mindrlhf.config.parse import MAX_FILE_BYTES, dotted_keys, read_yaml
 from mindrlhf.errors import UserError
+from mindrlhf.system.strict_yaml import load_yaml
 
 REQUIRED = {
     "train": {"model": {"path": "m"}, "data": {"train_file": "t", "tokenizer_dir": "k"}},
@@ -149,6 +152,8 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     "text",
     [
         LAUGHS,
+        "a: &a {x: 1, y: 2, z: 3}\n"
+        + "".join(f"{chr(98 + i)}: &{chr(98 + i)} {{p: *{chr(97 + i)}, q: *{chr(97 + i)}}}\n" for i in range(20)),
         LAUGHS + "reward: {verifier_function: *p}\n",
         LAUGHS + "rollout: {env: {x: *p}}\n",
         LAUGHS + "run: *p\n",
@@ -180,3 +185,22 @@ def test_a_file_of_many_keys_is_no_config(tmp_path):
     path.write_text("".join(f"key_{number}: 1\n" for number in range(60_000)))
     with pytest.raises(UserError, match="and a config at most 262144: is it one"):
         read_yaml(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (LAUGHS, "aliases ('*') stand for over 200000 values (line 6): write them out"),
+        ("a: &a {b: *a}\n", "an alias stands within what it names (line 1): write it out"),
+        ("a: " + "[" * 60, "nested more than 50 levels deep (line 1)"),
+        ("a: !!int " + "9" * 5000, "a number has 5000 characters (line 1)"),
+    ],
+)
+def test_what_a_few_lines_of_yaml_stand_for_is_counted_before_it_is_made(text, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_yaml(text)
+
+
+def test_aliases_that_anybody_writes_are_read():
+    text = "base: &base {a: [1, 2], b: &b x}\none: *base\nother: {<<: *base, b: *b, c: [*base, *base]}\n"
+    assert load_yaml(text) == yaml.safe_load(text)
