@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindrlhf.errors import UserError
-from mindrlhf.system.files import read_bounded
+from mindrlhf.system.sizes import read_bounded
 
 # Templates that a tokenizer does not name.
 DEFAULT_TEMPLATE = "default"

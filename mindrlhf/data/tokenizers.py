@@ -17,7 +17,7 @@ import tokenizers
 from mindrlhf.data.tokenizer_config import DEFAULT_TEMPLATE, AddedTokenSpec, TokenizerConfig, read_tokenizer_config
 from mindrlhf.errors import UserError
 from mindrlhf.hub.cache import advice
-from mindrlhf.system.files import read_bounded
+from mindrlhf.system.sizes import read_bounded
 
 # Tokens with which chat models end a turn; a chat model stops on it, whatever its eos token is.
 CHAT_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")

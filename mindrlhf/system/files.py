@@ -15,23 +15,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-# Of one JSON file of a model directory: the index of a model of 100,000 tensors has some 10 MiB.
-MAX_FILE_BYTES = 64 << 20
-
-
-def read_bounded(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """Return what a file holds, which is one of those that are small.
-
-    Raises:
-        ValueError: it is larger.
-        OSError: it cannot be read.
-    """
-    with open(path, "rb") as file:
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise ValueError(f"it has more than {max_bytes >> 20} MiB")
-    return content
-
 
 def sync(path: Path) -> None:
     """Force a file's content, or a directory's entries, to the disk."""

@@ -163,11 +163,7 @@ def receive_message(
 
 
 def receive_hello(connection: socket.socket, timeout_s: float) -> dict[str, Any]:
-    """Receive the header of a message from a peer that has proved nothing: it is small, and has no arrays.
-
-    Raises:
-        ConnectionClosed, TimeoutError, ProtocolError: as :func:`receive_message`.
-    """
+    """Return the header of a message from a peer that has proved nothing: it is small, and has no arrays."""
     return receive_message(connection, timeout_s, max_payload_bytes=0, max_text_bytes=MAX_HELLO_BYTES)[0]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from mindrlhf.errors import UserError
 from mindrlhf.hub.cache import advice
-from mindrlhf.system.files import read_bounded
+from mindrlhf.system.sizes import read_bounded
 from mindrlhf.weights.safetensors_file import SafetensorsFile
 from mindrlhf.weights.tensors import STORAGE_DTYPES, TensorInfo, convert_dtype
 

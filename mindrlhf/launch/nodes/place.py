@@ -81,14 +81,12 @@ def find_place(
     if is_elastic and nodes is None:
         nodes, node_rank = "1", node_rank or 0
     if nodes is None:
-        for option, value in (("--node-rank", node_rank), ("--master", master), ("--spares", num_spares or None)):
-            if value is not None:
-                raise UserError(f"{option} is {value}, but --nodes is missing: give --nodes N, or --nodes auto")
-        return None
+        return _check_single({"--node-rank": node_rank, "--master": master, "--spares": num_spares or None})
     is_given = {"num_nodes": nodes != "auto", "node": node_rank is not None or is_for_rollout}
     address, port = _split(master or "")
-    is_all_given = all(is_given.values()) and address
-    found = {} if is_all_given else _from_environment(environment, is_given, num_workers, needs_port=not port)
+    found = {}
+    if not (address and all(is_given.values())):
+        found = _from_environment(environment, is_given, num_workers, needs_port=not port)
     if nodes == "auto" and "num_nodes" not in found:
         raise UserError(
             "--nodes is auto, but no variable of Slurm, Kubernetes or torchrun says how many there are: give --nodes N "
@@ -101,20 +99,30 @@ def find_place(
         return None
     total = num_nodes + num_spares
     rank = node_rank if node_rank is not None else found.get("node")
-    if is_for_rollout:
-        rank = total
+    rank = total if is_for_rollout else rank
     if rank is None:
         raise UserError(f"--nodes is {nodes}, but --node-rank is missing: give each node its own, from 0 on")
     rank = int(rank)
     if not 0 <= rank < total + is_for_rollout:
         raise UserError(f"--node-rank is {rank}, but the {total} nodes are numbered from 0 to {total - 1}")
     if not address:
-        address, port = _split(str(found.get("master", "")))
-    if not address:
         what = "--elastic is given" if is_elastic else f"--nodes is {nodes}"
-        raise UserError(f"{what}, but --master is missing: give the address of node 0, ADDRESS:PORT")
+        address, port = _found_address(found, what)
     port = port or int(found.get("port", DEFAULT_PORT))
     return Place(rank, num_nodes, address, port, num_spares, is_elastic, is_for_rollout)
+
+
+def _found_address(found: Mapping[str, str | int], what: str) -> tuple[str, int]:
+    address, port = _split(str(found.get("master", "")))
+    if not address:
+        raise UserError(f"{what}, but --master is missing: give the address of node 0, ADDRESS:PORT")
+    return address, port
+
+
+def _check_single(options: Mapping[str, object]) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise UserError(f"{option} is {value}, but --nodes is missing: give --nodes N, or --nodes auto")
 
 
 def _check_rollout_node(node_rank: int | None, is_elastic: bool) -> None:
