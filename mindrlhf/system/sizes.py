@@ -33,12 +33,7 @@ def format_size(size_bytes: float) -> str:
 
 
 def read_bounded(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """Return what a file holds, which is one of those that are small.
-
-    Raises:
-        ValueError: it is larger.
-        OSError: it cannot be read.
-    """
+    """Return what a file holds; a ValueError says that it is larger."""
     with open(path, "rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:

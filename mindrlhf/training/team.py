@@ -16,16 +16,9 @@ import numpy as np
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.system import heartbeat, timeline
-from mindrlhf.system.handshake import keep_alive
+from mindrlhf.system.handshake import keep_alive, receive_hello
 from mindrlhf.system.messages import decode, encode
-from mindrlhf.system.wire import (
-    ConnectionClosed,
-    ProtocolError,
-    rank_0_host,
-    receive_hello,
-    receive_message,
-    send_message,
-)
+from mindrlhf.system.wire import ConnectionClosed, ProtocolError, rank_0_host, receive_message, send_message
 from mindrlhf.training.runtime import Rank
 
 _ADMISSION_TIMEOUT_S = 60.0

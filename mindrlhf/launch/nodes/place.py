@@ -84,9 +84,8 @@ def find_place(
         return _check_single({"--node-rank": node_rank, "--master": master, "--spares": num_spares or None})
     is_given = {"num_nodes": nodes != "auto", "node": node_rank is not None or is_for_rollout}
     address, port = _split(master or "")
-    found = {}
-    if not (address and all(is_given.values())):
-        found = _from_environment(environment, is_given, num_workers, needs_port=not port)
+    is_told = address and all(is_given.values())
+    found = {} if is_told else _from_environment(environment, is_given, num_workers, needs_port=not port)
     if nodes == "auto" and "num_nodes" not in found:
         raise UserError(
             "--nodes is auto, but no variable of Slurm, Kubernetes or torchrun says how many there are: give --nodes N "
