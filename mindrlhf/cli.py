@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import mindrlhf
+from mindrlhf.config.keys import MAX_INTEGER, MAX_NUMBER
 from mindrlhf.errors import RunFailure, UserError, messages_of
 
 COMMANDS = (
@@ -29,6 +30,7 @@ COMMANDS = (
     "strategy",
     "completion",
 )
+_MAX_SHOWN_CHARS = 60
 _CLOSED_PIPE = 141  # of a program that SIGPIPE ends, as a shell sees it
 _DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"  # what becomes of -- in word processors and on web pages
 
@@ -39,6 +41,14 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         """Print the line and end the process."""
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+    def _get_value(self, action: argparse.Action, text: str) -> object:
+        value = super()._get_value(action, text)
+        most = MAX_INTEGER if isinstance(value, int) else MAX_NUMBER
+        if isinstance(value, (int, float)) and not abs(value) <= most:
+            shown = text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
+            raise argparse.ArgumentError(action, f"{shown} is no number from {-most:.10g} to {most:.10g}")
+        return value
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         choices = [str(choice) for choice in action.choices or ()]

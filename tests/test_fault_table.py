@@ -1,4 +1,4 @@
-"""The table of faults names tests that there are."""
+"""The tables of faults, and of what the page on rewards promises, name tests that there are."""
 
 import re
 from pathlib import Path
@@ -24,3 +24,34 @@ def test_every_test_that_the_table_names_is_there():
 
 def test_every_test_of_the_matrix_is_in_the_table():
     assert functions(MATRIX) == {name for file, name in named_tests() if file == MATRIX}
+
+
+def rows(page: str) -> list[list[str]]:
+    """The cells of the rows of all tables that have a column of tests."""
+    found, has_tests = [], False
+    for line in (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")] if line.startswith("|") else []
+        if not cells:
+            has_tests = False
+        elif cells[-1].strip(" |") in ("test", "tests"):
+            has_tests = True
+        elif has_tests and not line.startswith("|--"):
+            found.append(cells)
+    return found
+
+
+def test_every_row_of_the_tables_of_faults_names_a_test():
+    table = rows("faults.md")
+    assert len(table) > 50
+    # "The same" means the row before.
+    assert [row[0] for row in table if "test_" not in row[-1] and not row[-1].startswith("the same")] == []
+
+
+def test_every_section_on_rewards_that_promises_something_names_the_tests_that_hold_it():
+    text = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
+    sections = set(re.findall(r"^##+ (.+)$", text, re.M)) - {"Speed", "Which test holds what"}  # figures; this table
+    table = dict(row for row in rows("rewards.md") if len(row) == 2)
+    assert sections - table.keys() == set() and table.keys() - sections == set()
+    for section, tests in table.items():
+        named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", tests)
+        assert named and [name for file, name in named if name not in functions(file)] == [], section

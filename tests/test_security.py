@@ -10,22 +10,29 @@ import socket
 import stat
 import struct
 import threading
+import tracemalloc
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from mindrlhf.checkpoint.manifest import MANIFEST_NAME, verify, write_manifest
 from mindrlhf.config.parse import read_yaml
 from mindrlhf.data.handlers import Example, Message, RecordError
+from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.templates import load_template
+from mindrlhf.data.tokenizer_config import read_tokenizer_config
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.images.pixels import ImageError, decode_png
 from mindrlhf.system.wire import ProtocolError, receive_message, send_message
 from mindrlhf.training import team
 from mindrlhf.training.runtime import Rank
 from mindrlhf.weights.array_file import load_arrays
+from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.weights.open import open_tensors
 from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer
 from mindrlhf.weights.safetensors_file import SafetensorsFile
@@ -414,3 +421,90 @@ def test_tokens_are_long_and_not_repeated(monkeypatch):
             team.connect(Rank(0, 2))
     assert len(set(sum(tokens, []))) == 2 * 4  # of 31 bits each
     assert max(sum(tokens, [])) > 2**24
+
+
+def test_a_stranger_gets_no_memory_for_what_it_announces_to_rank_0(admission):
+    port, _, admitted = admission
+    tracemalloc.start()
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as stranger:
+            stranger.sendall(struct.pack("!4sIIQ", b"MRL1", 64 << 20, 0, 0) + b"x" * 100)
+            assert _is_hung_up_on(stranger)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert not admitted
+
+
+def _sparse(path: Path, size_bytes: int, head: bytes = b"") -> Path:
+    with path.open("wb") as file:
+        file.write(head)
+        file.truncate(size_bytes)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("config.json", lambda path: read_hf_config(path.parent)),
+        ("tokenizer_config.json", lambda path: read_tokenizer_config(path.parent)),
+        ("tokenizer.json", lambda path: load_tokenizer(path.parent)),
+        ("tokenizer.model", load_tokenizer),
+        ("model.safetensors", SafetensorsFile),
+        ("prompts.mindrecord", PromptFile.open),
+    ],
+)
+def test_files_that_should_be_small_are_not_read_when_they_are_large(tmp_path, name, read):
+    head = struct.pack("<Q", 90_000_000) if name.startswith(("model.", "prompts.")) else b""
+    path = _sparse(tmp_path / name, 1 << 32, head)
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match=re.escape(name.partition(".")[0])):
+            read(path)
+        assert tracemalloc.get_traced_memory()[1] < 600 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_stored_image_of_too_many_pixels_is_not_unpacked():
+    ihdr = b"IHDR" + struct.pack("!IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    head = b"\x89PNG\r\n\x1a\n" + struct.pack("!I", 13) + ihdr + struct.pack("!I", zlib.crc32(ihdr))
+    data = zlib.compress(bytes(1 << 20))
+    idat = b"IDAT" + data
+    with pytest.raises((ImageError, Image.DecompressionBombError)):
+        decode_png(head + struct.pack("!I", len(data)) + idat + struct.pack("!I", zlib.crc32(idat)))
+
+
+PROMISES = ROOT / "docs" / "security.md"
+
+
+def _cells(section: str) -> list[tuple[str, str]]:
+    """First and last cells of the rows of the tables in a section."""
+    text = PROMISES.read_text(encoding="utf-8").partition(f"## {section}\n")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line[:2] == "| "]
+    assert rows
+    heads = ("what", "promise", "layer", "channel", "who")
+    return [(row[0], row[-1].rstrip(" |")) for row in rows if row[0] not in heads]
+
+
+def test_every_promise_of_the_page_on_security_names_tests_that_there_are():
+    promises = _cells("Which test holds what")
+    assert len(promises) > 25
+    for promise, tests in promises:
+        named = re.findall(r"`(tests/[\w/]+\.py)(?:::(test_\w+))?`", tests)
+        assert named, f"{promise}: no test"
+        for file, test in named:
+            source = (ROOT / file).read_text(encoding="utf-8")
+            assert not test or re.search(rf"^def {test}\(", source, re.M), f"{promise}: there is no {file}::{test}"
+
+
+def test_every_row_of_the_tables_on_security_has_its_promise():
+    held = {part for promise, _ in _cells("Which test holds what") for part in re.split("; |, (?=`)", promise)}
+    channels = {name for name, _ in _cells("Between processes")}
+    unheld = {name for name in channels if "MindSpore" in name or "HCCL" in name or "`rollout.tensor_parallel`" in name}
+    unheld |= {"rank 0, for the moment in which the other ranks report to it"}  # the row of "rank 0 and other ranks"
+    layers = {name for name, _ in _cells("Programs that the model writes") if name.startswith("`")}
+    rows = {name for name, _ in _cells("Trusted or not")} | (channels - unheld) | layers
+    assert rows - held == set()
+    limits = [name for name, _ in _cells("Limits before proof")]
+    assert len(limits) == 9 and sum(promise.startswith("limits: ") for promise in held) >= 5

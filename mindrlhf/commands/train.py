@@ -167,6 +167,7 @@ def _place_of(arguments: argparse.Namespace) -> "Place | None":
         arguments.spares,
         is_elastic=arguments.elastic,
         is_for_rollout=arguments.role == "rollout",
+        num_workers=arguments.workers,
     )
 
 

@@ -98,7 +98,7 @@ def _add_output(parser: argparse.ArgumentParser, metavar: str, help_text: str) -
 
 
 def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
+    if not text.isdecimal() or len(text) > 4 or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of threads: give 1 or more")
     return int(text)
 

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 REQUIRED = dataclasses.MISSING
+# What holds for every key with numbers, where it has no closer bounds: what 32 bits hold, and what the arithmetic of
+# single precision and the timers of the operating system take.
+MAX_INTEGER, MAX_NUMBER, MIN_NUMBER, MAX_SECONDS = 2**31 - 1, 1e9, 1e-30, 2e6
 
 
 class RunConfig(Protocol):

@@ -3,17 +3,19 @@
 import contextlib
 import dataclasses
 import difflib
+import functools
 import json
 import os
 import reprlib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
+from mindrlhf.config.keys import MAX_INTEGER, MAX_NUMBER, MAX_SECONDS, MIN_NUMBER
 from mindrlhf.config.renamed import RENAMED, both_given, current_names, old_names
 from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.hub.cache import local_directory
@@ -22,12 +24,14 @@ from mindrlhf.system.strict_yaml import load_yaml
 
 Config = TypeVar("Config")
 
-MAX_INTEGER = 2**63 - 1
-MAX_FILE_BYTES = 1 << 20
+MAX_FILE_BYTES = 256 << 10
+MAX_ITEMS = 10_000  # of a list or a mapping
+# Of unknown keys: how many of a section are named, for how many the nearest key is looked up, in names of what size.
+MAX_UNKNOWN_KEYS, MAX_HINTS, MAX_HINT_CHARS = 100, 20, 64
 # Linux: limits.h (PATH_MAX, with the byte that ends it) and the common file systems.
 MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255
 # What PyYAML's constructors of single types raise for text that is none, beside its own errors.
-_YAML_ERRORS = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
+_YAML_ERRORS = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError, RecursionError)
 
 
 def read_yaml(path: str | Path) -> dict:
@@ -133,13 +137,13 @@ def _apply_override(content: dict, override: str, overridden: set[str], types_of
     if not separator or not dotted.strip():
         near = nearest_key(dotted.strip().rpartition(".")[2])
         hint = f"; did you mean {near}=VALUE?" if near else ""
-        raise UserError(f"override '{override}' is not of the form section.key=value{hint}")
+        raise UserError(f"override {_quoted(override)} is not of the form section.key=value{hint}")
     try:
         value = load_yaml(text)
     except UserError as error:
-        raise UserError(f"override {_shown(override)}: {error}") from None
+        raise UserError(f"override {_quoted(override)}: {error}") from None
     except _YAML_ERRORS:
-        raise UserError(f"override '{override}': the value is not valid YAML; quote it") from None
+        raise UserError(f"override {_quoted(override)}: the value is not valid YAML; quote it") from None
     overridden.add(dotted.strip())
     current = RENAMED.get(dotted.strip(), dotted.strip())
     for old, new in RENAMED.items():
@@ -152,7 +156,7 @@ def _apply_override(content: dict, override: str, overridden: set[str], types_of
     for parent in parents:
         target = target.setdefault(parent, {})
         if not isinstance(target, dict):
-            raise UserError(f"override '{override}': '{parent}' is a value, not a section")
+            raise UserError(f"override {_quoted(override)}: '{parent}' is a value, not a section")
     target[last] = value
 
 
@@ -183,9 +187,14 @@ def _build(cls: type[Config], content: Any, where: str, given: set[str], mistake
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     values = {}
+    unknown = [name for name in content if name not in fields]
+    for number, name in enumerate(unknown[:MAX_UNKNOWN_KEYS]):
+        shown = _quoted(name)[1:-1] if isinstance(name, str) else _shown(name)
+        mistakes.add(*_unknown_key(cls, where, shown, has_hint=number < MAX_HINTS))
+    if len(unknown) > MAX_UNKNOWN_KEYS:
+        mistakes.add(f"and {len(unknown) - MAX_UNKNOWN_KEYS} more unknown keys in {_place(where)}: is it a config?")
     for name, value in content.items():
         if name not in fields:
-            mistakes.add(*_unknown_key(cls, where, name if isinstance(name, str) else _shown(name)))
             continue
         field, dotted = fields[name], f"{where}{name}"
         if "section" in field.metadata:
@@ -228,28 +237,45 @@ def root_config(cls: type) -> type:
     return cls
 
 
-def _unknown_key(cls: type, where: str, name: str) -> tuple[str, ...]:
+def _place(where: str) -> str:
+    return f"section '{where.rstrip('.')}'" if where else "the top level"
+
+
+def _unknown_key(cls: type, where: str, name: str, *, has_hint: bool) -> tuple[str, ...]:
     """Return the message and, where one is near, the dotted name of the key that was meant."""
     here = [field.name for field in dataclasses.fields(cls)]
-    place = f"section '{where.rstrip('.')}'" if where else "the top level"
     message = f"unknown key '{where}{name}'"
-    near = difflib.get_close_matches(name, here, n=1)
-    if near:
-        return f"{message}; did you mean '{where}{near[0]}'?", f"{where}{near[0]}"
-    for root in _ROOTS:
-        for dotted, _, _ in dotted_keys(root):
-            if dotted.rpartition(".")[2] == name:
-                return f"{message}; did you mean '{dotted}'? (it belongs to another section)", dotted
+    if not has_hint:
+        return (message,)
+    if near := _nearest(name, here):
+        return f"{message}; did you mean '{where}{near}'?", f"{where}{near}"
+    if dotted := _places_of_keys().get(name):
+        return f"{message}; did you mean '{dotted}'? (it belongs to another section)", dotted
     if near := nearest_key(name):
         return f"{message}; did you mean '{near}'?", near
-    return (f"{message}; keys of {place}: {', '.join(here)}",)
+    return (f"{message}; keys of {_place(where)}: {', '.join(here)}",)
+
+
+def _nearest(name: str, known: Iterable[str]) -> str | None:
+    # A comparison takes the product of the lengths.
+    near = difflib.get_close_matches(name, known, n=1) if len(name) <= MAX_HINT_CHARS else []
+    return near[0] if near else None
+
+
+@functools.cache
+def _places_of_keys() -> dict[str, str]:
+    """The keys of every kind of run: their dotted name by its last part, the first of those that share it."""
+    places: dict[str, str] = {}
+    for dotted, _, _ in (key for root in _ROOTS for key in dotted_keys(root)):
+        places.setdefault(dotted.rpartition(".")[2], dotted)
+    return places
 
 
 def nearest_key(name: str) -> str | None:
     """Return the dotted name of the key of any kind of run whose last part is nearest to ``name``, if any is near."""
-    everywhere = {dotted.rpartition(".")[2]: dotted for root in reversed(_ROOTS) for dotted, _, _ in dotted_keys(root)}
-    near = difflib.get_close_matches(name, everywhere, n=1)
-    return everywhere[near[0]] if near else None
+    places = _places_of_keys()
+    near = _nearest(name, places)
+    return places[near] if near else None
 
 
 def type_name(hint: Any) -> str:
@@ -274,19 +300,28 @@ def _convert(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> A
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple:
         if isinstance(value, str):  # "a,b" as the command-line flags of the tutorial write it
-            value = [_parse_item(name, item) for item in value.split(",") if item.strip()]
+            parts = [item for item in value.split(",", MAX_ITEMS) if item.strip()]
+            _check_size(name, parts)
+            value = [_parse_item(name, item) for item in parts]
         items = value if isinstance(value, (list, tuple)) else [value]
+        _check_size(name, items)
         return tuple(_convert(f"{name}[{index}]", item, arguments[0], metadata) for index, item in enumerate(items))
     if origin is dict:
         if not isinstance(value, Mapping):
             raise UserError(f"'{name}' must be a mapping, not {_shown(value)}")
+        _check_size(name, value)
         return {_text(name, item): _located(name, _text(name, setting), metadata) for item, setting in value.items()}
-    value = _scalar(name, value, hint)
+    value = _scalar(name, value, hint, metadata)
     if hint is str:
         _check_text(name, value)
         value = _located(name, value, metadata)
     _check_range(name, value, metadata)
     return value
+
+
+def _check_size(name: str, items: Sized) -> None:
+    if len(items) > MAX_ITEMS:
+        raise UserError(f"'{name}' has {len(items)} items, and at most {MAX_ITEMS} are taken")
 
 
 def _located(name: str, value: str, metadata: Mapping[str, Any]) -> str:
@@ -316,6 +351,10 @@ def _text(name: str, value: Any) -> str:
     return text
 
 
+def _quoted(text: str) -> str:
+    return f"'{text}'" if len(text) <= _SHORT.maxstring and text.isprintable() else _shown(text)
+
+
 def _shown(value: Any) -> str:
     """A value as messages show it: cut short, because YAML aliases can make a few bytes a value of gigabytes."""
     try:
@@ -329,23 +368,38 @@ _SHORT.maxstring = _SHORT.maxother = 200
 _SHORT.maxlevel = 2
 
 
-def _scalar(name: str, value: Any, hint: type) -> Any:
-    if isinstance(value, int) and abs(value) > MAX_INTEGER:
-        raise UserError(f"'{name}' is {_shown(value)}, but numbers go up to {MAX_INTEGER}")
+def _scalar(name: str, value: Any, hint: type, metadata: Mapping[str, Any]) -> Any:
     if hint is float and isinstance(value, str):
         # YAML 1.1 reads 1e-6 (no dot) as text; every user writes it so.
         with contextlib.suppress(ValueError):
             value = float(value)
+    if hint in (int, float) and isinstance(value, (int, float)):
+        _check_size_of_number(name, value, hint, metadata)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if hint is int and isinstance(value, float) and value.is_integer():
         value = int(value)
     if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
-        value = str(value)
+        value = _text(name, value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         words = type_name(hint)
         raise UserError(f"'{name}' must be {'an' if words[0] in 'aeiou' else 'a'} {words}, not {_shown(value)}")
     return value
+
+
+def _check_size_of_number(name: str, value: float, hint: type, metadata: Mapping[str, Any]) -> None:
+    """Refuse what no key takes; closer bounds are looked at later."""
+    most = MAX_INTEGER if hint is int else MAX_SECONDS if name.endswith("_s") else MAX_NUMBER
+    if value != value and metadata["minimum"] is not None:
+        return  # which says so
+    if not -most <= value <= most:
+        low, high = (
+            declared if declared is not None else default
+            for declared, default in ((metadata["minimum"], -most), (metadata["maximum"], most))
+        )
+        raise UserError(f"'{name}' is {_shown(value)}, but must be a number from {low:.10g} to {high:.10g}")
+    if 0 < abs(value) < MIN_NUMBER:
+        raise UserError(f"'{name}' is {value}, but numbers other than 0 must be {MIN_NUMBER:g} at least: give 0")
 
 
 def _check_text(name: str, value: str) -> None:

@@ -35,7 +35,7 @@ from mindrlhf.data.workers import default_num_workers, encode_in_order
 from mindrlhf.errors import UserError
 from mindrlhf.system.files import scratch_directory
 
-CHUNK_RECORDS = 128
+CHUNK_RECORDS, CHUNK_BYTES = 128, 64 << 20
 NUM_REPORTED_BAD = 5
 MAX_CHOICES = 100
 MAX_SHOWN_ANSWER = 40  # characters
@@ -297,10 +297,20 @@ def _chunks(inputs: Sequence[Path], bar: tqdm) -> Iterator[list[RawRecord | BadR
     done_bytes = 0
     for path in inputs:
         records = read_records(path)
-        while chunk := list(islice(records, CHUNK_RECORDS)):
+        while chunk := _next_chunk(records):
             yield chunk
             bar.update(done_bytes + chunk[-1].position_bytes - bar.n)
         done_bytes += path.stat().st_size
+
+
+def _next_chunk(records: Iterator[RawRecord | BadRecord]) -> list[RawRecord | BadRecord]:
+    chunk, size_bytes = [], 0
+    for record in islice(records, CHUNK_RECORDS):
+        chunk.append(record)
+        size_bytes += getattr(record, "size_bytes", 0)
+        if size_bytes > CHUNK_BYTES:
+            break
+    return chunk
 
 
 def _counted(chunks: Iterable[EncodedChunk], tally: _Tally, skip_bad: bool) -> Iterator[EncodedChunk]:

@@ -11,6 +11,14 @@ from typing import Any
 
 from mindrlhf.data.handlers import Example
 
+# What the published families of models write turns, calls and thoughts with, for texts of which nobody knows yet what
+# model will read them: Qwen, Llama 2 and 3, DeepSeek, Mistral, Gemma, GLM, Phi, Kimi, gpt-oss.
+COMMON_CONTROL_TOKENS = re.compile(
+    r"<\|[^|<>\s]{1,64}\|>|<｜[^｜<>\s]{1,64}｜>|</?s>|<</?SYS>>|\[gMASK\]|<sop>|<(?:bos|eos|pad|unk|mask)>"
+    r"|</?(?:start|end)_of_(?:turn|image)>|\[/?(?:INST|THINK|ARGS|CALL_ID|[A-Z]+_(?:PROMPT|TOOLS|CALLS|RESULTS|CONTENT))\]"
+    r"|</?(?:think|tools|tool_call|tool_calls|tool_response|function|parameter|arg_key|arg_value)[=>]"
+)
+
 
 def control_token_pattern(tokens: frozenset[str]) -> re.Pattern[str] | None:
     """What finds any of ``tokens``, the longest first; None when there are none."""

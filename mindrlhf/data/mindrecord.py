@@ -32,6 +32,7 @@ TASKS = tuple(RESPONSES)
 
 # MindRecord's defaults (16 MiB and 32 MiB) make small files large: a page table of 1 MiB serves some 5,000 pages.
 HEADER_SIZE_BYTES = 1 << 20
+MAX_HEADER_BYTES = 16 << 20  # MindRecord's default
 PAGE_SIZE_BYTES = 8 << 20
 _SOURCES = "SELECT DISTINCT substr(source_id_0, 1, instr(source_id_0, ':') - 1) FROM INDEXES"
 FORBIDDEN_IN_NAMES = set(r'\/:*?"<>|`&;' + "'")
@@ -309,7 +310,7 @@ def _read_headers(path: Path) -> tuple[PromptFileHeader, int]:
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            layout = json.loads(file.read(length)) if length <= size_bytes else None
+            layout = json.loads(file.read(length)) if length <= min(size_bytes, MAX_HEADER_BYTES) else None
             description = json.loads(layout["schema"][0]["desc"])
             is_ours = description.pop("format") == FORMAT
             end_bytes = max(_page_ends(layout))

@@ -4,14 +4,21 @@ A record that cannot be read comes out as a ``BadRecord`` in its place in the or
 decides whether it ends the job. What makes the rest of a file unreadable is a ``UserError``.
 """
 
+import contextlib
 import json
 import re
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mindrlhf.errors import UserError
 from mindrlhf.system.json_lines import MAX_LINE_BYTES, duplicate_key, read_json_lines
+
+if TYPE_CHECKING:
+    from pyarrow import Array, RecordBatch
+    from pyarrow.parquet import FileMetaData
 
 FORMATS = (".jsonl", ".json", ".parquet")
 
@@ -21,6 +28,12 @@ JSON_CHUNK_CHARS = 1 << 20
 # Rows of images are large, so that their batches are bounded by size.
 PARQUET_BATCH_ROWS = 256
 PARQUET_BATCH_BYTES = 64 << 20
+# Of what a file unpacks to: a value that repeats takes next to nothing in it. The largest row is one image file.
+MAX_ROW_BYTES = 64 << 20
+PARQUET_FREE_BYTES, PARQUET_FREE_VALUES, PARQUET_MAX_RATIO = 256 << 20, 10_000_000, 1000
+PARQUET_MEMORY_BYTES = 2 << 30
+MAX_DICTIONARY_BYTES = 2 << 20  # twice of what Arrow writes
+_OBJECT_BYTES, _PAGE_HEADER_BYTES = 64, 16
 
 
 @dataclass(frozen=True)
@@ -28,13 +41,15 @@ class RawRecord:
     """One JSON object or table row.
 
     ``number`` counts from 1: the line in JSONL, the line on which the object starts in a JSON array, the
-    row in Parquet. ``position_bytes`` says how far into its file the reader is, for progress only.
+    row in Parquet. ``position_bytes`` says how far into its file the reader is, for progress only; ``size_bytes`` about
+    how much memory it takes, where that is not known from its file.
     """
 
     path: Path
     number: int
     fields: dict
     position_bytes: int
+    size_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -225,15 +240,144 @@ def _read_parquet(path: Path) -> Iterator[RawRecord | BadRecord]:
     import pyarrow.parquet
 
     try:
+        size_bytes = path.stat().st_size
         with pyarrow.parquet.ParquetFile(path) as file:
-            size_bytes, num_rows = path.stat().st_size, file.metadata.num_rows
+            _check_unpacked_sizes(path, size_bytes, file.metadata)
+            repeated = _large_dictionaries(path, file.metadata)
+        with pyarrow.parquet.ParquetFile(path, read_dictionary=repeated) as file:
+            num_rows = file.metadata.num_rows
             table_bytes = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
             fitting_rows = PARQUET_BATCH_BYTES * num_rows // max(1, table_bytes)
-            number = 0
-            for batch in file.iter_batches(batch_size=max(1, min(PARQUET_BATCH_ROWS, fitting_rows))):
-                for fields in batch.to_pylist():
+            batches = file.iter_batches(batch_size=max(1, min(PARQUET_BATCH_ROWS, fitting_rows)))
+            number, unpacked_bytes = 0, 0
+            for rows, num_bytes in _unpacked(batches):
+                unpacked_bytes += num_bytes
+                _check_unpacked(path, size_bytes, unpacked_bytes)
+                for fields in rows:
                     number += 1
-                    yield RawRecord(path, number, fields, size_bytes * number // num_rows)
+                    position_bytes = size_bytes * number // max(1, num_rows)
+                    yield RawRecord(path, number, fields, position_bytes, num_bytes // len(rows))
+    except (MemoryError, pyarrow.ArrowMemoryError) as error:
+        limit = f"{MAX_ROW_BYTES >> 20} MiB"
+        raise UserError(f"{path} has rows that take more than {limit} of memory: leave them out") from error
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        reason = str(error).splitlines()[0]
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{path} is not a readable Parquet file: {reason}") from error
+
+
+def _check_unpacked(path: Path, size_bytes: int, unpacked_bytes: int) -> None:
+    if unpacked_bytes > PARQUET_FREE_BYTES + PARQUET_MAX_RATIO * size_bytes:
+        raise UserError(
+            f"{path} has {size_bytes} bytes and unpacks to more than {PARQUET_MAX_RATIO} times as many: convert it to "
+            "JSONL if that is meant"
+        )
+
+
+def _check_unpacked_sizes(path: Path, size_bytes: int, metadata: "FileMetaData") -> None:
+    """Look at what a file says of its sizes, before anything is unpacked. It may lie: then the memory is limited."""
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+    objects_bytes = _OBJECT_BYTES * metadata.num_rows * metadata.num_columns
+    _check_unpacked(path, size_bytes, objects_bytes + sum(group.total_byte_size for group in groups))
+    for group in groups:
+        num_values = max((group.column(index).num_values for index in range(group.num_columns)), default=0)
+        if group.total_byte_size > MAX_ROW_BYTES * max(1, group.num_rows) or (
+            num_values > PARQUET_FREE_VALUES + PARQUET_MAX_RATIO * group.num_rows
+        ):
+            sizes = f"{group.num_rows} rows of {num_values} values and {group.total_byte_size} bytes"
+            raise UserError(f"{path} has {sizes}: too large for records")
+
+
+def _large_dictionaries(path: Path, metadata: "FileMetaData") -> list[str]:
+    """Return the columns whose repeated values are large together: they stay indices until a row is read."""
+    names = {}
+    with path.open("rb") as file:
+        for group in map(metadata.row_group, range(metadata.num_row_groups)):
+            for column in map(group.column, range(group.num_columns)):
+                if column.physical_type == "BYTE_ARRAY" and column.has_dictionary_page:
+                    file.seek(column.dictionary_page_offset)
+                    if _page_bytes(file.read(_PAGE_HEADER_BYTES)) > MAX_DICTIONARY_BYTES:
+                        names[column.path_in_schema] = None
+    return list(names)
+
+
+def _page_bytes(header: bytes) -> int:
+    """Return the size of a page once unpacked: the second field of its header, in Thrift's compact protocol.
+
+    Source: https://github.com/apache/parquet-format (PageHeader), https://github.com/apache/thrift (compact protocol).
+    """
+    values, place = [], 0
+    for _ in range(2):  # the type of the page, its size: each a head for "the next field, i32", and a number
+        if header[place : place + 1] != b"\x15":
+            return MAX_ROW_BYTES
+        number, shift, place = 0, 0, place + 1
+        while place < len(header):
+            number |= (header[place] & 0x7F) << shift
+            shift, place = shift + 7, place + 1
+            if not header[place - 1] & 0x80:
+                break
+        values.append(number >> 1)  # zigzag, and never negative
+    return values[1]
+
+
+def _unpacked(batches: Iterator["RecordBatch"]) -> Iterator[tuple[list[dict], int]]:
+    """Yield rows, some at a time, and how many bytes they take together."""
+    while True:
+        with _limited_memory():
+            batch = next(batches, None)
+        if batch is None:
+            return
+        waiting = [batch] if batch.num_rows else []
+        while waiting:
+            part = waiting.pop()
+            num_bytes = sum(map(_unpacked_bytes, part.columns))
+            if num_bytes > PARQUET_BATCH_BYTES and part.num_rows > 1:
+                half = part.num_rows // 2
+                waiting += [part.slice(half), part.slice(0, half)]
+                continue
+            if num_bytes > MAX_ROW_BYTES and part.num_rows == 1:
+                raise MemoryError
+            with _limited_memory():
+                rows = _plain(part).to_pylist()
+            yield rows, num_bytes
+
+
+def _plain(rows: "RecordBatch") -> "RecordBatch":
+    """Return rows with texts in place of indices, of which each would be looked up by itself."""
+    from pyarrow import RecordBatch, types
+
+    columns = [one.dictionary_decode() if types.is_dictionary(one.type) else one for one in rows.columns]
+    return RecordBatch.from_arrays(columns, names=rows.schema.names)
+
+
+def _unpacked_bytes(values: "Array") -> int:
+    """Return about how many bytes Python's objects for these values take."""
+    from pyarrow import compute, types
+
+    num_bytes, kind = _OBJECT_BYTES * len(values), values.type
+    if types.is_dictionary(kind):
+        text = values.dictionary
+        if types.is_binary(text.type) or types.is_string(text.type):
+            return num_bytes + (compute.sum(compute.binary_length(text).take(values.indices)).as_py() or 0)
+        return num_bytes + len(values) * _unpacked_bytes(text)
+    if types.is_struct(kind) or types.is_map(kind):
+        parts = values.flatten() if types.is_struct(kind) else (values.keys, values.items)
+        return num_bytes + sum(map(_unpacked_bytes, parts))
+    if types.is_nested(kind):
+        return num_bytes + _unpacked_bytes(values.flatten())
+    if types.is_binary(kind) or types.is_string(kind) or types.is_large_binary(kind) or types.is_large_string(kind):
+        return num_bytes + (compute.sum(compute.binary_length(values)).as_py() or 0)
+    return num_bytes
+
+
+@contextlib.contextmanager
+def _limited_memory() -> Iterator[None]:
+    """Bound what the body may add to the memory of this process: Arrow then fails instead of the machine."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        own_bytes = int(file.read().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limits = [limit for limit in (soft, own_bytes + PARQUET_MEMORY_BYTES) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

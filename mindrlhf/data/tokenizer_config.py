@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mindrlhf.errors import UserError
+from mindrlhf.system.sizes import read_bounded
 
 CONFIG_NAME, GENERATION_NAME = "config.json", "generation_config.json"
 TOKENIZER_CONFIG_NAME, SPECIAL_TOKENS_NAME = "tokenizer_config.json", "special_tokens_map.json"
@@ -128,7 +129,7 @@ def ids_of(value: Any, path: Path, key: str = "eos_token_id") -> list[int]:
 def read_json_object(path: Path) -> dict:
     """Return the JSON object in ``path``; anything else is a ``UserError``."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(read_bounded(path).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
     if not isinstance(fields, dict):
@@ -193,8 +194,8 @@ def _chat_templates(directory: Path, entry: object) -> tuple[dict[str, str], dic
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_bounded(path).decode()
+    except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
 
 

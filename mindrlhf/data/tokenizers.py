@@ -24,6 +24,7 @@ from mindrlhf.data.tokenizer_config import (
 )
 from mindrlhf.errors import UserError
 from mindrlhf.hub.cache import advice
+from mindrlhf.system.sizes import read_bounded
 
 # Tokens with which chat models end a turn; a chat model stops on it, whatever its eos token is.
 CHAT_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
@@ -38,6 +39,7 @@ ADDS_BOS = {"LlamaTokenizer": True, "CodeLlamaTokenizer": True, "GemmaTokenizer"
 ADDS_BOS |= {"GPTNeoXTokenizer": False}
 # Published tokenizers leave some hundreds of ids unused.
 _MAX_UNUSED_IDS = 100_000
+MAX_TOKENIZER_BYTES = 256 << 20
 
 
 class Tokenizer(ABC):
@@ -198,8 +200,8 @@ class SentencePieceTokenizer(Tokenizer):
 
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
-            self._processor.LoadFromSerializedProto(path.read_bytes())
-        except (OSError, RuntimeError) as error:
+            self._processor.LoadFromSerializedProto(read_bounded(path, MAX_TOKENIZER_BYTES))
+        except (OSError, RuntimeError, ValueError) as error:
             raise UserError(f"{path} is not a readable SentencePiece model: {error}") from error
         model = self._processor
         self._num_pieces = model.GetPieceSize()
@@ -299,7 +301,7 @@ def _load(path: Path) -> Tokenizer:
 
 def _load_tokenizer_json(path: Path) -> Tokenizer:
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend = tokenizers.Tokenizer.from_buffer(read_bounded(path, MAX_TOKENIZER_BYTES))
     except Exception as error:  # the library raises bare Exception
         raise UserError(f"{path} is not a readable tokenizer: {error}") from error
     return HuggingFaceTokenizer(backend, read_tokenizer_config(path.parent))

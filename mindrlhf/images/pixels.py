@@ -55,6 +55,8 @@ def encode_png(pixels: np.ndarray) -> bytes:
 def decode_png(data: bytes) -> np.ndarray:
     """Return the uint8 ``[height, width, 3]`` that ``encode_png`` was given."""
     with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
+        if image.width * image.height > MAX_SOURCE_PIXELS:
+            raise ImageError(f"{image.width} x {image.height} pixels are over the limit of {MAX_SOURCE_PIXELS}")
         return np.asarray(image)
 
 

@@ -1,6 +1,7 @@
 """Whether this machine can start the ranks that a command line asks for, and by which command."""
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from mindrlhf.launch.peers import Peers
 from mindrlhf.system import speed_ups
 
 MAX_RANKS_PER_CORE = 2
+VISIBLE_VARIABLE = "ASCEND_RT_VISIBLE_DEVICES"
 
 
 def check_ranks(device: str, num_ranks: int, *, oversubscribe: bool = False) -> str:
@@ -80,6 +82,16 @@ def msrun_argv(
 
 def _check_npus(num_ranks: int) -> str:
     num_npus = len(_npu_paths())
+    visible = os.environ.get(VISIBLE_VARIABLE)
+    if num_npus and visible is not None:
+        numbers = [one.strip() for one in visible.split(",")]
+        if len(set(numbers)) < len(numbers) or not all(re.fullmatch(r"[0-9]{1,4}", one) for one in numbers):
+            raise UserError(f"{VISIBLE_VARIABLE} is {visible[:80]}: give numbers of NPUs, each once, as in 0,1,2,3")
+        if num_ranks > len(numbers):
+            raise UserError(
+                f"--workers is {num_ranks}, but {VISIBLE_VARIABLE} is {visible[:80]}, {_counted(len(numbers), 'NPU')}: "
+                "give fewer workers, or name more NPUs"
+            )
     if not num_npus:
         raise UserError(
             "run.device is ascend, but this machine has no NPU (no /dev/davinci0): start the run on one that has, or "

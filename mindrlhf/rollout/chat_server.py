@@ -8,13 +8,14 @@ import hmac
 import json
 import math
 import queue
+import socket
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, BinaryIO
 
 from mindrlhf.data.control_tokens import control_token_pattern, neutralised, neutralised_value
 from mindrlhf.data.handlers import Example, Message, RecordError
@@ -22,15 +23,18 @@ from mindrlhf.data.templates import CHAT, load_template, record_options
 from mindrlhf.data.tokenizers import Tokenizer
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.types import CompletionSource, GenerationRequest, SamplingParams
+from mindrlhf.system.handshake import Unproven
 
 ROLES = ("system", "user", "assistant")
+MAX_HEAD_BYTES = 64 << 10
 MAX_BODY_BYTES = 8 << 20
 MAX_LENGTH_DIGITS = 10
 MAX_WAITING = 1024
 DEFAULT_REPLY_TOKENS = 1024
 MAX_SEED = (1 << 63) - 1
-# How long a client may take to send its question.
+# How long a client may take to send its question, and how many may be about it at a time.
 READ_TIMEOUT_S = 30.0
+MAX_CLIENTS = 256
 _POLL_S = 0.5
 
 
@@ -184,7 +188,25 @@ def _is_message(value: Any) -> bool:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = 256  # as many reward workers may ask at once
+    request_queue_size = MAX_CLIENTS  # as many reward workers may ask at once
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self.asking = Unproven(MAX_CLIENTS)
+        super().__init__(address, handler)
+
+    def process_request(self, request: socket.socket, client_address: Any) -> None:
+        """Answer by a thread, as long as not too many others are still being asked."""
+        self.asking.add(request)
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Hang up on clients that send their question byte by byte; called about twice a second."""
+        self.asking.hang_up_after(2 * READ_TIMEOUT_S)
+
+    def shutdown_request(self, request: socket.socket) -> None:
+        """Forget a client that has its answer, or has gone."""
+        self.asking.discard(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of a client that has gone; of anything else, what it was."""
@@ -192,9 +214,29 @@ class _Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
+class _Head:
+    """The first lines of a request, bounded together: http.server itself takes a hundred of 64 KiB each."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._num_left = MAX_HEAD_BYTES
+
+    def readline(self, size: int) -> bytes:
+        line = self._file.readline(min(size, self._num_left))
+        self._num_left -= len(line)
+        return line
+
+    def close(self) -> None:
+        self._file.close()
+
+
 def _handler(server: ChatServer, name: str, api_key: str) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         timeout = READ_TIMEOUT_S
+
+        def setup(self) -> None:
+            super().setup()
+            self.body, self.rfile = self.rfile, _Head(self.rfile)
 
         def do_POST(self) -> None:
             status, answer = self._answer()
@@ -214,7 +256,9 @@ def _handler(server: ChatServer, name: str, api_key: str) -> type[BaseHTTPReques
             if not length.isdecimal() or len(length) > MAX_LENGTH_DIGITS or int(length) > MAX_BODY_BYTES:
                 return 413, _error(f"the body must have a Content-Length of at most {MAX_BODY_BYTES} bytes")
             try:
-                text, finish_reason, num_prompt, num_reply = server.ask(json.loads(self.rfile.read(int(length))))
+                body = self.body.read(int(length))
+                self.server.asking.discard(self.connection)
+                text, finish_reason, num_prompt, num_reply = server.ask(json.loads(body))
             except (ValueError, RecursionError) as error:  # of a body that is no JSON, too
                 return 400, _error(str(error))
             except TimeoutError:

@@ -7,6 +7,7 @@ changes, sends twice or leaves out ends the connection. Nothing is encrypted.
 """
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import json
@@ -14,6 +15,7 @@ import secrets
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +25,7 @@ from mindrlhf.system.wire import (
     ConnectionClosed,
     ProtocolError,
     receive_buffers,
+    receive_hello,
     receive_message,
     send_buffers,
     send_message,
@@ -30,6 +33,11 @@ from mindrlhf.system.wire import (
 
 _NONCE_BYTES = 32
 _TIMEOUT_S = 5.0
+# Connections at a time on which nothing is proved yet: each has a thread and a descriptor.
+MAX_UNPROVEN = 64
+# Of a moment, while others hold what there is; the listener itself goes on.
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
+_SHORTAGE_S = 0.1
 _SERVER, _CLIENT, _SESSION = b"server", b"client", b"session"
 # After 5 s without traffic the kernel asks, three times, 2 s apart: a peer without power or network is noticed in 11 s.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
@@ -145,19 +153,80 @@ class SignedConnection:
         return state.hexdigest()
 
 
-def greet_newcomers(listener: socket.socket, greet: Callable[[socket.socket], None]) -> None:
-    """Have a thread call ``greet`` with each connection that comes, until the listener is closed.
+class Unproven:
+    """Open connections whose peers have proved nothing yet: a bounded number, for a bounded time.
 
-    Each call has a thread of its own: an unauthenticated peer that says nothing keeps nobody waiting.
+    One too many has the oldest hung up on: whoever knows the secret proves it in milliseconds.
     """
+
+    def __init__(self, max_connections: int = MAX_UNPROVEN) -> None:
+        self._max_connections = max_connections
+        self._since_s: dict[socket.socket, float] = {}  # in the order in which they came
+        self._lock = threading.Lock()
+
+    def add(self, connection: socket.socket) -> None:
+        """Note a connection, and hang up on the oldest ones if there are too many."""
+        with self._lock:
+            self._since_s[connection] = time.monotonic()
+            for oldest in [*self._since_s][: -self._max_connections]:
+                self._hang_up(oldest)
+
+    def discard(self, connection: socket.socket) -> None:
+        """Forget a connection, which is proven or closed."""
+        with self._lock:
+            self._since_s.pop(connection, None)
+
+    def hang_up_after(self, limit_s: float) -> None:
+        """Hang up on those that have been there for longer."""
+        with self._lock:
+            for connection, since_s in list(self._since_s.items()):
+                if time.monotonic() - since_s > limit_s:
+                    self._hang_up(connection)
+
+    def _hang_up(self, connection: socket.socket) -> None:
+        # Not closed: the thread that reads notices, and closes it.
+        del self._since_s[connection]
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def greet_newcomers(
+    listener: socket.socket,
+    secret: bytes,
+    welcome: Callable[[SignedConnection], None],
+    turn_away: Callable[[str, UnauthenticatedPeer], None] = lambda peer, error: None,
+) -> None:
+    """Have a thread accept connections until the listener is closed; each has a thread of its own from then on.
+
+    An unauthenticated peer that says nothing keeps nobody waiting, and at most ``MAX_UNPROVEN`` of them are listened
+    to at a time.
+
+    Args:
+        welcome: called with each connection whose peer knows ``secret``.
+        turn_away: called with the address of each other peer and what was wrong.
+    """
+    unproven = Unproven()
+
+    def greet(connection: socket.socket, peer: str) -> None:
+        try:
+            signed = admit(connection, secret)
+        except UnauthenticatedPeer as error:
+            return turn_away(peer, error)
+        finally:
+            unproven.discard(connection)
+        return welcome(signed)
 
     def accept() -> None:
         while True:
             try:
-                connection, _ = listener.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=greet, args=(connection,), daemon=True).start()
+                connection, address = listener.accept()
+            except OSError as error:
+                if error.errno not in _SHORTAGES:
+                    return  # closed
+                time.sleep(_SHORTAGE_S)
+                continue
+            unproven.add(connection)
+            threading.Thread(target=greet, args=(connection, address[0]), daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()
 
@@ -166,18 +235,19 @@ def admit(connection: socket.socket, secret: bytes, timeout_s: float = _TIMEOUT_
     """Let the peer of an accepted connection prove that it knows ``secret``, and prove it to the peer.
 
     Raises:
-        UnauthenticatedPeer: it does not, or said nothing that makes sense within ``timeout_s``.
+        UnauthenticatedPeer: it does not, or said nothing that makes sense within ``timeout_s`` in all.
     """
+    end_s = time.monotonic() + timeout_s
     try:
         keep_alive(connection)
         own = secrets.token_bytes(_NONCE_BYTES)
         send_message(connection, {"challenge": own.hex()}, timeout_s=timeout_s)
-        header, _ = receive_message(connection, timeout_s, max_payload_bytes=0)
+        header = receive_hello(connection, end_s - time.monotonic())
         theirs = bytes.fromhex(str(header.get("challenge")))
         if len(theirs) != _NONCE_BYTES or not _is_proof(header.get("proof"), secret, _CLIENT, own + theirs):
-            send_message(connection, {"refused": True}, timeout_s=timeout_s)
+            send_message(connection, {"refused": True}, timeout_s=end_s - time.monotonic())
             raise UnauthenticatedPeer("it does not know the secret")
-        send_message(connection, {"proof": _proof(secret, _SERVER, own + theirs)}, timeout_s=timeout_s)
+        send_message(connection, {"proof": _proof(secret, _SERVER, own + theirs)}, timeout_s=end_s - time.monotonic())
     except UnauthenticatedPeer:
         connection.close()
         raise
@@ -196,11 +266,11 @@ def introduce(connection: socket.socket, secret: bytes, timeout_s: float = _TIME
     """
     try:
         keep_alive(connection)
-        header, _ = receive_message(connection, timeout_s, max_payload_bytes=0)
+        header = receive_hello(connection, timeout_s)
         theirs, own = bytes.fromhex(str(header.get("challenge"))), secrets.token_bytes(_NONCE_BYTES)
         proof = _proof(secret, _CLIENT, theirs + own)
         send_message(connection, {"challenge": own.hex(), "proof": proof}, timeout_s=timeout_s)
-        header, _ = receive_message(connection, timeout_s, max_payload_bytes=0)
+        header = receive_hello(connection, timeout_s)
         if header.get("refused"):
             raise UnauthenticatedPeer("the secrets differ")
         if not _is_proof(header.get("proof"), secret, _SERVER, theirs + own):

@@ -1,9 +1,12 @@
-"""Sizes as users write and read them."""
+"""Sizes as users write and read them, and files that must not be larger."""
 
 import re
+from pathlib import Path
 
 from mindrlhf.errors import UserError
 
+# Of one JSON file of a model directory: the index of a model of 100,000 tensors has some 10 MiB.
+MAX_FILE_BYTES = 64 << 20
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -27,3 +30,12 @@ def format_size(size_bytes: float) -> str:
         if abs(size_bytes) >= divisor:
             return f"{size_bytes / divisor:,.2f} {unit}"
     return f"{size_bytes:,.0f} B"
+
+
+def read_bounded(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """Return what a file holds; a ValueError says that it is larger."""
+    with open(path, "rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes >> 20} MiB")
+    return content

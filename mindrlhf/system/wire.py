@@ -28,6 +28,8 @@ import numpy as np
 _MAGIC = b"MRL1"
 _PREFIX = struct.Struct("!4sIIQ")
 _MAX_TEXT_BYTES = 64 << 20
+# Of a message from a peer that has proved nothing yet: a few numbers.
+MAX_HELLO_BYTES = 4096
 _MAX_BUFFERS_PER_CALL = 512  # Linux refuses more than 1024 buffers in one sendmsg
 _DTYPES = {
     np.dtype(name).str: np.dtype(name)
@@ -128,6 +130,7 @@ def receive_message(
     connection: socket.socket,
     timeout_s: float | None = None,
     max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
+    max_text_bytes: int = _MAX_TEXT_BYTES,
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Receive one message: its header and its arrays, newly allocated and writable.
 
@@ -143,10 +146,10 @@ def receive_message(
     magic, text_size_bytes, text_crc, payload_size_bytes = _PREFIX.unpack(prefix)
     if magic != _MAGIC:
         raise ProtocolError(f"corrupt stream: a message begins with {bytes(magic)!r} in place of {_MAGIC!r}")
-    if text_size_bytes > _MAX_TEXT_BYTES or payload_size_bytes > max_payload_bytes:
+    if text_size_bytes > max_text_bytes or payload_size_bytes > max_payload_bytes:
         raise ProtocolError(
             f"message of {text_size_bytes} + {payload_size_bytes} bytes is over the limits of "
-            f"{_MAX_TEXT_BYTES} + {max_payload_bytes}"
+            f"{max_text_bytes} + {max_payload_bytes}"
         )
     text = bytearray(text_size_bytes)
     _receive_into(connection, memoryview(text), deadline)
@@ -157,6 +160,11 @@ def receive_message(
         if array.nbytes:
             _receive_into(connection, memoryview(array.reshape(-1).view(np.uint8)), deadline)
     return header, arrays
+
+
+def receive_hello(connection: socket.socket, timeout_s: float) -> dict[str, Any]:
+    """Return the header of a message from a peer that has proved nothing: it is small, and has no arrays."""
+    return receive_message(connection, timeout_s, max_payload_bytes=0, max_text_bytes=MAX_HELLO_BYTES)[0]
 
 
 def _allocate(text: bytes, payload_size_bytes: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import itertools
 import json
+import math
 import os
 import re
 import select
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import mindrlhf
+from mindrlhf.data.control_tokens import COMMON_CONTROL_TOKENS, neutralised_value
 from mindrlhf.errors import UserError
 from mindrlhf.sandbox.time_limit import remaining_s
 from mindrlhf.sandbox.worker_process import MARKER
@@ -31,6 +33,8 @@ START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 1.0
 MAX_LINE_BYTES = 8 << 20
 MAX_TOOLS = 256
+MAX_DESCRIPTION_CHARS = 64 << 10  # of one tool, with its schema: it stands in every prompt
+_MAX_REASON_CHARS = 300
 # What a server gets of our environment, as the specification's own clients do; keys for judges and the like stay here.
 PASSED_VARIABLES = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER", MARKER)
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -78,7 +82,12 @@ class Server:
         """
         try:
             self._start()
-            return [_tool(self, value) for value in self._listed(time.monotonic() + START_TIMEOUT_S)]
+            listed = itertools.islice(self._listed(time.monotonic() + START_TIMEOUT_S), MAX_TOOLS + 1)
+            tools = [_tool(self, value) for value in listed]
+            if len(tools) > MAX_TOOLS:
+                self.close()
+                raise ServerError(f"it offers more than {MAX_TOOLS} tools")
+            return tools
         except ServerError as error:
             raise UserError(f"tool '{self._specification}': {error}") from None
 
@@ -122,16 +131,17 @@ class Server:
             )
         except OSError as error:
             raise ServerError(f"it does not start: {error.strerror}") from None
+        os.set_blocking(self._process.stdin.fileno(), False)
         client = {"name": "mindrlhf", "version": mindrlhf.__version__}
         greeting = {"protocolVersion": PROTOCOL_VERSION, "capabilities": {}, "clientInfo": client}
         try:
             result = self._request("initialize", greeting, time.monotonic() + START_TIMEOUT_S)
         except ValueError as error:
-            raise ServerError(f"it refuses to start: {error}") from None
+            raise ServerError(f"it refuses to start: {_one_line(error)}") from None
         version = result.get("protocolVersion")
         if version not in KNOWN_VERSIONS:
             raise ServerError(f"it speaks version {version!r:.40} of MCP; known are {', '.join(KNOWN_VERSIONS)}")
-        self._send({"jsonrpc": "2.0", "method": "notifications/initialized"})
+        self._send({"jsonrpc": "2.0", "method": "notifications/initialized"}, time.monotonic() + START_TIMEOUT_S)
 
     def _listed(self, deadline_s: float) -> Iterator[Any]:
         parameters: dict[str, Any] = {}
@@ -139,7 +149,7 @@ class Server:
             try:
                 result = self._request("tools/list", parameters, deadline_s)
             except ValueError as error:
-                raise ServerError(f"it lists no tools: {error}") from None
+                raise ServerError(f"it lists no tools: {_one_line(error)}") from None
             tools = result.get("tools")
             if not isinstance(tools, list):
                 raise ServerError("its list of tools is none")
@@ -152,11 +162,11 @@ class Server:
     def _request(self, method: str, parameters: dict[str, Any], deadline_s: float) -> dict[str, Any]:
         """Send a request and return its result; an error that the server returns is a ValueError."""
         number = next(self._ids)
-        self._send({"jsonrpc": "2.0", "id": number, "method": method, "params": parameters})
+        self._send({"jsonrpc": "2.0", "id": number, "method": method, "params": parameters}, deadline_s)
         while True:
             message = self._receive(deadline_s)
             if "method" in message:
-                self._answer(message)
+                self._answer(message, deadline_s)
             elif message.get("id") == number:
                 break
         if isinstance(error := message.get("error"), dict):
@@ -165,7 +175,7 @@ class Server:
             raise ServerError(f"its answer to {method} has neither result nor error")
         return message["result"]
 
-    def _answer(self, message: dict[str, Any]) -> None:
+    def _answer(self, message: dict[str, Any], deadline_s: float) -> None:
         """Answer what a server asks of its client; notifications want no answer."""
         if "id" not in message:
             return
@@ -174,30 +184,26 @@ class Server:
             answer["result"] = {}
         else:
             answer["error"] = {"code": _METHOD_NOT_FOUND, "message": "not supported"}
-        self._send(answer)
+        self._send(answer, deadline_s)
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any], deadline_s: float) -> None:
+        """Write a message. What a server writes before it has read all of it is read meanwhile."""
         unsent = memoryview(json.dumps(message).encode() + b"\n")
-        try:
-            while unsent:
-                unsent = unsent[self._process.stdin.write(unsent) :]
-        except OSError:
-            raise self._ended() from None
+        process = self._process
+        while unsent:
+            readable, writable = self._wait([process.stdout], [process.stdin], deadline_s)
+            if readable:
+                self._read()
+            try:
+                unsent = unsent[(process.stdin.write(unsent) or 0) if writable else 0 :]
+            except OSError:
+                raise self._ended() from None
 
     def _receive(self, deadline_s: float) -> dict[str, Any]:
         while b"\n" not in self._unread:
-            if len(self._unread) > MAX_LINE_BYTES:
-                self.close()
-                raise ServerError(f"it sent a message of over {MAX_LINE_BYTES} bytes")
-            wait_s = deadline_s - time.monotonic()
-            fd = self._process.stdout.fileno()
-            if not select.select([fd], [], [], None if wait_s == float("inf") else max(0.0, wait_s))[0]:
-                self.close()
-                raise ServerError("it gave no answer in time")
-            chunk = os.read(fd, 1 << 16)
-            if not chunk:
-                raise self._ended()
-            self._unread += chunk
+            self._wait([self._process.stdout], [], deadline_s)
+            self._read()
+        self._wait([], [], deadline_s)  # a server that writes without end does not wait for what it is asked
         line, _, self._unread = self._unread.partition(b"\n")
         try:
             message = json.loads(line)
@@ -207,6 +213,25 @@ class Server:
             self.close()
             raise ServerError(f"it wrote what is no message: {line[:80].decode(errors='replace')!r}")
         return message
+
+    def _wait(self, reading: list[Any], writing: list[Any], deadline_s: float) -> tuple[list[Any], list[Any]]:
+        wait_s = deadline_s - time.monotonic()
+        readable, writable = [], []
+        if wait_s > 0 and (reading or writing):
+            readable, writable, _ = select.select(reading, writing, [], None if wait_s == float("inf") else wait_s)
+        if wait_s <= 0 or ((reading or writing) and not (readable or writable)):
+            self.close()
+            raise ServerError("it gave no answer in time")
+        return readable, writable
+
+    def _read(self) -> None:
+        chunk = os.read(self._process.stdout.fileno(), 1 << 16)
+        if not chunk:
+            raise self._ended()
+        self._unread += chunk
+        if len(self._unread) > MAX_LINE_BYTES:
+            self.close()
+            raise ServerError(f"it sent a message of over {MAX_LINE_BYTES} bytes")
 
     def _ended(self) -> ServerError:
         process = self._process
@@ -239,7 +264,20 @@ def _tool(server: Server, value: Any) -> ServerTool:
     schema, description = value.get("inputSchema"), value.get("description", "")
     if not isinstance(schema, dict) or not isinstance(description, str):
         raise ServerError(f"its tool '{name}' has no inputSchema, or a description that is no text")
-    return ServerTool(server, name, description.strip(), schema)
+    try:
+        num_chars = len(description) + len(json.dumps(schema))
+        # What it says of itself is text in a system prompt, and must not end that turn or forge another.
+        description, schema = neutralised_value([description.strip(), schema], COMMON_CONTROL_TOKENS)
+    except RecursionError:
+        num_chars = math.inf
+    if num_chars > MAX_DESCRIPTION_CHARS:
+        limit = f"{MAX_DESCRIPTION_CHARS} characters"
+        raise ServerError(f"its tool '{name}' is described by more than {limit}, or nested too deeply")
+    return ServerTool(server, name, description, schema)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:_MAX_REASON_CHARS]
 
 
 def _text(result: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.system import heartbeat, timeline
-from mindrlhf.system.handshake import keep_alive
+from mindrlhf.system.handshake import keep_alive, receive_hello
 from mindrlhf.system.messages import decode, encode
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, rank_0_host, receive_message, send_message
 from mindrlhf.training.runtime import Rank
@@ -154,7 +154,7 @@ def _admit(rank: Rank) -> list[socket.socket]:
             listener.settimeout(max(0.001, end_s - time.monotonic()))
             connection = _accept(listener, rank.world_size - 1 - len(connections))
             try:
-                header, _ = receive_message(connection, timeout_s=_HELLO_TIMEOUT_S, max_payload_bytes=0)
+                header = receive_hello(connection, _HELLO_TIMEOUT_S)
             except (ConnectionClosed, ProtocolError, TimeoutError):
                 header = {}
             if not _is_admitted(header, token):  # an unauthenticated peer

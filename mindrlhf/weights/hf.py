@@ -10,6 +10,7 @@ import numpy as np
 
 from mindrlhf.errors import UserError
 from mindrlhf.hub.cache import advice
+from mindrlhf.system.sizes import read_bounded
 from mindrlhf.weights.safetensors_file import SafetensorsFile
 from mindrlhf.weights.tensors import STORAGE_DTYPES, TensorInfo, convert_dtype
 
@@ -38,7 +39,7 @@ def read_hf_config(model_dir: str | os.PathLike) -> dict:
 def read_json_object(path: Path) -> dict:
     """Read one JSON object; a `UserError` names the file when it is not one."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_bounded(path).decode())
     except (ValueError, OSError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):

@@ -25,7 +25,7 @@ _CODES = {
 }  # fmt: skip
 ARRAY_DTYPES = tuple(name for name in _CODES if name not in ("bfloat16", FLOAT8))  # those that NumPy has too
 _ALIGNMENT_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000
+_MAX_HEADER_BYTES = 32 << 20  # some 200,000 tensors; parsed it takes many times its size
 _MAX_DIMENSIONS = 32  # of a NumPy array
 
 

@@ -191,3 +191,25 @@ def test_spares_that_could_not_help_are_refused(words, message, capsys):
     place = ("--nodes", "2", "--spares", "1", "--node-rank", "2", "--master", "127.0.0.1:8118")
     assert main(["train", "examples/sanity/config.yaml", *place, *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def numeric_options() -> list[tuple[str, str, str]]:
+    found = [
+        (path, action.option_strings[0], "int" if action.type is int else "float")
+        for path, parser in PARSERS.items()
+        for action in parser._actions
+        if action.type in (int, float) and action.option_strings
+    ]
+    assert len(found) > 25
+    return found
+
+
+@pytest.mark.parametrize("path, option, kind", numeric_options())
+def test_no_option_takes_a_number_that_nobody_means(path, option, kind, capsys):
+    huge = ["1" + 30 * "0", "-" + 30 * "9", "9" * 5000, "2147483648" if kind == "int" else "1.1e9"]
+    for value in (*huge, *(["1e400", "nan", "-inf"] if kind == "float" else [])):
+        with pytest.raises(SystemExit) as ended:
+            PARSERS[path].parse_args([f"{option}={value}"])
+        assert ended.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"argument {option}" in line and len(line) < 5300

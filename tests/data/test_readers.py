@@ -1,11 +1,14 @@
 """Readers: every record with its place, bad ones told apart, whole-file damage as one-line errors."""
 
 import json
+import resource
+import subprocess
+import sys
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mindrlhf.data import readers
@@ -183,3 +186,106 @@ def test_a_key_that_stands_twice_is_a_bad_record(tmp_path, suffix):
     first, bad, last = read_records(path)
     assert (first.fields, last.fields) == ({"a": 1}, {"a": 2})
     assert str(bad) == f"{path}:2: not usable JSON: the key 'b' stands twice"
+
+
+def repeated_text(rows: int, num_bytes: int, **more) -> pyarrow.Table:
+    """A table whose rows all hold one long text, which its file holds once."""
+    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, pyarrow.int32()), ["a" * num_bytes])
+    return pyarrow.table({"question": texts, "answer": ["1"] * rows, **more})
+
+
+def long_list(num_values: int) -> pyarrow.Table:
+    values = pyarrow.repeat(pyarrow.scalar(0, pyarrow.int8()), num_values)
+    lists = pyarrow.ListArray.from_arrays(pyarrow.array([0, num_values], pyarrow.int32()), values)
+    return pyarrow.table({"question": ["q"], "numbers": lists})
+
+
+# Each file is small, and unpacks to gigabytes of Python's objects: nested texts and lists count once for each place.
+BOMBS = {
+    "a text in all rows": lambda: (repeated_text(300, 8 << 20), {}),
+    "a text anew": lambda: (pyarrow.table({"question": ["a" * (8 << 20)] * 40}), {"use_dictionary": False}),
+    "one text": lambda: (pyarrow.table({"question": ["a" * (300 << 20)]}), {"use_dictionary": False}),
+    "one list": lambda: (long_list(60_000_000), {}),
+    "texts in a list": lambda: (pyarrow.table({"question": [["a" * (1 << 20)] * 320]}), {}),
+    "texts in records in lists": lambda: (pyarrow.table({"messages": [[{"content": "a" * (1 << 20)}] * 40] * 8}), {}),
+    "bytes": lambda: (pyarrow.table({"image": [b"a" * (8 << 20)] * 40}), {}),
+    "rows of nothing": lambda: (pyarrow.table({"question": pyarrow.nulls(30_000_000, pyarrow.string())}), {}),
+}
+READ = """
+import resource, sys
+from pathlib import Path
+from mindrlhf.data import readers
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    for _ in readers.read_records(Path(sys.argv[1])): pass
+except readers.UserError as error:
+    print(error)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_small_parquet_file_that_unpacks_to_gigabytes_is_refused_in_little_memory(tmp_path, name):
+    path = tmp_path / "a.parquet"
+    table, options = BOMBS[name]()
+    pyarrow.parquet.write_table(table, path, compression="zstd", **options)
+    del table
+    assert path.stat().st_size < 100_000
+    ended = subprocess.run([sys.executable, "-c", READ, str(path)], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    message, peak_mib = ended.stdout.splitlines()
+    assert str(path) in message and ("times as many" in message or "too large" in message or "take more" in message)
+    assert int(peak_mib) < 700
+
+
+@pytest.mark.parametrize("name", ["a text in all rows", "one text", "one list", "texts in a list"])
+def test_a_file_that_lies_about_its_sizes_meets_the_limit_of_memory(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(readers, "_check_unpacked_sizes", lambda *arguments: None)
+    monkeypatch.setattr(readers, "_large_dictionaries", lambda *arguments: [])
+    monkeypatch.setattr(readers, "PARQUET_MEMORY_BYTES", 256 << 20)
+    path = tmp_path / "a.parquet"
+    table, options = BOMBS[name]()
+    pyarrow.parquet.write_table(table, path, compression="zstd", **options)
+    del table
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(UserError, match="take more than 64 MiB of memory|times as many"):
+        list(read_records(path))
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
+
+
+JSON_ROWS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "question": st.one_of(st.none(), st.text(max_size=30)),
+            "image": st.binary(max_size=30),
+            "number": st.one_of(st.none(), st.integers(-(2**60), 2**60)),
+            "messages": st.lists(
+                st.fixed_dictionaries({"role": st.sampled_from(["user", "tool"]), "content": st.text(max_size=9)}),
+                max_size=3,
+            ),
+            "lists": st.lists(st.lists(st.one_of(st.none(), st.text(max_size=3)), max_size=3), max_size=3),
+        }
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=JSON_ROWS, batch_bytes=st.sampled_from([1, 500, 1 << 20]), keeps_indices=st.booleans())
+def test_parquet_rows_are_what_arrow_makes_of_them_however_they_are_cut(tmp_path, rows, batch_bytes, keeps_indices):
+    schema = pyarrow.schema(
+        {
+            "question": pyarrow.string(),
+            "image": pyarrow.binary(),
+            "number": pyarrow.int64(),
+            "messages": pyarrow.list_(pyarrow.struct({"role": pyarrow.string(), "content": pyarrow.string()})),
+            "lists": pyarrow.list_(pyarrow.list_(pyarrow.string())),
+        }
+    )
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema), path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readers, "PARQUET_BATCH_BYTES", batch_bytes)
+        patch.setattr(readers, "MAX_DICTIONARY_BYTES", -1 if keeps_indices else 1 << 20)
+        assert [record.fields for record in read_records(path)] == rows

@@ -226,3 +226,38 @@ def test_a_body_that_does_not_come_is_given_up(serve, monkeypatch):
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
         connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 10\r\n\r\n{")
         assert b" 408 " in connection.recv(100)
+
+
+def test_a_client_without_the_key_gets_no_more_than_a_bounded_head_read(serve):
+    server, _ = serve(lambda prompt: "ok", api_key="key")
+    port = int(server.url.rpartition(":")[2].removesuffix("/v1"))
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\n")
+        line = b"X: " + b"x" * 60_000 + b"\r\n"
+        with contextlib.suppress(ConnectionError):  # it is answered before all of it is sent
+            for _ in range(90):  # as many as http.server takes
+                connection.sendall(line)
+            connection.sendall(b"Authorization: Bearer key\r\nContent-Length: 2\r\n\r\n{}")
+        with contextlib.suppress(ConnectionResetError):  # what it did not read
+            assert b" 401 " in connection.recv(100)
+
+
+def test_clients_that_say_nothing_do_not_keep_others_from_asking(serve, monkeypatch):
+    monkeypatch.setattr(chat_server, "MAX_CLIENTS", 8)
+    server, _ = serve(lambda prompt: "ok")
+    port = int(server.url.rpartition(":")[2].removesuffix("/v1"))
+    silent = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(20)]
+    assert [connection.recv(1) for connection in silent[:11]] == [b""] * 11  # the oldest are hung up on
+    assert put(server, question()) == "ok"
+    for connection in silent:
+        connection.close()
+
+
+def test_a_client_that_sends_its_question_byte_by_byte_is_hung_up_on(serve, monkeypatch):
+    monkeypatch.setattr(chat_server, "READ_TIMEOUT_S", 0.4)
+    server, _ = serve(lambda prompt: "ok")
+    port = int(server.url.rpartition(":")[2].removesuffix("/v1"))
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection, pytest.raises(ConnectionError):
+        while True:  # each byte is in time
+            connection.sendall(b"P")
+            time.sleep(0.05)

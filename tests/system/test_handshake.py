@@ -1,15 +1,27 @@
 """Connections between processes that share a secret: who is let in, and what is done to messages on their way."""
 
+import contextlib
+import errno
 import hashlib
 import hmac
 import json
+import queue
 import socket
+import struct
 import threading
+import tracemalloc
 
 import numpy as np
 import pytest
 
-from mindrlhf.system.handshake import SignedConnection, UnauthenticatedPeer, admit, introduce
+from mindrlhf.system.handshake import (
+    MAX_UNPROVEN,
+    SignedConnection,
+    UnauthenticatedPeer,
+    admit,
+    greet_newcomers,
+    introduce,
+)
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message, send_message
 
 pytestmark = pytest.mark.timeout(60)
@@ -159,3 +171,91 @@ def test_what_is_changed_on_its_way_ends_the_connection(pair, what):
         receiver.receive(5)
     ours.close()
     wire.close()
+
+
+def announce(size_bytes: int) -> bytes:
+    """The first bytes of a message of this protocol that says it has so many bytes of text."""
+    return struct.pack("!4sIIQ", b"MRL1", size_bytes, 0, 0)
+
+
+def peak_bytes(action) -> int:
+    tracemalloc.start()
+    try:
+        action()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("side", [admit, introduce])
+@pytest.mark.parametrize("size_bytes", [4097, 1 << 20, 64 << 20, (1 << 32) - 1])
+def test_a_peer_that_has_proved_nothing_gets_no_memory_for_what_it_announces(pair, side, size_bytes):
+    server, client = pair
+    client.sendall(announce(size_bytes) + b"x" * 100)
+
+    def meet_it() -> None:
+        with pytest.raises((UnauthenticatedPeer, ProtocolError), match="over the limit"):
+            side(server, SECRET, 5.0)
+
+    assert peak_bytes(meet_it) < 256 << 10
+
+
+def test_a_peer_that_sends_byte_by_byte_has_no_longer_than_one_that_is_silent(pair):
+    server, client = pair
+    is_over = threading.Event()
+
+    def drip() -> None:
+        while not is_over.wait(0.05):
+            with contextlib.suppress(OSError):
+                client.sendall(b"M")
+
+    client.sendall(announce(4096))
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    try:
+        with pytest.raises(UnauthenticatedPeer, match="did not answer in time"):
+            admit(server, SECRET, 0.5)
+    finally:
+        is_over.set()
+        dripping.join()
+
+
+@pytest.fixture
+def door():
+    """A door that greets: (address, who was welcomed, who was turned away)."""
+    welcomed, turned_away = queue.Queue(), queue.Queue()
+    with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:
+        greet_newcomers(listener, SECRET, welcomed.put, lambda peer, error: turned_away.put(str(error)))
+        yield listener.getsockname(), welcomed, turned_away
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_strangers_without_end_hold_a_bounded_number_of_connections_and_do_not_keep_others_out(door):
+    address, welcomed, turned_away = door
+    strangers = [socket.create_connection(address) for _ in range(MAX_UNPROVEN + 40)]
+    for _ in range(40):  # the first ones are hung up on, long before their 5 s are over
+        assert "closed the connection" in turned_away.get(timeout=20)
+    signed = introduce(socket.create_connection(address), SECRET)
+    welcomed.get(timeout=4).send({"kind": "hello"})
+    assert signed.receive(5)[0] == {"kind": "hello"}
+    # Who has proved that it knows the secret is not counted any more.
+    strangers += [socket.create_connection(address) for _ in range(MAX_UNPROVEN + 1)]
+    signed.send({"kind": "still there"})
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_shortage_of_descriptors_does_not_close_the_door(door, monkeypatch):
+    address, welcomed, _ = door
+    real, failures = socket.socket.accept, iter([errno.EMFILE, errno.ENFILE, errno.ECONNABORTED])
+
+    def accept(listener):
+        for number in failures:
+            raise OSError(number, "no more")
+        return real(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    for _ in range(2):  # the first finds the thread within the true function
+        introduce(socket.create_connection(address), SECRET)
+        assert welcomed.get(timeout=5)

@@ -22,7 +22,7 @@ from mindrlhf.launch.nodes.place import Place
 from mindrlhf.launch.nodes.rollout_nodes import ROLLOUT_ROLE, RolloutNodes
 from mindrlhf.launch.peers import Ending, Peers
 from mindrlhf.launch.processes import POLL_INTERVAL_S
-from mindrlhf.system.handshake import UnauthenticatedPeer, admit, greet_newcomers
+from mindrlhf.system.handshake import SignedConnection, greet_newcomers
 from mindrlhf.system.idle import Activity
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 
@@ -36,6 +36,7 @@ _END_LIMIT_S = 30.0
 # A rank that fails over the death of another may be noticed before that one.
 _VICTIM_DELAY_S = 1.5
 _GOODBYE_LIMIT_S = 2.0
+_MAX_TURNED_AWAY_LINES = 50  # a stranger that comes again and again must not fill the disk of the log
 # At the first start a machine may just be slow to come; later its place is free for a spare at once.
 _SPARE_PATIENCE_S = 60.0
 
@@ -71,7 +72,7 @@ class FirstNode(Peers):
     ) -> None:
         self.num_nodes = place.num_nodes
         self._num_launchers = place.num_nodes + place.num_spares
-        self._secret = secret
+        self._num_turned_away = 0
         self._facts = as_message(facts)
         self._probes = dict(probes)
         self._limit_s = limit_s
@@ -89,7 +90,7 @@ class FirstNode(Peers):
         if self.num_nodes > 1:
             self.host = host
         self._rollout_nodes = RolloutNodes(host, secret) if place.is_elastic else None
-        greet_newcomers(self._listener, self._admit)
+        greet_newcomers(self._listener, secret, self._admit, self._turn_away)
 
     def __enter__(self) -> "FirstNode":
         return self
@@ -167,19 +168,24 @@ class FirstNode(Peers):
         total = sum((activity for activity, _ in all_of_them), Activity(0.0))
         return total, sum(number for _, number in all_of_them)
 
-    def _admit(self, connection: socket.socket) -> None:
+    def _turn_away(self, peer: str, reason: object) -> None:
+        self._num_turned_away += 1
+        if self._num_turned_away <= _MAX_TURNED_AWAY_LINES:
+            say(f"a connection from {peer} was turned away: {reason}")
+        if self._num_turned_away == _MAX_TURNED_AWAY_LINES:
+            say("more connections that are turned away are not mentioned")
+
+    def _admit(self, signed: SignedConnection) -> None:
         with contextlib.suppress(OSError):
-            peer = connection.getpeername()[0]
+            peer = signed.peer
             try:
-                signed = admit(connection, self._secret)
                 signed.send({"kind": "welcome", "probes": self._probes})
                 header, _ = signed.receive(_JOIN_TIMEOUT_S)
                 node = None if header.get("role") == ROLLOUT_ROLE else int(header["node"])
                 facts = dict(header["facts"])
-            except UnauthenticatedPeer as error:
-                return say(f"a connection from {peer} was turned away: {error}")
             except (ConnectionClosed, ProtocolError, TimeoutError, KeyError, ValueError, TypeError):
-                return say(f"a connection from {peer} was turned away: it does not join as a node does")
+                signed.close()
+                return self._turn_away(peer, "it does not join as a node does")
             header = {"kind": "join", "host": f"{header.get('host')}, {peer}", "facts": facts, **_problem(header)}
             channel: Channel | None = None
             ready = threading.Event()

@@ -10,7 +10,7 @@ import threading
 from mindrlhf.errors import RunFailure
 from mindrlhf.launch.nodes.rollout_nodes import LISTENER_VARIABLE, ListenerAddress
 from mindrlhf.rollout.elastic.peer import Peer
-from mindrlhf.system.handshake import UnauthenticatedPeer, admit, greet_newcomers
+from mindrlhf.system.handshake import SignedConnection, greet_newcomers
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, family_of
 
 _HELLO_TIMEOUT_S = 5.0
@@ -40,7 +40,7 @@ class Listener:
             raise RunFailure(
                 f"rank 0 cannot listen at {address.host}:{address.port} for rollout nodes ({error.strerror})"
             ) from None
-        greet_newcomers(self._listener, self._admit)
+        greet_newcomers(self._listener, self._key, self._admit)
 
     def take_newcomers(self) -> list[Peer]:
         """Return the nodes that have come since the last call and are still there."""
@@ -57,13 +57,12 @@ class Listener:
         for peer in self.take_newcomers():
             peer.close()
 
-    def _admit(self, connection: socket.socket) -> None:
+    def _admit(self, signed: SignedConnection) -> None:
         try:
-            signed = admit(connection, self._key)
             header, _ = signed.receive(_HELLO_TIMEOUT_S)
             host, num_servers = str(header["host"]), int(header["num_servers"])
-        except (UnauthenticatedPeer, ConnectionClosed, ProtocolError, OSError, KeyError, ValueError, TypeError):
-            return connection.close()
+        except (ConnectionClosed, ProtocolError, OSError, KeyError, ValueError, TypeError):
+            return signed.close()
         peer = Peer(signed, host, num_servers, self._key, self._say_lost)
         with self._lock:
             self._waiting.append(peer)
