@@ -149,8 +149,8 @@ def find_rollout_python(configured: str = "") -> str:
 class Replicas:
     """All rollout servers of a run as one ``Generator``; those that die or get stuck are replaced as the config allows.
 
-    The samples of a request depend on its seed alone, so after a restart the unfinished requests are issued again
-    and give the samples they would have given.
+    The samples of a request depend on its seed alone, and their last bits on what is computed beside them: so after a
+    restart all requests are issued again, and give the samples they would have given, bit for bit.
     """
 
     def __init__(self, generators: Sequence[VllmGenerator], num_restarts: int):
@@ -171,9 +171,9 @@ class Replicas:
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> Iterator[Completion]:
         """Yield every completion as it finishes."""
         unfinished = Unfinished(requests)
-        while waiting := unfinished.requests():
+        while unfinished.requests():
             try:
-                for completion in self._all.generate(waiting, sampling):
+                for completion in self._all.generate(requests, sampling):
                     heartbeat.tick()
                     if unfinished.takes(completion):
                         yield completion

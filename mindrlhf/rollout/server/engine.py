@@ -81,6 +81,7 @@ class VllmEngine:
 
     def __init__(self, config: dict[str, Any]):
         self._uses_sleep = config["enable_sleep"]
+        self._rounds_alike = config["device"] == "cpu"
         self._kv_cache_is_asleep = False
         self._vision = VisionModel.of(config["model_dir"])
         self._image_items: dict[str, MultiModalKwargsItem] = {}  # of the batch, by digest
@@ -128,9 +129,14 @@ class VllmEngine:
     ) -> None:
         """Queue ``nums_samples[i]`` samples of ``prompts[i]``; they share the prompt through the prefix cache.
 
+        On a CPU nothing is found there of earlier batches: a prefix that was computed in another batch is rounded in
+        another way, and a server that has just started does not have it.
+
         Raises:
             ValueError: the image tokens of a prompt are not those of its ``images[i]``, or the model sees nothing.
         """
+        if self._rounds_alike:
+            self._forget_prefixes()
         self._image_items.clear()
         self._prompt_lengths = [len(prompt) for prompt in prompts]
         requests = zip(prompts, nums_samples, seeds, max_tokens, images, strict=True)
@@ -175,11 +181,7 @@ class VllmEngine:
         if self._kv_cache_is_asleep:
             self._engine.wake_up(tags=["kv_cache"])
             self._kv_cache_is_asleep = False
-        if not self._engine.reset_prefix_cache():
-            raise RuntimeError("vLLM refused to reset its prefix cache after a weight update")
-        if self._vision is not None:
-            # What the old tower saw; no other reset forgets it.
-            self._engine.reset_encoder_cache()
+        self._forget_prefixes()
 
     def find_required_slices(self, infos: Sequence[TensorInfo], node: int = 0, num_nodes: int = 1) -> RequiredSlices:
         """Return which parts of the tensors of a buffer the workers read together.
@@ -226,6 +228,13 @@ class VllmEngine:
         """
         if self._has_workers:
             self._engine.engine_core.shutdown()
+
+    def _forget_prefixes(self) -> None:
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("vLLM refused to reset its prefix cache between two batches")
+        if self._vision is not None:
+            # What the tower saw; no other reset forgets it.
+            self._engine.reset_encoder_cache()
 
     def _features(self, prompt: Sequence[int], images: Sequence[SentImage]) -> list[MultiModalFeatureSpec]:
         if self._vision is None:
