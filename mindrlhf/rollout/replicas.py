@@ -19,6 +19,10 @@ from mindrlhf.weights.publish.slices import RequiredSlices
 from mindrlhf.weights.tensors import TensorInfo
 
 
+class WeightsReplaced(RunFailure):
+    """A server was started again, and the weights that it had are in the weight buffer no more."""
+
+
 class GeneratorPool:
     """A ``Generator`` that deals requests out to ``generators`` and merges their streams.
 
@@ -181,7 +185,7 @@ class Replicas:
             except RunFailure as failure:
                 self._restart(failure)
                 if not all(generator.has_weights for generator in self._generators):
-                    raise RunFailure(
+                    raise WeightsReplaced(
                         f"{failure}; the weights it sampled with have been replaced: resume from the last checkpoint"
                     ) from failure
 

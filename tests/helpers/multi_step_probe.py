@@ -23,9 +23,11 @@ from mindrlhf.rollout.server.engine import build_engine
 def give_weights(model: torch.nn.Module) -> None:
     """Weights under which samples end early and late, and whose digests hardly agree by chance."""
     generator = torch.Generator().manual_seed(3)
-    for _, parameter in sorted(model.named_parameters()):
+    for name, parameter in sorted(model.named_parameters()):
         if parameter.ndim > 1:
             parameter.data.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
+        elif "norm" in name:
+            parameter.data.fill_(1.0)  # vLLM's random ones are so small that all tokens are as likely as one another
     forget_copies(model)
 
 

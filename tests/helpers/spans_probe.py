@@ -6,8 +6,8 @@ usage: python tests/helpers/spans_probe.py < JSON of (config of an engine, cases
 A case: "prefixes" that go on, "round", the first, and "num_rounds", "segment", tokens that each gets in a round,
 "sampling", and "disturbances", seeds. With each of these all rounds are made once more: `step` is interrupted at random
 passes, and a batch that nobody reads is begun before and broken off at a random step. Seed 0 disturbs nothing.
-Prints "probe" and JSON: by case and by disturbance, for each round a digest of tokens and log-probabilities, and the
-prefixes that it began with.
+Products are rounded by their number of rows (``row_rounding.py``). Prints "probe" and JSON: by case and by disturbance,
+for each round a digest of tokens and log-probabilities, and the prefixes that it began with.
 """
 
 import hashlib
@@ -16,8 +16,10 @@ import os
 import random
 import sys
 
+import row_rounding
 from multi_step_probe import give_weights
 
+from mindrlhf.cpu.rollout import linear
 from mindrlhf.rollout.server.engine import build_engine
 
 
@@ -65,9 +67,9 @@ def run(engine, case, seed) -> list[dict]:
 
 
 def probe(config, cases) -> dict:
+    row_rounding.round_by_rows(linear)
     engine = build_engine(config)
-    if hasattr(engine, "_weights_load_in_place"):
-        give_weights(engine._model_runner().get_model())
+    give_weights(engine._model_runner().get_model())
     return {name: {seed: run(engine, case, seed) for seed in case["disturbances"]} for name, case in cases.items()}
 
 
