@@ -20,7 +20,7 @@ from mindrlhf.weights.tensors import TensorInfo
 
 
 class WeightsReplaced(RunFailure):
-    """A server was started again, and the weights that it had are in the weight buffer no more."""
+    """A server was started again, and its weights are in the weight buffer no more."""
 
 
 class GeneratorPool:

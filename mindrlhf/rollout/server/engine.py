@@ -81,7 +81,7 @@ class VllmEngine:
 
     def __init__(self, config: dict[str, Any]):
         self._uses_sleep = config["enable_sleep"]
-        self._rounds_alike = config["device"] == "cpu"
+        self._forgets_batches = config["device"] == "cpu"
         self._kv_cache_is_asleep = False
         self._vision = VisionModel.of(config["model_dir"])
         self._image_items: dict[str, MultiModalKwargsItem] = {}  # of the batch, by digest
@@ -127,15 +127,13 @@ class VllmEngine:
         sampling: dict[str, Any],
         images: Sequence[Sequence[SentImage]],
     ) -> None:
-        """Queue ``nums_samples[i]`` samples of ``prompts[i]``; they share the prompt through the prefix cache.
-
-        On a CPU nothing is found there of earlier batches: a prefix that was computed in another batch is rounded in
-        another way, and a server that has just started does not have it.
+        """Queue ``nums_samples[i]`` samples of ``prompts[i]``; they share the prompt through the prefix cache, where on a
+        CPU nothing is of earlier batches: those round a prefix in another way, and a new server has had none.
 
         Raises:
             ValueError: the image tokens of a prompt are not those of its ``images[i]``, or the model sees nothing.
         """
-        if self._rounds_alike:
+        if self._forgets_batches:
             self._forget_prefixes()
         self._image_items.clear()
         self._prompt_lengths = [len(prompt) for prompt in prompts]
