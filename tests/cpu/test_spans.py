@@ -9,7 +9,7 @@ from rollout_probes import ask_probe
 from slow_tests import RUNS_SLOW_TESTS
 from test_multi_step import QWEN, VOCABULARY
 
-NUM_DISTURBANCES = 60 if RUNS_SLOW_TESTS else 6
+NUM_DISTURBANCES = 20 if RUNS_SLOW_TESTS else 6
 NUM_ROUNDS, BLOCK = 4, 32
 
 
