@@ -10,6 +10,7 @@ import random
 import signal
 import threading
 import time
+from functools import partial
 
 import pytest
 import sanity_inputs
@@ -21,7 +22,7 @@ from mindrlhf.system.processes import state
 pytestmark = pytest.mark.timeout(1800)
 
 TIMEOUT_S = 500  # generous: other work may load the machine
-NUM_STEPS = 6
+NUM_STEPS = 4
 SCHEDULES = {
     "in step": {},
     "ahead": {"rollout__off_policy_steps": 1},
@@ -32,23 +33,39 @@ SCHEDULES = {
 RESTARTS = ("--max-restarts", 20)
 
 
-@pytest.fixture
-def start(start_job, tmp_path):
+@pytest.fixture(scope="module")
+def start(start_job, tmp_path_factory):
     """Start a run of a schedule: ``start(name, schedule, seed, options...)``."""
-    packages = tmp_path / "packages"
-    packages.mkdir()
-    (packages / "mindrlhf").symlink_to(sanity_inputs.REPOSITORY / "mindrlhf")
-    paths = f"{FAULTY_START}:{sanity_inputs.REPOSITORY / 'tests' / 'helpers'}:{packages}"
+    directory = tmp_path_factory.mktemp("schedules")
+    (directory / "mindrlhf").symlink_to(sanity_inputs.REPOSITORY / "mindrlhf")
+    paths = f"{FAULTY_START}:{sanity_inputs.REPOSITORY / 'tests' / 'helpers'}:{directory}"
 
     def start_run(name: str, schedule: str, seed: int, *options: object, **changes: object) -> FaultJob:
         # Prefixes over two blocks of the cache, of prompts that differ.
-        recipe = {"run__max_steps": NUM_STEPS, "run__seed": seed, "rollout__restarts": 20, "evaluation__every_steps": 3}
+        recipe = {"run__max_steps": NUM_STEPS, "run__seed": seed, "rollout__restarts": 20, "evaluation__every_steps": 0}
         recipe |= {"rollout__max_response_length": 48, "rollout__env": f"{{PYTHONPATH: '{paths}'}}"}
         environment = {"MINDRLHF_TEST_ROUND_BY_ROWS": "1"}
         recipe |= SCHEDULES[schedule] | changes
-        return start_job(tmp_path / name, *RESTARTS, *options, environment=environment, **recipe)
+        output_dir = directory / f"{schedule} {seed} {name}".replace(" ", "_")
+        return start_job(output_dir, *RESTARTS, *options, environment=environment, **recipe)
 
     return start_run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(start):
+    """Return the fingerprint of an undisturbed run, and the options of one that is to be equal."""
+    found: dict[tuple[str, int], tuple[dict, tuple]] = {}
+
+    def find(schedule: str, seed: int) -> tuple[dict, tuple]:
+        if (schedule, seed) not in found:
+            job = start("undisturbed", schedule, seed)
+            # The clock decides one thing of an asynchronous run, which the others repeat.
+            replay = ("--replay-order", job.output_dir) if schedule == "asynchronous" else ()
+            found[schedule, seed] = ended(job), replay
+        return found[schedule, seed]
+
+    return find
 
 
 def fingerprint(job: FaultJob) -> dict:
@@ -110,8 +127,8 @@ def kill_server_at_each_step(job: FaultJob, source: random.Random) -> int:
     return num_kills
 
 
-def run_with_launcher_killed(start_run, source: random.Random) -> FaultJob:
-    """Kill the launcher at each step, and go on from what is on the disk; return the last of the runs."""
+def kill_launcher_at_each_step(start_run, source: random.Random) -> FaultJob:
+    """Kill the launcher in each step, and go on from what is on the disk; return the last of the runs."""
     job = start_run()
     for step in range(1, NUM_STEPS + 1):
         if wait_for_step(job, step, source):
@@ -121,37 +138,34 @@ def run_with_launcher_killed(start_run, source: random.Random) -> FaultJob:
     return job
 
 
+def disturbed(how: str, start_run, source: random.Random) -> FaultJob:
+    """Return a run that was disturbed, which may go on."""
+    if how == "launcher killed":
+        return kill_launcher_at_each_step(start_run, source)
+    job = start_run()
+    if how == "server slowed":
+        with slowed(job, source):
+            job.process.wait(TIMEOUT_S)
+    elif how == "server killed":
+        assert kill_server_at_each_step(job, source) >= NUM_STEPS // 2
+    return job
+
+
 @SLOW
+@pytest.mark.parametrize("how", ["nothing", "server slowed", "server killed", "launcher killed"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("seed", range(3))
-def test_a_run_is_the_same_whatever_becomes_of_its_server_and_its_launcher(start, schedule, seed):
-    source = random.Random(seed)
-    undisturbed = start("undisturbed", schedule, seed)
-    expected = ended(undisturbed)
-    # The clock decides one thing of an asynchronous run, which the others repeat.
-    replay = ("--replay-order", undisturbed.output_dir) if schedule == "asynchronous" else ()
-    found = {"undisturbed": ended(start("again", schedule, seed, *replay))}
-    with slowed(job := start("slowed", schedule, seed, *replay), source):
-        found["slowed"] = ended(job)
-    job = start("server_killed", schedule, seed, *replay)
-    num_kills = kill_server_at_each_step(job, source)
-    found["server killed"] = ended(job)
-    job = run_with_launcher_killed(lambda *options: start("launcher_killed", schedule, seed, *replay, *options), source)
-    found["launcher killed"] = ended(job)
-    different = [name for name, line in found.items() if line != expected]
-    print(f"{schedule}, seed {seed}: {len(found) - len(different)} of {len(found)} equal, {num_kills} servers killed")
-    assert not different
-    assert num_kills >= NUM_STEPS // 2
+def test_a_run_is_the_same_whatever_becomes_of_its_server_and_its_launcher(start, undisturbed, seed, schedule, how):
+    expected, replay = undisturbed(schedule, seed)
+    start_run = partial(start, how, schedule, seed, *replay)
+    assert ended(disturbed(how, start_run, random.Random(seed))) == expected
 
 
 @pytest.mark.parametrize("schedule", [pytest.param(name, marks=() if name == "ahead" else SLOW) for name in SCHEDULES])
-def test_a_stopped_server_is_replaced_before_the_launcher_ends_the_run(start, schedule):
+def test_a_stopped_server_is_replaced_before_the_launcher_ends_the_run(start, undisturbed, schedule):
     """The limit of the server is longer than the one by which a launcher would take a run without servers for hung."""
-    changes = {"rollout__stall_timeout_s": 10}
-    undisturbed = start("undisturbed", schedule, 0, **changes)
-    expected = ended(undisturbed)
-    replay = ("--replay-order", undisturbed.output_dir) if schedule == "asynchronous" else ()
-    job = start("stopped", schedule, 0, *replay, **changes)
+    expected, replay = undisturbed(schedule, 0)
+    job = start("stopped", schedule, 0, *replay, rollout__stall_timeout_s=10)
     job.wait_until(lambda: step_of(job) >= 3)
     os.kill(job.server_pid(), signal.SIGSTOP)
     job.wait_until(lambda: "has been stuck for 10 s" in job.text())
