@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rollout_probes import ask_probe
-from slow_tests import RUNS_SLOW_TESTS
+from slow_tests import SLOW
 from test_multi_step import QWEN, VOCABULARY
 
-NUM_DISTURBANCES = 20 if RUNS_SLOW_TESTS else 6
+NUM_DISTURBANCES = 6  # at a time
 NUM_ROUNDS, BLOCK = 4, 32
 
 
@@ -23,7 +23,7 @@ def prompts(count: int, lengths: tuple[int, ...], seed: int) -> list[list[int]]:
 def case(count: int, lengths: tuple[int, ...], segment: int, num_stops: int = 3, **sampling) -> dict:
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": list(range(num_stops)), **sampling}
     first = {"prefixes": prompts(count, lengths, segment), "round": 0, "num_rounds": NUM_ROUNDS}
-    return {**first, "segment": segment, "sampling": sampling, "disturbances": list(range(NUM_DISTURBANCES + 1))}
+    return {**first, "segment": segment, "sampling": sampling}
 
 
 # Blocks of the cache that fill within a segment, on its edge, and never; more responses than places.
@@ -46,9 +46,12 @@ def short_cache(num_blocks: int) -> dict:
     return {"kv_cache_gib": num_blocks * 2 * 2 * BLOCK * 2 * 32 * 4 / 2**30}
 
 
+@pytest.mark.parametrize("first", [1, *(pytest.param(7 + NUM_DISTURBANCES * i, marks=SLOW) for i in range(3))])
 @pytest.mark.parametrize("config", [{}, {"draft_tokens": 3}, short_cache(22)], ids=["plain", "drafts", "short cache"])
-def test_nothing_that_disturbs_an_engine_changes_a_bit(rollout_python, tmp_path, config):
-    found = ask(rollout_python, tmp_path / "one", CASES, **config)
+def test_nothing_that_disturbs_an_engine_changes_a_bit(rollout_python, tmp_path, config, first):
+    seeds = [0, *range(first, first + NUM_DISTURBANCES)]
+    cases = {name: {**one, "disturbances": seeds} for name, one in CASES.items()}
+    found = ask(rollout_python, tmp_path / "one", cases, **config)
     later = {}
     for name, runs in found.items():
         rounds = runs["0"]
@@ -57,8 +60,8 @@ def test_nothing_that_disturbs_an_engine_changes_a_bit(rollout_python, tmp_path,
         assert not different, f"{name}: {len(different)} of {len(runs)} differ"
         # A server that was started anew before a round.
         for number in range(1, NUM_ROUNDS):
-            first = {"prefixes": rounds[number]["prefixes"], "round": number, "num_rounds": NUM_ROUNDS - number}
-            later[f"{name} {number}"] = {**CASES[name], **first, "disturbances": [0]}
+            begun = {"prefixes": rounds[number]["prefixes"], "round": number, "num_rounds": NUM_ROUNDS - number}
+            later[f"{name} {number}"] = {**CASES[name], **begun, "disturbances": [0]}
     again = ask(rollout_python, tmp_path / "two", dict(reversed(later.items())), **config)
     for name, runs in again.items():
         before, number = name.rsplit(" ", 1)
