@@ -127,8 +127,8 @@ class VllmEngine:
         sampling: dict[str, Any],
         images: Sequence[Sequence[SentImage]],
     ) -> None:
-        """Queue ``nums_samples[i]`` samples of ``prompts[i]``; they share the prompt through the prefix cache, where on a
-        CPU nothing is of earlier batches: those round a prefix in another way, and a new server has had none.
+        """Queue ``nums_samples[i]`` samples of ``prompts[i]``; they share the prompt through the prefix cache, where on
+        a CPU nothing is of earlier batches: those round a prefix in another way, and a new server has had none.
 
         Raises:
             ValueError: the image tokens of a prompt are not those of its ``images[i]``, or the model sees nothing.
