@@ -121,6 +121,7 @@ def _run(arguments: argparse.Namespace) -> int:
             arguments.workers,
             log_dir,
             hang_timeout_s=config.run.hang_timeout_s,
+            still_limit_s=_still_limit_s(config),
             start_timeout_s=config.run.start_timeout_s,
             computes_on_cpu=config.run.device == "cpu",
             rank_0_signals=(signal.SIGTERM, signal.SIGUSR1),
@@ -141,6 +142,13 @@ def _run(arguments: argparse.Namespace) -> int:
     if place is None:
         return run.on_one_machine()
     return run.on_first_node(place, _facts_of(arguments, config, place))
+
+
+def _still_limit_s(config: Any) -> float:
+    from mindrlhf.launch.health import stillness_limit_s
+
+    servers = getattr(config, "rollout", None)  # `sft` and others have none
+    return stillness_limit_s(servers.stall_timeout_s if servers else 0.0)
 
 
 def _tell(checked: "CheckedRun") -> None:

@@ -6,7 +6,8 @@ this process itself has run, so that a machine on which nobody runs for a while 
 - A rank that was stopped is in the kernel's state T.
 - Where the processor does all the work, a run that neither uses processor time nor waits for a processor does none:
   its ranks wait for each other (for longer while they join, which MindSpore does by asking and sleeping). A process
-  that waits for a disk (state D) and verifiers that wait for a service do not count: these have limits of their own.
+  that waits for a disk (state D), verifiers that wait for a service and samples that are waited for do not count: these
+  have limits of their own. So has a rollout server that owes an answer, and its limit comes first.
 - Anywhere, rank 0, which drives the run, counts what it gets done. How long one piece of work may take only the user
   knows.
 
@@ -24,6 +25,8 @@ from mindrlhf.system.heartbeat import Beat, heartbeat_path, read_beat
 from mindrlhf.system.idle import Activity, IdleWatch
 
 STILLNESS_LIMIT_S = 8.0
+# Rank 0 has this long to notice a server that has done nothing for `rollout.stall_timeout_s`, and to begin another.
+SERVER_NOTICE_S = 3.0
 # MindSpore's processes look for each other every 3 s, sleep in between, and have several such talks one after another.
 JOINING_LIMIT_S = 60.0
 # To a signal Python reacts at once, but not while MindSpore joins or compiles.
@@ -32,7 +35,13 @@ _CHECK_INTERVAL_S = 1.0
 _STOPPED = "T"
 # Heartbeats, and the threads by which MindSpore's ranks stay in touch, use less than this share of a core each.
 _IDLE_SHARE_PER_PROCESS = 0.01
-_WAITS_FOR_VERIFIERS = (": rollout", ": evaluation")
+_WAITS_FOR_SAMPLES = (": rollout", ": rollout_wait", ": evaluation")
+
+
+def stillness_limit_s(stall_timeout_s: float) -> float:
+    """Return for how long a run may do nothing whose rollout servers may do nothing for ``stall_timeout_s``: a server
+    that is stuck is noticed by rank 0, which replaces it, before the launcher takes the run for stuck and ends it."""
+    return max(STILLNESS_LIMIT_S, stall_timeout_s + SERVER_NOTICE_S)
 
 
 class HealthMonitor:
@@ -40,12 +49,22 @@ class HealthMonitor:
 
     Args:
         hang_timeout_s: longest time without progress of rank 0; 0 means no limit.
-        computes_on_cpu: whether all work takes processor time.
+        still_limit_s: longest time in which no process does anything, where all work takes processor time.
+        computes_on_cpu: whether it does.
         peers: the run's other nodes: node 0 hears from them what their processes do.
     """
 
-    def __init__(self, directory: Path, hang_timeout_s: float, *, computes_on_cpu: bool, peers: Peers = ALONE) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        hang_timeout_s: float,
+        still_limit_s: float = STILLNESS_LIMIT_S,
+        *,
+        computes_on_cpu: bool,
+        peers: Peers = ALONE,
+    ) -> None:
         self._directory = directory
+        self._still_limit_s = still_limit_s
         self._hang_timeout_s = hang_timeout_s
         self._computes_on_cpu = computes_on_cpu
         self._peers = peers
@@ -130,12 +149,12 @@ class HealthMonitor:
         return read_beat(heartbeat_path(self._directory, int(name.removeprefix("rank "))))
 
     def _is_still(self, beat: Beat, pids: Collection[int], now_s: float) -> bool:
-        if beat.activity.endswith(_WAITS_FOR_VERIFIERS):
+        if beat.activity.endswith(_WAITS_FOR_SAMPLES):
             self._idle.restart(now_s)
             return False
-        limit_s = JOINING_LIMIT_S if beat.activity == heartbeat.JOINING else STILLNESS_LIMIT_S
+        limit_s = JOINING_LIMIT_S if beat.activity == heartbeat.JOINING else self._still_limit_s
         elsewhere, num_elsewhere = self._peers.activity()
-        idle_cpu_s = _IDLE_SHARE_PER_PROCESS * (len(pids) + num_elsewhere) * STILLNESS_LIMIT_S
+        idle_cpu_s = _IDLE_SHARE_PER_PROCESS * (len(pids) + num_elsewhere) * self._still_limit_s
         return self._idle.has_idled(Activity.of(pids) + elsewhere, now_s, limit_s, idle_cpu_s)
 
 

@@ -18,7 +18,7 @@ from typing import TextIO
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.launch.failure_report import describe_end, exit_code, failure_report, log_name, say
-from mindrlhf.launch.health import HealthMonitor
+from mindrlhf.launch.health import STILLNESS_LIMIT_S, HealthMonitor
 from mindrlhf.launch.joining import JoiningWatch, may_be_a_foreign_connections_doing
 from mindrlhf.launch.logs import LogFollower
 from mindrlhf.launch.machine import msrun_argv
@@ -61,6 +61,7 @@ def launch(
     grace_s: float = 5.0,
     out: TextIO | None = None,
     hang_timeout_s: float = 0.0,
+    still_limit_s: float = STILLNESS_LIMIT_S,
     start_timeout_s: float = 0.0,
     computes_on_cpu: bool = False,
     rank_0_signals: Collection[int] = (),
@@ -81,11 +82,10 @@ def launch(
         env: for the ranks, over this process's environment and this launcher's defaults.
         master_port: TCP port of the scheduler; a free one when None.
         hang_timeout_s, start_timeout_s: longest time without progress of rank 0, and until all ranks met; 0: no limit.
-        computes_on_cpu: the work of the ranks takes processor time, so that a run that uses none hangs.
-        rank_0_signals: of SIGTERM and SIGUSR1, those that rank 0 gets, once it listens, instead of ending the run.
-            SIGTERM has it end the run in its own time: the next signal is not passed on.
-        advice: the last line of a failure's report.
-        says_stages: write what rank 0 does to ``out``; see :mod:`mindrlhf.launch.stages`.
+        computes_on_cpu: the work takes processor time, so that a run that uses none for ``still_limit_s`` hangs.
+        rank_0_signals: of SIGTERM and SIGUSR1, those that rank 0 gets, once it listens, instead of ending the run;
+            SIGTERM has it end the run in its own time, and the next signal is not passed on.
+        advice, says_stages: last line of a failure's report; tell what rank 0 does (:mod:`mindrlhf.launch.stages`).
         peers: launchers of the run's other nodes, each of which starts as many ranks.
 
     Returns:
@@ -103,7 +103,7 @@ def launch(
             port = peers.scheduler_port or master_port or find_free_port()
             root = _start(command, num_workers, log_dir, env or {}, port, peers, computes_on_cpu)
             follower = _follower(log_dir, peers.ranks(num_workers), out or sys.stdout, says_stages)
-            health = HealthMonitor(log_dir, hang_timeout_s, computes_on_cpu=computes_on_cpu, peers=peers)
+            health = HealthMonitor(log_dir, hang_timeout_s, still_limit_s, computes_on_cpu=computes_on_cpu, peers=peers)
             joining = JoiningWatch(num_workers, start_timeout_s, peers, rouses=computes_on_cpu)
             ranks = RunProcesses(root, num_workers, log_dir, bystanders, peers)
             run = _Watch(ranks, follower, health, joining, port, received, rank_0_signals, log_dir, advice, peers)

@@ -19,6 +19,10 @@ from mindrlhf.weights.publish.slices import RequiredSlices
 from mindrlhf.weights.tensors import TensorInfo
 
 
+class WeightsReplaced(RunFailure):
+    """A server was started again, and its weights are in the weight buffer no more."""
+
+
 class GeneratorPool:
     """A ``Generator`` that deals requests out to ``generators`` and merges their streams.
 
@@ -149,8 +153,8 @@ def find_rollout_python(configured: str = "") -> str:
 class Replicas:
     """All rollout servers of a run as one ``Generator``; those that die or get stuck are replaced as the config allows.
 
-    The samples of a request depend on its seed alone, so after a restart the unfinished requests are issued again
-    and give the samples they would have given.
+    The samples of a request depend on its seed alone, and their last bits on what is computed beside them: so after a
+    restart all requests are issued again, and give the samples they would have given, bit for bit.
     """
 
     def __init__(self, generators: Sequence[VllmGenerator], num_restarts: int):
@@ -171,9 +175,9 @@ class Replicas:
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> Iterator[Completion]:
         """Yield every completion as it finishes."""
         unfinished = Unfinished(requests)
-        while waiting := unfinished.requests():
+        while unfinished.requests():
             try:
-                for completion in self._all.generate(waiting, sampling):
+                for completion in self._all.generate(requests, sampling):
                     heartbeat.tick()
                     if unfinished.takes(completion):
                         yield completion
@@ -181,7 +185,7 @@ class Replicas:
             except RunFailure as failure:
                 self._restart(failure)
                 if not all(generator.has_weights for generator in self._generators):
-                    raise RunFailure(
+                    raise WeightsReplaced(
                         f"{failure}; the weights it sampled with have been replaced: resume from the last checkpoint"
                     ) from failure
 

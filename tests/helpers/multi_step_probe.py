@@ -3,7 +3,7 @@
 usage: python tests/helpers/multi_step_probe.py < JSON of (config of an engine, cases by name)
 
 A case: "prompts", "num_samples", "max_tokens" of each, "sampling", and "interrupt", after how many passes of a step
-somebody interrupts it (0: nobody), and "delay", how many seconds a sample that has ended may wait for the others.
+somebody interrupts it (0: nobody), and "delay", how many passes a sample that has ended waits for the others.
 Prints "probe" and JSON: whether tokens were planned "several" at a time at all; whether the "decoder" of dense models
 is "used", was "given up" ("break_decoder" in the config makes it differ) or there is "none"; by case and by "one" or
 "several" the steps that vLLM planned and the samples, with digests of what must be equal bit for bit.
@@ -23,15 +23,17 @@ from mindrlhf.rollout.server.engine import build_engine
 def give_weights(model: torch.nn.Module) -> None:
     """Weights under which samples end early and late, and whose digests hardly agree by chance."""
     generator = torch.Generator().manual_seed(3)
-    for _, parameter in sorted(model.named_parameters()):
+    for name, parameter in sorted(model.named_parameters()):
         if parameter.ndim > 1:
             parameter.data.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
+        elif "norm" in name:
+            parameter.data.fill_(1.0)  # vLLM's random ones are so small that all tokens are as likely as one another
     forget_copies(model)
 
 
 def run(engine, case, max_tokens) -> dict:
     engine._steps._max_tokens = max_tokens
-    engine._steps._max_delay_s = case["delay"]
+    engine._steps._max_delay = case["delay"]
     assert engine._engine.reset_prefix_cache()
     passes = iter(range(1, 10**6))
 

@@ -9,7 +9,13 @@ import time
 
 import pytest
 
-from mindrlhf.launch.health import JOINING_LIMIT_S, NOTICE_LIMIT_S, STILLNESS_LIMIT_S, HealthMonitor
+from mindrlhf.launch.health import (
+    JOINING_LIMIT_S,
+    NOTICE_LIMIT_S,
+    STILLNESS_LIMIT_S,
+    HealthMonitor,
+    stillness_limit_s,
+)
 from mindrlhf.system import heartbeat, processes
 from mindrlhf.system.heartbeat import DIRECTORY_VARIABLE, heartbeat_path, read_beat
 
@@ -97,8 +103,18 @@ def test_a_run_that_uses_no_processor_time_hangs_only_where_work_takes_it(start,
     assert watch(HealthMonitor(tmp_path, 0, computes_on_cpu=False), clock, ranks, 30)[0] is None
 
 
-@pytest.mark.parametrize("activity", ["step 3: rollout", "step 3: evaluation"])
-def test_waiting_for_verifiers_is_no_hang(start, clock, tmp_path, activity):
+def test_a_stuck_server_is_for_rank_0_to_notice_before_the_launcher_does(start, clock, tmp_path):
+    """As while it loads weights: the launcher must not end a run that would start the server again."""
+    ranks = {"rank 0": start("step 3: reshard_to_infer").pid}
+    stuck_after_s = 10  # the default of rollout.stall_timeout_s
+    monitor = HealthMonitor(tmp_path, 0, stillness_limit_s(stuck_after_s), computes_on_cpu=True)
+    assert watch(monitor, clock, ranks, stuck_after_s + 2)[0] is None  # looks are a second apart, on both sides
+    assert "no process of the run has done anything" in watch(monitor, clock, ranks, 5)[0][1]
+    assert stillness_limit_s(2) == STILLNESS_LIMIT_S and stillness_limit_s(60) > 62
+
+
+@pytest.mark.parametrize("activity", ["step 3: rollout", "step 3: rollout_wait", "step 3: evaluation"])
+def test_waiting_for_samples_is_no_hang(start, clock, tmp_path, activity):
     ranks = {"rank 0": start(activity).pid}
     assert watch(HealthMonitor(tmp_path, 0, computes_on_cpu=True), clock, ranks, 30)[0] is None
 

@@ -7,11 +7,14 @@ gives them to drafts, ``num_lookahead_tokens``), and the model runs until they a
 accepted drafts. A sample that ends leaves the batch, the others go on in the order that vLLM would have given them;
 where another waits for its place, the step ends. Each pass has the inputs that it would have had, so samples are the
 same bit for bit, however many tokens a step has.
+
+Counts of tokens decide where a step ends, never clocks. One that is interrupted is taken up by the next where it was,
+in the blocks that it has; and what vLLM enters in its prefix cache are prompts alone, since of sampled tokens it would
+enter those of blocks that are full when it plans.
 """
 
 import dataclasses
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -29,8 +32,8 @@ from mindrlhf.cpu.rollout.sampler import StreamSampler
 
 # Of a step. More would gain little.
 MAX_TOKENS = 64
-# How long a sample that has ended waits for the end of the step, so that its reward can be computed beside the others.
-MAX_DELAY_S = 0.1
+# Passes that a sample which has ended waits for the end of the step, so that its reward is computed beside the others.
+MAX_DELAY = 16
 
 
 class MultiStep:
@@ -46,24 +49,28 @@ class MultiStep:
         self._core, self._scheduler = core, core.scheduler
         self._runner, self._sampler = model_runner, sampler
         self._max_tokens = MAX_TOKENS if _is_plain(model_runner, core.scheduler) else 1
-        self._left = 0  # passes of this step
+        self._left = self._num_more = 0  # passes of this step after the one that vLLM plans: to come, and done
+        self._unfinished = 0  # passes of one that was interrupted
         self._is_interrupted: Callable[[], bool] = lambda: False
         self._others_wait = False  # for places in the batch
         self._names: list[str] = []  # of the samples of the next pass, in its order
         self._departures: list[list[str]] = []  # names of those that ended before the step did, by token
-        self._first_departure = 0.0  # seconds of the monotonic clock
-        self._max_delay_s = MAX_DELAY_S
+        self._max_delay = MAX_DELAY
         self._decoder: DenseDecoder | None = None
         if self._max_tokens == 1:
             return
         model = model_runner.get_model()
         if DenseDecoder.supports(model):
             self._decoder = DenseDecoder(model)
-        self._decoder_is_checked = False
+        self._decoder_is_checked = self._decoder is None
         sampler.decode = self._decode
         self._scheduler._update_request_with_output = self._take_tokens
-        # What the last pass that vLLM planned ran with.
+        coordinator = self._scheduler.kv_cache_manager.coordinator
+        self._cache_blocks, coordinator.cache_blocks = coordinator.cache_blocks, self._cache_prompt
+        # What the last pass that vLLM planned ran with, and what came of it.
         self._attention: CommonAttentionMetadata | None = None
+        self._built: CPUAttentionMetadata | None = None
+        self._hidden: torch.Tensor | None = None
         self._context: ForwardContext | None = None
         self._inputs: dict[str, Any] = {}
         builder = model_runner.attn_groups[0][0].get_metadata_builder()
@@ -76,18 +83,18 @@ class MultiStep:
         It is asked between two tokens whether to end before the others.
         """
         max_tokens = self._room() if self._max_tokens > 1 else 1
-        self._left, self._is_interrupted, num_more = max_tokens - 1, is_interrupted, 0
+        self._left, self._num_more, self._unfinished = max_tokens - 1, 0, 0
+        self._is_interrupted = is_interrupted
         self._sampler.num_planned = max_tokens
         self._scheduler.num_lookahead_tokens += max_tokens - 1
         try:
             outputs, model_executed = self._core.step_fn()
-            num_more = max_tokens - 1 - self._left
         finally:
             self._scheduler.num_lookahead_tokens -= max_tokens - 1
             self._left = 0
         # vLLM counts the token that it planned. Where there are more, all that still run took part.
-        for request in self._scheduler.running if num_more else ():
-            request.num_computed_tokens += num_more
+        for request in self._scheduler.running if self._num_more else ():
+            request.num_computed_tokens += self._num_more
         self._tell_departures()
         self._core.post_step(model_executed=model_executed)
         return outputs
@@ -101,6 +108,8 @@ class MultiStep:
             return 1
         if any(request.num_tokens - request.num_computed_tokens != 1 for request in running):  # of a prompt, to be read
             return 1
+        if self._unfinished:
+            return self._unfinished
         rooms = [request.max_tokens - request.num_output_tokens for request in running]
         num_tokens = min(self._max_tokens, min(rooms) if self._others_wait else max(rooms))
         num_tokens = min(num_tokens, min(scheduler.max_model_len - request.num_tokens for request in running))
@@ -115,6 +124,10 @@ class MultiStep:
         request.append_output_token_ids(token_ids)
         return token_ids, check_stop(request, self._scheduler.max_model_len)
 
+    def _cache_prompt(self, request: Request, num_tokens: int) -> None:
+        """Enter the full blocks of a request's prompt, of its first ``num_tokens``, in the prefix cache."""
+        self._cache_blocks(request, min(num_tokens, request.num_prompt_tokens))
+
     def _decode(self, token_ids: np.ndarray, ended: np.ndarray) -> tuple[torch.Tensor, np.ndarray | None] | None:
         """Run the model on the tokens, int64 [samples], that were sampled last.
 
@@ -125,18 +138,23 @@ class MultiStep:
             Logits [samples that go on, vocab], and which they are, int64 [samples that go on] (None: all); or None,
             where vLLM has to plan again.
         """
-        is_late = self._departures and time.monotonic() > self._first_departure + self._max_delay_s
-        if not self._left or is_late or self._is_interrupted():
+        if self._left and not self._decoder_is_checked:
+            self._check_decoder()
+        has_ends, kept = bool(ended.any()), None
+        if has_ends:
+            self._left = min(self._left, self._max_delay)
+        if not self._left or (has_ends and (self._others_wait or ended.all() or self._decoder is None)):
             return None
-        kept = None
-        if ended.any():
-            if self._others_wait or ended.all() or self._decoder is None or not self._decoder_is_checked:
-                return None
+        if self._is_interrupted():
+            self._unfinished = self._left
+            return None
+        if has_ends:
             kept = order_of_the_rest(ended)
             self._leave(ended, kept)
             token_ids = token_ids[kept]
         self._left -= 1
-        inputs, attention, context = self._inputs, self._attention, self._context
+        self._num_more += 1
+        inputs, attention = self._inputs, self._attention
         inputs["input_ids"].copy_(torch.from_numpy(token_ids))
         inputs["positions"].add_(1)
         attention.seq_lens.add_(1)
@@ -146,20 +164,19 @@ class MultiStep:
             self._runner.input_batch.block_table[0].block_size,
         )  # fmt: skip
         built = self._build(0, attention)
-        if self._decoder is not None and self._decoder_is_checked:
+        if self._decoder is not None:
             return self._decoder(inputs["input_ids"], inputs["positions"], built), kept
-        context.attn_metadata = dict.fromkeys(context.attn_metadata, built)
-        context.moe_layer_index = 0
-        with override_forward_context(context):
-            hidden = self._forward(**inputs)
-        logits = self._runner.model.compute_logits(hidden)
-        self._check_decoder(logits, built)
-        return logits, kept
+        self._context.attn_metadata = dict.fromkeys(self._context.attn_metadata, built)
+        return self._runner.model.compute_logits(self._run_layers()), kept
+
+    def _run_layers(self) -> torch.Tensor:
+        """Return the hidden states, [samples, hidden], that vLLM's layers compute of the inputs."""
+        self._context.moe_layer_index = 0
+        with override_forward_context(self._context):
+            return self._forward(**self._inputs)
 
     def _leave(self, ended: np.ndarray, kept: np.ndarray) -> None:
         """Make the inputs those of the samples ``kept``, in that order."""
-        if not self._departures:
-            self._first_departure = time.monotonic()
         self._departures.append([name for name, is_last in zip(self._names, ended.tolist(), strict=True) if is_last])
         self._names = [self._names[row] for row in kept]
         rows, num_rows, attention = torch.from_numpy(kept), len(kept), self._attention
@@ -185,25 +202,28 @@ class MultiStep:
         assert not self._departures or batch.req_ids == self._names
         self._departures.clear()
 
-    def _check_decoder(self, expected: torch.Tensor, built: CPUAttentionMetadata) -> None:
-        """Compare the decoder with vLLM's layers, which have just computed ``expected``, once."""
-        if self._decoder is None:
-            return
-        logits = self._decoder(self._inputs["input_ids"], self._inputs["positions"], built)
+    def _check_decoder(self) -> None:
+        """Compare the decoder with vLLM's layers on the first pass that both can compute, which vLLM has planned."""
+        expected = self._runner.model.compute_logits(self._hidden)
+        logits = self._decoder(self._inputs["input_ids"], self._inputs["positions"], self._built)
         self._decoder_is_checked = True
         if not torch.equal(logits, expected):
             largest = (logits - expected).abs().max().item()
             print(f"rollout server: vLLM's layers are used: dense.py differs from them by {largest}", file=sys.stderr)
             self._decoder = None
+            self._run_layers()  # whose keys and values are to be in the cache
 
     def _build_and_keep(self, common_prefix_len: int, attention: CommonAttentionMetadata, *args: Any, **kwargs: Any):
         self._attention = attention
-        return self._build(common_prefix_len, attention, *args, **kwargs)
+        self._built = self._build(common_prefix_len, attention, *args, **kwargs)
+        return self._built
 
     def _forward_and_keep(self, **inputs: Any):
         self._context, self._inputs = get_forward_context(), inputs
         self._names = list(self._runner.input_batch.req_ids)
-        return self._forward(**inputs)
+        hidden = self._forward(**inputs)
+        self._hidden = None if self._decoder_is_checked else hidden
+        return hidden
 
 
 def order_of_the_rest(ended: np.ndarray) -> np.ndarray:

@@ -82,6 +82,7 @@ class VllmEngine:
 
     def __init__(self, config: dict[str, Any]):
         self._uses_sleep = config["enable_sleep"]
+        self._forgets_batches = config["device"] == "cpu"
         self._kv_cache_is_asleep = False
         self._vision = VisionModel.of(config["model_dir"])
         self._image_items: dict[str, MultiModalKwargsItem] = {}  # of the batch, by digest
@@ -131,13 +132,16 @@ class VllmEngine:
         images: Sequence[Sequence[SentImage]],
         nums_begun: Sequence[int] | None = None,
     ) -> None:
-        """Queue ``nums_samples[i]`` samples of ``prompts[i]``; they share the prompt through the prefix cache.
+        """Queue ``nums_samples[i]`` samples of ``prompts[i]``; they share the prompt through the prefix cache, where on
+        a CPU nothing is of earlier batches: those round a prefix in another way, and a new server has had none.
 
         The last ``nums_begun[i]`` tokens of a prompt are of the response already.
 
         Raises:
             ValueError: the image tokens of a prompt are not those of its ``images[i]``, or the model sees nothing.
         """
+        if self._forgets_batches:
+            self._forget_prefixes()
         self._image_items.clear()
         self._prompt_lengths = [len(prompt) for prompt in prompts]
         sampling = dict(sampling)
@@ -195,11 +199,7 @@ class VllmEngine:
         if self._kv_cache_is_asleep:
             self._engine.wake_up(tags=["kv_cache"])
             self._kv_cache_is_asleep = False
-        if not self._engine.reset_prefix_cache():
-            raise RuntimeError("vLLM refused to reset its prefix cache after a weight update")
-        if self._vision is not None:
-            # What the old tower saw; no other reset forgets it.
-            self._engine.reset_encoder_cache()
+        self._forget_prefixes()
 
     def find_required_slices(self, infos: Sequence[TensorInfo], node: int = 0, num_nodes: int = 1) -> RequiredSlices:
         """Return which parts of the tensors of a buffer the workers read together.
@@ -248,6 +248,13 @@ class VllmEngine:
         """
         if self._has_workers:
             self._engine.engine_core.shutdown()
+
+    def _forget_prefixes(self) -> None:
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("vLLM refused to reset its prefix cache between two batches")
+        if self._vision is not None:
+            # What the tower saw; no other reset forgets it.
+            self._engine.reset_encoder_cache()
 
     def _features(self, prompt: Sequence[int], images: Sequence[SentImage]) -> list[MultiModalFeatureSpec]:
         if self._vision is None:

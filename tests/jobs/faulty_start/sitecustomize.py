@@ -1,4 +1,4 @@
-"""Imported by every Python process that has this directory on PYTHONPATH: a bad clock, slow checkpoints, a way out."""
+"""Imported by Python processes with this directory on PYTHONPATH: bad clock, slow checkpoints, rounding, a way out."""
 
 import os
 import signal
@@ -29,5 +29,10 @@ if seconds := os.environ.get("MINDRLHF_TEST_SLOW_CHECKPOINTS_S"):
         _rename(source, *others, **options)
 
     os.rename = _slow_rename
+
+if os.environ.get("MINDRLHF_TEST_ROUND_BY_ROWS"):
+    import row_rounding
+
+    row_rounding.install()
 
 signal.signal(signal.SIGRTMIN, lambda *_: sys.exit(7))

@@ -16,6 +16,7 @@ from mindrlhf.checkpoint.algorithm_state import AlgorithmState
 from mindrlhf.checkpoint.leftover import leftover_records, load_leftover, save_leftover
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.observe.records import read_jsonl
+from mindrlhf.rollout.replicas import WeightsReplaced
 from mindrlhf.training.loop.sampling.order import ORDER_NAME
 
 NUM_STEPS, NUM_GROUPS = 8, 2
@@ -26,12 +27,20 @@ class Server(Spans):
     """Takes a random time for each round."""
 
     fails_at = None
+    was_replaced = None  # asked once, in the middle of a round: whether newer weights are in the buffer by now
+    num_replaced = 0
 
     def generate(self, requests, sampling):
         time.sleep(DELAY_S * random.random())
         if len(self.requests) + 1 == self.fails_at:
             raise RunFailure("the server has died")
-        yield from super().generate(requests, sampling)
+        generated = list(super().generate(requests, sampling))
+        time.sleep(DELAY_S)
+        if self.was_replaced is not None and self.was_replaced():
+            self.requests.pop()  # nobody has had them
+            self.num_replaced += 1
+            raise WeightsReplaced("the server has died; the weights it sampled with have been replaced")
+        yield from generated
 
     def cancel(self):
         self.journal.append("cancel")
@@ -179,6 +188,22 @@ def test_a_server_that_dies_ends_the_run_with_its_reason(tmp_path):
     run.generator.fails_at = 5
     with pytest.raises(RunFailure, match="the server has died"):
         finish(run)
+
+
+def test_a_round_whose_weights_are_gone_is_done_with_those_that_replaced_them(tmp_path):
+    """Whenever a server dies after newer weights were published; and what came of it is repeated from its order."""
+    run = start(tmp_path / "first")
+    run.generator.was_replaced = lambda: run.trainer.sampling._pending is not None
+    expected = finish(run)
+    assert run.generator.num_replaced > 0
+    used = [sample for record, _ in run.memory.reviewed for sample in record.trained]
+    counts = np.bincount([sample.prompt.prompt_ids[0] - 1 for sample in used])
+    assert counts.tolist() == [NUM_STEPS * NUM_GROUPS * NUM_GENERATIONS // 4] * 4
+    assert finish(start(tmp_path / "again", replays=tmp_path / "first")) == expected
+    again = start(tmp_path / "killed", replays=tmp_path / "first")
+    again.generator.was_replaced = lambda: True
+    with pytest.raises(WeightsReplaced):  # a replay cannot load others at that round
+        finish(again)
 
 
 def test_an_order_of_another_run_is_refused(tmp_path):

@@ -27,6 +27,7 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.errors import UserError
 from mindrlhf.observe.records import JsonlWriter
+from mindrlhf.rollout.replicas import WeightsReplaced
 from mindrlhf.rollout.samples import Sample
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.loop.sampling.busy import BusyTime
@@ -246,10 +247,21 @@ class SamplingAsynchronously:
         return max(0, allowed - self._prompts.stream.num_taken)
 
     def _do_round(self) -> None:
-        """Give every response that goes on a segment of tokens, and begin with new ones where the bound allows."""
+        """Give every response that goes on a segment of tokens, and begin with new ones where the bound allows.
+
+        A round whose weights are gone, as a server has died in it, is begun anew with those that have replaced them.
+        """
         groups = [*self._going_on, *self._rounds.begin(self._num_to_begin())]
         records = self._rounds.read(groups)
-        groups = self._rounds.give_segment(groups, records, self._version)
+        try:
+            groups = self._rounds.give_segment(groups, records, self._version)
+        except WeightsReplaced:
+            if self._replayed is not None:
+                raise
+            with self._changed:
+                self._going_on = groups
+                self._changed.wait_for(lambda: self._pending is not None or self._is_closed)
+            return
         with self._changed:
             self._num_rounds += 1
             self._take_up(groups, records)
