@@ -43,8 +43,6 @@ _DEFAULTS = {
         # after every token, and take it again page by page: a third of the time with 152k entries.
         "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
         "MALLOC_TRIM_THRESHOLD_": str(2 << 30),
-        # A kernel for every weight and number of running samples; by default 1,024 are kept.
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8192",
     },
     "ascend": {},
 }
