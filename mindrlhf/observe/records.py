@@ -1,32 +1,37 @@
 """Records on disk: JSON lines that survive a kill and continue after a resume."""
 
+import collections
+import contextlib
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import jsonlines
 import numpy as np
 
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.system.files import whole_file, write_file
-from mindrlhf.system.json_lines import read_json_lines
+from mindrlhf.system.files import write_file
+from mindrlhf.system.json_lines import parse_json, read_json_lines
+
+_BLOCK_BYTES = 1 << 18
 
 
 class JsonlWriter:
     """Append records with a ``step`` to a JSON lines file, each flushed as it is written.
 
-    A run that starts (or resumes) at ``first_step`` is about to write the steps from there on: records of those
-    steps that an earlier process left, and a last line it did not finish, are removed first. ``first_step`` 0
-    starts the file over.
+    A run that starts (or resumes) at ``first_step`` is about to write the steps from there on. So the file is cut after
+    the last record of a step before it: records that an earlier process left, and a line it did not finish, go. What
+    stays is not read. ``first_step`` 0 starts the file over.
     """
 
     def __init__(self, path: Path, *, first_step: int) -> None:
         """Open ``path``, whose directory is made if needed.
 
         Raises:
-            UserError: a line before the last one is not a record.
+            UserError: a line that goes, and is not the last, is not a record.
             RunFailure: the file cannot be written.
         """
         self._path = Path(path)
@@ -53,9 +58,45 @@ class JsonlWriter:
         self._file.close()
 
     def _truncate(self, first_step: int) -> None:
-        kept = (record for record in read_jsonl(self._path) if record["step"] < first_step)
-        with whole_file(self._path, "w", errors="backslashreplace") as file:
-            jsonlines.Writer(file, dumps=_dump).write_all(kept)
+        with open(self._path, "r+b") as file:
+            end = file.seek(0, os.SEEK_END)
+            for start, line in _lines_from_the_end(file):
+                if line.strip():
+                    step = self._step(line)
+                    if step is not None and step < first_step:
+                        break
+                end = start
+            file.truncate(end)
+            file.seek(max(0, end - 1))
+            if file.read(1) not in (b"", b"\n"):
+                file.write(b"\n")
+
+    def _step(self, line: bytes) -> int | None:
+        """Return the step of a record; None for what a killed writer has left."""
+        with contextlib.suppress(ValueError, RecursionError):
+            record = parse_json(line.decode())
+            if isinstance(record, dict) and _is_step(record.get("step")):
+                return record["step"]
+        if line.endswith(b"\n"):
+            collections.deque(read_jsonl(self._path), maxlen=0)  # which names the line
+        return None
+
+
+def _lines_from_the_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file, the last first: where each starts, and its bytes with its end."""
+    start, rest = file.seek(0, os.SEEK_END), b""
+    while start > 0:
+        size = min(start, _BLOCK_BYTES + len(rest))  # so that a line of many blocks is not joined for each of them
+        start -= size
+        file.seek(start)
+        block = file.read(size) + rest
+        end = len(block)
+        while (before := block.rfind(b"\n", 0, end - 1)) >= 0:
+            yield start + before + 1, block[before + 1 : end]
+            end = before + 1
+        rest = block[:end]
+    if rest:
+        yield 0, rest
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
