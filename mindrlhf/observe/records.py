@@ -120,6 +120,7 @@ class RecordFile:
     def __init__(self, path: Path) -> None:
         self._path = Path(path)
         self._starts = array.array("q")
+        self.end_bytes = 0  # of what was read so far
 
     def __len__(self) -> int:
         """Return how many were read so far."""
@@ -139,7 +140,7 @@ class RecordFile:
                 raise UserError(f"{self._path}, line {line.number} is not a record of a run ({reason}): remove it")
             else:
                 return
-            start = line.end_bytes
+            start = self.end_bytes = line.end_bytes
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         with open(self._path, "rb") as file:
