@@ -94,6 +94,21 @@ def audit(size: int, directory: Path) -> Measured:
     return lambda: audit_run(directory, max_rescored=1).num_samples
 
 
+def view(size: int, directory: Path) -> Measured:
+    """What serves the page of `mindrlhf view` reads a run of so many steps, and finds samples by a text."""
+    from mindrlhf.observe.viewer.server import SampleIndex
+
+    num_bytes = write_run(directory, size).stat().st_size
+
+    def run() -> int:
+        index = SampleIndex(directory)
+        index.read()
+        index.find({"text": "question 996", "order": "-change"})
+        return num_bytes
+
+    return run
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """What is measured; ``limit`` says what its cost is made of."""
@@ -107,6 +122,7 @@ class Case:
 CASES = {
     "checkpoints": Case("evaluations, a checkpoint each", 16, checkpoints, "JSON of each new evaluation; fsync"),
     "resume": Case("steps of long samples", 400, resume, "the steps that are cut"),
+    "view": Case("steps of long samples", 400, view, "JSON of each sample, read twice"),
     "audit": Case("steps of long samples", 400, audit, "JSON and features of each completion, 2,000 permutations"),
 }
 
