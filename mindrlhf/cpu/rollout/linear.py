@@ -87,8 +87,9 @@ class PlainLinear:
 
     def _from_the_left(self, x: torch.Tensor) -> torch.Tensor:
         """Return products [rows, out], column by column, with x [rows, in]."""
-        product = torch.ops.mkldnn._linear_pointwise.default(self._weight, _padded(x), None, "none", [], "")
-        return product[:, : len(x)].t()
+        padded = _padded(x)
+        product = torch.ops.mkldnn._linear_pointwise.default(self._weight, padded, None, "none", [], "")
+        return (product if padded is x else product[:, : len(x)]).t()
 
     def shares_memory(self, weight: torch.Tensor) -> bool:
         return self._weight.data_ptr() == weight.data_ptr()
@@ -111,7 +112,7 @@ def kept_rows(num_rows: int) -> int:
 
 
 def _padded(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows [n, in] with as many again of the first ones as ``kept_rows`` asks for."""
+    """Return rows [n, in], followed by as many of the first ones again as ``kept_rows`` asks for."""
     num_more = kept_rows(len(rows)) - len(rows)
     return torch.cat((rows, rows[:num_more])) if num_more else rows
 
@@ -122,9 +123,11 @@ def _onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     A row's results have the same bits without the rows that are added. (Of a row alone oneDNN adds up in another order:
     that is not padded.)
     """
-    rows = x.flatten(0, -2)
-    products = torch.ops.mkldnn._linear_pointwise.default(_padded(rows), weight, bias, "none", [], "")
-    return products[: len(rows)].view(*x.shape[:-1], -1)
+    if x.ndim != 2:
+        return _onednn(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], -1)
+    padded = _padded(x)
+    products = torch.ops.mkldnn._linear_pointwise.default(padded, weight, bias, "none", [], "")
+    return products if padded is x else products[: len(x)]
 
 
 class Ways:
