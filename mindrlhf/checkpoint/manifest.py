@@ -23,6 +23,8 @@ from mindrlhf.errors import UserError
 from mindrlhf.system.files import write_file
 
 MANIFEST_NAME = "manifest.json"
+# Checkpoints share this file, and later ones append to it: an entry describes how it began.
+EVALUATIONS_NAME = "evaluations.jsonl"
 FORMAT_VERSION = 2
 _BLOCK_BYTES = 1 << 20
 _CHECKSUM = re.compile(r"[0-9a-f]{16}")
@@ -106,7 +108,7 @@ def verify(directory: Path, unlisted: re.Pattern[str] | None = None) -> None:
             if name not in listed and not (unlisted and unlisted.fullmatch(name)):
                 raise DamagedDirectory(f"{directory / name} is not listed in {MANIFEST_NAME}")
         for name, entry in listed.items():
-            _check_file(files[name], entry)
+            _check_file(files[name], entry, grows=name == EVALUATIONS_NAME)
     except OSError as error:
         raise DamagedDirectory(f"{error.filename or directory} cannot be read: {error.strerror}") from error
 
@@ -153,24 +155,27 @@ def _is_entry(entry: dict) -> bool:
     return is_size and isinstance(checksum, str) and _CHECKSUM.fullmatch(checksum) is not None
 
 
-def _check_file(path: Path, entry: dict) -> None:
-    size_bytes = path.stat().st_size
-    if size_bytes != entry["size_bytes"]:
-        raise DamagedDirectory(f"{path} has {size_bytes} bytes, not {entry['size_bytes']}")
-    if _describe(path) != _entry(entry["size_bytes"], entry["xxh3_64"]):
+def _check_file(path: Path, entry: dict, *, grows: bool) -> None:
+    size_bytes, listed = path.stat().st_size, entry["size_bytes"]
+    if size_bytes < listed or (size_bytes > listed and not grows):
+        raise DamagedDirectory(f"{path} has {size_bytes} bytes, not {listed}")
+    if _describe(path, listed) != _entry(entry["size_bytes"], entry["xxh3_64"]):
         raise DamagedDirectory(f"{path} is damaged: its checksum differs")
 
 
-def _describe(path: Path) -> dict[str, int | str]:
+def _describe(path: Path, max_bytes: int | None = None) -> dict[str, int | str]:
+    """Return the entry of a file, or of its first bytes."""
     size_bytes, digest = 0, xxhash.xxh3_64()
     with open(_open_regular(path), "rb", buffering=0) as file, mmap.mmap(-1, _BLOCK_BYTES) as aligned:
         end = os.fstat(file.fileno()).st_size
+        end = end if max_bytes is None else min(end, max_bytes)
         if end > _BLOCK_BYTES:
             # Past the page cache, as it was written: half the processor time, and nothing else is driven out.
             with contextlib.suppress(OSError):  # some file systems have no direct reading
                 fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
         with memoryview(aligned) as block:
             while size_bytes < end and (count := file.readinto(block)):
+                count = min(count, end - size_bytes)
                 size_bytes += count
                 with block[:count] as piece:
                     digest.update(piece)

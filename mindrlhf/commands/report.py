@@ -16,12 +16,18 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     add_aliases(parser, output, "--out")
     parser.add_argument("--svg", metavar="FILE", help="write the learning curve alone, as a picture (-: print it)")
     parser.set_defaults(run=_report)
-    view = subparsers.add_parser("view", help="write a page to read the samples of a run, or of two side by side")
+    view = subparsers.add_parser(
+        "view", help="write or serve a page to read a run's samples, or two runs' side by side"
+    )
     view.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="directory of a run; two are compared")
     view.add_argument(
         "--output", metavar="FILE", help="where to write it, - for standard output (default: RUN_DIR/samples.html)"
     )
-    view.set_defaults(run=_view, says="reading the samples")
+    view.add_argument(
+        "--serve", action="store_true", help="serve it to this machine until Ctrl-C; so are samples of over 64 MiB"
+    )
+    view.add_argument("--port", type=int, default=0, help="of --serve (default: a free one)")
+    view.set_defaults(run=_view)
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -44,14 +50,29 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _view(arguments: argparse.Namespace) -> int:
-    """Write the page of samples and print its path."""
+    """Write the page of samples and print its path, or serve it and print where."""
+    import sys
+
     from mindrlhf.errors import UserError
-    from mindrlhf.observe.viewer.page import render_page, write_page
+    from mindrlhf.launch.stages import signs_of_life
+    from mindrlhf.observe.viewer.page import MAX_PAGE_BYTES, render_page, samples_path, write_page
+    from mindrlhf.observe.viewer.server import SampleServer
 
     if len(arguments.run_dirs) > 2:
         raise UserError(f"{len(arguments.run_dirs)} runs were given: one is shown alone, two side by side")
-    if arguments.output == "-":
-        print(render_page(arguments.run_dirs))
+    if not 0 <= arguments.port < 1 << 16:
+        raise UserError(f"--port is {arguments.port}: give one from 1 to 65535, or 0 for a free one")
+    if arguments.serve and arguments.output:
+        raise UserError("--serve and --output were given: the page is served, or written to a file")
+    num_bytes = sum(samples_path(path).stat().st_size for path in arguments.run_dirs)
+    if arguments.serve or (arguments.output is None and num_bytes > MAX_PAGE_BYTES):
+        server = SampleServer(arguments.run_dirs, arguments.port)
+        print(f"{server.url} shows {num_bytes / 1e6:.0f} MB of samples; end with Ctrl-C", flush=True)
+        server.run()
         return 0
-    print(write_page(arguments.run_dirs, Path(arguments.output or arguments.run_dirs[0] / "samples.html")))
+    with signs_of_life("reading the samples", sys.stderr):
+        if arguments.output == "-":
+            print(render_page(arguments.run_dirs))
+        else:
+            print(write_page(arguments.run_dirs, Path(arguments.output or arguments.run_dirs[0] / "samples.html")))
     return 0

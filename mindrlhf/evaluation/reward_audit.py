@@ -4,9 +4,11 @@ An audit of saved samples finds candidates to look at, and proves nothing: what 
 a right answer needs.
 """
 
+import array
+import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +19,7 @@ from mindrlhf.config.parse import build, read_yaml
 from mindrlhf.config.reward import RewardSection, SandboxSection
 from mindrlhf.errors import UserError
 from mindrlhf.evaluation.heldout import accuracy_of
-from mindrlhf.observe.records import read_jsonl
+from mindrlhf.observe.records import RecordFile
 from mindrlhf.observe.samples import SampleRecord
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.registry import part_name
@@ -128,33 +130,72 @@ class Scores(Protocol):
         """Return the results in the order of the samples."""
 
 
-def audit(
-    samples: Sequence[SampleRecord], accuracy: str, pool: Scores | None = None, *, max_rescored: int = 200
-) -> Audit:
+class Samples(Protocol):
+    """Samples of a run; a list, or a file that is read as often as they are asked for."""
+
+    def __iter__(self) -> Iterator[SampleRecord]: ...
+
+    def __getitem__(self, number: int) -> SampleRecord: ...
+
+
+class _Columns:
+    """What the audit asks of all samples: numbers and digests, so that their texts need not be in memory.
+
+    Attributes:
+        features: float64 [samples, features].
+        texts, prompts, answers: digests [samples]; equal texts of completions have the same but for white space and
+            case.
+    """
+
+    def __init__(self, samples: Samples, accuracy: str):
+        steps, rewards, is_right, features = (array.array(kind) for kind in "qdbd")
+        texts, prompts, answers = [], [], []
+        for sample in samples:
+            steps.append(sample.step)
+            rewards.append(sample.reward)
+            is_right.append(sample.rewards.get(accuracy, 0.0) > 0.5)
+            features.extend(float(of(sample.completion)) for of in FEATURES.values())
+            for digests, text in (
+                (texts, " ".join(sample.completion.lower().split())),
+                (prompts, sample.prompt),
+                (answers, sample.answer),
+            ):
+                digests.append(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest())
+        self.steps, self.rewards = np.array(steps), np.array(rewards)
+        self.is_right = np.array(is_right, bool)
+        self.features = np.array(features).reshape(len(steps), len(FEATURES))
+        self.texts, self.prompts, self.answers = texts, prompts, answers
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+def audit(samples: Samples, accuracy: str, pool: Scores | None = None, *, max_rescored: int = 200) -> Audit:
     """Look for what a reward pays for besides being right.
 
     Args:
-        samples: of a run.
+        samples: of a run; they are gone through once, and some are asked for again.
         accuracy: verifier that tells right from wrong; a sample is right if it gave more than half.
         pool: the run's verifiers, to score rewritten completions; None leaves that out.
         max_rescored: so many samples, spread over the run, are scored again.
     """
-    chosen = [samples[i] for i in np.unique(np.linspace(0, len(samples) - 1, max_rescored).astype(int))]
+    columns = _Columns(samples, accuracy)
+    numbers = np.unique(np.linspace(0, len(columns) - 1, max_rescored).astype(int)).tolist()
+    chosen = [samples[number] for number in numbers] if pool is not None else []
     return Audit(
-        num_samples=len(samples),
-        num_steps=len({sample.step for sample in samples}),
-        correlations=_correlations(samples, accuracy),
-        clusters=_clusters(samples),
+        num_samples=len(columns),
+        num_steps=len(np.unique(columns.steps)),
+        correlations=_correlations(columns),
+        clusters=_clusters(columns, samples),
         flips=_flips(chosen, pool) if pool is not None else (),
-        num_rescored=len(chosen) if pool is not None else 0,
+        num_rescored=len(chosen),
     )
 
 
-def _correlations(samples: Sequence[SampleRecord], accuracy: str) -> tuple[Correlation, ...]:
-    rewards = np.array([sample.reward for sample in samples])
-    is_right = np.array([sample.rewards.get(accuracy, 0.0) > 0.5 for sample in samples])
-    groups = {"all samples": np.ones(len(samples), bool), "right ones": is_right, "wrong ones": ~is_right}
-    features = {name: np.array([f(sample.completion) for sample in samples]) for name, f in FEATURES.items()}
+def _correlations(columns: _Columns) -> tuple[Correlation, ...]:
+    rewards, is_right = columns.rewards, columns.is_right
+    groups = {"all samples": np.ones(len(columns), bool), "right ones": is_right, "wrong ones": ~is_right}
+    features = dict(zip(FEATURES, columns.features.T, strict=True))
     found = []
     for within, members in groups.items():
         if members.sum() < MIN_SAMPLES or np.ptp(rewards[members]) == 0:
@@ -184,20 +225,20 @@ def spearman(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
     return rho, float((np.sum(np.abs(permuted) >= abs(rho) - 1e-12) + 1) / (NUM_PERMUTATIONS + 1))
 
 
-def _clusters(samples: Sequence[SampleRecord]) -> tuple[Cluster, ...]:
+def _clusters(columns: _Columns, samples: Samples) -> tuple[Cluster, ...]:
     """Find completions of the highest rewards that are the same for prompts with different answers."""
-    if not samples:
+    if not len(columns):
         return ()
-    lowest = np.quantile([sample.reward for sample in samples], HIGH_REWARD)
-    high = [sample for sample in samples if sample.reward >= lowest]
+    high = np.flatnonzero(columns.rewards >= np.quantile(columns.rewards, HIGH_REWARD)).tolist()
     alike = defaultdict(list)
-    for sample in high:
-        alike[" ".join(sample.completion.lower().split())].append(sample)
-    clusters = [
-        Cluster(members[0].completion, len(members), len({one.prompt for one in members}), len(members) / len(high))
-        for members in alike.values()
-        if len({one.prompt for one in members}) > 1 and len({one.answer for one in members}) > 1
-    ]
+    for number in high:
+        alike[columns.texts[number]].append(number)
+    clusters = []
+    for members in alike.values():
+        prompts, answers = ({digests[one] for one in members} for digests in (columns.prompts, columns.answers))
+        if len(prompts) > 1 and len(answers) > 1:
+            completion = samples[members[0]].completion
+            clusters.append(Cluster(completion, len(members), len(prompts), len(members) / len(high)))
     return tuple(sorted(clusters, key=lambda one: -one.num_samples))
 
 
@@ -246,14 +287,27 @@ def audit_run(run_dir: Path, *, max_rescored: int = 200) -> Audit:
     path = run_dir / "samples.jsonl"
     if not path.is_file():
         raise UserError(f"{path} does not exist: give the directory of a run that saved samples")
-    samples = [_sample(path, record) for record in read_jsonl(path)]
-    if not samples:
+    samples = _SavedSamples(path)
+    if next(iter(samples), None) is None:
         raise UserError(f"{path} holds no samples: a run saves some at each step (observe.samples_per_step)")
     if not reward.verifier_function:
         return audit(samples, accuracy)
     check_for(reward.verifier_function, build(SandboxSection, content.get("sandbox") or {}, "sandbox.").allow_weak)
     with RewardPool.from_config(reward) as pool:
         return audit(samples, part_name(accuracy), pool, max_rescored=max_rescored)
+
+
+class _SavedSamples:
+    """Of a run, one at a time in memory."""
+
+    def __init__(self, path: Path):
+        self._path, self._records = path, RecordFile(path)
+
+    def __iter__(self) -> Iterator[SampleRecord]:
+        return (_sample(self._path, record) for record in self._records)
+
+    def __getitem__(self, number: int) -> SampleRecord:
+        return _sample(self._path, self._records[number])
 
 
 def _sample(path: Path, record: Mapping[str, Any]) -> SampleRecord:

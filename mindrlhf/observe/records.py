@@ -1,17 +1,23 @@
 """Records on disk: JSON lines that survive a kill and continue after a resume."""
 
+import array
+import collections
+import contextlib
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import jsonlines
 import numpy as np
 
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.system.files import whole_file, write_file
-from mindrlhf.system.json_lines import read_json_lines
+from mindrlhf.system.files import write_file
+from mindrlhf.system.json_lines import parse_json, read_json_lines
+
+_BLOCK_BYTES = 1 << 18
 
 GUARDS_NAME = "guards.jsonl"  # what the guards of a run have seen
 ALARM, ALARM_OVER = "alarm", "alarm_over"  # events there: a run learns nothing; that holds no more
@@ -20,16 +26,16 @@ ALARM, ALARM_OVER = "alarm", "alarm_over"  # events there: a run learns nothing;
 class JsonlWriter:
     """Append records with a ``step`` to a JSON lines file, each flushed as it is written.
 
-    A run that starts (or resumes) at ``first_step`` is about to write the steps from there on: records of those
-    steps that an earlier process left, and a last line it did not finish, are removed first. ``first_step`` 0
-    starts the file over.
+    A run that starts (or resumes) at ``first_step`` is about to write the steps from there on. So the file is cut after
+    the last record of a step before it: records that an earlier process left, and a line it did not finish, go. What
+    stays is not read. ``first_step`` 0 starts the file over.
     """
 
     def __init__(self, path: Path, *, first_step: int) -> None:
         """Open ``path``, whose directory is made if needed.
 
         Raises:
-            UserError: a line before the last one is not a record.
+            UserError: a line that goes, and is not the last, is not a record.
             RunFailure: the file cannot be written.
         """
         self._path = Path(path)
@@ -56,9 +62,45 @@ class JsonlWriter:
         self._file.close()
 
     def _truncate(self, first_step: int) -> None:
-        kept = (record for record in read_jsonl(self._path) if record["step"] < first_step)
-        with whole_file(self._path, "w", errors="backslashreplace") as file:
-            jsonlines.Writer(file, dumps=_dump).write_all(kept)
+        with open(self._path, "r+b") as file:
+            end = file.seek(0, os.SEEK_END)
+            for start, line in _lines_from_the_end(file):
+                if line.strip():
+                    step = self._step(line)
+                    if step is not None and step < first_step:
+                        break
+                end = start
+            file.truncate(end)
+            file.seek(max(0, end - 1))
+            if file.read(1) not in (b"", b"\n"):
+                file.write(b"\n")
+
+    def _step(self, line: bytes) -> int | None:
+        """Return the step of a record; None for what a killed writer has left."""
+        with contextlib.suppress(ValueError, RecursionError):
+            record = parse_json(line.decode())
+            if isinstance(record, dict) and _is_step(record.get("step")):
+                return record["step"]
+        if line.endswith(b"\n"):
+            collections.deque(read_jsonl(self._path), maxlen=0)  # which names the line
+        return None
+
+
+def _lines_from_the_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file, the last first: where each starts, and its bytes with its end."""
+    start, rest = file.seek(0, os.SEEK_END), b""
+    while start > 0:
+        size = min(start, _BLOCK_BYTES + len(rest))  # so that a line of many blocks is not joined for each of them
+        start -= size
+        file.seek(start)
+        block = file.read(size) + rest
+        end = len(block)
+        while (before := block.rfind(b"\n", 0, end - 1)) >= 0:
+            yield start + before + 1, block[before + 1 : end]
+            end = before + 1
+        rest = block[:end]
+    if rest:
+        yield 0, rest
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -69,16 +111,46 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         UserError: any other line is not a JSON object with an integer ``step``.
     """
-    for line in read_json_lines(path):
-        reason = line.error
-        if reason is None and not (isinstance(line.value, dict) and _is_step(line.value.get("step"))):
-            reason = "it is not an object with an integer 'step'"
-        if reason is None:
-            yield line.value
-        elif line.has_end:
-            raise UserError(f"{path}, line {line.number} is not a record of a run ({reason}): remove it")
-        else:
-            return
+    return iter(RecordFile(path))
+
+
+class RecordFile:
+    """The records of a JSON lines file in bounded memory; see :func:`read_jsonl`.
+
+    Reading them one after the other notes where each begins, so that those that were read can be had by number again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = Path(path)
+        self._starts = array.array("q")
+        self.end_bytes = 0  # of what was read so far
+
+    def __len__(self) -> int:
+        """Return how many were read so far."""
+        return len(self._starts)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        del self._starts[:]
+        start = 0
+        for line in read_json_lines(self._path):
+            reason = line.error
+            if reason is None and not (isinstance(line.value, dict) and _is_step(line.value.get("step"))):
+                reason = "it is not an object with an integer 'step'"
+            if reason is None:
+                self._starts.append(start)
+                yield line.value
+            elif line.has_end:
+                raise UserError(f"{self._path}, line {line.number} is not a record of a run ({reason}): remove it")
+            else:
+                return
+            start = self.end_bytes = line.end_bytes
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        with open(self._path, "rb") as file:
+            file.seek(self._starts[number])
+            while not (line := file.readline()).strip():  # blank lines before it
+                pass
+            return parse_json(line.decode())
 
 
 def replace_file(path: Path, text: str) -> None:

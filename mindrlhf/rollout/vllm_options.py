@@ -47,8 +47,6 @@ _DEFAULTS = {
         # after every token, and take it again page by page: a third of the time with 152k entries.
         "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
         "MALLOC_TRIM_THRESHOLD_": str(2 << 30),
-        # A kernel for every weight and number of running samples; by default 1,024 are kept.
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8192",
     },
     # CANN's default is one port on an NPU and 32 of its host, for which its rank and its server would fight.
     "ascend": {"HCCL_NPU_SOCKET_PORT_RANGE": "auto", "HCCL_HOST_SOCKET_PORT_RANGE": "auto"},

@@ -1,6 +1,7 @@
 """An audit finds the holes that a made-up policy uses, and nothing in the samples of an honest one."""
 
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -151,3 +152,20 @@ def test_samples_of_a_run_with_text_alone_are_read_as_they_are_written(tmp_path)
     writer.close()
     (tmp_path / "config.yaml").write_text("reward: {model_path: somewhere}\n")
     assert audit_run(tmp_path).num_samples == MIN_SAMPLES
+
+
+def test_the_memory_of_an_audit_does_not_grow_with_the_texts_of_a_run(tmp_path):
+    (tmp_path / "config.yaml").write_text("reward: {model_path: somewhere}\n")
+    text = "x" * 75_000
+    writer = SampleWriter(tmp_path / "samples.jsonl", first_step=0)
+    writer.write(sample(index, f"{text}{index}", right=index % 3 == 0) for index in range(200))
+    writer.close()
+    audit_run(tmp_path)  # what it imports
+    tracemalloc.start()
+    try:
+        found = audit_run(tmp_path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found.num_samples == 200
+    assert peak < 6 << 20 < 200 * len(text)

@@ -1,7 +1,7 @@
 """Runs that are watched from outside and killed on purpose: what a rank does is read from its heartbeat."""
 
 import contextlib
-import json
+import dataclasses
 import os
 import signal
 import subprocess
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import sanity_inputs
 
+from mindrlhf.checkpoint.state import read_state
 from mindrlhf.system.heartbeat import Beat, heartbeat_path, read_beat
 from mindrlhf.system.processes import read_environment, read_status, shared_memory_files, state
 
@@ -226,7 +227,7 @@ def metrics(output_dir: Path) -> list[dict]:
 
 def last_state(output_dir: Path) -> dict:
     """Return the last checkpoint's state, without where the run was written and what its server was told."""
-    values = json.loads((output_dir / "checkpoints" / f"step_{NUM_STEPS:08d}" / "state.json").read_text())
+    values = dataclasses.asdict(read_state(output_dir / "checkpoints" / f"step_{NUM_STEPS:08d}"))
     del values["config"]["run"]["output_dir"], values["config"]["rollout"]["env"]
     return values
 

@@ -1,12 +1,19 @@
 """JSON lines that survive kills and resumes, and samples as they are written."""
 
+import itertools
 import json
 import os
+import tempfile
+from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.observe import records as records_module
 from mindrlhf.observe.records import JsonlWriter, read_jsonl, replace_file
 from mindrlhf.observe.samples import SampleRecord, SampleWriter, question_of
 
@@ -50,6 +57,59 @@ def test_resume_removes_the_steps_it_will_write(tmp_path):
     write_steps(path, [4, 5, 6], first_step=4)
     assert steps_of(path) == [0, 1, 2, 3, 4, 5, 6]
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+lines = st.tuples(st.integers(0, 3), st.sampled_from(["", "a", "ä" * 40, "\u2028", "x" * 700]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lines=st.lists(lines, max_size=12),
+    first_step=st.integers(1, 5),
+    rest=st.sampled_from(["", "\n", " \n\n", '{"step": 9, "te', '{"step": 0}', '{"step": 9}', "nul"]),
+    block_bytes=st.sampled_from([1, 7, 64, 1 << 18]),
+)
+def test_a_file_is_cut_where_the_steps_begin_that_are_written_again(lines, first_step, rest, block_bytes):
+    step, records = 0, []
+    for more, text in lines:
+        step += more
+        records.append({"step": step, "text": text})
+    with tempfile.TemporaryDirectory() as directory, mock.patch.object(records_module, "_BLOCK_BYTES", block_bytes):
+        path = Path(directory, "samples.jsonl")
+        path.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in records) + rest)
+        write_steps(path, [77], first_step)
+        kept = [one for one in records if one["step"] < first_step]
+        # A whole record without a line end counts; it stands after all others.
+        kept += [{"step": 0}] if rest == '{"step": 0}' else []
+        if rest == '{"step": 0}' and any(one["step"] >= first_step for one in records):
+            return  # not what a run writes
+        assert list(read_jsonl(path)) == [*kept, {"step": 77, "loss": 77.0}]
+        assert path.read_text().count("\n") == len(kept) + 1
+
+
+def test_what_stays_of_a_long_file_is_neither_read_nor_written_again(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    write_steps(path, range(1000), first_step=0)
+    whole = path.read_bytes()
+    broken = b"not a record" + whole[12:]
+    path.write_bytes(broken)
+    inode = path.stat().st_ino
+    write_steps(path, [990], first_step=990)
+    ends = [place + 1 for place, byte in enumerate(broken) if byte == ord("\n")]
+    assert path.read_bytes() == broken[: ends[989]] + b'{"step": 990, "loss": 990.0}\n'
+    assert path.stat().st_ino == inode
+
+
+def test_a_broken_line_that_goes_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1}\n{"step"\n{"step": 3}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 3 is not a record"):
+        JsonlWriter(path, first_step=2)
+    assert steps_of_first(path, 2) == [0, 1]
+
+
+def steps_of_first(path, number):
+    return [record["step"] for record in itertools.islice(read_jsonl(path), number)]
 
 
 def test_a_new_run_starts_the_file_over(tmp_path):

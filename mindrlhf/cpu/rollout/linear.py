@@ -26,6 +26,9 @@ _PACKS_FROM_HELD_BACK, _PACKS_FROM = 1 << 17, 1 << 20
 _LEFT_FROM, _WIDE = 1 << 19, 512
 # Rows up to which it pays; with more, the transposition costs what it saves, and oneDNN has the weight on the right.
 FEW_ROWS = 96
+# oneDNN compiles and keeps half a megabyte for each shape of a weight and number of rows. Up to so many rows each
+# number has its own; above, up to so many, there are multiples of 8; above that, four numbers to each power of two.
+_OWN_NUMBER, _IN_EIGHTS = 32, 128
 # What the packed copies of a server may take; weights that come later stay plain.
 MAX_PACKED_BYTES = 1 << 30
 _PACKED_FOR_ROWS = 32
@@ -71,7 +74,7 @@ class PlainLinear:
 
         Args:
             bias: float32 [out], or None.
-            may_lie_by_columns: whether results [rows, out] may have strides (1, rows), which saves copying them.
+            may_lie_by_columns: whether results [rows, out] may lie column by column, which saves copying them.
         """
         if self._way is Way.LEFT and bias is None and may_lie_by_columns:
             return lambda x: self._from_the_left(x) if len(x) <= FEW_ROWS else self(x, self._weight, None)
@@ -83,8 +86,10 @@ class PlainLinear:
         return lambda x: torch.addmm(bias, x, turned)
 
     def _from_the_left(self, x: torch.Tensor) -> torch.Tensor:
-        """Return products [rows, out] of strides (1, rows) with x [rows, in]."""
-        return _onednn(self._weight, x, None).t()
+        """Return products [rows, out], column by column, with x [rows, in]."""
+        padded = _padded(x)
+        product = torch.ops.mkldnn._linear_pointwise.default(self._weight, padded, None, "none", [], "")
+        return (product if padded is x else product[:, : len(x)]).t()
 
     def shares_memory(self, weight: torch.Tensor) -> bool:
         return self._weight.data_ptr() == weight.data_ptr()
@@ -94,9 +99,35 @@ class PlainLinear:
         self._packed = None
 
 
+def kept_rows(num_rows: int) -> int:
+    """Return the number of rows, at least so many, for which oneDNN compiles: one of 64 up to 4,096.
+
+    What a server reads in one pass, tokens of prompts and of samples together, has any number of rows, and each would
+    have kernels of its own: gigabytes after some hundred evaluations of a small model.
+    """
+    if num_rows <= _OWN_NUMBER:
+        return num_rows
+    step = 8 if num_rows <= _IN_EIGHTS else 1 << (num_rows - 1).bit_length() - 3
+    return -(-num_rows // step) * step
+
+
+def _padded(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows [n, in], followed by as many of the first ones again as ``kept_rows`` asks for."""
+    num_more = kept_rows(len(rows)) - len(rows)
+    return torch.cat((rows, rows[:num_more])) if num_more else rows
+
+
 def _onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return x [rows, in] @ weight [out, in] transposed + bias [out]."""
-    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+    """Return x [..., in] @ weight [out, in] transposed + bias [out].
+
+    A row's results have the same bits without the rows that are added. (Of a row alone oneDNN adds up in another order:
+    that is not padded.)
+    """
+    if x.ndim != 2:
+        return _onednn(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], -1)
+    padded = _padded(x)
+    products = torch.ops.mkldnn._linear_pointwise.default(padded, weight, bias, "none", [], "")
+    return products if padded is x else products[: len(x)]
 
 
 class Ways:

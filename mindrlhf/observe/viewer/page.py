@@ -16,6 +16,7 @@ from mindrlhf.observe.report import content_hash, package_text, shortened
 from mindrlhf.observe.samples import TOKEN_VALUES
 
 MAX_TEXT = 20_000  # characters of a prompt or completion that the page keeps
+MAX_PAGE_BYTES = 64 << 20  # of samples that a page of one file is made of, unless a file is asked for
 
 
 def write_page(run_dirs: list[Path], out_file: Path) -> Path:
@@ -39,13 +40,19 @@ def render_page(run_dirs: list[Path]) -> str:
         UserError: a directory has no samples, or its file is broken.
     """
     data = {"runs": [_read_run(path) for path in run_dirs]}
+    return page_of(" and ".join(run["name"] for run in data["runs"]), data)
+
+
+def page_of(title: str, data: dict[str, Any]) -> str:
+    """Return a page of such data: "runs", or with "served" the names of runs whose samples it asks a server for."""
     packed = base64.b64encode(gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)).decode()
     script = package_text("viewer/viewer.js")
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         package_text("viewer/viewer.html")
     )
     return template.render(
-        title=" and ".join(run["name"] for run in data["runs"]),
+        title=title,
+        connects="self" if "served" in data else "none",
         version=mindrlhf.__version__,
         script_hash=content_hash(script),
         style=Markup(package_text("viewer/viewer.css")),
@@ -54,17 +61,27 @@ def render_page(run_dirs: list[Path]) -> str:
     )
 
 
-def _read_run(run_dir: Path) -> dict[str, Any]:
-    """Return the samples of a run as the page takes them: texts of prompts once, a short row for each sample."""
+def samples_path(run_dir: Path) -> Path:
+    """Return where the samples of a run lie.
+
+    Raises:
+        UserError: it has none.
+    """
     path = Path(run_dir) / "samples.jsonl"
     if not path.exists():
         raise UserError(f"no samples in {run_dir}: give the directory of a run with 'observe.samples_per_step' above 0")
+    return path
+
+
+def _read_run(run_dir: Path) -> dict[str, Any]:
+    """Return the samples of a run as the page takes them: texts of prompts once, a short row for each sample."""
+    path = samples_path(run_dir)
     prompts: dict[str, int] = {}
     verifiers: dict[str, int] = {}
     rows = []
     for record in read_jsonl(path):
         try:
-            rows.append(_row(record, prompts, verifiers))
+            rows.append(sample_row(record, prompts, verifiers))
         except (KeyError, TypeError, AttributeError):
             raise UserError(f"{path} has a line that is no sample: {json.dumps(record)[:80]}") from None
     if not rows:
@@ -77,7 +94,12 @@ def _read_run(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def _row(record: dict[str, Any], prompts: dict[str, int], verifiers: dict[str, int]) -> list[Any]:
+def sample_row(record: dict[str, Any], prompts: dict[str, int], verifiers: dict[str, int]) -> list[Any]:
+    """Return a sample as the page takes it.
+
+    Args:
+        prompts, verifiers: numbers of those that came before, by text and name; new ones are added.
+    """
     completion = record["completion"]
     rewards = {verifiers.setdefault(name, len(verifiers)): value for name, value in record["rewards"].items()}
     tokens = record.get("tokens")

@@ -13,9 +13,12 @@
 
   const bytes = Uint8Array.from(atob($("data").textContent.trim()), (c) => c.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  const { runs } = JSON.parse(await new Response(stream).text());
+  const data = JSON.parse(await new Response(stream).text());
+  // A served page has the names of its runs alone, and asks for what it shows.
+  const served = Boolean(data.served);
+  const runs = data.runs ?? data.served.map((name) => ({ name, verifiers: [], prompts: [], rows: [] }));
 
-  for (const run of runs) {
+  if (!served) for (const run of runs) {
     run.ofPrompt = new Map();
     run.rows.forEach((row, index) => {
       if (!run.ofPrompt.has(row[PROMPT])) run.ofPrompt.set(row[PROMPT], []);
@@ -27,7 +30,49 @@
     $("run-choice").hidden = false;
     runs.forEach((run, index) => $("run").append(new Option(run.name, index)));
   }
-  let run, shown = [], selected = -1;
+  let run, shown = [], selected = -1, count = 0;
+  const PAGE = 100, pages = new Map();
+  let turn = 0;  // of the choice of samples: answers to earlier ones are dropped
+  const ask = async (what, more) => {
+    const names = ["run", "verifier", "from", "to", "low", "high", "ending", "text", "order"];
+    const wished = new URLSearchParams({ ...Object.fromEntries(names.map((id) => [id, $(id).value])), ...more });
+    return (await fetch(`${what}?${wished}`)).json();
+  };
+
+  async function load(page) {
+    const mine = turn;
+    if (!pages.has(page)) pages.set(page, []);
+    const answer = await ask("rows", { first: page * PAGE });
+    if (mine !== turn) return;
+    pages.set(page, answer.rows.slice(0, PAGE));
+    count = answer.count;
+    run.verifiers = answer.verifiers;
+    for (let i = $("verifier").options.length - 1; i < run.verifiers.length; i++) $("verifier").append(new Option(run.verifiers[i]));
+    const part = answer.read < 1 ? `, ${Math.floor(100 * answer.read)} % of the file read` : "";
+    $("count").textContent = answer.error || `${count.toLocaleString()} of ${answer.total.toLocaleString()} samples${part}`;
+    $("spacer").style.height = `${count * ROW_HEIGHT}px`;
+    if (answer.read < 1) setTimeout(() => {
+      if (mine !== turn) return;
+      const here = Math.floor($("list").scrollTop / ROW_HEIGHT / PAGE);
+      for (const one of pages.keys()) if (one !== here) pages.delete(one);
+      load(here);
+    }, 1500);
+    draw();
+    if (selected < 0 && count) select(0);
+    else if (!count) showDetail();
+  }
+
+  // [score, step, completion, prompt] of a place in the list; null while it is asked for
+  function entry(position) {
+    if (!served) {
+      const row = run.rows[shown[position]];
+      return [scoreOf(row), row[STEP], row[COMPLETION], run.prompts[row[PROMPT]]];
+    }
+    const page = Math.floor(position / PAGE);
+    if (!pages.has(page)) load(page);
+    const row = pages.get(page)[position % PAGE];
+    return row ? [row[2], row[1], row[3], row[4]] : null;
+  }
 
   const scoreOf = (row) => {
     const choice = $("verifier").value;
@@ -43,11 +88,20 @@
 
   function chooseRun() {
     run = runs[+($("run").value || 0)];
-    $("verifier").replaceChildren(new Option("total reward", ""), ...run.verifiers.map((name, i) => new Option(name, i)));
+    $("verifier").replaceChildren(new Option("total reward", ""), ...run.verifiers.map((name, i) => new Option(name, served ? name : i)));
     filter();
   }
 
   function filter() {
+    if (served) {
+      turn++;
+      pages.clear();
+      count = 0;
+      selected = -1;
+      $("list").scrollTop = 0;
+      load(0);
+      return;
+    }
     const text = $("text").value.toLowerCase();
     const limit = (id, otherwise) => $(id).value === "" ? otherwise : +$(id).value;
     const [from, to] = [limit("from", -Infinity), limit("to", Infinity)];
@@ -69,7 +123,8 @@
     $("count").textContent = `${shown.length.toLocaleString()} of ${run.rows.length.toLocaleString()} samples`;
     $("spacer").style.height = `${shown.length * ROW_HEIGHT}px`;
     $("list").scrollTop = 0;
-    selected = shown.length ? 0 : -1;
+    count = shown.length;
+    selected = count ? 0 : -1;
     draw();
     showDetail();
   }
@@ -77,18 +132,17 @@
   function draw() {
     const list = $("list");
     const first = Math.max(0, Math.floor(list.scrollTop / ROW_HEIGHT) - 4);
-    const last = Math.min(shown.length, first + Math.ceil(list.clientHeight / ROW_HEIGHT) + 8);
+    const last = Math.min(count, first + Math.ceil(list.clientHeight / ROW_HEIGHT) + 8);
     const items = [];
     for (let position = first; position < last; position++) {
-      const row = run.rows[shown[position]];
+      const [score, step, completion, prompt] = entry(position) ?? [null, "", "…", ""];
       const item = make("div", "item");
       item.style.top = `${position * ROW_HEIGHT}px`;
       item.setAttribute("role", "option");
       item.setAttribute("aria-selected", position === selected);
       item.dataset.position = position;
-      const score = make("span", "score", number(scoreOf(row)));
-      item.append(make("span", "step", row[STEP]), make("span", "", row[COMPLETION].trim() || "(empty)"), score);
-      item.append(make("span", "small", run.prompts[row[PROMPT]].replace(/<\|\w+\|>/g, " ").trim()));
+      item.append(make("span", "step", step), make("span", "", completion.trim() || "(empty)"), make("span", "score", number(score)));
+      item.append(make("span", "small", prompt.replace(/<\|\w+\|>/g, " ").trim()));
       items.push(item);
     }
     list.replaceChildren($("spacer"), ...items);
@@ -153,40 +207,64 @@
     return box;
   }
 
-  function showDetail() {
-    const detail = $("detail");
-    if (selected < 0) { detail.replaceChildren(make("p", "quiet", "No sample fits.")); return; }
-    const row = run.rows[shown[selected]];
-    const parts = [make("h2", "", "Prompt"), conversation(run.prompts[row[PROMPT]])];
+  // What is said of a place in the list: its row, prompt, the other run's row (undefined: no other run) and the history,
+  // each [place in the list or -1, step, score, whether it is this one].
+  async function look(position) {
+    if (served) {
+      const page = pages.get(Math.floor(position / PAGE)), row = page && page[position % PAGE];
+      if (!row) return null;
+      const answer = await ask("sample", { number: row[0] });
+      [run.verifiers] = answer.verifiers;
+      if (runs.length > 1) {
+        runs[1 - runs.indexOf(run)].verifiers = answer.verifiers[1];
+        return answer;
+      }
+      return { ...answer, other: undefined };
+    }
+    const row = run.rows[shown[position]], prompt = run.prompts[row[PROMPT]];
+    const all = run.ofPrompt.get(row[PROMPT]);
+    const places = new Map(all.length > 1 ? shown.map((index, place) => [index, place]) : []);
+    const history = all.map((index) => [places.get(index) ?? -1, run.rows[index][STEP], scoreOf(run.rows[index]), index === shown[position]]);
+    const other = runs.length > 1 ? runs[1 - runs.indexOf(run)] : null;
+    if (!other) return { row, prompt, history };
+    const same = (other.ofPrompt.get(other.indexOfText.get(prompt)) ?? []).map((i) => other.rows[i]);
+    const own = all.map((i) => run.rows[i]).filter((one) => one[STEP] === row[STEP]).indexOf(row);
+    const distance = Math.min(...same.map((one) => Math.abs(one[STEP] - row[STEP])));
+    const nearest = same.filter((one) => Math.abs(one[STEP] - row[STEP]) === distance);
+    return { row, prompt, history, other: nearest.length ? nearest[Math.min(own, nearest.length - 1)] : null };
+  }
+
+  async function showDetail() {
+    const detail = $("detail"), position = selected, mine = turn;
+    if (position < 0) { detail.replaceChildren(make("p", "quiet", "No sample fits.")); return; }
+    const seen = await look(position);
+    if (!seen || position !== selected || mine !== turn) return;
+    const { row, prompt, other, history } = seen;
+    const parts = [make("h2", "", "Prompt"), conversation(prompt)];
     if (row[ANSWER]) parts.push(make("h2", "", "Reference answer"), make("div", "text", row[ANSWER]));
     const sides = make("div", "sides");
     sides.append(sample(run, row));
-    const other = runs.length > 1 ? runs[1 - runs.indexOf(run)] : null;
-    if (other) {
-      const same = (other.ofPrompt.get(other.indexOfText.get(run.prompts[row[PROMPT]])) ?? []).map((i) => other.rows[i]);
-      const own = run.ofPrompt.get(row[PROMPT]).map((i) => run.rows[i]).filter((one) => one[STEP] === row[STEP]).indexOf(row);
-      const distance = Math.min(...same.map((one) => Math.abs(one[STEP] - row[STEP])));
-      const nearest = same.filter((one) => Math.abs(one[STEP] - row[STEP]) === distance);
-      sides.append(nearest.length ? sample(other, nearest[Math.min(own, nearest.length - 1)]) : make("p", "quiet", `${other.name} has no sample of this prompt.`));
+    if (other !== undefined) {
+      const owner = runs[1 - runs.indexOf(run)];
+      sides.append(other ? sample(owner, other) : make("p", "quiet", `${owner.name} has no sample of this prompt.`));
     }
     parts.push(sides);
-    const all = run.ofPrompt.get(row[PROMPT]);
-    if (all.length > 1) {
-      const history = make("div", "history");
-      for (const index of all) {
-        const one = run.rows[index], button = make("button", index === shown[selected] ? "here" : "", `${one[STEP]}: ${number(scoreOf(one))}`);
+    if (history.length > 1) {
+      const box = make("div", "history");
+      for (const [place, step, score, isHere] of history) {
+        const button = make("button", isHere ? "here" : "", `${step}: ${number(score)}`);
         button.type = "button";
-        button.addEventListener("click", () => { const at = shown.indexOf(index); if (at >= 0) select(at); });
-        history.append(button);
+        button.addEventListener("click", () => { if (place >= 0) select(place); });
+        box.append(button);
       }
-      parts.push(make("h2", "", "All samples of this prompt (step: score)"), history);
+      parts.push(make("h2", "", "All samples of this prompt (step: score)"), box);
     }
     detail.replaceChildren(...parts);
     detail.scrollTop = 0;
   }
 
   function select(position) {
-    selected = Math.max(0, Math.min(shown.length - 1, position));
+    selected = Math.max(0, Math.min(count - 1, position));
     const list = $("list"), top = selected * ROW_HEIGHT;
     if (top < list.scrollTop) list.scrollTop = top;
     else if (top + ROW_HEIGHT > list.scrollTop + list.clientHeight) list.scrollTop = top + ROW_HEIGHT - list.clientHeight;
@@ -201,7 +279,7 @@
   });
   $("list").addEventListener("keydown", (event) => {
     const move = { ArrowDown: 1, ArrowUp: -1, PageDown: 8, PageUp: -8, Home: -Infinity, End: Infinity }[event.key];
-    if (move === undefined || !shown.length) return;
+    if (move === undefined || !count) return;
     event.preventDefault();
     select(selected + move);
   });

@@ -14,7 +14,15 @@ from mindrlhf.checkpoint.algorithm_state import AlgorithmState
 from mindrlhf.checkpoint.background import BackgroundWriter
 from mindrlhf.checkpoint.leftover import LeftoverSample, leftover_records, load_leftover, save_leftover
 from mindrlhf.checkpoint.resume import check_resumable, check_same_teachers
-from mindrlhf.checkpoint.state import CRITIC_NAME, STATE_NAME, RunState, StateWriter, read_state, write_state
+from mindrlhf.checkpoint.state import (
+    CRITIC_NAME,
+    STATE_NAME,
+    EvaluationFile,
+    RunState,
+    StateWriter,
+    read_state,
+    write_state,
+)
 from mindrlhf.checkpoint.store import CheckpointStore
 from mindrlhf.config.derived import needs_critic
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
@@ -164,6 +172,7 @@ class RunCheckpoints:
         self._nodes = self._keep_parts(team) if config.checkpoint.node_local else None
         self._shards = self._nodes or self._shards
         self._evaluations: list[dict[str, Any]] = []  # those of the progress as JSON, made once each
+        self._evaluation_file = EvaluationFile()
         self._begun: tuple[RunState, list[LeftoverSample]] | None = None
         self._saved_step: int | None = None
 
@@ -290,7 +299,7 @@ class RunCheckpoints:
 
         def write_rest(directory: Path) -> None:
             save_leftover(directory, leftover)
-            write_state(directory, state)
+            checksums.update(write_state(directory, state, self._evaluation_file))
 
         def write(write_model: StateWriter) -> None:
             with writing as directory:

@@ -48,7 +48,8 @@ def data_of(path):
 
 def dom(path, fragment=""):
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
-    finished = subprocess.run([*command, f"file://{path}{fragment}"], capture_output=True, text=True, timeout=120)
+    url = path if str(path).startswith("http:") else f"file://{path}"
+    finished = subprocess.run([*command, f"{url}{fragment}"], capture_output=True, text=True, timeout=120)
     return finished.stdout
 
 
