@@ -75,9 +75,14 @@ def _check(arguments: argparse.Namespace) -> int:
 def _new(arguments: argparse.Namespace) -> int:
     from mindrlhf.config.starting import Choices, starting_config
     from mindrlhf.errors import UserError
+    from mindrlhf.specs import find_spec
+    from mindrlhf.weights.hf import read_hf_config
 
     if arguments.npus < 0:
         raise UserError(f"--npus is {arguments.npus}: give 0 for the CPU, or the number of NPUs")
+    if (Path(arguments.model) / "config.json").is_file():
+        hf_config = read_hf_config(arguments.model)
+        find_spec(hf_config).dims(hf_config)  # refuses what no run could train
     choices = Choices(
         arguments.task, arguments.model, arguments.data, arguments.eval_data, arguments.npus, arguments.verifier
     )

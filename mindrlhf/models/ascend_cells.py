@@ -44,12 +44,13 @@ def extends_whole_heads(dims) -> bool:
 
 
 def extend_rotation(model, dims) -> None:
-    """Give a GPTModel YaRN's frequencies; for latent attention MindFormers has them itself.
+    """Give a GPTModel the frequencies of an extended context; for latent attention MindFormers has them itself.
 
-    Its cells would multiply the angles by what cosines and sines are to be multiplied by (ApplyRotaryPosEmb, 1.9.0).
-    They are given the frequencies alone; scaling the scores by the square comes to the same.
+    Its cells would multiply the angles by what YaRN multiplies cosines and sines by (ApplyRotaryPosEmb, 1.9.0). They
+    are given the frequencies alone; scaling the scores by the square comes to the same. Its own Llama 3.1 (1.9.0)
+    knows one set of factors only.
     """
-    if extends_whole_heads(dims):
+    if extends_whole_heads(dims) or dims.llama3:
         model.rotary_pos_emb.inv_freq = Tensor(rotary_frequencies(dims))
 
 

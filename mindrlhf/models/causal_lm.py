@@ -8,6 +8,7 @@ from mindspore import nn, ops
 
 from mindrlhf.config.memory import WHOLE, MemorySection
 from mindrlhf.errors import UserError
+from mindrlhf.layout.feasibility import check_window
 from mindrlhf.layout.layout import Layout
 from mindrlhf.models.recompute import set_recompute
 from mindrlhf.specs import ModelDims, ModelSpec, find_spec
@@ -142,11 +143,13 @@ def build_model(
         train_vision: what is trained of the vision tower: `none`, `projector` or `all`.
 
     Raises:
-        UserError: unknown architecture, unsupported variant, or a dtype or split the device cannot do.
+        UserError: unknown architecture, unsupported variant, rows longer than a sliding window, or a dtype or split the
+            device cannot do.
     """
     parallel_config = dict(parallel_config or {})
     spec = find_spec(hf_config)
     dims = spec.dims(hf_config)
+    check_window(dims, seq_length)
     if device == "cpu":
         _check_cpu(compute_dtype, param_dtype, parallel_config)
         parallel_config = {}

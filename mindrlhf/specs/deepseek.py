@@ -197,5 +197,5 @@ DEEPSEEK_V3 = ModelSpec(
         ),
     },
     read_dims=_read_dims,
-    supports_yarn=True,
+    rope_types=("yarn",),
 )

@@ -78,6 +78,23 @@ class YarnDims:
 
 
 @dataclass(frozen=True)
+class Llama3Dims:
+    """Llama 3.1's context extension (arXiv:2407.21783, section 3.4.2; transformers' rope_type `llama3`).
+
+    Attributes:
+        factor: what the frequencies of slow channels are divided by.
+        low_freq_factor: rotations over the original length below which a frequency is divided in full.
+        high_freq_factor: rotations above which it is kept.
+        original_length: context length before the extension.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_length: int
+
+
+@dataclass(frozen=True)
 class VisionDims:
     """The vision tower of Qwen2.5-VL (arXiv:2502.13923, section 2.1) or its kin, and how images enter the decoder.
 
@@ -173,6 +190,8 @@ class ModelDims:
         experts: the mixture of experts; None in a dense model.
         latent: latent attention; None when queries, keys and values are projected directly.
         yarn: context extension; None for plain rotary embeddings.
+        llama3: context extension in Llama 3.1's way; None for plain rotary embeddings.
+        window: tokens back, itself among them, that a token attends to; None for all. Rows are no longer than that.
         num_draft_layers: multi-token prediction layers that a checkpoint may hold after the others; they are not used.
         vision: the vision tower; None in models of text alone.
     """
@@ -191,6 +210,8 @@ class ModelDims:
     experts: ExpertDims | None = None
     latent: LatentDims | None = None
     yarn: YarnDims | None = None
+    llama3: Llama3Dims | None = None
+    window: int | None = None
     num_draft_layers: int = 0
     vision: VisionDims | None = None
 
@@ -257,24 +278,46 @@ def rope_theta(hf_config: dict) -> float:
     return float(_rope_options(hf_config).get("rope_theta", hf_config.get("rope_theta", 10000.0)))
 
 
-def yarn_dims(hf_config: dict, *, supported: bool, gives_mscale: bool = True) -> YarnDims | None:
-    """The context extension that config.json asks for.
+def rope_extension(hf_config: dict, supported: tuple[str, ...], *, gives_mscale: bool) -> dict:
+    """The context extension that config.json asks for, by its attribute of `ModelDims`; empty where there is none.
 
     Args:
-        supported: whether the model may be extended.
+        supported: transformers' names of the kinds that the model may have: `yarn`, `llama3`.
         gives_mscale: whether its scores are scaled by what the config calls mscale_all_dim; else its tables of cosines
             and sines are, by transformers' default, which comes to the same where whole heads are rotated.
 
     Raises:
-        UserError: another kind than YaRN, YaRN when it is not ``supported``, or variants of it that MindFormers lacks.
+        UserError: a kind that is not ``supported``, a number of it that is missing or damaged, or variants of YaRN that
+            MindFormers lacks.
     """
     options = _rope_options(hf_config)
     kind = options.get("rope_type", options.get("type", "default"))
     if kind == "default":
-        return None
-    if kind != "yarn" or not supported:
-        choices = "'default' and 'yarn' are" if supported else "only the default rotary embedding is"
-        raise UserError(f"config.json asks for rope_type={kind!r}: {choices} supported")
+        return {}
+    if kind not in supported:
+        choices = " and ".join(map(repr, ("default", *supported)))
+        are = f"{choices} are" if supported else "only the default rotary embedding is"
+        raise UserError(f"config.json asks for rope_type={kind!r}: {are} supported")
+    if kind == "llama3":
+        return {"llama3": _llama3_dims(hf_config, options)}
+    return {"yarn": _yarn_dims(hf_config, options, gives_mscale)}
+
+
+def _llama3_dims(hf_config: dict, options: dict) -> Llama3Dims:
+    factor, low, high = (
+        float(options[key]) if key in options else _missing(key, "rope_type 'llama3'")
+        for key in ("factor", "low_freq_factor", "high_freq_factor")
+    )
+    if not (factor >= 1 and 0 < low < high):
+        raise UserError(
+            f"config.json asks for rope_type 'llama3' with factor={factor:g}, low_freq_factor={low:g} and "
+            f"high_freq_factor={high:g}: the first must be at least 1, the last larger than the second"
+        )
+    length = positive_int({**hf_config, **options}, "original_max_position_embeddings")
+    return Llama3Dims(factor, low, high, length)
+
+
+def _yarn_dims(hf_config: dict, options: dict, gives_mscale: bool) -> YarnDims:
     mscale = float(options.get("mscale") or 1.0)
     if not gives_mscale:
         given = [key for key in ("mscale", "mscale_all_dim") if options.get(key) is not None]
@@ -288,7 +331,7 @@ def yarn_dims(hf_config: dict, *, supported: bool, gives_mscale: bool = True) ->
     if options.get("truncate", True) is not True or options.get("attention_factor") is not None:
         raise UserError("config.json has truncate or attention_factor for YaRN: only their defaults are supported")
     return YarnDims(
-        factor=float(options["factor"]) if "factor" in options else _missing("factor"),
+        factor=float(options["factor"]) if "factor" in options else _missing("factor", "YaRN"),
         original_length=positive_int({**hf_config, **options}, "original_max_position_embeddings"),
         beta_fast=float(options.get("beta_fast") or 32),
         beta_slow=float(options.get("beta_slow") or 1),
@@ -303,5 +346,5 @@ def _rope_options(hf_config: dict) -> dict:
     return options
 
 
-def _missing(key: str):
-    raise UserError(f"config.json asks for YaRN without {key!r}: add it to rope_scaling")
+def _missing(key: str, kind: str):
+    raise UserError(f"config.json asks for {kind} without {key!r}: add it to rope_scaling")

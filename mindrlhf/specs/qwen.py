@@ -59,7 +59,7 @@ _QKV_WEIGHT = ParameterRule(
     lambda dims: ((_query(dims), dims.hidden_size), (_key(dims), dims.hidden_size), (_key(dims), dims.hidden_size)),
     shard_axis=0,
 )
-_QKV_BIAS = ParameterRule(
+QKV_BIAS = ParameterRule(
     tuple(f"{LAYER}self_attn.{part}.bias" for part in _QKV),
     f"{BLOCK}self_attention.linear_qkv.bias",
     "qkv",
@@ -81,7 +81,7 @@ _ATTENTION_OUTPUT = ParameterRule(
     lambda dims: ((dims.hidden_size, _query(dims)),),
     shard_axis=1,
 )
-_QUANTIZED = {
+QUANTIZED = {
     "quantization_config": "only float32, float16 and bfloat16 are read: dequantise it, fp8 by mindrlhf weights convert"
 }
 _SLIDING_WINDOW = {"use_sliding_window": "sliding-window attention is not supported; use full attention"}
@@ -95,15 +95,15 @@ QWEN2 = ModelSpec(
         EMBEDDING,
         INPUT_NORM,
         _QKV_WEIGHT,
-        _QKV_BIAS,
+        QKV_BIAS,
         _ATTENTION_OUTPUT,
         MLP_NORM,
         *MLP,
         FINAL_NORM,
         OUTPUT,
     ),
-    unsupported={**_SLIDING_WINDOW, **_QUANTIZED},
-    supports_yarn=True,
+    unsupported={**_SLIDING_WINDOW, **QUANTIZED},
+    rope_types=("yarn",),
     yarn_gives_mscale=False,
 )
 
@@ -114,8 +114,8 @@ QWEN3 = ModelSpec(
     hf_architecture="Qwen3ForCausalLM",
     mcore_options={"add_qkv_bias": False, "qk_layernorm": True},
     parameter_rules=(*_QWEN3_ATTENTION, *MLP, FINAL_NORM, OUTPUT),
-    unsupported={**_SLIDING_WINDOW, **_ATTENTION_BIAS, **_QUANTIZED},
-    supports_yarn=True,
+    unsupported={**_SLIDING_WINDOW, **_ATTENTION_BIAS, **QUANTIZED},
+    rope_types=("yarn",),
     yarn_gives_mscale=False,
 )
 
@@ -124,8 +124,8 @@ QWEN3_MOE = ModelSpec(
     hf_architecture="Qwen3MoeForCausalLM",
     mcore_options={"add_qkv_bias": False, "qk_layernorm": True},
     parameter_rules=(*_QWEN3_ATTENTION, *MLP, ROUTER, *EXPERTS, FINAL_NORM, OUTPUT),
-    unsupported={**_SLIDING_WINDOW, **_ATTENTION_BIAS, **_QUANTIZED},
+    unsupported={**_SLIDING_WINDOW, **_ATTENTION_BIAS, **QUANTIZED},
     read_dims=_qwen3_experts,
-    supports_yarn=True,
+    rope_types=("yarn",),
     yarn_gives_mscale=False,
 )

@@ -39,6 +39,27 @@ MODELS = {
         "max_position_embeddings": 64,
         "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
     },
+    "llama3": {
+        **MODEL,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    # vLLM attends within the window, which holds whole rows.
+    "mistral": {
+        **MODEL,
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "num_hidden_layers": 2,
+        "sliding_window": ROW_LENGTH,
+    },
     # vLLM packs experts for its kernels: an update must pack them anew.
     "experts": {
         **MODEL,

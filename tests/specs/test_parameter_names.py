@@ -22,6 +22,8 @@ EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 CASES = {
     "qwen2_5/qwen2_5_7b": {},
     "qwen3/qwen3_8b": {"head_dim": 16},
+    "llama3_1/llama3_1_8b": {},
+    "llama3_1/llama3_1_70b": {"architectures": ["MistralForCausalLM"], "rope_scaling": None, "head_dim": 16},
     "qwen3/qwen3_30b_a3b": {**EXPERTS, "head_dim": 16, "num_experts": 4},
     "deepseek_v3/deepseek_v3_671b": {
         **EXPERTS,
