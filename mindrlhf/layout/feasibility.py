@@ -49,7 +49,7 @@ def check_feasible(config: GrpoConfig, dims: ModelDims, layout: Layout) -> Batch
         )
     check_divisible(dims, layout)
     batch = plan_batch(config, layout.data_parallel)
-    check_window(dims, batch.row_length)
+    dims.check_window(batch.row_length)
     check_micro_batches(layout, batch)
     check_model(dims, layout)
     if layout.context_parallel > 1:
@@ -62,19 +62,6 @@ def check_feasible(config: GrpoConfig, dims: ModelDims, layout: Layout) -> Batch
             f"training.micro_batch_size to a multiple of {interleaves * batch.num_pipeline_micro_batches}"
         )
     return batch
-
-
-def check_window(dims: ModelDims, row_length: int) -> None:
-    """Check that a model's sliding window hides nothing of a row, nor of a sample in it: the cells attend to it all.
-
-    Raises:
-        UserError: a row is longer than the window.
-    """
-    if dims.window is not None and row_length > dims.window:
-        raise UserError(
-            f"config.json has sliding_window={dims.window}, but rows of {row_length} tokens are trained with full "
-            f"attention: make them {dims.window} at most (training.sequence_lengths, rollout.max_response_length)"
-        )
 
 
 def check_model(dims: ModelDims, layout: Layout) -> None:

@@ -8,7 +8,6 @@ from mindspore import nn, ops
 
 from mindrlhf.config.memory import WHOLE, MemorySection
 from mindrlhf.errors import UserError
-from mindrlhf.layout.feasibility import check_window
 from mindrlhf.layout.layout import Layout
 from mindrlhf.models.recompute import set_recompute
 from mindrlhf.specs import ModelDims, ModelSpec, find_spec
@@ -143,13 +142,11 @@ def build_model(
         train_vision: what is trained of the vision tower: `none`, `projector` or `all`.
 
     Raises:
-        UserError: unknown architecture, unsupported variant, rows longer than a sliding window, or a dtype or split the
-            device cannot do.
+        UserError: unknown architecture, unsupported variant, or a dtype or split the device cannot do.
     """
     parallel_config = dict(parallel_config or {})
     spec = find_spec(hf_config)
     dims = spec.dims(hf_config)
-    check_window(dims, seq_length)
     if device == "cpu":
         _check_cpu(compute_dtype, param_dtype, parallel_config)
         parallel_config = {}
@@ -234,6 +231,7 @@ def _transformer_config(spec: ModelSpec, dims: ModelDims, parallel_config: dict,
     """Return MindFormers' config of the cells; ``options`` are further keys of it."""
     from mindformers.parallel_core.transformer_config import MLATransformerConfig, TransformerConfig
 
+    dims.check_window(options["seq_length"])
     config_class = MLATransformerConfig if dims.latent else TransformerConfig
     return config_class(
         **spec.mcore_config(dims),

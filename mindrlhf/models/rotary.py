@@ -4,7 +4,8 @@ import math
 
 import numpy as np
 
-from mindrlhf.specs import Llama3Dims, ModelDims, YarnDims
+from mindrlhf.specs import ModelDims, YarnDims
+from mindrlhf.specs.llama import slow_down
 
 
 def rotary_dim(dims: ModelDims) -> int:
@@ -18,7 +19,7 @@ def rotary_frequencies(dims: ModelDims) -> np.ndarray:
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     frequencies = (1.0 / dims.rope_theta**exponents).astype(np.float32)
     if dims.llama3:
-        return _slow_down(frequencies, dims.llama3)
+        return slow_down(frequencies, dims.llama3)
     return _extend(frequencies, dims.yarn, dims.rope_theta) if dims.yarn else frequencies
 
 
@@ -75,14 +76,3 @@ def _extend(frequencies: np.ndarray, yarn: YarnDims, theta: float) -> np.ndarray
     run = (high - low) or 0.001
     slowed = np.clip((np.arange(width // 2, dtype=np.float32) - low) / np.float32(run), 0, 1)
     return (frequencies / np.float32(yarn.factor) * slowed + frequencies * (1 - slowed)).astype(np.float32)
-
-
-def _slow_down(frequencies: np.ndarray, llama3: Llama3Dims) -> np.ndarray:
-    """Llama 3.1's mixture of kept and slowed frequencies: transformers' `_compute_llama3_parameters`.
-
-    The ramp runs between the channels that turn `low_freq_factor` and `high_freq_factor` times in the original length.
-    """
-    num_turns = llama3.original_length * frequencies / np.float32(2 * math.pi)
-    run = llama3.high_freq_factor - llama3.low_freq_factor
-    kept = np.clip((num_turns - np.float32(llama3.low_freq_factor)) / np.float32(run), 0, 1)
-    return (frequencies / np.float32(llama3.factor) * (1 - kept) + frequencies * kept).astype(np.float32)

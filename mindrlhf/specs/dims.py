@@ -224,6 +224,14 @@ class ModelDims:
             return (self.latent.kv_rank + self.latent.rope_dim) * self.num_layers
         return 2 * -(-self.num_kv_heads // tensor_parallel) * self.head_dim * self.num_layers
 
+    def check_window(self, row_length: int) -> None:
+        """Raise ``UserError`` where a sliding window would hide a part of a row: the cells attend to all of it."""
+        if self.window is not None and row_length > self.window:
+            raise UserError(
+                f"config.json has sliding_window={self.window}, but rows of {row_length} tokens are trained with full "
+                f"attention: make them {self.window} at most (training.sequence_lengths, rollout.max_response_length)"
+            )
+
     @property
     def heads_per_group(self) -> int:
         """Query heads that share one key/value head."""
@@ -275,22 +283,21 @@ def check_sizes(dims: Any) -> None:
 
 def rope_theta(hf_config: dict) -> float:
     """The rotary base, from either place where transformers writes it (4.x: rope_theta, 5.x: rope_parameters)."""
-    return float(_rope_options(hf_config).get("rope_theta", hf_config.get("rope_theta", 10000.0)))
+    return float(rope_options(hf_config).get("rope_theta", hf_config.get("rope_theta", 10000.0)))
 
 
 def rope_extension(hf_config: dict, supported: tuple[str, ...], *, gives_mscale: bool) -> dict:
-    """The context extension that config.json asks for, by its attribute of `ModelDims`; empty where there is none.
+    """The context extension that config.json asks for, as the attribute of `ModelDims`; empty where there is none.
 
     Args:
-        supported: transformers' names of the kinds that the model may have: `yarn`, `llama3`.
+        supported: transformers' names of the kinds that the model may have; others than YaRN are left to its spec.
         gives_mscale: whether its scores are scaled by what the config calls mscale_all_dim; else its tables of cosines
             and sines are, by transformers' default, which comes to the same where whole heads are rotated.
 
     Raises:
-        UserError: a kind that is not ``supported``, a number of it that is missing or damaged, or variants of YaRN that
-            MindFormers lacks.
+        UserError: a kind that is not ``supported``, or variants of YaRN that MindFormers lacks.
     """
-    options = _rope_options(hf_config)
+    options = rope_options(hf_config)
     kind = options.get("rope_type", options.get("type", "default"))
     if kind == "default":
         return {}
@@ -298,23 +305,7 @@ def rope_extension(hf_config: dict, supported: tuple[str, ...], *, gives_mscale:
         choices = " and ".join(map(repr, ("default", *supported)))
         are = f"{choices} are" if supported else "only the default rotary embedding is"
         raise UserError(f"config.json asks for rope_type={kind!r}: {are} supported")
-    if kind == "llama3":
-        return {"llama3": _llama3_dims(hf_config, options)}
-    return {"yarn": _yarn_dims(hf_config, options, gives_mscale)}
-
-
-def _llama3_dims(hf_config: dict, options: dict) -> Llama3Dims:
-    factor, low, high = (
-        float(options[key]) if key in options else _missing(key, "rope_type 'llama3'")
-        for key in ("factor", "low_freq_factor", "high_freq_factor")
-    )
-    if not (factor >= 1 and 0 < low < high):
-        raise UserError(
-            f"config.json asks for rope_type 'llama3' with factor={factor:g}, low_freq_factor={low:g} and "
-            f"high_freq_factor={high:g}: the first must be at least 1, the last larger than the second"
-        )
-    length = positive_int({**hf_config, **options}, "original_max_position_embeddings")
-    return Llama3Dims(factor, low, high, length)
+    return {"yarn": _yarn_dims(hf_config, options, gives_mscale)} if kind == "yarn" else {}
 
 
 def _yarn_dims(hf_config: dict, options: dict, gives_mscale: bool) -> YarnDims:
@@ -331,7 +322,7 @@ def _yarn_dims(hf_config: dict, options: dict, gives_mscale: bool) -> YarnDims:
     if options.get("truncate", True) is not True or options.get("attention_factor") is not None:
         raise UserError("config.json has truncate or attention_factor for YaRN: only their defaults are supported")
     return YarnDims(
-        factor=float(options["factor"]) if "factor" in options else _missing("factor", "YaRN"),
+        factor=float(options["factor"]) if "factor" in options else _missing("factor"),
         original_length=positive_int({**hf_config, **options}, "original_max_position_embeddings"),
         beta_fast=float(options.get("beta_fast") or 32),
         beta_slow=float(options.get("beta_slow") or 1),
@@ -339,12 +330,13 @@ def _yarn_dims(hf_config: dict, options: dict, gives_mscale: bool) -> YarnDims:
     )
 
 
-def _rope_options(hf_config: dict) -> dict:
+def rope_options(hf_config: dict) -> dict:
+    """What config.json says of rotary embeddings, in the place of transformers 5 or 4."""
     options = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     if not isinstance(options, dict):
         raise UserError(f"config.json has rope parameters {options!r}: give a mapping")
     return options
 
 
-def _missing(key: str, kind: str):
-    raise UserError(f"config.json asks for {kind} without {key!r}: add it to rope_scaling")
+def _missing(key: str):
+    raise UserError(f"config.json asks for YaRN without {key!r}: add it to rope_scaling")

@@ -335,7 +335,7 @@ def test_one_square_of_the_row_length_is_kept(model):
 
     from mindrlhf.models.causal_lm import build_model
 
-    network = build_model(model.hf_config, seq_length=512)
+    network = build_model({**model.hf_config, "sliding_window": None}, seq_length=512)
     held = {
         f"{path}.{name}": value.size
         for path, cell in network.cells_and_names()

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindrlhf.errors import UserError
-from mindrlhf.layout.feasibility import check_window
 from mindrlhf.models.rotary import rotary_frequencies, score_scale
 from mindrlhf.specs import LLAMA, MISTRAL, QWEN2, QWEN3, Llama3Dims, ModelDims, find_spec
 from mindrlhf.specs.fuse import fuse, split
@@ -178,9 +177,9 @@ def test_mistral_has_the_window_that_transformers_gives_it():
     dims = MISTRAL.dims(without)
     assert (dims.window, dims.num_kv_heads) == (4096, 8)
     assert LLAMA.dims({**CONFIG, "sliding_window": 1024}).window is None  # which transformers does not read there
-    check_window(dims, 4096)
+    dims.check_window(4096)
     with pytest.raises(UserError, match="sliding_window=4096, but rows of 4097 tokens"):
-        check_window(dims, 4097)
+        dims.check_window(4097)
 
 
 def test_yarn_of_rotated_tables_is_read():

@@ -12,7 +12,6 @@ from mindrlhf.config.training import SHARED_PROMPTS, is_split
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.debugging.dump_files import check_dump, dump_dir
 from mindrlhf.errors import Rules, UserError, refuse
-from mindrlhf.layout.feasibility import check_window
 from mindrlhf.layout.servers import spans_nodes
 from mindrlhf.rollout.vllm_options import sees_images
 from mindrlhf.specs import ModelDims, find_spec, scorer_config
@@ -228,7 +227,7 @@ def check_elastic(config: GrpoConfig, num_ranks: int, num_nodes: int) -> None:
 
 def check_rows_in_window(path: str, row_length: int) -> None:
     """Check that rows are no longer than the sliding window of the model in a directory, if it has one."""
-    check_window(model_dims(path), row_length)
+    model_dims(path).check_window(row_length)
 
 
 def model_dims(path: str, *, as_scorer: bool = False) -> ModelDims:
