@@ -63,6 +63,7 @@ def sums():
 def completions(model_dir, sums, rollout_python, tmp_path_factory):
     """Prompts of four sums, and two sampled responses to each with the log-probabilities that vLLM states."""
     from mindrlhf.config.rollout import RolloutSection
+    from mindrlhf.data.handlers import load_handler
     from mindrlhf.data.templates import load_template
     from mindrlhf.data.tokenizers import load_tokenizer
     from mindrlhf.rollout.replicas import start_replicas
@@ -70,11 +71,9 @@ def completions(model_dir, sums, rollout_python, tmp_path_factory):
 
     tokenizer = load_tokenizer(model_dir)
     template = load_template("chat", tokenizer)
-    problems = sums.make_problems()[1][:4]
-    requests = [
-        GenerationRequest(i, tuple(tokenizer.encode(template.render(problem["question"]))), 2, seed=i)
-        for i, problem in enumerate(problems)
-    ]
+    read = load_handler("gsm8k")
+    prompts = [template.render(read(problem)) for problem in sums.make_problems()[1][:4]]
+    requests = [GenerationRequest(i, tuple(tokenizer.encode(prompt)), 2, seed=i) for i, prompt in enumerate(prompts)]
     replicas = start_replicas(
         RolloutSection(max_num_seqs=8),
         model_dir=str(model_dir),
