@@ -186,9 +186,11 @@ def _merge_adapter(arguments: argparse.Namespace) -> int:
 
 def _convert(arguments: argparse.Namespace) -> int:
     from mindrlhf.weights.fp8 import convert_directory
-    from mindrlhf.weights.gguf_model import ENDING, convert_gguf
+    from mindrlhf.weights.gguf_model import convert_gguf
+    from mindrlhf.weights.hf import GGUF_ENDING
 
-    convert = convert_gguf if arguments.source.endswith(ENDING) else convert_directory
+    is_gguf = arguments.source.endswith(GGUF_ENDING) or Path(arguments.source).is_file()
+    convert = convert_gguf if is_gguf else convert_directory
     convert(arguments.source, arguments.output, arguments.dtype)
     print(f"wrote {arguments.output}")
     return 0

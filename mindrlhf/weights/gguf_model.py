@@ -16,7 +16,6 @@ from mindrlhf.weights.gguf_tokenizer import tokenizer_files
 from mindrlhf.weights.hf import TensorDirectory
 from mindrlhf.weights.tensors import TensorInfo
 
-ENDING = ".gguf"
 # By llama.cpp's name of the architecture.
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _SIZES = {
@@ -93,6 +92,8 @@ def convert_gguf(path: str | os.PathLike, out_dir: str | os.PathLike, dtype: str
 
 def _config(file: GgufFile) -> dict:
     metadata = file.metadata
+    if (num_parts := metadata.get("split.count", 1)) != 1:
+        raise UserError(f"{file.path} is one of {num_parts} parts: join them with llama-gguf-split --merge")
     architecture = metadata.get("general.architecture")
     if architecture not in _ARCHITECTURES:
         raise UserError(
