@@ -44,6 +44,7 @@ CONFIG = {
     "initializer_range": 0.3,
 }
 QWEN3 = {**CONFIG, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": False}
+QWEN2 = {**CONFIG, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 PARTS = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -67,8 +68,9 @@ def ggml_name(name: str) -> str:
         return {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}.get(
             name, "output.weight"
         )
-    layer, part = name.removeprefix("model.layers.").removesuffix(".weight").split(".", 1)
-    return f"blk.{layer}.{PARTS[part]}.weight"
+    layer, part = name.removeprefix("model.layers.").split(".", 1)
+    part, _, kind = part.rpartition(".")
+    return f"blk.{layer}.{PARTS[part]}.{kind}"
 
 
 def weights(config: dict) -> dict[str, np.ndarray]:
@@ -165,7 +167,7 @@ def read_directory(directory) -> dict[str, np.ndarray]:
     return load_file(Path(directory) / "model.safetensors")
 
 
-@pytest.mark.parametrize("config", [CONFIG, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("config", [CONFIG, QWEN2, QWEN3], ids=["llama", "qwen2", "qwen3"])
 def test_numbers_that_are_stored_come_back_under_their_names_in_their_order(tmp_path, config, capsys):
     expected = write_gguf(tmp_path / "model.gguf", config, pre="qwen2")
     assert main(["weights", "convert", str(tmp_path / "model.gguf"), "--out", str(tmp_path / "hf")]) == 0
