@@ -39,6 +39,9 @@ LARGE_PARAMETERS = {
     "qwen3_32b": 32_762_123_264,
     "qwen3_30b_a3b": 30_532_122_624,
     "llama3_1_70b": 70_553_706_496,
+    # By hand, of the sizes alone, without the multi-token prediction module.
+    "glm4_5_air": 106_852_251_264,
+    "glm4_5": 352_797_829_024,
     "deepseek_v3_671b": 671_026_419_200,  # without the multi-token prediction module
     "qwen2_5_vl_3b": 3_754_622_976,
     "qwen2_5_vl_7b": 8_292_166_656,

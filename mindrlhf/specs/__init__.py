@@ -7,6 +7,7 @@ planning and the weight buffer can read it anywhere. A new architecture is one m
 from mindrlhf.errors import UserError
 from mindrlhf.specs.deepseek import DEEPSEEK_V3
 from mindrlhf.specs.dims import ExpertDims, LatentDims, Llama3Dims, ModelDims, VisionDims, YarnDims
+from mindrlhf.specs.glm import GLM4_MOE
 from mindrlhf.specs.llama import LLAMA, MISTRAL
 from mindrlhf.specs.model import ModelSpec, with_num_layers
 from mindrlhf.specs.qwen import QWEN2, QWEN3, QWEN3_MOE
@@ -16,6 +17,7 @@ from mindrlhf.specs.scoring import scorer_architecture, scorer_of
 
 __all__ = [
     "DEEPSEEK_V3",
+    "GLM4_MOE",
     "LLAMA",
     "MISTRAL",
     "QWEN2",
@@ -38,7 +40,7 @@ __all__ = [
     "with_num_layers",
 ]
 
-_LANGUAGE_MODELS = (QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL, DEEPSEEK_V3, QWEN2_5_VL, QWEN2_VL, QWEN3_VL)
+_LANGUAGE_MODELS = (QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL, GLM4_MOE, DEEPSEEK_V3, QWEN2_5_VL, QWEN2_VL, QWEN3_VL)
 SPECS = {spec.hf_architecture: spec for spec in (*_LANGUAGE_MODELS, *map(scorer_of, _LANGUAGE_MODELS))}
 
 

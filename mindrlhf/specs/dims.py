@@ -192,6 +192,8 @@ class ModelDims:
         yarn: context extension; None for plain rotary embeddings.
         llama3: context extension in Llama 3.1's way; None for plain rotary embeddings.
         window: tokens back, itself among them, that a token attends to; None for all. Rows are no longer than that.
+        rotary_dim: channels at the beginning of each head that are rotated; None for all.
+        qk_norms: heads of queries and keys are normalised, where the architecture leaves that to config.json.
         num_draft_layers: multi-token prediction layers that a checkpoint may hold after the others; they are not used.
         vision: the vision tower; None in models of text alone.
     """
@@ -212,6 +214,8 @@ class ModelDims:
     yarn: YarnDims | None = None
     llama3: Llama3Dims | None = None
     window: int | None = None
+    rotary_dim: int | None = None
+    qk_norms: bool = False
     num_draft_layers: int = 0
     vision: VisionDims | None = None
 

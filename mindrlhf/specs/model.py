@@ -19,7 +19,7 @@ class ModelSpec:
     Attributes:
         name: short name used in messages and file names.
         hf_architecture: the value of `architectures[0]` in config.json.
-        mcore_options: `TransformerConfig` keys that the architecture fixes.
+        mcore_options: `TransformerConfig` keys that the architecture fixes, or functions of the sizes for their values.
         parameter_rules: rules of the parameters outside and inside (`{layer}`) the decoder layers.
         unsupported: config.json keys whose truth makes a variant that is not supported, with the reason.
         read_dims: reads the attributes of `ModelDims` that only this architecture has, or has elsewhere.
@@ -138,7 +138,7 @@ class ModelSpec:
             **_latent_options(dims),
             # Other cells than those for latent attention have no such options, and are given the frequencies instead.
             **(_yarn_options(dims) if dims.latent else {}),
-            **self.mcore_options,
+            **{key: value(dims) if callable(value) else value for key, value in self.mcore_options.items()},
         }
 
 

@@ -52,7 +52,7 @@ def _qwen3_experts(hf_config: dict) -> dict:
 
 
 _QKV = ("q_proj", "k_proj", "v_proj")
-_QKV_WEIGHT = ParameterRule(
+QKV_WEIGHT = ParameterRule(
     tuple(f"{LAYER}self_attn.{part}.weight" for part in _QKV),
     f"{BLOCK}self_attention.linear_qkv.weight",
     "qkv",
@@ -66,7 +66,7 @@ QKV_BIAS = ParameterRule(
     lambda dims: ((_query(dims),), (_key(dims),), (_key(dims),)),
     shard_axis=0,
 )
-_QK_NORMS = tuple(
+QK_NORMS = tuple(
     norm(
         f"{LAYER}self_attn.{part}_norm.weight",
         f"{BLOCK}self_attention.{part}_layernorm.weight",
@@ -74,7 +74,7 @@ _QK_NORMS = tuple(
     )
     for part in ("q", "k")
 )
-_ATTENTION_OUTPUT = ParameterRule(
+ATTENTION_OUTPUT = ParameterRule(
     (f"{LAYER}self_attn.o_proj.weight",),
     f"{BLOCK}self_attention.linear_proj.weight",
     "copy",
@@ -94,9 +94,9 @@ QWEN2 = ModelSpec(
     parameter_rules=(
         EMBEDDING,
         INPUT_NORM,
-        _QKV_WEIGHT,
+        QKV_WEIGHT,
         QKV_BIAS,
-        _ATTENTION_OUTPUT,
+        ATTENTION_OUTPUT,
         MLP_NORM,
         *MLP,
         FINAL_NORM,
@@ -107,7 +107,7 @@ QWEN2 = ModelSpec(
     yarn_gives_mscale=False,
 )
 
-_QWEN3_ATTENTION = (EMBEDDING, INPUT_NORM, _QKV_WEIGHT, *_QK_NORMS, _ATTENTION_OUTPUT, MLP_NORM)
+_QWEN3_ATTENTION = (EMBEDDING, INPUT_NORM, QKV_WEIGHT, *QK_NORMS, ATTENTION_OUTPUT, MLP_NORM)
 
 QWEN3 = ModelSpec(
     name="qwen3",

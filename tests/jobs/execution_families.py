@@ -314,6 +314,24 @@ EXPERTS = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+# GLM-4.5: half of each head rotated, norms of queries and keys, a dense layer, then experts chosen by biased sigmoids.
+GLM4_MOE_MODEL = {
+    **MODEL,
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "head_dim": 32,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "partial_rotary_factor": 0.5,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+}
 # YaRN that is felt within a row: half the context, most channels slowed.
 YARN_MODEL = {**MODEL, "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}}
 # The context extension of Llama 3.1, felt within a row: some channels kept, some slowed, some in part.
@@ -420,6 +438,14 @@ FAMILIES = {
         _POLICY,
         model=LLAMA3_MODEL,
         layouts={2: {"llama_tp2": _SEQUENCE, "llama_pp2": _PIPELINE, "llama_dp2": _OPTIMIZER}},
+        outputs={"first": "initial", "reference": "initial"},
+        checks=_RESUMES | {"norms", "exported", "published"},
+        **_OLD,
+    ),
+    "glm": replace(
+        _POLICY,
+        model=GLM4_MOE_MODEL,
+        layouts={2: {"glm_ep2_dp2": {"data_parallel": 2, "expert_parallel": 2}, "glm_tp2": _SPLIT_WORDS}},
         outputs={"first": "initial", "reference": "initial"},
         checks=_RESUMES | {"norms", "exported", "published"},
         **_OLD,

@@ -102,6 +102,22 @@ CASES = {
         "sliding_window": 16,
         **SIZES,
     },
+    "glm4-moe": {
+        "model_type": "glm4_moe",
+        "tie_word_embeddings": False,
+        **SIZES,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 20,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "num_mtp_layers": 0,
+    },
     "deepseek-v3-yarn": {
         "model_type": "deepseek_v3",
         **LATENT,
@@ -145,6 +161,7 @@ VARIANTS = {
     "qwen3-experts-in-some-layers": ("qwen3-experts-in-some-layers", {}),
     "qwen3-yarn": ("qwen3-yarn", {}),
     "llama3": ("llama3", {}),
+    "glm4-moe": ("glm4-moe", {}),
     "deepseek-v3-yarn-recomputed": ("deepseek-v3-yarn", {"recompute": True}),
 }
 if RUNS_SLOW_TESTS:  # heads of qwen3-yarn are wide too; what is recomputed above has the same layers without it
