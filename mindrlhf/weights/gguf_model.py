@@ -43,7 +43,12 @@ class GgufModel(TensorDirectory):
     def __init__(self, path: str | os.PathLike):
         self.file = GgufFile(path)
         self.directory = self.file.path
-        self.hf_config = _config(self.file)
+        try:
+            self.hf_config = _config(self.file)
+        except UserError:
+            raise
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise UserError(f"{path} has metadata of a wrong type or value ({error}): download it again") from error
         spec = find_spec(self.hf_config)
         dims = spec.dims(self.hf_config)
         named = _gguf_names(self.hf_config, hf_shapes(spec, dims))

@@ -42,6 +42,15 @@ def tokenizer_files(file: GgufFile) -> dict[str, str]:
     Raises:
         UserError: the file has no tokenizer, one of a kind that is not read, or a damaged one.
     """
+    try:
+        return _files(file)
+    except UserError:
+        raise
+    except Exception as error:  # metadata of a wrong type, or the library, which raises bare Exception
+        raise UserError(f"{file.path} has a tokenizer that cannot be made ({error}): download it again") from error
+
+
+def _files(file: GgufFile) -> dict[str, str]:
     tokens = _texts(file, "tokens")
     if len(set(tokens)) < len(tokens):
         raise UserError(f"{file.path} is damaged, its tokenizer has a token twice: download it again")
@@ -50,23 +59,18 @@ def tokenizer_files(file: GgufFile) -> dict[str, str]:
         raise UserError(f"{file.path} is damaged, it has {len(kinds)} types of {len(tokens)} tokens: download it again")
     builders = {"gpt2": _byte_level, "llama": _sentence_pieces}
     model = file.metadata.get("tokenizer.ggml.model")
-    if model not in builders:
+    if model not in tuple(builders):
         raise UserError(f"{file.path} has a tokenizer of the model {model!r}: {' and '.join(builders)} are read")
-    try:
-        backend = builders[model](file, tokens, kinds)
-        for wanted, is_special in ((_CONTROL, True), (_USER_DEFINED, False)):
-            added = [token for token, kind in zip(tokens, kinds) if kind == wanted and token]
-            backend.add_tokens([tokenizers.AddedToken(token, special=is_special, normalized=False) for token in added])
-    except UserError:
-        raise
-    except Exception as error:  # the library raises bare Exception
-        raise UserError(f"{file.path} has a tokenizer that cannot be made ({error}): download it again") from error
+    backend = builders[model](file, tokens, kinds)
+    for wanted, is_special in ((_CONTROL, True), (_USER_DEFINED, False)):
+        added = [token for token, kind in zip(tokens, kinds) if kind == wanted and token]
+        backend.add_tokens([tokenizers.AddedToken(token, special=is_special, normalized=False) for token in added])
     ids = {key: _token_id(file, key, len(tokens)) for key in ("bos", "eos", "eot", "unknown", "padding")}
     if file.metadata.get("tokenizer.ggml.add_bos_token", model == "llama") and ids["bos"] is not None:
         # What transformers adds when it is asked for special tokens; templates write their own.
         bos = tokens[ids["bos"]]
         backend.post_processor = tokenizers.processors.TemplateProcessing(
-            single=f"{bos}:0 $A:0", pair=f"{bos}:0 $A:0 {bos}:1 $B:1", special_tokens=[(bos, ids["bos"])]
+            single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"], special_tokens=[(bos, ids["bos"])]
         )
     config = {name: tokens[ids[key]] for name, key in _NAMED.items() if ids[key] is not None}
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}

@@ -21,9 +21,11 @@ from mindrlhf.cli import main
 from mindrlhf.data.tokenizers import QWEN2_SPLIT, load_tokenizer
 from mindrlhf.errors import UserError
 from mindrlhf.specs import find_spec
+from mindrlhf.weights import gguf_model
 from mindrlhf.weights.convert import random_hf_weights
 from mindrlhf.weights.gguf_file import GgufFile
 from mindrlhf.weights.gguf_model import convert_gguf
+from mindrlhf.weights.gguf_tokenizer import tokenizer_files
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not there")
 
@@ -455,6 +457,52 @@ def test_changed_bytes_are_read_or_refused(whole, tmp_path, data):
         )
     with contextlib.suppress(UserError):
         read_all(bytes(changed), tmp_path)
+
+
+STRANGE = [
+    None,
+    "text",
+    "",
+    -1,
+    2**40,
+    0.5,
+    float("nan"),
+    True,
+    [],
+    ["a", "a"],
+    ["x y z"],
+    np.arange(3),
+    np.zeros(0, "<f4"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # NumPy's, of strange comparisons
+@pytest.mark.parametrize("pre", ["smollm", "pieces"])
+def test_metadata_of_any_type_is_read_or_refused(tmp_path, monkeypatch, pre):
+    """Each value in the place of each of the metadata in turn: nothing but a UserError of one line."""
+
+    def pieces(writer):
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["<unk>", "<s>", "a", "b", "ab", "▁"])
+        writer.add_token_scores([0.0, 0.0, -3.0, -4.0, -1.0, -2.0])
+        writer.add_token_types([2, 3, 1, 1, 1, 1])
+        writer.add_bos_token_id(1)
+        writer.add_unk_token_id(0)
+
+    write_gguf(tmp_path / "model.gguf", pre=pieces if pre == "pieces" else pre)
+    names = list(GgufFile(tmp_path / "model.gguf").metadata)
+    num_refused = 0
+    for name in [*names, "llama.attention.key_length", "llama.rope.scaling.type", "llama.expert_count", "split.count"]:
+        for value in STRANGE:
+            file = GgufFile(tmp_path / "model.gguf")
+            file.metadata[name] = value
+            monkeypatch.setattr(gguf_model, "GgufFile", lambda path, file=file: file)
+            try:
+                tokenizer_files(gguf_model.GgufModel("model.gguf").file)
+            except UserError as error:
+                assert "\n" not in str(error)
+                num_refused += 1
+    assert num_refused > 100
 
 
 def header(num_tensors: int, num_values: int, rest: bytes) -> bytes:
