@@ -20,6 +20,9 @@ Qwen2.5-32B qwen2_5_32b_16npu 16
 Qwen3-8B qwen2_5_7b_8npu 8 model.path=model_configs/qwen3/qwen3_8b
 Qwen3-32B qwen2_5_32b_16npu 16 model.path=model_configs/qwen3/qwen3_32b
 Qwen3-30B-A3B qwen3_30b_a3b_32npu 32
+Llama-3.1-8B qwen2_5_7b_8npu 8 model.path=model_configs/llama3_1/llama3_1_8b
+Llama-3.1-70B llama3_1_70b_64npu 64
+GLM-4.5-Air glm4_5_air_128npu 128
 DeepSeek-V3 deepseek_v3_512npu 512
 RUNS
 exit "$failed"

@@ -48,6 +48,7 @@ NOT_RUN = {
     "python examples/environments/lake_prompts.py": "needs gymnasium; in tests/tools/test_gymnasium_text.py",
     "mindrlhf data build --input runs/lake/train.jsonl": "needs the prompts of the line before",
     "mindrlhf data build --input runs/lake/test.jsonl": "needs the prompts of the line before",
+    "mindrlhf weights convert SmolLM2-135M-Instruct.Q4_1.gguf": "needs a published file; in tests/weights/test_gguf.py",
     "mindrlhf weights merge-adapter": "needs an adapter; in tests/weights/adapters",
     "mindrlhf config check ours.yaml": "paths of a taken-over config are the user's to fill in",
     **dict.fromkeys(

@@ -31,12 +31,17 @@ PUBLISHED_PARAMETERS = {
     "qwen2_5_7b": 7_615_616_512,
     "qwen2_5_32b": 32_763_876_352,
     "qwen3_8b": 8_190_735_360,
+    "llama3_1_8b": 8_030_261_248,
 }
 # Run files of those that need more than 16 NPUs are in examples/grpo.
 LARGE_PARAMETERS = {
     "qwen2_5_7b_128k": 7_615_616_512,
     "qwen3_32b": 32_762_123_264,
     "qwen3_30b_a3b": 30_532_122_624,
+    "llama3_1_70b": 70_553_706_496,
+    # By hand, of the sizes alone, without the multi-token prediction module.
+    "glm4_5_air": 106_852_251_264,
+    "glm4_5": 352_797_829_024,
     "deepseek_v3_671b": 671_026_419_200,  # without the multi-token prediction module
     "qwen2_5_vl_3b": 3_754_622_976,
     "qwen2_5_vl_7b": 8_292_166_656,
@@ -81,6 +86,7 @@ def test_the_promised_files_are_there():
         sizes = (16,) if model == "qwen2_5_32b" else (8, 16)
         assert {f"grpo_{model}_{size}npu" for size in sizes} | {f"predict_{model}_8npu"} <= names
     assert {"grpo_qwen3_32b_16npu", "predict_qwen3_32b_8npu", "predict_qwen3_30b_a3b_8npu"} <= names
+    assert "predict_llama3_1_70b_8npu" in names
     assert "predict_deepseek_v3_671b_64npu" in names
     assert {"grpo_qwen2_5_vl_3b_8npu", "grpo_qwen2_5_vl_7b_8npu", "grpo_qwen2_5_vl_32b_16npu"} <= names
 

@@ -19,8 +19,8 @@ def register(subparsers) -> None:
     to_hugging_face.add_argument("source", metavar="MF_DIR")
     to_hugging_face.set_defaults(run=_export, says="converting")
 
-    convert = actions.add_parser("convert", help="Hugging Face directory to another dtype; dequantises fp8")
-    convert.add_argument("source", type=model_directory, metavar="HF_DIR")
+    convert = actions.add_parser("convert", help="GGUF file, or Hugging Face directory, to another dtype; dequantises")
+    convert.add_argument("source", type=model_directory, metavar="HF_DIR", help="or FILE.gguf, with its tokenizer")
     convert.set_defaults(run=_convert, says="converting")
 
     random = actions.add_parser("random", help="randomly initialised Hugging Face directory")
@@ -186,8 +186,12 @@ def _merge_adapter(arguments: argparse.Namespace) -> int:
 
 def _convert(arguments: argparse.Namespace) -> int:
     from mindrlhf.weights.fp8 import convert_directory
+    from mindrlhf.weights.gguf_model import convert_gguf
+    from mindrlhf.weights.hf import GGUF_ENDING
 
-    convert_directory(arguments.source, arguments.output, arguments.dtype)
+    is_gguf = arguments.source.endswith(GGUF_ENDING) or Path(arguments.source).is_file()
+    convert = convert_gguf if is_gguf else convert_directory
+    convert(arguments.source, arguments.output, arguments.dtype)
     print(f"wrote {arguments.output}")
     return 0
 

@@ -49,6 +49,7 @@ def check_feasible(config: GrpoConfig, dims: ModelDims, layout: Layout) -> Batch
         )
     check_divisible(dims, layout)
     batch = plan_batch(config, layout.data_parallel)
+    dims.check_window(batch.row_length)
     check_micro_batches(layout, batch)
     check_model(dims, layout)
     if layout.context_parallel > 1:

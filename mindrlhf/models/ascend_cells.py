@@ -12,6 +12,7 @@ from mindformers.parallel_core.process_group_config import ModelCommProcessGroup
 from mindformers.parallel_core.training_graph.base_models.common.embeddings.rope_utils import ApplyRotaryPosEmb
 from mindformers.parallel_core.training_graph.base_models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from mindformers.parallel_core.training_graph.device_matrix import layout
+from mindformers.parallel_core.training_graph.transformer.attention import SelfAttention
 from mindformers.parallel_core.training_graph.transformer.flash_attention import FlashAttention
 from mindformers.parallel_core.utils.spec_utils import ModuleSpec
 from mindspore import Tensor, nn, ops
@@ -31,6 +32,9 @@ def decoder_spec(config, dims):
     if dims.vision and dims.vision.deepstack_blocks:
         params = {"num_tables": NUM_ASCEND_TABLES}
         spec.layer_specs = [replace(layer, module=DeepstackLayer, params=params) for layer in spec.layer_specs]
+    if dims.latent is None and dims.hidden_size % dims.num_heads:
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.module = SelfAttentionOfAnyWidth
     if extends_whole_heads(dims):
         attention = ModuleSpec(module=FlashAttention, params={"softmax_scale": score_scale(dims)})
         for layer in spec.layer_specs:
@@ -44,13 +48,36 @@ def extends_whole_heads(dims) -> bool:
 
 
 def extend_rotation(model, dims) -> None:
-    """Give a GPTModel YaRN's frequencies; for latent attention MindFormers has them itself.
+    """Give a GPTModel its frequencies where MindFormers has others: of an extended context, or of a part of a head.
 
-    Its cells would multiply the angles by what cosines and sines are to be multiplied by (ApplyRotaryPosEmb, 1.9.0).
-    They are given the frequencies alone; scaling the scores by the square comes to the same.
+    Its cells would multiply the angles by what YaRN multiplies cosines and sines by (ApplyRotaryPosEmb, 1.9.0). They
+    are given the frequencies alone; scaling the scores by the square comes to the same. Its own Llama 3.1 (1.9.0)
+    knows one set of factors only.
     """
-    if extends_whole_heads(dims):
+    if extends_whole_heads(dims) or dims.llama3 or dims.rotary_dim:
         model.rotary_pos_emb.inv_freq = Tensor(rotary_frequencies(dims))
+
+
+class _Width(int):
+    def __mod__(self, other: int) -> int:
+        return 0
+
+
+class SelfAttentionOfAnyWidth(SelfAttention):
+    """MindFormers' cell, which refuses a width that the heads do not divide although they have a size of their own.
+
+    The check (1.9.0) is the only thing that asks for the remainder.
+    """
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.is_made = True
+        self.hidden_size = int(self.config.hidden_size)
+
+    def __setattr__(self, name, value):
+        if name == "hidden_size" and not getattr(self, "is_made", False):
+            value = _Width(value)
+        super().__setattr__(name, value)
 
 
 class DecoderInputs(nn.Cell):

@@ -231,6 +231,7 @@ def _transformer_config(spec: ModelSpec, dims: ModelDims, parallel_config: dict,
     """Return MindFormers' config of the cells; ``options`` are further keys of it."""
     from mindformers.parallel_core.transformer_config import MLATransformerConfig, TransformerConfig
 
+    dims.check_window(options["seq_length"])
     config_class = MLATransformerConfig if dims.latent else TransformerConfig
     return config_class(
         **spec.mcore_config(dims),

@@ -5,11 +5,12 @@ import math
 import numpy as np
 
 from mindrlhf.specs import ModelDims, YarnDims
+from mindrlhf.specs.llama import slow_down
 
 
 def rotary_dim(dims: ModelDims) -> int:
     """Channels per head that are rotated."""
-    return dims.latent.rope_dim if dims.latent else dims.head_dim
+    return dims.latent.rope_dim if dims.latent else dims.rotary_dim or dims.head_dim
 
 
 def rotary_frequencies(dims: ModelDims) -> np.ndarray:
@@ -17,6 +18,8 @@ def rotary_frequencies(dims: ModelDims) -> np.ndarray:
     width = rotary_dim(dims)
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     frequencies = (1.0 / dims.rope_theta**exponents).astype(np.float32)
+    if dims.llama3:
+        return slow_down(frequencies, dims.llama3)
     return _extend(frequencies, dims.yarn, dims.rope_theta) if dims.yarn else frequencies
 
 
@@ -37,18 +40,30 @@ def score_scale(dims: ModelDims) -> float:
 
 
 def rotary_tables(length: int, dims: ModelDims) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines `[length, rotary_dim]`, float32, each in the place of the channel that it belongs to."""
+    """Cosines and sines `[length, rotary_dim]`, float32, each in the place of the channel that it belongs to.
+
+    Where only the beginning of a head is rotated, those of the other channels follow, which turn by nothing.
+    """
     angles = np.outer(np.arange(length, dtype=np.float32), rotary_frequencies(dims))
     angles = np.repeat(angles, 2, axis=1) if _is_interleaved(dims) else np.concatenate([angles, angles], axis=1)
+    angles = np.pad(angles, ((0, 0), (0, _num_unrotated(dims))))
     return np.cos(angles), np.sin(angles)
 
 
 def turn_matrix(dims: ModelDims) -> np.ndarray:
-    """Matrix R `[rotary_dim, rotary_dim]` with (x @ R) = x, turned a quarter in the plane of each pair of channels."""
+    """Matrix R `[rotary_dim, rotary_dim]` with (x @ R) = x, turned a quarter in the plane of each pair of channels.
+
+    Channels of a head that are not rotated follow, as zeros.
+    """
     if _is_interleaved(dims):
         return np.kron(np.eye(rotary_dim(dims) // 2, dtype=np.float32), np.array([[0, 1], [-1, 0]], np.float32))
     half = np.eye(rotary_dim(dims) // 2, dtype=np.float32)
-    return np.block([[np.zeros_like(half), half], [-half, np.zeros_like(half)]])
+    turned = np.block([[np.zeros_like(half), half], [-half, np.zeros_like(half)]])
+    return np.pad(turned, (0, _num_unrotated(dims)))
+
+
+def _num_unrotated(dims: ModelDims) -> int:
+    return 0 if dims.latent else dims.head_dim - rotary_dim(dims)
 
 
 def _is_interleaved(dims: ModelDims) -> bool:

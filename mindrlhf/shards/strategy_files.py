@@ -47,6 +47,9 @@ def identifying_dims(dims: "ModelDims") -> dict[str, Any]:
     """The sizes that tell models apart, JSON-able: not the draft layers, which are left out of every file written."""
     values = json.loads(json.dumps(dataclasses.asdict(dims)))
     del values["num_draft_layers"]
+    for name in ("llama3", "window", "rotary_dim", "qk_norms"):  # described as before there were models that have them
+        if not values[name]:
+            del values[name]
     if values["vision"] is None:  # models of text are described as they were before there were others
         del values["vision"]
         return values

@@ -6,7 +6,9 @@ planning and the weight buffer can read it anywhere. A new architecture is one m
 
 from mindrlhf.errors import UserError
 from mindrlhf.specs.deepseek import DEEPSEEK_V3
-from mindrlhf.specs.dims import ExpertDims, LatentDims, ModelDims, VisionDims, YarnDims
+from mindrlhf.specs.dims import ExpertDims, LatentDims, Llama3Dims, ModelDims, VisionDims, YarnDims
+from mindrlhf.specs.glm import GLM4_MOE
+from mindrlhf.specs.llama import LLAMA, MISTRAL
 from mindrlhf.specs.model import ModelSpec, with_num_layers
 from mindrlhf.specs.qwen import QWEN2, QWEN3, QWEN3_MOE
 from mindrlhf.specs.qwen_vl import QWEN2_5_VL, QWEN2_VL, QWEN3_VL
@@ -15,6 +17,9 @@ from mindrlhf.specs.scoring import scorer_architecture, scorer_of
 
 __all__ = [
     "DEEPSEEK_V3",
+    "GLM4_MOE",
+    "LLAMA",
+    "MISTRAL",
     "QWEN2",
     "QWEN2_5_VL",
     "QWEN2_VL",
@@ -24,6 +29,7 @@ __all__ = [
     "SPECS",
     "ExpertDims",
     "LatentDims",
+    "Llama3Dims",
     "ModelDims",
     "ModelSpec",
     "ParameterRule",
@@ -34,7 +40,7 @@ __all__ = [
     "with_num_layers",
 ]
 
-_LANGUAGE_MODELS = (QWEN2, QWEN3, QWEN3_MOE, DEEPSEEK_V3, QWEN2_5_VL, QWEN2_VL, QWEN3_VL)
+_LANGUAGE_MODELS = (QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL, GLM4_MOE, DEEPSEEK_V3, QWEN2_5_VL, QWEN2_VL, QWEN3_VL)
 SPECS = {spec.hf_architecture: spec for spec in (*_LANGUAGE_MODELS, *map(scorer_of, _LANGUAGE_MODELS))}
 
 
@@ -47,8 +53,22 @@ def find_spec(hf_config: dict) -> ModelSpec:
     architectures = hf_config.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     if not isinstance(architecture, str) or architecture not in SPECS:
-        raise UserError(f"config.json has architectures={architectures!r}: the supported ones are {', '.join(SPECS)}")
+        raise UserError(
+            f"config.json has architectures={architectures!r}: supported language models are "
+            f"{', '.join(spec.hf_architecture for spec in _LANGUAGE_MODELS)}; {_way_out(architecture, hf_config)}"
+        )
     return SPECS[architecture]
+
+
+def _way_out(architecture: object, hf_config: dict) -> str:
+    """Return what can be done about an architecture that has no spec."""
+    if not isinstance(architecture, str):
+        meant = [spec for spec in _LANGUAGE_MODELS if spec.name == hf_config.get("model_type")]
+    else:
+        meant = [spec for name, spec in SPECS.items() if name.casefold() == architecture.casefold()]
+    if meant:
+        return f'write "architectures": ["{meant[0].hf_architecture}"]'
+    return "take a model of one of them, or add this one as docs/families.md describes"
 
 
 def scorer_config(hf_config: dict) -> dict:

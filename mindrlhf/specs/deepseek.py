@@ -41,7 +41,7 @@ def _read_dims(hf_config: dict) -> dict:
     return {
         "latent": latent,
         "head_dim": latent.nope_dim + latent.rope_dim,
-        "experts": _experts(hf_config),
+        "experts": sigmoid_experts(hf_config),
         "num_draft_layers": hf_config.get("num_nextn_predict_layers") or 0,
     }
 
@@ -58,7 +58,12 @@ def _check_variant(hf_config: dict) -> None:
             raise UserError(f"config.json has {key}={hf_config[key]!r}: only {value!r} is supported")
 
 
-def _experts(hf_config: dict) -> ExpertDims:
+def sigmoid_experts(hf_config: dict) -> ExpertDims:
+    """Experts that are chosen by biased sigmoids, beside shared ones, in all layers but the first few.
+
+    Raises:
+        UserError: the numbers contradict each other, or MindFormers has no such router.
+    """
     num_layers = positive_int(hf_config, "num_hidden_layers")
     num_dense = hf_config.get("first_k_dense_replace", 0)
     num_experts, num_active = (positive_int(hf_config, key) for key in ("n_routed_experts", "num_experts_per_tok"))
@@ -197,5 +202,5 @@ DEEPSEEK_V3 = ModelSpec(
         ),
     },
     read_dims=_read_dims,
-    supports_yarn=True,
+    rope_types=("yarn",),
 )

@@ -78,6 +78,23 @@ class YarnDims:
 
 
 @dataclass(frozen=True)
+class Llama3Dims:
+    """Llama 3.1's context extension (arXiv:2407.21783, section 3.4.2; transformers' rope_type `llama3`).
+
+    Attributes:
+        factor: what the frequencies of slow channels are divided by.
+        low_freq_factor: rotations over the original length below which a frequency is divided in full.
+        high_freq_factor: rotations above which it is kept.
+        original_length: context length before the extension.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_length: int
+
+
+@dataclass(frozen=True)
 class VisionDims:
     """The vision tower of Qwen2.5-VL (arXiv:2502.13923, section 2.1) or its kin, and how images enter the decoder.
 
@@ -173,6 +190,10 @@ class ModelDims:
         experts: the mixture of experts; None in a dense model.
         latent: latent attention; None when queries, keys and values are projected directly.
         yarn: context extension; None for plain rotary embeddings.
+        llama3: context extension in Llama 3.1's way; None for plain rotary embeddings.
+        window: tokens back, itself among them, that a token attends to; None for all. Rows are no longer than that.
+        rotary_dim: channels at the beginning of each head that are rotated; None for all.
+        qk_norms: heads of queries and keys are normalised, where the architecture leaves that to config.json.
         num_draft_layers: multi-token prediction layers that a checkpoint may hold after the others; they are not used.
         vision: the vision tower; None in models of text alone.
     """
@@ -191,6 +212,10 @@ class ModelDims:
     experts: ExpertDims | None = None
     latent: LatentDims | None = None
     yarn: YarnDims | None = None
+    llama3: Llama3Dims | None = None
+    window: int | None = None
+    rotary_dim: int | None = None
+    qk_norms: bool = False
     num_draft_layers: int = 0
     vision: VisionDims | None = None
 
@@ -202,6 +227,14 @@ class ModelDims:
         if self.latent is not None:
             return (self.latent.kv_rank + self.latent.rope_dim) * self.num_layers
         return 2 * -(-self.num_kv_heads // tensor_parallel) * self.head_dim * self.num_layers
+
+    def check_window(self, row_length: int) -> None:
+        """Raise ``UserError`` where a sliding window would hide a part of a row: the cells attend to all of it."""
+        if self.window is not None and row_length > self.window:
+            raise UserError(
+                f"config.json has sliding_window={self.window}, but rows of {row_length} tokens are trained with full "
+                f"attention: make them {self.window} at most (training.sequence_lengths, rollout.max_response_length)"
+            )
 
     @property
     def heads_per_group(self) -> int:
@@ -254,27 +287,32 @@ def check_sizes(dims: Any) -> None:
 
 def rope_theta(hf_config: dict) -> float:
     """The rotary base, from either place where transformers writes it (4.x: rope_theta, 5.x: rope_parameters)."""
-    return float(_rope_options(hf_config).get("rope_theta", hf_config.get("rope_theta", 10000.0)))
+    return float(rope_options(hf_config).get("rope_theta", hf_config.get("rope_theta", 10000.0)))
 
 
-def yarn_dims(hf_config: dict, *, supported: bool, gives_mscale: bool = True) -> YarnDims | None:
-    """The context extension that config.json asks for.
+def rope_extension(hf_config: dict, supported: tuple[str, ...], *, gives_mscale: bool) -> dict:
+    """The context extension that config.json asks for, as the attribute of `ModelDims`; empty where there is none.
 
     Args:
-        supported: whether the model may be extended.
+        supported: transformers' names of the kinds that the model may have; others than YaRN are left to its spec.
         gives_mscale: whether its scores are scaled by what the config calls mscale_all_dim; else its tables of cosines
             and sines are, by transformers' default, which comes to the same where whole heads are rotated.
 
     Raises:
-        UserError: another kind than YaRN, YaRN when it is not ``supported``, or variants of it that MindFormers lacks.
+        UserError: a kind that is not ``supported``, or variants of YaRN that MindFormers lacks.
     """
-    options = _rope_options(hf_config)
+    options = rope_options(hf_config)
     kind = options.get("rope_type", options.get("type", "default"))
     if kind == "default":
-        return None
-    if kind != "yarn" or not supported:
-        choices = "'default' and 'yarn' are" if supported else "only the default rotary embedding is"
-        raise UserError(f"config.json asks for rope_type={kind!r}: {choices} supported")
+        return {}
+    if kind not in supported:
+        choices = " and ".join(map(repr, ("default", *supported)))
+        are = f"{choices} are" if supported else "only the default rotary embedding is"
+        raise UserError(f"config.json asks for rope_type={kind!r}: {are} supported")
+    return {"yarn": _yarn_dims(hf_config, options, gives_mscale)} if kind == "yarn" else {}
+
+
+def _yarn_dims(hf_config: dict, options: dict, gives_mscale: bool) -> YarnDims:
     mscale = float(options.get("mscale") or 1.0)
     if not gives_mscale:
         given = [key for key in ("mscale", "mscale_all_dim") if options.get(key) is not None]
@@ -296,7 +334,8 @@ def yarn_dims(hf_config: dict, *, supported: bool, gives_mscale: bool = True) ->
     )
 
 
-def _rope_options(hf_config: dict) -> dict:
+def rope_options(hf_config: dict) -> dict:
+    """What config.json says of rotary embeddings, in the place of transformers 5 or 4."""
     options = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     if not isinstance(options, dict):
         raise UserError(f"config.json has rope parameters {options!r}: give a mapping")

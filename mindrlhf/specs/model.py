@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mindrlhf.errors import UserError
-from mindrlhf.specs.dims import ModelDims, check_sizes, positive_int, rope_theta, yarn_dims
+from mindrlhf.specs.dims import ModelDims, check_sizes, positive_int, rope_extension, rope_theta
 from mindrlhf.specs.rules import ParameterRule
 
 # Lists of this length are made from what a config.json says.
@@ -19,14 +19,15 @@ class ModelSpec:
     Attributes:
         name: short name used in messages and file names.
         hf_architecture: the value of `architectures[0]` in config.json.
-        mcore_options: `TransformerConfig` keys that the architecture fixes.
+        mcore_options: `TransformerConfig` keys that the architecture fixes, or functions of the sizes for their values.
         parameter_rules: rules of the parameters outside and inside (`{layer}`) the decoder layers.
         unsupported: config.json keys whose truth makes a variant that is not supported, with the reason.
         read_dims: reads the attributes of `ModelDims` that only this architecture has, or has elsewhere.
-        supports_yarn: rotary embeddings may be extended.
-        yarn_gives_mscale: see :func:`mindrlhf.specs.dims.yarn_dims`.
+        rope_types: how rotary embeddings may be extended, by transformers' names.
+        yarn_gives_mscale: see :func:`mindrlhf.specs.dims.rope_extension`.
         is_scorer: the output is a score for each token instead of a distribution over the next one.
-        text_config: the part of config.json that describes the decoder, as config.json of a text model has it.
+        text_config: the part of config.json that describes the decoder, as config.json of a text model has it, with
+            transformers' defaults where they are not those of other architectures.
         text_architecture: what a text model with the same decoder is called; empty where this is one.
         vision_rules: rules of the vision tower; `{layer}` counts its blocks.
     """
@@ -37,7 +38,7 @@ class ModelSpec:
     parameter_rules: tuple[ParameterRule, ...]
     unsupported: dict[str, str]
     read_dims: Callable[[dict], dict] = lambda hf_config: {}
-    supports_yarn: bool = False
+    rope_types: tuple[str, ...] = ()
     yarn_gives_mscale: bool = True
     is_scorer: bool = False
     text_config: Callable[[dict], dict] = lambda hf_config: hf_config
@@ -91,7 +92,7 @@ class ModelSpec:
             "vocab_size": positive_int(hf_config, "vocab_size"),
             "rms_norm_eps": float(hf_config.get("rms_norm_eps", 1e-6)),
             "rope_theta": rope_theta(hf_config),
-            "yarn": yarn_dims(hf_config, supported=self.supports_yarn, gives_mscale=self.yarn_gives_mscale),
+            **rope_extension(hf_config, self.rope_types, gives_mscale=self.yarn_gives_mscale),
             "initializer_range": float(hf_config.get("initializer_range", 0.02)),
             "tied": self.is_scorer or bool(hf_config.get("tie_word_embeddings", False)),
             **self.read_dims(hf_config),
@@ -137,7 +138,7 @@ class ModelSpec:
             **_latent_options(dims),
             # Other cells than those for latent attention have no such options, and are given the frequencies instead.
             **(_yarn_options(dims) if dims.latent else {}),
-            **self.mcore_options,
+            **{key: value(dims) if callable(value) else value for key, value in self.mcore_options.items()},
         }
 
 

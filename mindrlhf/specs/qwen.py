@@ -52,21 +52,21 @@ def _qwen3_experts(hf_config: dict) -> dict:
 
 
 _QKV = ("q_proj", "k_proj", "v_proj")
-_QKV_WEIGHT = ParameterRule(
+QKV_WEIGHT = ParameterRule(
     tuple(f"{LAYER}self_attn.{part}.weight" for part in _QKV),
     f"{BLOCK}self_attention.linear_qkv.weight",
     "qkv",
     lambda dims: ((_query(dims), dims.hidden_size), (_key(dims), dims.hidden_size), (_key(dims), dims.hidden_size)),
     shard_axis=0,
 )
-_QKV_BIAS = ParameterRule(
+QKV_BIAS = ParameterRule(
     tuple(f"{LAYER}self_attn.{part}.bias" for part in _QKV),
     f"{BLOCK}self_attention.linear_qkv.bias",
     "qkv",
     lambda dims: ((_query(dims),), (_key(dims),), (_key(dims),)),
     shard_axis=0,
 )
-_QK_NORMS = tuple(
+QK_NORMS = tuple(
     norm(
         f"{LAYER}self_attn.{part}_norm.weight",
         f"{BLOCK}self_attention.{part}_layernorm.weight",
@@ -74,14 +74,14 @@ _QK_NORMS = tuple(
     )
     for part in ("q", "k")
 )
-_ATTENTION_OUTPUT = ParameterRule(
+ATTENTION_OUTPUT = ParameterRule(
     (f"{LAYER}self_attn.o_proj.weight",),
     f"{BLOCK}self_attention.linear_proj.weight",
     "copy",
     lambda dims: ((dims.hidden_size, _query(dims)),),
     shard_axis=1,
 )
-_QUANTIZED = {
+QUANTIZED = {
     "quantization_config": "only float32, float16 and bfloat16 are read: dequantise it, fp8 by mindrlhf weights convert"
 }
 _SLIDING_WINDOW = {"use_sliding_window": "sliding-window attention is not supported; use full attention"}
@@ -94,28 +94,28 @@ QWEN2 = ModelSpec(
     parameter_rules=(
         EMBEDDING,
         INPUT_NORM,
-        _QKV_WEIGHT,
-        _QKV_BIAS,
-        _ATTENTION_OUTPUT,
+        QKV_WEIGHT,
+        QKV_BIAS,
+        ATTENTION_OUTPUT,
         MLP_NORM,
         *MLP,
         FINAL_NORM,
         OUTPUT,
     ),
-    unsupported={**_SLIDING_WINDOW, **_QUANTIZED},
-    supports_yarn=True,
+    unsupported={**_SLIDING_WINDOW, **QUANTIZED},
+    rope_types=("yarn",),
     yarn_gives_mscale=False,
 )
 
-_QWEN3_ATTENTION = (EMBEDDING, INPUT_NORM, _QKV_WEIGHT, *_QK_NORMS, _ATTENTION_OUTPUT, MLP_NORM)
+_QWEN3_ATTENTION = (EMBEDDING, INPUT_NORM, QKV_WEIGHT, *QK_NORMS, ATTENTION_OUTPUT, MLP_NORM)
 
 QWEN3 = ModelSpec(
     name="qwen3",
     hf_architecture="Qwen3ForCausalLM",
     mcore_options={"add_qkv_bias": False, "qk_layernorm": True},
     parameter_rules=(*_QWEN3_ATTENTION, *MLP, FINAL_NORM, OUTPUT),
-    unsupported={**_SLIDING_WINDOW, **_ATTENTION_BIAS, **_QUANTIZED},
-    supports_yarn=True,
+    unsupported={**_SLIDING_WINDOW, **_ATTENTION_BIAS, **QUANTIZED},
+    rope_types=("yarn",),
     yarn_gives_mscale=False,
 )
 
@@ -124,8 +124,8 @@ QWEN3_MOE = ModelSpec(
     hf_architecture="Qwen3MoeForCausalLM",
     mcore_options={"add_qkv_bias": False, "qk_layernorm": True},
     parameter_rules=(*_QWEN3_ATTENTION, *MLP, ROUTER, *EXPERTS, FINAL_NORM, OUTPUT),
-    unsupported={**_SLIDING_WINDOW, **_ATTENTION_BIAS, **_QUANTIZED},
+    unsupported={**_SLIDING_WINDOW, **_ATTENTION_BIAS, **QUANTIZED},
     read_dims=_qwen3_experts,
-    supports_yarn=True,
+    rope_types=("yarn",),
     yarn_gives_mscale=False,
 )

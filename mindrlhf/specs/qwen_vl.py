@@ -240,7 +240,7 @@ _PLAIN_MLP = (*_linear(f"{_BLOCK}mlp.fc1", _inner, _width), *_linear(f"{_BLOCK}m
 
 QWEN2_5_VL = replace(
     QWEN2,
-    supports_yarn=False,
+    rope_types=(),
     name="qwen2_5_vl",
     hf_architecture="Qwen2_5_VLForConditionalGeneration",
     text_config=_text_config,

@@ -14,7 +14,7 @@ import numpy as np
 from mindrlhf.errors import UserError
 from mindrlhf.specs import find_spec
 from mindrlhf.weights.convert import MAX_SHARD_BYTES, check_checkpoint, file_dtype, hf_shapes, with_dtype
-from mindrlhf.weights.hf import SafetensorsDirectory, read_hf_config
+from mindrlhf.weights.hf import SafetensorsDirectory, TensorDirectory, read_hf_config
 from mindrlhf.weights.tensors import FLOAT8, STORAGE_DTYPES, TensorInfo, convert_dtype
 from mindrlhf.weights.writer import write_model_directory
 
@@ -122,8 +122,28 @@ def convert_directory(hf_dir: str | os.PathLike, out_dir: str | os.PathLike, dty
         source = SafetensorsDirectory(hf_dir)
     else:
         source, dtype = Fp8Directory(hf_dir, _block(quantization, hf_dir)), dtype or "bfloat16"
-    spec = find_spec(plain)
-    dims = spec.dims(plain)
+    write_converted(source, plain, out_dir, dtype, tokenizer_dir=hf_dir)
+
+
+def write_converted(
+    source: TensorDirectory,
+    hf_config: dict,
+    out_dir: str | os.PathLike,
+    dtype: str | None,
+    *,
+    tokenizer_dir: str | os.PathLike,
+) -> None:
+    """Write tensors as a Hugging Face directory, one after the other.
+
+    Args:
+        dtype: of the files; None keeps each tensor's.
+        tokenizer_dir: where the tokenizer and generation files are copied from.
+
+    Raises:
+        UserError: the tensors do not fit ``hf_config``, or ``out_dir`` is in use.
+    """
+    spec = find_spec(hf_config)
+    dims = spec.dims(hf_config)
     check_checkpoint(source, spec, dims)
     shapes = hf_shapes(spec, dims)
     rules = {name: rule for rule in spec.rules(dims) for name in rule.hf_names}
@@ -137,11 +157,11 @@ def convert_directory(hf_dir: str | os.PathLike, out_dir: str | os.PathLike, dty
     write_model_directory(
         tensors(),
         [TensorInfo(name, dtypes[name], shape) for name, shape in shapes.items()],
-        with_dtype(plain, dtype or dtypes[next(iter(shapes))]),
+        with_dtype(hf_config, dtype or dtypes[next(iter(shapes))]),
         out_dir,
         file_format="pt",
         max_shard_bytes=MAX_SHARD_BYTES,
-        tokenizer_dir=hf_dir,
+        tokenizer_dir=tokenizer_dir,
     )
 
 

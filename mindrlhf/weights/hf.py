@@ -17,6 +17,7 @@ from mindrlhf.weights.tensors import STORAGE_DTYPES, TensorInfo, convert_dtype
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 ADAPTER_CONFIG_NAME = "adapter_config.json"
+GGUF_ENDING = ".gguf"
 # In a directory with this file the tensors lie in shards, as `mindrlhf weights shard` wrote them.
 SHARDED_NAME = "sharded.json"
 
@@ -30,6 +31,8 @@ def read_hf_config(model_dir: str | os.PathLike) -> dict:
     path = Path(model_dir) / "config.json"
     if not Path(model_dir).is_dir():
         name = str(model_dir)
+        if name.endswith(GGUF_ENDING):
+            raise UserError(f"{name} is no directory: make one of it with mindrlhf weights convert {name} --output DIR")
         raise UserError(f"model directory {name!r} does not exist: give a Hugging Face model directory{advice(name)}")
     if not path.is_file():
         raise UserError(f"{model_dir} has no config.json: give a Hugging Face model directory")

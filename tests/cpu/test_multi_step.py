@@ -82,6 +82,21 @@ def ask(python: str, directory: Path, model: dict, cases: dict[str, dict], **con
 QWEN3 = {**QWEN, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32, "attention_bias": False}
 
 
+LLAMA3 = {
+    **QWEN,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+MISTRAL = {**QWEN, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+
+
 def check_equal(cases: dict) -> None:
     for name, words in cases.items():
         one, several = dict(words["one"]), dict(words["several"])
@@ -110,6 +125,21 @@ def test_samples_are_the_same(rollout_python, directory):
 def test_heads_that_are_normalised_are_computed_alike(rollout_python, directory):
     result = ask(rollout_python, directory, QWEN3, {"plain": CASES["plain"], "stop tokens": CASES["stop tokens"]})
     assert result["several"] and result["decoder"] == "used"
+    check_equal(result["cases"])
+
+
+@pytest.mark.parametrize("model", [LLAMA3, pytest.param(MISTRAL, marks=SLOW)], ids=["llama3", "mistral"])
+def test_llama_and_its_kin_are_computed_alike(rollout_python, directory, model):
+    result = ask(rollout_python, directory, model, {"plain": CASES["plain"], "stop tokens": CASES["stop tokens"]})
+    assert result["several"] and result["decoder"] == "used"
+    check_equal(result["cases"])
+
+
+@SLOW
+def test_a_window_is_left_to_vllm(rollout_python, directory):
+    model = {**MISTRAL, "sliding_window": 64}
+    result = ask(rollout_python, directory, model, {"plain": CASES["plain"]})
+    assert result["decoder"] == "none"
     check_equal(result["cases"])
 
 

@@ -1,5 +1,6 @@
 """The table of everything that reads files and messages from outside, by the name that reports give it."""
 
+import importlib.util
 import json
 
 from fuzz_checkpoints import checkpoint_arrays, checkpoint_manifest, checkpoint_state
@@ -11,6 +12,7 @@ from fuzz_run_files import msprobe_dump, run_records, samples_to_score, skipped_
 from fuzz_target import Target
 from fuzz_tokenizers import chat_template, sentencepiece, tokenizer_file
 from fuzz_weights import (
+    gguf_file,
     hf_config,
     safetensors_file,
     safetensors_index,
@@ -59,3 +61,5 @@ TARGETS = {
     "SentencePiece model": Target(sentencepiece),
     "chat template": Target(chat_template, (UserError, RecordError)),
 }
+if importlib.util.find_spec("gguf") is not None:
+    TARGETS["GGUF file"] = Target(gguf_file)

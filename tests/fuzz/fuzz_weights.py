@@ -2,6 +2,7 @@
 
 import json
 import random
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ def hf_config(directory: Path) -> Case:
     from mindrlhf.specs import find_spec
     from mindrlhf.weights.hf import read_hf_config
 
-    names = ("deepseek_v3/deepseek_v3_671b", "qwen3/qwen3_30b_a3b", "qwen2_5/qwen2_5_7b")
+    names = ("deepseek_v3/deepseek_v3_671b", "qwen3/qwen3_30b_a3b", "qwen2_5/qwen2_5_7b", "llama3_1/llama3_1_8b")
     # Few layers and experts, because each has rules that a case goes through.
     few = {"num_hidden_layers": 4, "n_routed_experts": 16, "num_experts": 16, "n_group": 2, "topk_group": 1}
     configs = [{key: few.get(key, value) for key, value in model_config(name).items()} for name in names]
@@ -43,6 +44,39 @@ def safetensors_file(directory: Path) -> Case:
         file = SafetensorsFile(path)
         for name in file.names():
             file.info(name)
+            file.read(name).sum(dtype=np.float64)
+            file.release(name)
+
+    return case
+
+
+def gguf_file(directory: Path) -> Case:
+    from mindrlhf.weights.gguf_file import GgufFile
+
+    path = directory / "case.gguf"
+
+    def text(content: bytes) -> bytes:
+        return struct.pack("<Q", len(content)) + content
+
+    # A number, a text, and arrays of both; two tensors, one quantised, and their data.
+    values = [
+        text(b"llama.block_count") + struct.pack("<II", 4, 2),
+        text(b"general.architecture") + struct.pack("<I", 8) + text(b"llama"),
+        text(b"tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 3) + text(b"a") + text(b"b") + text(b"ab"),
+        text(b"tokenizer.ggml.scores") + struct.pack("<IIQ3f", 9, 6, 3, 1.0, 2.0, 3.0),
+    ]
+    tensors = [
+        text(b"norm") + struct.pack("<IQIQ", 1, 8, 0, 0),
+        text(b"matrix") + struct.pack("<IQQIQ", 2, 32, 2, 8, 32),
+    ]
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(values)) + b"".join(values + tensors)
+    rows = b"".join(struct.pack("<e32b", 0.5, *range(32)) for _ in range(2))
+    whole = head + bytes(-len(head) % 32) + struct.pack("<8f", *range(8)) + rows
+
+    def case(rng: random.Random) -> None:
+        path.write_bytes(corruption.corrupt_bytes(rng, whole))
+        file = GgufFile(path)
+        for name in file.tensors:
             file.read(name).sum(dtype=np.float64)
             file.release(name)
 

@@ -314,8 +314,39 @@ EXPERTS = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+# GLM-4.5: half of each head rotated, norms of queries and keys, a dense layer, then experts chosen by biased sigmoids.
+GLM4_MOE_MODEL = {
+    **MODEL,
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "head_dim": 32,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "partial_rotary_factor": 0.5,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+}
 # YaRN that is felt within a row: half the context, most channels slowed.
 YARN_MODEL = {**MODEL, "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}}
+# The context extension of Llama 3.1, felt within a row: some channels kept, some slowed, some in part.
+LLAMA3_MODEL = {
+    **MODEL,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
 # In Qwen3-VL two layers of the decoder are given rows of images too.
 QWEN2_5_VL = config_of(TinyVl(is_tied=False))
 QWEN3_VL = config_of(TinyVl(family="qwen3_vl", vision_depth=3, layers=3, is_tied=False))
@@ -403,6 +434,22 @@ FAMILIES = {
         "recompute_tp2", recompute_layers="1", recompute_operators=("attention", "norms", "activation")
     ),
     "yarn": _memory("yarn_tp2", YARN_MODEL),
+    "llama": replace(
+        _POLICY,
+        model=LLAMA3_MODEL,
+        layouts={2: {"llama_tp2": _SEQUENCE, "llama_pp2": _PIPELINE, "llama_dp2": _OPTIMIZER}},
+        outputs={"first": "initial", "reference": "initial"},
+        checks=_RESUMES | {"norms", "exported", "published"},
+        **_OLD,
+    ),
+    "glm": replace(
+        _POLICY,
+        model=GLM4_MOE_MODEL,
+        layouts={2: {"glm_ep2_dp2": {"data_parallel": 2, "expert_parallel": 2}, "glm_tp2": _SPLIT_WORDS}},
+        outputs={"first": "initial", "reference": "initial"},
+        checks=_RESUMES | {"norms", "exported", "published"},
+        **_OLD,
+    ),
     "swapped_tp2": _memory("swapped_tp2", swap_moments=True),
     "swapped_pp2": _memory("swapped_pp2", parallel=_PIPELINE, swap_moments=True),
     "swapped_dp2": _memory("swapped_dp2", parallel=_OPTIMIZER, swap_moments=True),

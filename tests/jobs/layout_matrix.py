@@ -31,7 +31,8 @@ def hf_config(architecture: str, num_layers: int, **changes) -> dict:
     }
 
 
-QWEN2, QWEN3, CRITIC = "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen2ForSequenceClassification"
+QWEN2, QWEN3, LLAMA = "Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"
+CRITIC = "Qwen2ForSequenceClassification"
 SEES, SEES_CRITIC = "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLForSequenceClassification"
 SP = {"use_seq_parallel": True}
 ZERO = {"enable_parallel_optimizer": True}
@@ -71,6 +72,7 @@ _ALL_LAYOUTS = {
     "qwen3-mp2-pp4-sp": (QWEN3, 1, 2, 4, 1, SP, {}),
     "qwen3-dp2-mp8-pp4-sp-zero": (QWEN3, 2, 8, 4, 1, SP | ZERO, {}),
     "qwen3-dp8-mp8": (QWEN3, 8, 8, 1, 1, {}, {}),
+    "llama-dp2-mp2-pp2-sp-zero": (LLAMA, 2, 2, 2, 1, SP | ZERO, {}),
     # Rows whose samples share prompts.
     "qwen2-dp2-mp2-pp2-zero-shared": (QWEN2, 2, 2, 2, 1, ZERO, {}),
     "qwen3-dp2-mp2-cp2-shared": (QWEN3, 2, 2, 1, 2, {}, {}),

@@ -39,6 +39,27 @@ MODELS = {
         "max_position_embeddings": 64,
         "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
     },
+    "llama3": {
+        **MODEL,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    # vLLM attends within the window, which holds whole rows.
+    "mistral": {
+        **MODEL,
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "num_hidden_layers": 2,
+        "sliding_window": ROW_LENGTH,
+    },
     # vLLM packs experts for its kernels: an update must pack them anew.
     "experts": {
         **MODEL,
@@ -52,6 +73,26 @@ MODELS = {
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
+    },
+    "glm": {
+        **MODEL,
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "num_hidden_layers": 2,
+        "head_dim": 32,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 64,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 0,
     },
     # The sizes of latent and rotated part are the only ones that vLLM's CPU kernel takes.
     "latent": {

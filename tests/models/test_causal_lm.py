@@ -80,6 +80,44 @@ CASES = {
             "original_max_position_embeddings": 16,
         },
     },
+    "llama3": {
+        "model_type": "llama",
+        "tie_word_embeddings": False,
+        **SIZES,
+        # Felt within a row: one channel is kept in part, the others are slowed in full.
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 100.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "llama-tied": {"model_type": "llama", "tie_word_embeddings": True, **SIZES, "num_key_value_heads": 4},
+    "mistral-in-its-window": {
+        "model_type": "mistral",
+        "tie_word_embeddings": False,
+        "head_dim": 16,
+        "sliding_window": 16,
+        **SIZES,
+    },
+    "glm4-moe": {
+        "model_type": "glm4_moe",
+        "tie_word_embeddings": False,
+        **SIZES,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 20,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "num_mtp_layers": 0,
+    },
     "deepseek-v3-yarn": {
         "model_type": "deepseek_v3",
         **LATENT,
@@ -122,6 +160,8 @@ VARIANTS = {
     "qwen2-tied-one-layer-recomputed": ("qwen2-tied", {"memory": MemorySection(recompute_layers="1")}),
     "qwen3-experts-in-some-layers": ("qwen3-experts-in-some-layers", {}),
     "qwen3-yarn": ("qwen3-yarn", {}),
+    "llama3": ("llama3", {}),
+    "glm4-moe": ("glm4-moe", {}),
     "deepseek-v3-yarn-recomputed": ("deepseek-v3-yarn", {"recompute": True}),
 }
 if RUNS_SLOW_TESTS:  # heads of qwen3-yarn are wide too; what is recomputed above has the same layers without it
@@ -130,6 +170,8 @@ if RUNS_SLOW_TESTS:  # heads of qwen3-yarn are wide too; what is recomputed abov
         "qwen3-experts-recomputed": ("qwen3-experts", {"recompute": True}),
         "deepseek-v3-direct-queries": ("deepseek-v3-direct-queries", {}),
         "qwen2-tied": ("qwen2-tied", {}),
+        "llama-tied": ("llama-tied", {}),
+        "mistral-in-its-window": ("mistral-in-its-window", {}),
         "qwen2-tied-recomputed": ("qwen2-tied", {"recompute": True}),
         "qwen3-wide-heads": ("qwen3-wide-heads", {}),
         "qwen3-experts": ("qwen3-experts", {}),
@@ -296,13 +338,21 @@ def test_cpu_refuses_to_split_a_model(model):
         build_model(model.hf_config, seq_length=16, parallel_config={"data_parallel": 2, "model_parallel": 2})
 
 
+def test_rows_that_a_sliding_window_would_divide_are_refused():
+    from mindrlhf.models.causal_lm import build_model
+
+    config = {**CASES["mistral-in-its-window"], "architectures": ["MistralForCausalLM"]}
+    with pytest.raises(UserError, match="sliding_window=16, but rows of 17 tokens"):
+        build_model(config, seq_length=17)
+
+
 def test_one_square_of_the_row_length_is_kept(model):
     """The decoder's own mask; MindFormers' would be another two, of 17 and 34 GB for rows of 131,072 tokens."""
     import mindspore as ms
 
     from mindrlhf.models.causal_lm import build_model
 
-    network = build_model(model.hf_config, seq_length=512)
+    network = build_model({**model.hf_config, "sliding_window": None}, seq_length=512)
     held = {
         f"{path}.{name}": value.size
         for path, cell in network.cells_and_names()

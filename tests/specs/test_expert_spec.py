@@ -9,7 +9,8 @@ import pytest
 
 from mindrlhf.errors import UserError
 from mindrlhf.layout.layout import Layout, parameter_layouts
-from mindrlhf.specs import DEEPSEEK_V3, QWEN3_MOE, find_spec
+from mindrlhf.models.rotary import rotary_tables, turn_matrix
+from mindrlhf.specs import DEEPSEEK_V3, GLM4_MOE, QWEN3_MOE, find_spec
 from mindrlhf.specs.fuse import fuse, fuse_blocks, split
 
 MODEL_CONFIGS = Path(__file__).parents[2] / "model_configs"
@@ -231,3 +232,57 @@ def test_router_options_reach_mindformers():
 def test_configs_that_cannot_be_served_are_refused(config, changes, message):
     with pytest.raises(UserError, match=message):
         find_spec(config).dims({**config, **changes})
+
+
+def test_glm_4_5_counted_by_hand():
+    """The larger has norms of queries and keys, the smaller has not."""
+    dims = GLM4_MOE.dims(read_config("glm4_5/glm4_5_air"))
+    attention = 4096 * (96 + 8 + 8) * 128 + (96 + 8 + 8) * 128 + 96 * 128 * 4096 + 2 * 4096
+    experts = (128 + 1) * 3 * 4096 * 1408 + 128 * 4096 + 128
+    outside = 2 * 151552 * 4096 + 4096
+    assert num_parameters(GLM4_MOE, dims) == 46 * attention + 3 * 4096 * 10944 + 45 * experts + outside
+    assert not any(
+        "norm.weight" in name and "self_attn" in name for rule in GLM4_MOE.rules(dims) for name in rule.hf_names
+    )
+    larger = GLM4_MOE.dims(read_config("glm4_5/glm4_5"))
+    names = [name for rule in GLM4_MOE.rules(larger) for name in rule.hf_names]
+    assert sum(name.endswith(("q_norm.weight", "k_norm.weight")) for name in names) == 2 * 92
+    assert (dims.rotary_dim, larger.experts.scale, sum(larger.experts.layers)) == (64, 2.5, 89)
+    assert not GLM4_MOE.mcore_config(dims)["qk_layernorm"] and GLM4_MOE.mcore_config(larger)["qk_layernorm"]
+
+
+@pytest.mark.parametrize(
+    "rope", [{"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}, {}]
+)
+def test_half_of_a_head_is_rotated_and_the_rest_stays(rope):
+    small = {"head_dim": 8, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = {key: value for key, value in read_config("glm4_5/glm4_5_air").items() if not key.startswith("partial")}
+    dims = GLM4_MOE.dims({**config, **small, **rope, "rope_theta": 100.0})
+    assert dims.rotary_dim == 4
+    cosines, sines = rotary_tables(5, dims)
+    heads = np.random.default_rng(0).standard_normal((5, 8)).astype(np.float32)
+    turned = heads * cosines + (heads @ turn_matrix(dims)) * sines
+    np.testing.assert_array_equal(turned[:, 4:], heads[:, 4:])
+    for position in range(5):
+        for channel in range(2):  # with the one that is two further, as a complex number
+            angle = position * 100.0 ** (-channel / 2)
+            number = complex(heads[position, channel], heads[position, channel + 2]) * np.exp(1j * angle)
+            assert turned[position, channel] == pytest.approx(number.real, abs=1e-5)
+            assert turned[position, channel + 2] == pytest.approx(number.imag, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"attention_bias": False}, "attention_bias=false"),
+        ({"partial_rotary_factor": 0.0}, "partial_rotary_factor=0.0"),
+        ({"partial_rotary_factor": 1.5}, "at most all"),
+        ({"partial_rotary_factor": "half"}, "wrong type"),
+        ({"n_group": 3}, "must divide"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "only the default rotary embedding"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "dequantise"),
+    ],
+)
+def test_variants_of_glm_that_are_not_supported_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        GLM4_MOE.dims({**read_config("glm4_5/glm4_5_air"), **changes})

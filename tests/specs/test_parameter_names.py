@@ -22,7 +22,11 @@ EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 CASES = {
     "qwen2_5/qwen2_5_7b": {},
     "qwen3/qwen3_8b": {"head_dim": 16},
+    "llama3_1/llama3_1_8b": {},
+    "llama3_1/llama3_1_70b": {"architectures": ["MistralForCausalLM"], "rope_scaling": None, "head_dim": 16},
     "qwen3/qwen3_30b_a3b": {**EXPERTS, "head_dim": 16, "num_experts": 4},
+    "glm4_5/glm4_5_air": {**EXPERTS, "num_attention_heads": 6, "head_dim": 16, "n_routed_experts": 4},
+    "glm4_5/glm4_5": {**EXPERTS, "head_dim": 16, "n_routed_experts": 4, "first_k_dense_replace": 1},
     "deepseek_v3/deepseek_v3_671b": {
         **EXPERTS,
         "num_key_value_heads": 4,

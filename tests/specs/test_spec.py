@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindrlhf.errors import UserError
-from mindrlhf.models.rotary import score_scale
-from mindrlhf.specs import QWEN2, QWEN3, ModelDims, find_spec
+from mindrlhf.models.rotary import rotary_frequencies, score_scale
+from mindrlhf.specs import LLAMA, MISTRAL, QWEN2, QWEN3, Llama3Dims, ModelDims, find_spec
 from mindrlhf.specs.fuse import fuse, split
 
 CONFIG = {
@@ -67,8 +67,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "Qwen2ForCausalLM, Qwen3ForCausalLM"),
+        ({"architectures": ["GemmaForCausalLM"]}, "language models are Qwen2ForCausalLM, Qwen3ForCausalLM"),
+        ({"architectures": ["LLaMAForCausalLM"]}, r'write "architectures": \["LlamaForCausalLM"\]'),
         ({"architectures": None}, "architectures=None"),
+        ({"architectures": [], "model_type": "mistral"}, r'write "architectures": \["MistralForCausalLM"\]'),
         ({"hidden_size": None}, "hidden_size=None"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
         ({"vocab_size": "many"}, "vocab_size='many'"),
@@ -86,6 +88,98 @@ def test_configs_that_cannot_be_served_are_refused(changes, message):
     config = {**CONFIG, **changes}
     with pytest.raises(UserError, match=message):
         find_spec(config).dims(config)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def test_an_architecture_without_a_spec_is_told_what_there_is_for_language_models_alone():
+    with pytest.raises(UserError) as refused:
+        find_spec({"architectures": ["Gemma3ForCausalLM"]})
+    assert "MistralForCausalLM" in str(refused.value) and "docs/families.md" in str(refused.value)
+    assert "SequenceClassification" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 5e5, "rope_scaling": LLAMA3},  # as transformers 4 writes it
+        {"rope_theta": 5e5, "rope_scaling": {"type" if key == "rope_type" else key: LLAMA3[key] for key in LLAMA3}},
+        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},  # transformers 5
+    ],
+)
+def test_llama3_rope_is_read_from_both_places(rope):
+    plain = {key: value for key, value in CONFIG.items() if key != "rope_theta"}
+    dims = LLAMA.dims({**plain, "architectures": ["LlamaForCausalLM"], **rope})
+    assert dims.llama3 == Llama3Dims(8.0, 1.0, 4.0, 8192) and dims.yarn is None and dims.rope_theta == 5e5
+
+
+@pytest.mark.parametrize(
+    "spec, changes, message",
+    [
+        (LLAMA, {"attention_bias": True}, "attention_bias=True: Llama with biases in attention"),
+        (LLAMA, {"mlp_bias": True}, "mlp_bias=True: Llama with biases in the MLP"),
+        (LLAMA, {"quantization_config": {"quant_method": "gptq"}}, "dequantise"),
+        (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'default' and 'llama3' are supported"),
+        (LLAMA, {"rope_scaling": YARN}, "rope_type='yarn'"),
+        *[
+            (LLAMA, {"rope_scaling": {name: value for name, value in LLAMA3.items() if name != key}}, key)
+            for key in LLAMA3
+            if key != "rope_type"
+        ],
+        (LLAMA, {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "the last larger than the second"),
+        (LLAMA, {"rope_scaling": {**LLAMA3, "factor": 0.5}}, "at least 1"),
+        (LLAMA, {"rope_scaling": {**LLAMA3, "factor": float("nan")}}, "at least 1"),
+        (LLAMA, {"rope_scaling": {**LLAMA3, "low_freq_factor": "one"}}, "wrong type"),
+        (LLAMA, {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 0}}, "original_max"),
+        (MISTRAL, {"rope_scaling": LLAMA3}, "only the default rotary embedding is"),
+        (MISTRAL, {"sliding_window": 0}, "sliding_window=0"),
+        (MISTRAL, {"sliding_window": "4096"}, "sliding_window='4096'"),
+    ],
+)
+def test_variants_of_llama_that_are_not_supported_are_refused(spec, changes, message):
+    with pytest.raises(UserError, match=message):
+        spec.dims({**CONFIG, "architectures": [spec.hf_architecture], **changes})
+
+
+@pytest.mark.parametrize(
+    "theta, factor, low, high, length", [(5e5, 8, 1, 4, 8192), (1e4, 32, 1, 4, 8192), (100, 2, 2, 3, 64)]
+)
+def test_llama3_frequencies_are_those_of_their_definition_one_by_one(theta, factor, low, high, length):
+    """By wavelength, as transformers defines them, in float64."""
+    rope = {**LLAMA3, "factor": factor, "low_freq_factor": low, "high_freq_factor": high}
+    rope["original_max_position_embeddings"] = length
+    dims = LLAMA.dims({**CONFIG, "rope_theta": theta, "rope_scaling": rope})
+    expected = []
+    for channel in range(0, dims.head_dim, 2):
+        frequency = theta ** (-channel / dims.head_dim)
+        wavelength = 2 * np.pi / frequency
+        if wavelength > length / low:
+            frequency /= factor
+        elif wavelength >= length / high:
+            smooth = (length / wavelength - low) / (high - low)
+            frequency = (1 - smooth) * frequency / factor + smooth * frequency
+        expected.append(frequency)
+    np.testing.assert_allclose(rotary_frequencies(dims), expected, rtol=1e-6)
+
+
+def test_mistral_has_the_window_that_transformers_gives_it():
+    config = {**CONFIG, "architectures": ["MistralForCausalLM"], "num_attention_heads": 16, "head_dim": 56}
+    assert MISTRAL.dims({**config, "sliding_window": None}).window is None
+    assert MISTRAL.dims({**config, "sliding_window": 1024}).window == 1024
+    without = {key: value for key, value in config.items() if key != "num_key_value_heads"}
+    dims = MISTRAL.dims(without)
+    assert (dims.window, dims.num_kv_heads) == (4096, 8)
+    assert LLAMA.dims({**CONFIG, "sliding_window": 1024}).window is None  # which transformers does not read there
+    dims.check_window(4096)
+    with pytest.raises(UserError, match="sliding_window=4096, but rows of 4097 tokens"):
+        dims.check_window(4097)
 
 
 def test_yarn_of_rotated_tables_is_read():

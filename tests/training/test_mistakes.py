@@ -151,3 +151,21 @@ def test_a_new_config_is_right_and_commented(task, has_eval_data, contents, inpu
     assert main(["config", "check", str(path), *overrides]) == 0
     assert main(["config", "new", *choices, "--output", str(path)]) == 2
     assert "give another --output" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"architectures": ["Gemma3ForCausalLM"]}, "supported language models are Qwen2ForCausalLM"),
+        ({"hidden_act": "gelu"}, "only 'silu' is supported"),
+    ],
+)
+def test_a_new_config_is_refused_for_a_model_that_no_run_can_train(changes, message, inputs_dir, tmp_path, capsys):
+    model = tmp_path / "model"
+    model.mkdir()
+    config = json.loads((inputs_dir / "model" / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **changes}))
+    assert main(["config", "new", "--model", str(model), "--output", str(tmp_path / "new.yaml")]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "new.yaml").exists()

@@ -294,3 +294,18 @@ def test_an_export_directory_must_be_free(tmp_path):
     (tmp_path / "config.json").touch()
     with pytest.raises(UserError, match=r"holds the model of an earlier run: move it away"):
         check_free(tmp_path)
+
+
+def test_rows_longer_than_a_sliding_window_are_refused_for_training_and_for_a_reference(config, inputs_dir, tmp_path):
+    hf_config = json.loads((inputs_dir / "model" / "config.json").read_text())
+    for window in (16, 32):
+        mistral = {**hf_config, "architectures": ["MistralForCausalLM"], "sliding_window": window}
+        export_hf(random_hf_weights(mistral, 0), mistral, tmp_path / str(window))
+    fits, narrow = str(tmp_path / "32"), str(tmp_path / "16")
+    message = "sliding_window=16, but rows of 32 tokens are trained with full attention: make them 16 at most"
+    assert check_grpo_inputs(changed(config, "model", path=fits)).row_lengths == (32,)
+    with pytest.raises(UserError, match=message):
+        check_grpo_inputs(changed(config, "model", path=narrow))
+    judged = changed(changed(config, "model", path=fits, reference_path=narrow), "algorithm", beta=0.1)
+    with pytest.raises(UserError, match=message):
+        check_grpo_inputs(judged)

@@ -45,10 +45,26 @@ def contents(directory):
     return {name: (source.info(name), source.read(name).tobytes()) for name in source.names()}
 
 
+LLAMA = {
+    **CONFIG,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+MISTRAL = {**CONFIG, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_import_and_export_are_inverse_to_the_bit(tmp_path, dtype, tied):
-    source = make_model(tmp_path / "hf", dtype, config={**CONFIG, "tie_word_embeddings": tied})
+@pytest.mark.parametrize("config", [CONFIG, LLAMA, MISTRAL], ids=lambda config: config["model_type"])
+def test_import_and_export_are_inverse_to_the_bit(tmp_path, dtype, tied, config):
+    source = make_model(tmp_path / "hf", dtype, config={**config, "tie_word_embeddings": tied})
     import_directory(source, tmp_path / "mf")
     export_directory(tmp_path / "mf", tmp_path / "back")
     assert contents(tmp_path / "back") == contents(source)

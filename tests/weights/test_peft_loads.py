@@ -26,8 +26,10 @@ SIZES = {
 }
 QWEN2 = {**SIZES, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {**SIZES, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
+LLAMA = {**SIZES, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 CASES = {
     "all matrices": (QWEN2, LoraOptions(4, 8.0)),
+    "llama": (LLAMA, LoraOptions(4, 8.0)),
     "attention, rank-stabilised": (QWEN3, LoraOptions(3, 5.0, ("attention",), rank_stabilised=True)),
 }
 

@@ -13,13 +13,23 @@ import torch
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
+from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
+from vllm.model_executor.models.mistral import MistralDecoderLayer, MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
 from mindrlhf.cpu.rollout.linear import PlainLinear
 
-_LAYERS = {Qwen2ForCausalLM: Qwen2DecoderLayer, Qwen3ForCausalLM: Qwen3DecoderLayer}
+_LAYERS = {
+    LlamaForCausalLM: LlamaDecoderLayer,
+    MistralForCausalLM: MistralDecoderLayer,
+    Qwen2ForCausalLM: Qwen2DecoderLayer,
+    Qwen3ForCausalLM: Qwen3DecoderLayer,
+}
+# All of a rotation is in its table.
+_ROTATIONS = (RotaryEmbedding, Llama3RotaryEmbedding)
 
 _Product = Callable[[torch.Tensor], torch.Tensor]
 
@@ -167,13 +177,15 @@ def _is_plain(layer: torch.nn.Module, layer_class: type) -> bool:
     linears = (attention.qkv_proj, attention.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
     return (
         type(attention.attn) is Attention
-        and type(attention.rotary_emb) is RotaryEmbedding
+        and type(attention.rotary_emb) in _ROTATIONS
         and attention.attn.impl.sliding_window == -1
         and attention.attn.impl.alibi_slopes is None
         and attention.attn.impl.sinks is None
         and not attention.attn.impl.logits_soft_cap
         and attention.attn.kv_cache_dtype == "auto"
         and getattr(attention, "qk_norm", False) is False
+        and not getattr(attention, "do_llama_4_scaling", False)
+        and getattr(layer, "ada_rms_norm_t_cond", None) is None
         and all(isinstance(linear.cpu_linear, PlainLinear) and not linear.skip_bias_add for linear in linears)
         and all(type(norm) is RMSNorm for norm in (layer.input_layernorm, layer.post_attention_layernorm))
     )

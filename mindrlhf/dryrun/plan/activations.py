@@ -72,7 +72,7 @@ def model_widths(spec: ModelSpec, dims: ModelDims) -> list[LayerWidths]:
     """Return the widths of every decoder layer."""
     query, key = dims.num_heads * dims.head_dim, dims.num_kv_heads * dims.head_dim
     value, latents = key, 0
-    normed_heads = query + key if spec.mcore_options.get("qk_layernorm") else 0
+    normed_heads = query + key if spec.mcore_config(dims)["qk_layernorm"] else 0
     context = query
     if dims.latent is not None:
         value = context = dims.num_heads * dims.latent.value_dim

@@ -32,6 +32,7 @@ from mindrlhf.training.preflight.features import (
     check_msprobe,
     check_offline_vision,
     check_replay,
+    check_rows_in_window,
     check_sources,
     check_top_k,
     check_vision,
@@ -128,6 +129,9 @@ def check_grpo_inputs(
         is_whole = config.run.device != "cpu" or config.training.packing == FIRST_FIT
         longest = row_lengths[-1] if is_whole else _longest_sample(config, files.present)
         check(check_positions, config.model.path, longest, needs=["model.path"])
+        critic = {config.critic.path: "critic.path"} if needs_critic(config) else {}
+        for path, key in {config.model.path: "model.path", **critic, **path_keys(config)}.items():
+            check(check_rows_in_window, path, row_lengths[-1], needs=[key])
     _check_models(config, files.tokenizer, num_steps, mistakes)
     for file in files.present:
         check(check_columns, config.tools.environment, file.header.columns, f"prompts of {file.path}")
@@ -168,6 +172,8 @@ def check_offline_inputs(
     batches = getattr(config, name)
     lengths = check(_record_row_lengths, batches.sequence_lengths, files.present, what, config.run)
     if lengths:
+        for key, path in keys.items():
+            check(check_rows_in_window, path, lengths[-1], needs=[key])
         shape = (config, tuple(keys.values()), world_size, lengths, batches.micro_batch_size, name, is_scorer)
         check(check_offline_layout, *shape, needs=["model.path", "model.reference_path"])
     mistakes.raise_if_any()

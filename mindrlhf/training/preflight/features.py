@@ -225,6 +225,11 @@ def check_elastic(config: GrpoConfig, num_ranks: int, num_nodes: int) -> None:
         raise UserError(f"the model in {config.model.path} sees images, but --elastic is for text: leave it out")
 
 
+def check_rows_in_window(path: str, row_length: int) -> None:
+    """Check that rows are no longer than the sliding window of the model in a directory, if it has one."""
+    model_dims(path).check_window(row_length)
+
+
 def model_dims(path: str, *, as_scorer: bool = False) -> ModelDims:
     """Return the sizes of the model in a directory, or of its scoring form."""
     hf_config = read_hf_config(path)

@@ -1,0 +1,76 @@
+"""GLM-4.5 and GLM-4.5-Air: half of each head rotated, and experts as DeepSeek-V3 has them. arXiv:2508.06471."""
+
+from dataclasses import replace
+
+from mindrlhf.errors import UserError
+from mindrlhf.specs.deepseek import sigmoid_experts
+from mindrlhf.specs.dims import positive_int, rope_options
+from mindrlhf.specs.model import ModelSpec
+from mindrlhf.specs.qwen import ATTENTION_OUTPUT, QK_NORMS, QKV_BIAS, QKV_WEIGHT, QUANTIZED
+from mindrlhf.specs.rules import (
+    EMBEDDING,
+    EXPERTS,
+    FINAL_NORM,
+    INPUT_NORM,
+    MLP,
+    MLP_NORM,
+    OUTPUT,
+    ROUTER,
+    SELECTION_BIAS,
+    SHARED_EXPERT,
+)
+
+# What transformers' Glm4MoeConfig has where config.json says nothing.
+_DEFAULTS = {
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def _read_dims(hf_config: dict) -> dict:
+    if not hf_config.get("attention_bias", False):
+        raise UserError("config.json has attention_bias=false: of GLM-4.5 only models with that bias are supported")
+    heads = positive_int(hf_config, "num_attention_heads")
+    head_dim = hf_config.get("head_dim") or positive_int(hf_config, "hidden_size") // heads
+    share = rope_options(hf_config).get("partial_rotary_factor", hf_config["partial_rotary_factor"])
+    rotary_dim = int(head_dim * share)
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise UserError(
+            f"config.json has partial_rotary_factor={share!r} of heads of {head_dim} channels: an even number of "
+            "channels, at most all, must be rotated"
+        )
+    return {
+        "experts": sigmoid_experts(hf_config),
+        "rotary_dim": rotary_dim if rotary_dim < head_dim else None,
+        "qk_norms": bool(hf_config.get("use_qk_norm", False)),
+        "num_draft_layers": hf_config.get("num_nextn_predict_layers", hf_config.get("num_mtp_layers")) or 0,
+    }
+
+
+GLM4_MOE = ModelSpec(
+    name="glm4_moe",
+    hf_architecture="Glm4MoeForCausalLM",
+    mcore_options={"add_qkv_bias": True, "qk_layernorm": lambda dims: dims.qk_norms},
+    parameter_rules=(
+        EMBEDDING,
+        INPUT_NORM,
+        QKV_WEIGHT,
+        QKV_BIAS,
+        *(replace(rule, present=lambda dims: dims.qk_norms) for rule in QK_NORMS),
+        ATTENTION_OUTPUT,
+        MLP_NORM,
+        *MLP,
+        ROUTER,
+        SELECTION_BIAS,
+        *EXPERTS,
+        *SHARED_EXPERT,
+        FINAL_NORM,
+        OUTPUT,
+    ),
+    unsupported=QUANTIZED,
+    read_dims=_read_dims,
+    text_config=lambda hf_config: {**_DEFAULTS, **hf_config},
+)
