@@ -20,6 +20,8 @@ _NO_REWARD_MODEL = "there is no reward model"
 _NO_TEACHER = "there is no distillation from a teacher"
 _NO_CORRECTION = "the generator's log-probabilities are not used"
 _IN_STEP = "samples are made within the step"
+_END_TOKENS = "responses end by their end tokens"
+_ONE_DIALECT = "calls are read in the form of its own templates"
 _ONE_LOSS = "there is one loss"
 _BY_FUNCTION = "rewards are functions of the user, or of the data set"
 _OF_OURS = "a switch of the cells here"
@@ -56,6 +58,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "accuracy is the reward": "evaluation.verifier evaluation.verifiers evaluation.best_by",
         "checkpoints are in a shared directory": "checkpoint.node_local",
         "a run goes on whatever its numbers are": (
+            "run.fail_without_signal "
             "guard.max_skipped_updates guard.warn_rollout_diff guard.max_rollout_diff guard.grad_spike_factor "
             "guard.max_failed_steps"
         ),
@@ -70,6 +73,8 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "observe.samples_per_step memory.logit_positions",
     },
     "mindspeed-rl": {
+        _END_TOKENS: "rollout.stop",
+        _ONE_DIALECT: "tools.dialect",
         "weights are as in the checkpoint": "model.param_dtype",
         "the tower is frozen": "model.train_vision",
         _BY_FUNCTION: "reward.options",
@@ -97,6 +102,8 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "steps of its profiler are a range": "profiler.steps",
     },
     "mindrlhf": {
+        _END_TOKENS: "rollout.stop",
+        _ONE_DIALECT: "tools.dialect",
         "types are those of the model file": "model.param_dtype model.compute_dtype rollout.dtype",
         "models are of text": "model.train_vision",
         _NO_SETS: (
@@ -132,6 +139,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "steps of its profiler are a range": "profiler.steps",
     },
     "verl": {
+        _END_TOKENS: "rollout.stop",
         "verifiers are chosen by the data's source": "reward.verifier_weight reward.timeout_s",
         "the number of devices says it": "rollout.num_replicas",
         "an environment is a tool of its own": "tools.environment",
@@ -147,6 +155,8 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "weights go in buckets of megabytes within the engine": "rollout.weight_buffer_gib",
     },
     "trl": {
+        _END_TOKENS: "rollout.stop",
+        _ONE_DIALECT: "tools.dialect",
         "the reference is the starting model": "model.reference_path",
         "the tower is trained or not by the user's program": "model.train_vision",
         "the tokenizer is that of the model": "data.tokenizer_dir",
@@ -178,6 +188,8 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "profilers are callbacks": "profiler.steps",
     },
     "openrlhf": {
+        _END_TOKENS: "rollout.stop",
+        _ONE_DIALECT: "tools.dialect",
         "the reference is the starting model": "model.reference_path",
         "weights are as in the checkpoint": "model.param_dtype rollout.dtype",
         "the tokenizer is that of the model": "data.tokenizer_dir",
@@ -208,6 +220,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "profilers are outside": "profiler.steps",
     },
     "slime": {
+        _ONE_DIALECT: "tools.dialect",
         "weights are as in the checkpoint": "model.param_dtype rollout.dtype",
         "what is trained is told by the names of parameters": "model.train_vision",
         "the tokenizer is that of the model": "data.tokenizer_dir",

@@ -434,6 +434,7 @@ RULES: dict[str, Rule] = {
     f"{_ROLLOUT}.multi_turn.enable": only(False, otherwise="name the tools in tools.names; docs/tools.md"),
     f"{_ROLLOUT}.multi_turn.max_assistant_turns": to("tools.max_turns"),
     f"{_ROLLOUT}.multi_turn.max_tool_response_length": to("tools.max_response_tokens"),
+    f"{_ROLLOUT}.multi_turn.format": choice("tools.dialect", {"hermes": "hermes", "qwen3_coder": "qwen3_coder"}),
     f"{_ROLLOUT}.multi_turn.tool_config_path": by_hand("name the tools in tools.names; docs/tools.md"),
     f"{_ROLLOUT}.multi_turn.*": without("tools follow the model's chat template: docs/tools.md"),
     f"{_ROLLOUT}.calculate_log_probs": without("the generator's log-probabilities always return: `correction`"),
