@@ -6,6 +6,7 @@ transformers in float32.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -113,13 +114,13 @@ class Server:
     """A server on the fake NPU, and the buffer that it takes weights from."""
 
     def __init__(self, name: str, fake_npu: Path, directory: Path, dtype="float32", bucket_bytes: int = 0):
-        self.config, self.directory = MODELS[name], directory
+        self.config, self.directory, self.log = MODELS[name], directory, directory / "server.log"
         (directory / "config.json").write_text(json.dumps(self.config))
         infos = [TensorInfo(name, "bfloat16", bits.shape) for name, bits in weights(self.config, 0).items()]
         self.buffer = WeightBuffer.create(infos, bucket_bytes=bucket_bytes)
         env = {"FAKE_NPU_BYTES": str(NPU_BYTES), "FAKE_NPUS": "2", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         given = VllmOptions(
-            str(fake_npu / "python"), str(directory), str(directory / "server.log"), device="ascend", dtype=dtype,
+            str(fake_npu / "python"), str(directory), str(self.log), device="ascend", dtype=dtype,
             max_model_len=256, max_num_seqs=8, gpu_memory_utilization=0.6, kv_cache_gib=0.25, enable_sleep=True,
             env=env, start_timeout_s=500, stall_timeout_s=120,
         )  # fmt: skip
@@ -144,6 +145,12 @@ class Server:
             self.generator.update_weights(version)
         return tensors
 
+    def free_share(self, state: str) -> float:
+        """The share of the NPU that was free when the server last said that it was "asleep" or "awake"."""
+        said = re.findall(rf"mindrlhf: {state}: GiB free on each NPU: ([\d.]+) of ([\d.]+)", self.log.read_text())
+        free, whole = map(float, said[-1])
+        return free / whole
+
     def largest_gap(self, tensors: dict, temperature: float) -> float:
         """How far a log-probability is from transformers', at most."""
         requests = [GenerationRequest(index, tuple(prompt), 2, seed=index) for index, prompt in enumerate(PROMPTS)]
@@ -166,4 +173,6 @@ def test_three_rounds_of_sleep_and_new_weights(name, fake_npu, tmp_path, monkeyp
             server.generator.wake()
             tensors = server.publish(version)
             assert server.largest_gap(tensors, temperature) < LARGEST_GAPS.get(name, 1e-5)
+            assert server.free_share("awake") < 0.9, "cache and weights are there"
             server.generator.sleep()
+            assert server.free_share("asleep") >= 0.98

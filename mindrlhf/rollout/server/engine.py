@@ -199,6 +199,7 @@ class VllmEngine:
         if self._kv_cache_is_asleep:
             self._engine.wake_up(tags=["kv_cache"])
             self._kv_cache_is_asleep = False
+            self._say_memory("awake")
         self._forget_prefixes()
 
     def find_required_slices(self, infos: Sequence[TensorInfo], node: int = 0, num_nodes: int = 1) -> RequiredSlices:
@@ -221,6 +222,7 @@ class VllmEngine:
         if self._uses_sleep:
             self._engine.collective_rpc("before_sleep")
             self._engine.sleep(level=2)
+            self._say_memory("asleep")
 
     def wake(self) -> None:
         """Take memory for the weights; the KV cache follows once they are loaded, so that both need not fit twice."""
@@ -248,6 +250,12 @@ class VllmEngine:
         """
         if self._has_workers:
             self._engine.engine_core.shutdown()
+
+    def _say_memory(self, state: str) -> None:
+        """Write to the server's log how much of each NPU is free, for whoever shares it."""
+        found = self._engine.collective_rpc("device_memory")
+        parts = [f"{free / 2**30:.2f} of {whole / 2**30:.2f}" for free, whole in found]
+        print(f"mindrlhf: {state}: GiB free on each NPU: {', '.join(parts)}", flush=True)
 
     def _forget_prefixes(self) -> None:
         if not self._engine.reset_prefix_cache():

@@ -104,6 +104,10 @@ class WorkerExtension:
             self._forgotten.put_back()
         self._forgotten = None
 
+    def device_memory(self) -> tuple[int, int]:
+        """Return the bytes of this worker's NPU that are free, and all of them."""
+        return torch.npu.mem_get_info()
+
     def find_required_slices(self, infos: Sequence[TensorInfo]) -> RequiredSlices:
         """Return which parts of each tensor this worker reads, which is so for as long as it lives.
 
