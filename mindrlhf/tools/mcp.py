@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import itertools
 import json
-import math
 import os
 import re
 import select
@@ -34,6 +33,7 @@ END_TIMEOUT_S = 1.0
 MAX_LINE_BYTES = 8 << 20
 MAX_TOOLS = 256
 MAX_DESCRIPTION_CHARS = 64 << 10  # of one tool, with its schema: it stands in every prompt
+MAX_DEPTH = 100  # of a schema
 _MAX_REASON_CHARS = 300
 # What a server gets of our environment, as the specification's own clients do; keys for judges and the like stay here.
 PASSED_VARIABLES = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER", MARKER)
@@ -264,16 +264,22 @@ def _tool(server: Server, value: Any) -> ServerTool:
     schema, description = value.get("inputSchema"), value.get("description", "")
     if not isinstance(schema, dict) or not isinstance(description, str):
         raise ServerError(f"its tool '{name}' has no inputSchema, or a description that is no text")
-    try:
-        num_chars = len(description) + len(json.dumps(schema))
-        # What it says of itself is text in a system prompt, and must not end that turn or forge another.
-        description, schema = neutralised_value([description.strip(), schema], COMMON_CONTROL_TOKENS)
-    except RecursionError:
-        num_chars = math.inf
-    if num_chars > MAX_DESCRIPTION_CHARS:
-        limit = f"{MAX_DESCRIPTION_CHARS} characters"
-        raise ServerError(f"its tool '{name}' is described by more than {limit}, or nested too deeply")
+    if _is_deep(schema):
+        raise ServerError(f"the inputSchema of its tool '{name}' is nested too deeply: at most {MAX_DEPTH} levels")
+    if len(description) + len(json.dumps(schema)) > MAX_DESCRIPTION_CHARS:
+        raise ServerError(f"its tool '{name}' is described by more than {MAX_DESCRIPTION_CHARS} characters")
+    # What it says of itself is text in a system prompt, and must not end that turn or forge another.
+    description, schema = neutralised_value([description.strip(), schema], COMMON_CONTROL_TOKENS)
     return ServerTool(server, name, description, schema)
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether containers lie in one another more than ``MAX_DEPTH`` times."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list)))
+        level = [part for parts in inner for part in parts]
+    return bool(level)
 
 
 def _one_line(error: Exception) -> str:

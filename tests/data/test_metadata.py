@@ -221,7 +221,7 @@ def test_each_value_is_shown_with_its_file(tmp_path):
             "architecture",
             "sliding-window attention is not supported",
         ),
-        ({"architectures": ["Other"]}, "architecture", "the supported ones are"),
+        ({"architectures": ["Other"]}, "architecture", "supported language models are"),
         (
             {"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}},
             "rotary",

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,14 +124,7 @@ def check_grpo_inputs(
     check(check_servers, config, world_size, num_nodes, needs=["model.path"])
     check(check_head_size, config.model.path, config.run.device, needs=["model.path"])
     if row_lengths is not None:
-        if config.run.device != "cpu":
-            check(check_layout, config, row_lengths, world_size, needs=["model.path"])
-        is_whole = config.run.device != "cpu" or config.training.packing == FIRST_FIT
-        longest = row_lengths[-1] if is_whole else _longest_sample(config, files.present)
-        check(check_positions, config.model.path, longest, needs=["model.path"])
-        critic = {config.critic.path: "critic.path"} if needs_critic(config) else {}
-        for path, key in {config.model.path: "model.path", **critic, **path_keys(config)}.items():
-            check(check_rows_in_window, path, row_lengths[-1], needs=[key])
+        _check_lengths(config, files.present, row_lengths, world_size, check)
     _check_models(config, files.tokenizer, num_steps, mistakes)
     for file in files.present:
         check(check_columns, config.tools.environment, file.header.columns, f"prompts of {file.path}")
@@ -143,6 +136,20 @@ def check_grpo_inputs(
     seen = image_tokens(config.model.path)
     longest = _longest_sample(config, files.present)
     return RunInputs(files.tokenizer, files.training, files.held_out, row_lengths, num_steps, seen, files.more, longest)
+
+
+def _check_lengths(
+    config: GrpoConfig, present: Sequence[PromptFile], row_lengths: Sequence[int], world_size: int, check: Callable
+) -> None:
+    """Check that layout and models take the rows."""
+    if config.run.device != "cpu":
+        check(check_layout, config, row_lengths, world_size, needs=["model.path"])
+    is_whole = config.run.device != "cpu" or config.training.packing == FIRST_FIT
+    longest = row_lengths[-1] if is_whole else _longest_sample(config, present)
+    check(check_positions, config.model.path, longest, needs=["model.path"])
+    critic = {config.critic.path: "critic.path"} if needs_critic(config) else {}
+    for path, key in {config.model.path: "model.path", **critic, **path_keys(config)}.items():
+        check(check_rows_in_window, path, row_lengths[-1], needs=[key])
 
 
 def check_offline_inputs(
