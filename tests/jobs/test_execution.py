@@ -125,7 +125,8 @@ def test_training_moves_logprobs_further_than_the_tolerance(executed, name, layo
 
 @each()
 def test_weights_are_those_of_one_process(executed, plain, name, layout):
-    """Two updates, and where a loss is not finite one between them that is withheld; a tower is as it was."""
+    """Two updates, and where a loss is not finite one between them that is withheld; a tower and routers' biases are
+    as they were."""
     result, begun = executed(name, layout), plain(name).begun
     assert result.weights.keys() == plain(name).weights.keys() == begun.keys()
     if "adapters" not in FAMILIES[name].checks and not FAMILIES[name].options.get("lora"):
@@ -133,7 +134,7 @@ def test_weights_are_those_of_one_process(executed, plain, name, layout):
     for parameter, expected in plain(name).weights.items():
         actual = result.weights[parameter]
         np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE, err_msg=parameter)
-        if parameter.startswith("visual."):
+        if parameter.startswith("visual.") or parameter.endswith("router.expert_bias"):  # no gradient reaches them
             np.testing.assert_array_equal(actual, begun[parameter])
         else:  # the training has moved them much further than the tolerance
             assert np.abs(expected - begun[parameter]).max() > 100 * TOLERANCE, parameter
