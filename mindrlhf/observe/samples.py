@@ -34,10 +34,10 @@ class SampleRecord:
     tokens: Mapping[str, list] | None = None
 
 
-# How templates begin and end a user's turn: ChatML, Llama 3, Gemma, GLM and Phi, Kimi, gpt-oss, DeepSeek, Mistral, and
-# the roles of templates in plain text.
+# How templates begin and end a user's turn: ChatML (small models' without roles), Llama 3, Gemma, GLM and Phi, Kimi,
+# gpt-oss, DeepSeek, Mistral, and the roles of templates in plain text.
 _USER_TURNS = re.compile(
-    r"<\|im_start\|>user\n(?P<chatml>.*?)<\|im_end\|>"
+    r"<\|im_start\|>(?:user\n|(?!\w+\n))(?P<chatml>.*?)<\|im_end\|>"
     r"|<\|start_header_id\|>user<\|end_header_id\|>\s*(?P<llama>.*?)<\|eot_id\|>"
     r"|<(?:start_of_turn>|\|turn>)user\n(?P<gemma>.*?)<(?:end_of_turn>|turn\|>)"
     r"|<\|user\|>\n?(?P<glm>.*?)(?=<\|(?:assistant|end|endoftext)\|>|<\|assistant)"

@@ -167,6 +167,7 @@ def test_samples_keep_their_text(tmp_path):
 @pytest.mark.parametrize(
     "prompt",
     [
+        "<|im_start|>What is\n1 + 1?<|im_end|>",
         "<|im_start|>system\nYou are Qwen.<|im_end|>\n<|im_start|>user\nWhat is\n1 + 1?<|im_end|>\n"
         "<|im_start|>assistant\n",
         "<|im_start|>user\nold<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n<|im_start|>user\n"
