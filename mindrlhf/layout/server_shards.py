@@ -6,12 +6,29 @@ has the one that its queries use. What is not named here is whole everywhere.
 (vllm/model_executor/layers: linear.py, vocab_parallel_embedding.py, fused_moe/layer.py.)
 """
 
+import math
+from collections.abc import Iterable
+
 from mindrlhf.specs import ModelDims, ParameterRule
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) per axis
 # vLLM pads the vocabulary to a multiple of this before it cuts it.
 _VOCABULARY_MULTIPLE = 64
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+# Graphs, compiled kernels and the activations of a prefill, beside float32 logits of one decoding step.
+FIXED_WORKSPACE_BYTES = 1_500_000_000
+LOGIT_BYTES = 4
+
+
+def weight_elements(rules: Iterable[ParameterRule], dims: ModelDims, num_devices: int) -> int:
+    """Return the elements that each device of a server holds of the model."""
+    return sum(-(-math.prod(rule.mf_shape(dims)) // (num_devices if is_sharded(rule) else 1)) for rule in rules)
+
+
+def workspace_bytes(dims: ModelDims, max_num_seqs: int) -> int:
+    """Estimate what a device of a server needs beside weights and cache."""
+    return FIXED_WORKSPACE_BYTES + max_num_seqs * dims.vocab_size * LOGIT_BYTES
 
 
 def is_sharded(rule: ParameterRule) -> bool:

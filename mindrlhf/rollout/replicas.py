@@ -13,7 +13,7 @@ from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.errors import RunFailure
 from mindrlhf.rollout.types import Completion, GenerationRequest, Generator, SamplingParams
 from mindrlhf.rollout.vllm import VllmGenerator
-from mindrlhf.rollout.vllm_options import VllmOptions, cpu_cache_gib, devices_of
+from mindrlhf.rollout.vllm_options import VllmOptions, cpu_cache_gib, devices_of, reserved_bytes
 from mindrlhf.system import heartbeat
 from mindrlhf.weights.publish.slices import RequiredSlices
 from mindrlhf.weights.tensors import TensorInfo
@@ -286,6 +286,7 @@ def server_options(
         tensor_parallel_size=rollout.tensor_parallel,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         kv_cache_gib=cpu_cache_gib(rollout, model_dir, max_model_len) if device == "cpu" else None,
+        reserved_bytes=reserved_bytes(rollout, model_dir) if device == "ascend" else 0,
         enable_sleep=device == "ascend",
         profile_dir=str((profile_dir / f"rollout_{index}").absolute()) if profile_dir else "",
         env={**rollout.env, **devices},

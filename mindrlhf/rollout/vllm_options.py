@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.errors import UserError
+from mindrlhf.layout.server_shards import weight_elements, workspace_bytes
 from mindrlhf.specs import find_spec
 from mindrlhf.weights.hf import read_hf_config
 
@@ -59,7 +60,8 @@ class VllmOptions:
 
     ``load_format`` is vLLM's: "auto" reads the safetensors of ``model_dir``; "dummy" needs its config.json only, and
     the trainer pushes weights before the first rollout. ``kv_cache_gib`` None leaves the size to
-    ``gpu_memory_utilization`` (on a CPU a fraction of the machine's memory, so better set it there).
+    ``gpu_memory_utilization`` (on a CPU a fraction of the machine's memory, so better set it there); on an NPU it is
+    that share of the device less ``reserved_bytes``, and what others take there meanwhile changes nothing.
     ``record_routing`` has samples bring the experts of their tokens: on a CPU, in a server of one process.
     ``draft_tokens`` is how many tokens of a response may be guessed and checked at once (``rollout.drafts``).
     ``device`` is "cpu" or "ascend". ``env`` is added last to the server's environment. ``profile_dir`` is where vLLM's
@@ -80,6 +82,7 @@ class VllmOptions:
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.9
     kv_cache_gib: float | None = 1.0
+    reserved_bytes: int = 0
     enable_sleep: bool = False
     profile_dir: str = ""
     start_timeout_s: float = 300.0
@@ -141,6 +144,16 @@ def cpu_cache_gib(rollout: RolloutSection, model_dir: str, max_model_len: int) -
         return rollout.kv_cache_gib
     num_tokens = _CACHED_BATCHES * rollout.max_num_seqs * (max_model_len + _PLANNED_TOKENS)
     return min(rollout.kv_cache_gib, num_tokens * dims.cached_numbers() * _NUMBER_BYTES / 2**30)
+
+
+def reserved_bytes(rollout: RolloutSection, model_dir: str) -> int:
+    """Return what weights and workspace take of a server's share of a device, as `mindrlhf plan` counts it."""
+    hf_config = read_hf_config(model_dir)
+    spec = find_spec(hf_config)
+    dims = spec.dims(hf_config)
+    width = 4 if rollout.dtype == "float32" else 2
+    weights = weight_elements(spec.rules(dims), dims, rollout.tensor_parallel) * width
+    return weights + workspace_bytes(dims, rollout.max_num_seqs)
 
 
 def sees_images(model_dir: str) -> bool:

@@ -58,6 +58,7 @@ MODELS = {
 LARGEST_GAPS = {"latent attention": 0.02}  # vLLM-Ascend reads prompts in bfloat16 there, whatever the dtype
 MIB = 1 << 20
 NPU_BYTES = 2048 * MIB
+RESERVED = NPU_BYTES // 2  # of the server's share; the cache takes the rest
 PROMPTS = [list(range(5, 5 + length)) for length in (3, 17, 130)]
 
 
@@ -121,8 +122,8 @@ class Server:
         env = {"FAKE_NPU_BYTES": str(NPU_BYTES), "FAKE_NPUS": "2", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         given = VllmOptions(
             str(fake_npu / "python"), str(directory), str(self.log), device="ascend", dtype=dtype,
-            max_model_len=256, max_num_seqs=8, gpu_memory_utilization=0.6, kv_cache_gib=0.25, enable_sleep=True,
-            env=env, start_timeout_s=500, stall_timeout_s=120,
+            max_model_len=256, max_num_seqs=8, gpu_memory_utilization=0.6, kv_cache_gib=None, reserved_bytes=RESERVED,
+            enable_sleep=True, env=env, start_timeout_s=500, stall_timeout_s=120,
         )  # fmt: skip
         self.generator = VllmGenerator.start(given)
         self.generator.use_weight_buffer(self.buffer.path)
@@ -168,6 +169,8 @@ def test_three_rounds_of_sleep_and_new_weights(name, fake_npu, tmp_path, monkeyp
     monkeypatch.setenv("PYTHONPATH", str(fake_npu / "cann" / "python"))
     with Server(name, fake_npu, tmp_path) as server:
         server.generator.wait_ready()
+        said = re.findall(r"mindrlhf: KV cache ([\d.]+) GiB of each NPU's ([\d.]+)", server.log.read_text())
+        assert said == [(f"{(0.6 * NPU_BYTES - RESERVED) / 2**30:.2f}", "2.00")], "share less what else is there"
         server.generator.sleep()
         for version, temperature in ((1, 1.0), (2, 0.5), (3, 1.0)):
             server.generator.wake()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout import replicas as replicas_module
 from mindrlhf.rollout.replicas import Replicas, find_rollout_python, start_replicas
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
-from mindrlhf.rollout.vllm_options import cpu_cache_gib
+from mindrlhf.rollout.vllm_options import cpu_cache_gib, reserved_bytes
 
+QWEN_7B = Path(__file__).parents[2] / "model_configs" / "qwen2_5" / "qwen2_5_7b"
 SAMPLING = SamplingParams(max_tokens=4)
 
 
@@ -277,3 +279,10 @@ def test_a_server_that_cannot_start_stops_those_before_it(monkeypatch, tmp_path)
     started, error = start(monkeypatch, RolloutSection(num_replicas=3), fails_at=2, log_dir=tmp_path)
     assert "no such interpreter" in str(error)
     assert [server.log for server, _ in started] == [["close"], ["close"]]
+
+
+def test_the_cache_of_an_npu_is_what_weights_and_workspace_leave_of_the_share():
+    norms = (2 * 28 + 1) * 3584  # whole on each device; all else is halved
+    weights = (7_615_616_512 - norms) // 2 + norms
+    rollout = RolloutSection(tensor_parallel=2, max_num_seqs=64, dtype="bfloat16")
+    assert reserved_bytes(rollout, str(QWEN_7B)) == 2 * weights + 1_500_000_000 + 64 * 152_064 * 4

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from mindrlhf.config.training import SHARED_PROMPTS
 from mindrlhf.dryrun.compile.request import GRADIENTS, CompileReport, CompileRequest, compile_ranks, compiled_config
-from mindrlhf.dryrun.plan.memory import RUNTIME, STEP, UPDATE
+from mindrlhf.dryrun.plan.memory import ASLEEP, RUNTIME, STEP, UPDATE
 from mindrlhf.dryrun.plan.plan import Plan
 from mindrlhf.layout.rows import step_length
 
 # Not part of the compiled step: the generator and the runtime.
-_OUTSIDE_THE_STEP = (RUNTIME,)
+_OUTSIDE_THE_STEP = (RUNTIME, ASLEEP)
 
 
 @dataclass(frozen=True)

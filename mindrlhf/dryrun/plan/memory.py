@@ -14,15 +14,17 @@ from mindrlhf.dryrun.plan.parameters import (
     NUM_MOMENTS,
     StageState,
 )
-from mindrlhf.dryrun.plan.rollout import FIXED_WORKSPACE_BYTES, LOGIT_BYTES, RolloutPlan
+from mindrlhf.dryrun.plan.rollout import RolloutPlan
 from mindrlhf.layout.batch import BatchPlan
 from mindrlhf.layout.layout import Layout
 from mindrlhf.layout.parameter_buckets import NUM_BUCKETS
+from mindrlhf.layout.server_shards import FIXED_WORKSPACE_BYTES, LOGIT_BYTES
 from mindrlhf.specs import ModelDims
 from mindrlhf.system.sizes import format_size
 
-ROLLOUT, OLD_LOGPROBS, UPDATE, TRANSFER = "rollout", "old log-probs", "update", "weight transfer"
-STEP = "optimizer step"
+START, ROLLOUT, OLD_LOGPROBS, UPDATE = "start", "rollout", "old log-probs", "update"
+STEP, TRANSFER = "optimizer step", "transfer"
+ASLEEP = "sleeping server"
 RUNTIME, MOMENTS, GRADIENT_SUMS = "runtime and HCCL", "AdamW moments", "gradient sums"
 TEACHERS = "teachers"
 # CANN's context, operator binaries and streams of the trainer and of the generator, asleep or not.
@@ -115,8 +117,11 @@ def plan_memory(inputs: MemoryInputs) -> list[PhaseMemory]:
     config, memory = inputs.config, []
     # One compiled graph makes an update of a model that is sharded, so the log-probabilities have a pass of their own.
     needs_forward = config.algorithm.beta > 0 or inputs.batch.num_updates > 1 or is_split(config.parallel_config)
+    asleep = _asleep(inputs)
     for stage, state in enumerate(inputs.states):
         resident = _resident(inputs, stage)
+        # The servers come up before the ranks run a graph, which puts what they hold on the device; then they sleep.
+        memory.append(_phase(START, stage, resident[-1:], _rollout_items(inputs)))
         away = (MOMENTS,) if config.memory.swap_moments else ()
         while_gradients = [item for item in resident if item.name not in away]
         if config.memory.offload_optimizer:
@@ -124,10 +129,10 @@ def plan_memory(inputs: MemoryInputs) -> list[PhaseMemory]:
         between = [item for item in resident if item.name not in away]
         memory.append(_phase(ROLLOUT, stage, between, _rollout_items(inputs)))
         if needs_forward:
-            memory.append(_phase(OLD_LOGPROBS, stage, between, _largest_forward(inputs, stage)))
-        memory.append(_phase(UPDATE, stage, while_gradients, _update_items(inputs, stage)))
-        memory.append(_phase(STEP, stage, resident, [_step_item(inputs, state)]))
-        memory.append(_phase(TRANSFER, stage, while_gradients, [_rollout_weights(inputs)]))
+            memory.append(_phase(OLD_LOGPROBS, stage, between, [*_largest_forward(inputs, stage), asleep]))
+        memory.append(_phase(UPDATE, stage, while_gradients, [*_update_items(inputs, stage), asleep]))
+        memory.append(_phase(STEP, stage, resident, [_step_item(inputs, state), asleep]))
+        memory.append(_phase(TRANSFER, stage, while_gradients, [_rollout_weights(inputs), asleep]))
     return memory
 
 
@@ -182,6 +187,18 @@ def _rollout_items(inputs: MemoryInputs) -> list[MemoryItem]:
             f"the server's share {format_size(rollout.share)} - weights - workspace",
         ),
     ]
+
+
+def _asleep(inputs: MemoryInputs) -> MemoryItem:
+    """What a server keeps while it sleeps, as vLLM's sleep takes weights and cache alone: recorded graphs, kernels,
+    and HCCL's buffers where several devices make a server (its group, and the world of its workers)."""
+    groups = 2 if inputs.config.rollout.tensor_parallel > 1 else 0
+    how = f"graphs and kernels {format_size(FIXED_WORKSPACE_BYTES)}"
+    if groups:
+        how += f" + {groups} groups x {format_size(_COMMUNICATOR_BYTES)}"
+    size = FIXED_WORKSPACE_BYTES + groups * _COMMUNICATOR_BYTES
+    on_device = inputs.config.run.device != "cpu"
+    return MemoryItem(ASLEEP, size if on_device else 0, False, how)
 
 
 def _rollout_weights(inputs: MemoryInputs) -> MemoryItem:

@@ -1,17 +1,12 @@
 """Estimated memory of one rollout server's share of a device: weights, KV cache, workspace."""
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 
 from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.dryrun.plan.parameters import ELEMENT_BYTES, KnownRules
-from mindrlhf.layout.server_shards import is_sharded
+from mindrlhf.layout.server_shards import weight_elements, workspace_bytes
 from mindrlhf.specs import ModelDims
-
-# Graphs, compiled kernels and the activations of a prefill, beside the logits of one decoding step.
-FIXED_WORKSPACE_BYTES = 1_500_000_000
-LOGIT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,7 @@ def plan_rollout(
     """Estimate a device's share of a rollout server."""
     share = int(rollout.gpu_memory_utilization * device_bytes)
     weights = rollout_weight_elements(rollout.tensor_parallel, spec, dims) * ELEMENT_BYTES[rollout.dtype]
-    workspace = FIXED_WORKSPACE_BYTES + rollout.max_num_seqs * dims.vocab_size * LOGIT_BYTES
+    workspace = workspace_bytes(dims, rollout.max_num_seqs)
     kv_cache = share - weights - workspace
     kv_token = kv_token_bytes(rollout, dims)
     num_tokens = max(0, kv_cache) // kv_token
@@ -64,9 +59,7 @@ def plan_rollout(
 @lru_cache(maxsize=16)
 def rollout_weight_elements(tensor_parallel: int, spec: KnownRules, dims: ModelDims) -> int:
     """Return the elements of one device's weights; cached, since the search asks for every layout."""
-    return sum(
-        -(-math.prod(rule.mf_shape(dims)) // (tensor_parallel if is_sharded(rule) else 1)) for rule in spec.rules(dims)
-    )
+    return weight_elements(spec.rules(dims), dims, tensor_parallel)
 
 
 def kv_token_bytes(rollout: RolloutSection, dims: ModelDims) -> int:

@@ -3,9 +3,36 @@
 Looked up in the wheel; not run on an NPU.
 """
 
+import subprocess
+import sys
 from typing import Any
 
 import torch
+
+_ASK_S = 300.0  # importing torch_npu takes seconds, from a cold network disk minutes
+
+
+def cache_bytes(config: dict[str, Any]) -> int:
+    """Return the size of the KV cache of each device of a server, from its share and what else is to be there.
+
+    vLLM would measure what is left: but ranks that take or give back memory of the same NPU meanwhile shrink it, or
+    trip an assertion. The device is asked in a process of its own, which leaves nothing there.
+
+    Raises:
+        RuntimeError: nothing is left for it.
+    """
+    ask = "import torch, torch_npu; print(torch.npu.mem_get_info(0)[1])"
+    answer = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=_ASK_S, check=True)
+    whole = int(answer.stdout.split()[-1])
+    left = int(whole * config["gpu_memory_utilization"]) - config["reserved_bytes"]
+    if left <= 0:
+        raise RuntimeError(
+            f"no memory is left for the KV cache: rollout.gpu_memory_utilization {config['gpu_memory_utilization']} of "
+            f"{whole / 2**30:.1f} GiB, weights and workspace {config['reserved_bytes'] / 2**30:.1f}: raise it, or "
+            "rollout.tensor_parallel"
+        )
+    print(f"mindrlhf: KV cache {left / 2**30:.2f} GiB of each NPU's {whole / 2**30:.2f}", flush=True)
+    return left
 
 
 def tell_processed_logprobs(model_runner: Any) -> None:

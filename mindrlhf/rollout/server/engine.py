@@ -13,7 +13,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.executor import multiproc_executor
 
 from mindrlhf.rollout.sent_images import SentImage
-from mindrlhf.rollout.server import cpu
+from mindrlhf.rollout.server import ascend, cpu
 from mindrlhf.rollout.server.routing import RoutingRecorder
 from mindrlhf.rollout.server.streams import stream_key
 from mindrlhf.rollout.server.vision import VisionModel
@@ -59,6 +59,8 @@ def engine_arguments(config: dict[str, Any], vision: VisionModel | None) -> dict
         arguments["profiler_config"] = ProfilerConfig(**options, torch_profiler_with_stack=False)
     if config["kv_cache_gib"] is not None:
         arguments["kv_cache_memory_bytes"] = int(config["kv_cache_gib"] * 2**30)
+    elif config["device"] == "ascend":
+        arguments["kv_cache_memory_bytes"] = ascend.cache_bytes(config)
     if config["device"] == "cpu":
         arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK_SIZE, "attention_backend": cpu.LATENT_ATTENTION}
         # Where a prompt was read in part, vLLM 0.32 sets the random stream back, which torch cannot on a CPU.

@@ -83,7 +83,7 @@ def test_offloaded_state_leaves_room_for_the_generator():
 
 def test_swapped_moments_are_there_for_the_step_alone():
     """7.6 billion parameters on 8 ranks: 8 bytes of each are moments."""
-    for phase in ("rollout", OLD_LOGPROBS, "update", "weight transfer"):
+    for phase in ("rollout", OLD_LOGPROBS, "update", "transfer"):
         here, swapped = (items(*more, phase=phase) for more in ([], ["memory.swap_moments=true"]))
         assert here.keys() - swapped.keys() == {"AdamW moments"}
         assert here["AdamW moments"] == pytest.approx(7_615_616_512 * 8 / 8, rel=1e-3)  # vectors are whole
