@@ -7,12 +7,54 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     """Add the parser of this command."""
     parser = subparsers.add_parser("doctor", help="check the environments and the devices, and say how to mend them")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--device",
+        nargs="?",
+        const="ascend",
+        choices=("ascend", "cpu"),
+        help="try the devices, from one graph to two steps of GRPO, up to what breaks first (default: ascend)",
+    )
+    parser.add_argument("--npus", type=int, default=0, metavar="N", help="devices to try (default: all; on a CPU 2)")
+    parser.add_argument(
+        "--rungs", default="", metavar="1,4-6", help="what to try of it, by number or name (default: all)"
+    )
+    parser.add_argument("--out", default="doctor", metavar="DIR", help="for logs and report (default: doctor)")
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.device:
+        return _climb(arguments)
     from mindrlhf.doctor.diagnosis import diagnose
 
     diagnosis = diagnose()
     print(diagnosis.to_json() if arguments.json else diagnosis.to_text())
     return 0 if diagnosis.usable_devices else 1
+
+
+def _climb(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from mindrlhf.doctor.ladder import choose_rungs, climb, count_devices
+    from mindrlhf.doctor.rungs import Ground
+    from mindrlhf.errors import UserError
+    from mindrlhf.rollout.replicas import find_rollout_python
+
+    directory, names = Path(arguments.out).absolute(), choose_rungs(arguments.rungs)
+    if arguments.npus < 0:
+        raise UserError(f"--npus {arguments.npus}: give the number of devices to try, at least 1")
+    python = find_rollout_python()
+    num_devices = count_devices(arguments.device, arguments.npus, python)
+    if directory.exists():
+        raise UserError(f"--out {arguments.out} is there already: remove it, or give another directory")
+    directory.mkdir(parents=True)
+    say = (lambda text: None) if arguments.json else (lambda text: print(text, flush=True))
+    say(f"trying {num_devices} device{'s' if num_devices > 1 else ''} ({arguments.device}); logs: {directory}")
+    climbed = climb(Ground(str(directory), arguments.device, num_devices, python), names, say)
+    if arguments.json:
+        print((directory / "doctor.json").read_text(encoding="utf-8"))
+    is_sound = climbed[-1].status != "failed"
+    say(
+        f"{'All that was tried holds.' if is_sound else 'It breaks there.'} Report to send: {directory / 'doctor.html'}"
+    )
+    return 0 if is_sound else 1

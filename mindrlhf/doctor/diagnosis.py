@@ -122,12 +122,15 @@ class Diagnosis:
         return "\n".join(lines)
 
 
-def diagnose(training_python: str | None = None, rollout_python: str | None = None) -> Diagnosis:
+def diagnose(
+    training_python: str | None = None, rollout_python: str | None = None, device: str | None = None
+) -> Diagnosis:
     """Look at everything and return the findings; what is missing or broken becomes a finding, never an exception.
 
     Args:
         training_python: interpreter to look at; this one when None.
         rollout_python: interpreter to look at; the one a run would take when None.
+        device: to look at the machine for, "cpu" or "ascend"; "ascend" where there is an NPU when None.
     """
     training_python = training_python or sys.executable
     try:
@@ -139,7 +142,7 @@ def diagnose(training_python: str | None = None, rollout_python: str | None = No
         training_probe = pool.submit(_probe, training_python, _TRAINING_PROBE)
         rollout_probe = pool.submit(_probe, rollout_python, _ROLLOUT_PROBE)
         training, rollout = training_probe.result(), rollout_probe.result()
-    has_npu = any(Path("/dev").glob("davinci[0-9]*"))
+    has_npu = has_npus() if device is None else device == "ascend"
     checks = [
         *check_training(training_python, training),
         *check_rollout(rollout_python, rollout, "ascend" if has_npu else "cpu"),
@@ -150,6 +153,11 @@ def diagnose(training_python: str | None = None, rollout_python: str | None = No
         *(check_server(_probe_server(rollout_python)) if has_npu else ()),
     ]
     return Diagnosis(tuple(checks), _usable_devices(checks, has_npu))
+
+
+def has_npus() -> bool:
+    """Whether the driver shows an NPU to this machine or container."""
+    return any(Path("/dev").glob("davinci[0-9]*"))
 
 
 def check_training(python: str, probe: Mapping[str, object] | str) -> list[Check]:

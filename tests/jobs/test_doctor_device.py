@@ -1,0 +1,26 @@
+"""`mindrlhf doctor --device cpu`: each rung for real, as one whole climb."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from sanity_inputs import run
+
+PYTHON = os.environ.get("MINDRLHF_ROLLOUT_PYTHON", str(Path(__file__).parents[2] / ".venv-rollout" / "bin" / "python"))
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not os.access(PYTHON, os.X_OK), reason="no rollout environment"),
+]
+
+
+def test_the_whole_ladder_holds_on_a_cpu_of_two_ranks(tmp_path):
+    finished = run("doctor", "--device", "cpu", "--npus", 2, "--out", tmp_path / "out", timeout_s=850)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    climbed = json.loads((tmp_path / "out" / "doctor.json").read_text())["rungs"]
+    said = {one["name"]: one["status"] for one in climbed}
+    assert said.pop("sleep") == "skipped"
+    assert len(said) == 8 and set(said.values()) == {"ok"}
+    found = {one["name"]: one["found"] for one in climbed}
+    assert all(float(gap) < 1e-4 for name in ("server", "hand-over") for gap in found[name].values())
+    assert found["same-numbers"]["losses here"] == pytest.approx(found["same-numbers"]["losses on one CPU"], rel=1e-5)
