@@ -242,7 +242,7 @@ def train(ground: Ground) -> dict[str, Any]:
     gaps = [line["rollout_diff/mean_abs"] for line in metrics]
     if len(metrics) != 2 or not all(gap < LARGEST_ROLLOUT_DIFFS[ground.device] for gap in gaps):
         raise RungFailed(
-            f"ranks and servers differ by {', '.join(f'{gap:.3g}' for gap in gaps)} nats a token (rollout_diff) on the same weights",
+            f"on the same weights ranks and servers differ by {gaps} nats a token (rollout_diff)",
             f"send {output}/metrics.jsonl and {output}/logs",
         )
     found: dict[str, Any] = {"rollout_diff/mean_abs": [f"{gap:.1e}" for gap in gaps]}
