@@ -114,7 +114,7 @@ def reference_logprobs(model_dir: Path, tensors: dict, pairs: list, temperature:
 class Server:
     """A server on the fake NPU, and the buffer that it takes weights from."""
 
-    def __init__(self, name: str, fake_npu: Path, directory: Path, dtype="float32", bucket_bytes: int = 0):
+    def __init__(self, name: str, fake_npu: Path, directory: Path, dtype="float32", bucket_bytes=0, num_devices=1):
         self.config, self.directory, self.log = MODELS[name], directory, directory / "server.log"
         (directory / "config.json").write_text(json.dumps(self.config))
         infos = [TensorInfo(name, "bfloat16", bits.shape) for name, bits in weights(self.config, 0).items()]
@@ -123,7 +123,7 @@ class Server:
         given = VllmOptions(
             str(fake_npu / "python"), str(directory), str(self.log), device="ascend", dtype=dtype,
             max_model_len=256, max_num_seqs=8, gpu_memory_utilization=0.6, kv_cache_gib=None, reserved_bytes=RESERVED,
-            enable_sleep=True, env=env, start_timeout_s=500, stall_timeout_s=120,
+            tensor_parallel_size=num_devices, enable_sleep=True, env=env, start_timeout_s=500, stall_timeout_s=120,
         )  # fmt: skip
         self.generator = VllmGenerator.start(given)
         self.generator.use_weight_buffer(self.buffer.path)
@@ -163,11 +163,11 @@ class Server:
         return max(np.abs(one.logprobs - own).max() for one, own in zip(done, expected))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_three_rounds_of_sleep_and_new_weights(name, fake_npu, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name, num_devices", [*((name, 1) for name in MODELS), ("dense", 2), ("experts", 2)])
+def test_three_rounds_of_sleep_and_new_weights(name, num_devices, fake_npu, tmp_path, monkeypatch):
     monkeypatch.setenv("ASCEND_HOME_PATH", str(fake_npu / "cann"))
     monkeypatch.setenv("PYTHONPATH", str(fake_npu / "cann" / "python"))
-    with Server(name, fake_npu, tmp_path) as server:
+    with Server(name, fake_npu, tmp_path, num_devices=num_devices) as server:
         server.generator.wait_ready()
         said = re.findall(r"mindrlhf: KV cache ([\d.]+) GiB of each NPU's ([\d.]+)", server.log.read_text())
         assert said == [(f"{(0.6 * NPU_BYTES - RESERVED) / 2**30:.2f}", "2.00")], "share less what else is there"

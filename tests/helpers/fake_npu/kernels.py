@@ -122,3 +122,38 @@ def install() -> int:
     _library.impl("copy_", _copy, "PrivateUse1", allow_override=True)
     _library.impl("_local_scalar_dense", lambda one: on_host(one).item(), "PrivateUse1", allow_override=True)
     return num
+
+
+def install_collectives() -> None:
+    """Have what ranks exchange on NPUs go over gloo, of the same memory: each group has a group of the host beside."""
+    global _collectives
+    _collectives = torch.library.Library("c10d", "IMPL")
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = name.partition("::")
+        if namespace == "c10d" and torch._C._dispatch_has_kernel_for_dispatch_key(name, "PrivateUse1"):
+            base, _, overload = rest.partition(".")
+            operator = getattr(getattr(torch.ops.c10d, base), overload or "default")
+            _collectives.impl(rest, functools.partial(_exchange, operator), "PrivateUse1", allow_override=True)
+    for name in ("init_process_group", "new_group"):
+        setattr(torch.distributed, name, _with_host_backend(getattr(torch.distributed, name)))
+
+
+_collectives: torch.library.Library | None = None
+
+
+def _exchange(operator: Any, *arguments: Any) -> Any:
+    """Run a collective over gloo; what comes back beside the work are the tensors that were given."""
+    call = _Call()
+    done = operator(*[call.down(one) for one in arguments])
+    return call.up(list(done)) if isinstance(done, (list, tuple)) else done
+
+
+def _with_host_backend(make: Any) -> Any:
+    @functools.wraps(make)
+    def made(*arguments: Any, **options: Any) -> Any:
+        arguments = tuple("cpu:gloo,npu:hccl" if one == "hccl" else one for one in arguments)
+        if options.get("backend") == "hccl":
+            options["backend"] = "cpu:gloo,npu:hccl"
+        return make(*arguments, **options)
+
+    return made

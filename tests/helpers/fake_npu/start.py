@@ -73,6 +73,7 @@ def _torch_npu(module: types.ModuleType) -> None:
     import fake_npu_operators
 
     fake_npu_kernels.install()
+    fake_npu_kernels.install_collectives()
     fake_npu_operators.install(module)
 
 
