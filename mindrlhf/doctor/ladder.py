@@ -35,8 +35,11 @@ class Climbed:
 
     def to_text(self) -> str:
         """Return it as lines for a terminal."""
-        lines = [f"  {self.number}  {self.status:<8} {self.name:<13} {self.seconds:5.0f} s  {self.what}"]
-        lines += [f"     {'':<8} {name}: {_shown(value)}" for name, value in self.found.items()]
+        lines = [
+            f"  {self.number}  {self.status:<8} {self.name:<13} {self.seconds:5.0f} s",
+            f"     {'':<8} {self.what}",
+        ]
+        lines += [f"     {'':<8} {name}: {_shown(value)}" for name, value in self.found.items() if value != []]
         lines += [f"     {'':<8} {word}: {text}" for word, text in (("cause", self.cause), ("fix", self.fix)) if text]
         return "\n".join(lines)
 
@@ -124,7 +127,7 @@ def write_report(directory: Path, ground: Ground, climbed: Sequence[Climbed]) ->
 
 
 def _row(one: Climbed) -> str:
-    words = [f"{name}: {_shown(value)}" for name, value in one.found.items()]
+    words = [f"{name}: {_shown(value)}" for name, value in one.found.items() if value != []]
     words += [f"{word}: {text}" for word, text in (("cause", one.cause), ("fix", one.fix)) if text]
     said = "".join(f"<li>{html.escape(word)}</li>" for word in words)
     cells = f"<td>{one.number}</td><td class={one.status}>{one.status}</td><td>{html.escape(one.name)}</td>"

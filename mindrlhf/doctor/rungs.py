@@ -48,7 +48,7 @@ class Ground:
 
 
 def environment(ground: Ground) -> dict[str, Any]:
-    """Both interpreters have what a run imports, and on an NPU the server loads CANN and NNAL."""
+    """Both interpreters have what a run imports; on an NPU the server loads CANN and NNAL."""
     from mindrlhf.doctor.diagnosis import diagnose
 
     checks = diagnose(rollout_python=ground.python, device=ground.device).checks
@@ -115,7 +115,7 @@ sys.stdin.read()
 
 
 def collectives(ground: Ground) -> dict[str, Any]:
-    """All devices add up, alone and while a process of the rollout environment has a group over them too."""
+    """All devices add up, alone and beside a group of the rollout environment's processes."""
     if ground.num_devices == 1:
         return {"skipped": "one device has no collectives"}
     found = {"alone": _all_reduce(ground, "alone")}
@@ -200,7 +200,7 @@ def server(ground: Ground) -> dict[str, Any]:
 
 
 def sleep(ground: Ground) -> dict[str, Any]:
-    """A server that slept and woke three times gives its memory back each time, and keeps no more of it."""
+    """A server that sleeps gives its memory back, as much after each of four rounds."""
     if ground.device == "cpu":
         return {"skipped": "a server on a CPU keeps its memory"}
     with _Server(ground, "dense", "sleep") as running:
@@ -220,7 +220,7 @@ def sleep(ground: Ground) -> dict[str, Any]:
 
 
 def hand_over(ground: Ground) -> dict[str, Any]:
-    """New weights reach a server through the buffer, in two parts, three times, dense and with experts."""
+    """New weights reach a server through the buffer, three times, dense and with experts."""
     found = {}
     for name in toy.MODELS:
         with _Server(ground, name, "hand_over") as running:
@@ -269,7 +269,7 @@ def same_numbers(ground: Ground) -> dict[str, Any]:
 
 
 def speed(ground: Ground) -> dict[str, Any]:
-    """How fast the second step was; a toy is no measure of a model, but an outlier among machines is."""
+    """How fast the second step of the toy was, to compare machines by."""
     line = _metrics(Path(ground.directory) / "train")[-1]
     names = {
         "vllm_tps": "tokens/s sampled",

@@ -179,3 +179,22 @@ def test_three_rounds_of_sleep_and_new_weights(name, num_devices, fake_npu, tmp_
             assert server.free_share("awake") < 0.9, "cache and weights are there"
             server.generator.sleep()
             assert server.free_share("asleep") >= 0.98
+
+
+def test_the_doctors_rungs_of_a_server_hold_on_the_fake_npu(fake_npu, tmp_path, monkeypatch):
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(fake_npu / "cann"))
+    monkeypatch.setenv("PYTHONPATH", str(fake_npu / "cann" / "python"))
+    monkeypatch.setenv("MINDRLHF_ROLLOUT_PYTHON", str(fake_npu / "python"))
+    monkeypatch.setenv("FAKE_NPU_BYTES", str(NPU_BYTES))
+    monkeypatch.setenv("FAKE_NPUS", "2")
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "mindrlhf.cli", "doctor", "--device", "--rungs", "4-6", "--out", str(out)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=1500)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    document = json.loads((out / "doctor.json").read_text())
+    assert document["head"]["device"] == "ascend, 2"
+    said = {one["name"]: (one["status"], one["found"]) for one in document["rungs"]}
+    assert {name: status for name, (status, _) in said.items()} == dict.fromkeys(("server", "sleep", "hand-over"), "ok")
+    assert all(float(gap) < 1e-4 for name in ("server", "hand-over") for gap in said[name][1].values())
+    assert min(said["sleep"][1]["GiB free asleep, by round"]) >= 0.98 * NPU_BYTES / 2**30
