@@ -143,6 +143,7 @@ _PAGE = """<!doctype html><html lang=en><meta charset=utf-8><title>mindrlhf doct
 :root {{ color-scheme: light dark; --line: light-dark(#ddd, #444); }}
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }}
 table {{ border-collapse: collapse; width: 100%; }}
+td:nth-child(4) {{ white-space: nowrap; }}
 td, th {{ border-top: 1px solid var(--line); padding: .5rem .6rem; text-align: left; vertical-align: top; }}
 dl {{ display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; overflow-wrap: anywhere; }}
 dt {{ opacity: .7; }} dd {{ margin: 0; }} ul {{ margin: .3rem 0 0; padding-left: 1.1rem; overflow-wrap: anywhere; }}

@@ -181,6 +181,7 @@ def test_three_rounds_of_sleep_and_new_weights(name, num_devices, fake_npu, tmp_
             assert server.free_share("asleep") >= 0.98
 
 
+@pytest.mark.timeout(1700)
 def test_the_doctors_rungs_of_a_server_hold_on_the_fake_npu(fake_npu, tmp_path, monkeypatch):
     monkeypatch.setenv("ASCEND_HOME_PATH", str(fake_npu / "cann"))
     monkeypatch.setenv("PYTHONPATH", str(fake_npu / "cann" / "python"))
