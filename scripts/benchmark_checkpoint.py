@@ -25,7 +25,6 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 import numpy as np
 from benchmark_weight_transfer import model_config
 
-from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.config.model import ModelSection
 from mindrlhf.config.observe import CheckpointSection
 from mindrlhf.config.reward import RewardSection
@@ -33,15 +32,13 @@ from mindrlhf.config.run import DataSection, RunSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.data.stream import PromptStream
-from mindrlhf.models.load import load_model
 from mindrlhf.training.batch import Batch, RowOptions, make_batch
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
+from mindrlhf.training.engine.actor import Actor
+from mindrlhf.training.engine.build import Models, build_policy_engine
 from mindrlhf.training.runtime import start_runtime
 from mindrlhf.training.team import Team
-from mindrlhf.training.worker.actor import Actor
-from mindrlhf.training.worker.learner import PolicyLearner
-from mindrlhf.training.worker.policy_loss import build_policy_loss
 
 RESPONSE_LENGTH = 64
 
@@ -58,9 +55,8 @@ def make_config(directory: Path, *, asynchronous: bool) -> GrpoConfig:
 
 def build(config: GrpoConfig, row_length: int) -> Actor:
     rank = start_runtime(config.run, Path(config.run.output_dir) / "logs")
-    network = load_model(config.model, config.model.path, config.run, row_length)
-    loss = build_policy_loss(config, PolicyLogProbs(network, 1.0, config.run.device))
-    return Actor(PolicyLearner(network, loss, config.optimizer, rank, config.run.device), None, saves_reference=False)
+    models = Models(config, (row_length,), config.training.micro_batch_size, rank)
+    return Actor(build_policy_engine(models, config.model.path)[1])
 
 
 def random_batch(vocab_size: int, num_samples: int, row_length: int) -> Batch:
@@ -98,7 +94,7 @@ def measure(directory: Path, arguments: argparse.Namespace) -> dict[str, float]:
     config = make_config(directory, asynchronous=not arguments.no_asynchronous)
     actor = build(config, arguments.row_length)
     checkpoints = RunCheckpoints(config, Team(actor), PromptStream(8, seed=0), SaveRequests())
-    batch = random_batch(actor.learner.network.dims.vocab_size, arguments.num_samples, arguments.row_length)
+    batch = random_batch(actor.model.network.dims.vocab_size, arguments.num_samples, arguments.row_length)
     progress, blocking_s = Progress(), []
 
     def block(saves: bool) -> tuple[float, float]:
@@ -125,7 +121,7 @@ def measure(directory: Path, arguments: argparse.Namespace) -> dict[str, float]:
     delays_s, cpu_s = (with_checkpoint - without).T
     step_s, delay_s = float(np.mean(without[:, 0])) / arguments.steps, float(np.mean(delays_s))
     return {
-        "num_parameters": sum(parameter.size for parameter in actor.learner.network.get_parameters()),
+        "num_parameters": sum(parameter.size for parameter in actor.model.network.get_parameters()),
         "checkpoint_gb": actor.state_size_bytes() / 1e9,
         "rounds": arguments.rounds,
         "step_without_s": step_s,

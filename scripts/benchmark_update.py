@@ -95,18 +95,15 @@ def run_rank(directory: Path, case: Case, row: tuple[int, int, int], updates: in
     """Be one rank: write the measurements of its updates."""
     import numpy as np
 
-    from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.config.model import ModelSection
     from mindrlhf.config.reward import RewardSection
     from mindrlhf.config.run import DataSection, RunSection
     from mindrlhf.config.schema import GrpoConfig
     from mindrlhf.data.packing import TokenSequence, choose_row_length
-    from mindrlhf.models.load import load_model
     from mindrlhf.observe.timing import peak_rss_gb
     from mindrlhf.training.batch import RowOptions, make_batch
+    from mindrlhf.training.engine.build import Models, build_policy_engine
     from mindrlhf.training.runtime import start_runtime
-    from mindrlhf.training.worker.learner import PolicyLearner
-    from mindrlhf.training.worker.policy_loss import build_policy_loss
 
     num_ranks, samples, response_length = row[0], NUM_SAMPLES * row[1], RESPONSE_LENGTH * row[2]
     config = GrpoConfig(
@@ -120,9 +117,8 @@ def run_rank(directory: Path, case: Case, row: tuple[int, int, int], updates: in
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank.index % len(cores)]})
     (row_length,) = choose_row_length((), PROMPT_LENGTH + response_length, "a sample", "cpu")
-    network = load_model(config.model, config.model.path, config.run, row_length)
-    loss = build_policy_loss(config, PolicyLogProbs(network, 1.0, config.run.device))
-    learner = PolicyLearner(network, loss, config.optimizer, rank, config.run.device)
+    models = Models(config, (row_length,), config.training.micro_batch_size, rank)
+    updater = build_policy_engine(models, config.model.path)[1].updater
     stream = np.random.default_rng(0)
 
     def ids(count: int) -> np.ndarray:
@@ -136,7 +132,7 @@ def run_rank(directory: Path, case: Case, row: tuple[int, int, int], updates: in
     batch = make_batch(sequences, RowOptions((row_length,), case.micro_batch, num_ranks, False))
     share = batch.part_of(rank.index, num_ranks)
     measured: dict[str, list[float]] = {"all": [], "apply": [], "cpu": []}
-    apply = learner.apply
+    apply = updater.apply
 
     def timed_apply(*arguments, **options) -> float:
         start = time.perf_counter()
@@ -144,11 +140,11 @@ def run_rank(directory: Path, case: Case, row: tuple[int, int, int], updates: in
         measured["apply"].append(time.perf_counter() - start)
         return norm
 
-    learner.apply = timed_apply
+    updater.apply = timed_apply
     norms = []
     for _ in range(NUM_WARM_UPS + updates):
         start, cpu = time.perf_counter(), time.process_time()
-        norms.append(learner.update(share, 1e-4, 0.0).grad_norm)
+        norms.append(updater.update(share, 1e-4, 0.0).grad_norm)
         measured["all"].append(time.perf_counter() - start)
         measured["cpu"].append(time.process_time() - cpu)
     found = {name: statistics.median(times[NUM_WARM_UPS:]) for name, times in measured.items()}

@@ -15,7 +15,7 @@ from mindrlhf.algorithms.kl import kl_per_token
 # first are to be divided by the token count.
 POLICY_STATISTICS = ("loss", "clipped_low", "clipped_high", "kl", "entropy", "correction", "corrected")
 
-# The token arrays that a policy loss takes after the four of every cell, in order; those it does not need are unread.
+# The token arrays that a policy loss takes, in order; those it does not need are unread.
 POLICY_INPUTS = ("advantages", "weights", "old_logprobs", "reference_logprobs", "rollout_logprobs")
 
 # The sums that the other losses here report, and the token arrays that they take.
@@ -25,7 +25,46 @@ COEFFICIENT_INPUTS = ("coefficients",)
 MAX_LOG_RATIO = 20.0
 
 
-class PolicyLoss(nn.Cell):
+class Loss(nn.Cell):
+    """The sum of something over tokens, divided by a count; see ``construct`` for what every loss takes and returns.
+
+    Args:
+        policy: what the model says of each token, :class:`mindrlhf.algorithms.logprobs.PolicyLogProbs` or
+            :class:`mindrlhf.algorithms.scores.TokenScores`.
+
+    Attributes:
+        inputs: names of the token arrays that it reads beside the four of every cell, in order.
+        statistics: names of the sums that it reports, in order; the first is the loss.
+    """
+
+    inputs: tuple[str, ...] = ()
+    statistics = TOKEN_STATISTICS
+
+    def __init__(self, policy):
+        super().__init__(auto_prefix=False)
+        self.policy = policy
+
+    def token_arrays(self, tokens: Mapping[str, np.ndarray], mask: np.ndarray) -> list[np.ndarray]:
+        """Return the arrays of ``inputs``: those of ``tokens``, or zeros like the mask, float32 [rows, length]."""
+        unread = np.zeros_like(mask)
+        return [tokens.get(name, unread) for name in self.inputs]
+
+    def construct(self, input_ids, segment_ids, labels, mask, *given):
+        """Return the loss, its ``statistics`` and the outputs of the policy, [rows, length].
+
+        ``given`` are the arrays of ``inputs``, then ``kl_coefficient`` and ``num_tokens``, T: float32 scalars. All
+        arrays are [rows, length], float32 but for the ids.
+        """
+        outputs = self.policy(input_ids, segment_ids, labels, mask)
+        loss, statistics = self.of(outputs, mask, segment_ids, given)
+        return loss, ops.stop_gradient(statistics), ops.stop_gradient(outputs[0])
+
+    def of(self, outputs, mask, segment_ids, given):
+        """Return the loss and its statistics, from what the policy returns: outputs and entropies."""
+        raise NotImplementedError
+
+
+class PolicyLoss(Loss):
     """The loss of reinforcement learning, put together from its parts:
 
         1 / T sum_t weight_t (correction_t surrogate_t + kl_coefficient kl_t - entropy_coefficient entropy_t)
@@ -45,8 +84,7 @@ class PolicyLoss(nn.Cell):
             ``rollout_logprobs`` unread.
     """
 
-    # Names of what it reports, in order.
-    statistics = POLICY_STATISTICS
+    inputs, statistics = POLICY_INPUTS, POLICY_STATISTICS
 
     def __init__(
         self,
@@ -59,8 +97,7 @@ class PolicyLoss(nn.Cell):
         entropy_coefficient: float = 0.0,
         correction: nn.Cell | None = None,
     ):
-        super().__init__(auto_prefix=False)
-        self.policy = policy
+        super().__init__(policy)
         self.surrogate = surrogate
         self.on_policy = on_policy
         self.kl_estimator = kl_estimator
@@ -69,26 +106,10 @@ class PolicyLoss(nn.Cell):
         self.correction = correction
         self.further = tuple(POLICY_INPUTS.index(name) for name in getattr(surrogate, "reads", ()))
 
-    def token_arrays(self, tokens: Mapping[str, np.ndarray], mask: np.ndarray) -> list[np.ndarray]:
-        """Return what the cell takes after the four arrays of every cell and before the scalars, in order.
-
-        Args:
-            tokens: those that rows have, by name; the others are unread, and 0.
-            mask: float32 [rows, length].
-        """
-        unread = np.zeros_like(mask)
-        return [tokens.get(name, unread) for name in POLICY_INPUTS]
-
-    def construct(self, input_ids, segment_ids, labels, mask, *given):
-        """Return the loss, its statistics [7] (see ``POLICY_STATISTICS``) and the log-probabilities.
-
-        ``given`` are the token arrays of :meth:`token_arrays`, then ``kl_coefficient`` and ``num_tokens``, T: float32
-        scalars. All arrays are [rows, length], float32 but for the ids; the weights are 0 outside the mask.
-        """
-        logprobs, entropy = self.policy(input_ids, segment_ids, labels, mask)
-        per_token, parts = self.per_token(logprobs, entropy, mask, segment_ids, given)
-        loss, statistics = self.total(per_token, parts, given[1], mask, given[-1])
-        return loss, statistics, ops.stop_gradient(logprobs)
+    def of(self, outputs, mask, segment_ids, given):
+        """See :meth:`Loss.of`; the weights among ``given`` are 0 outside the mask."""
+        per_token, parts = self.per_token(outputs[0], outputs[1], mask, segment_ids, given)
+        return self.total(per_token, parts, given[1], mask, given[-1])
 
     def per_token(self, logprobs, entropy, mask, segment_ids, given):
         """Return the loss of each token without its weight, and what the statistics sum up, [rows, length] each."""
@@ -115,38 +136,27 @@ class PolicyLoss(nn.Cell):
         """Return the loss of all tokens, and the statistics: the loss, and the sum of each part."""
         loss = (per_token * weights).sum() / num_tokens
         sums = [(values * mask).sum() for values in parts]
-        return loss, ops.stop_gradient(ops.stack((loss, *sums)))
+        return loss, ops.stack((loss, *sums))
 
 
-class SupervisedLoss(nn.Cell):
+class SupervisedLoss(Loss):
     """Mean negative log-likelihood of the response tokens."""
 
-    def __init__(self, policy):
-        super().__init__(auto_prefix=False)
-        self.policy = policy
-
-    def construct(self, input_ids, segment_ids, labels, mask, num_tokens):
-        """Return the loss, its statistics [2] (loss, entropy sum) and the log-probabilities [rows, length]."""
-        logprobs, entropy = self.policy(input_ids, segment_ids, labels, mask)
-        loss = -(logprobs * mask).sum() / num_tokens
-        return loss, ops.stop_gradient(ops.stack((loss, entropy.sum()))), ops.stop_gradient(logprobs)
+    def of(self, outputs, mask, segment_ids, given):
+        """See :meth:`Loss.of`."""
+        loss = -(outputs[0] * mask).sum() / given[-1]
+        return loss, ops.stack((loss, outputs[1].sum()))
 
 
-class CoefficientLoss(nn.Cell):
+class CoefficientLoss(Loss):
     """sum_t c_t y_t over the outputs y of a policy: its gradient is that of any loss whose derivative is dL/dy_t = c_t.
 
     For losses of whole sequences or pairs, whose derivatives the host computes from the outputs of a first pass.
     """
 
-    def __init__(self, policy):
-        super().__init__(auto_prefix=False)
-        self.policy = policy
+    inputs = COEFFICIENT_INPUTS
 
-    def construct(self, input_ids, segment_ids, labels, mask, coefficients, num_tokens):
-        """Return the loss, its statistics [2] (loss, entropy sum) and the outputs [rows, length].
-
-        ``coefficients`` is float32 [rows, length]; ``num_tokens`` divides them.
-        """
-        outputs, entropy = self.policy(input_ids, segment_ids, labels, mask)
-        loss = (coefficients * outputs * mask).sum() / num_tokens
-        return loss, ops.stop_gradient(ops.stack((loss, entropy.sum()))), ops.stop_gradient(outputs)
+    def of(self, outputs, mask, segment_ids, given):
+        """See :meth:`Loss.of`."""
+        loss = (given[0] * outputs[0] * mask).sum() / given[-1]
+        return loss, ops.stack((loss, outputs[1].sum()))

@@ -111,9 +111,14 @@ def resolve_data_parallel(parallel: ParallelSection, world_size: int) -> int:
 
 
 def is_split(parallel: ParallelSection) -> bool:
-    """Whether a run with this `parallel_config` trains in semi-auto-parallel graphs, each rank on shards."""
+    """Whether a `parallel_config` has more than data parallelism, so that no rank holds all of the model's state."""
     sizes = (parallel.model_parallel, parallel.pipeline_stage, parallel.context_parallel, parallel.expert_parallel)
     return max(sizes) > 1 or parallel.enable_parallel_optimizer
+
+
+def is_sharded(config: RunConfig) -> bool:
+    """Whether a run trains in semi-auto-parallel graphs, each rank on its shards: on an NPU, whatever its layout."""
+    return config.run.device != "cpu" or is_split(config.parallel_config)
 
 
 def parallel_rules(parallel: ParallelSection) -> Rules:

@@ -12,8 +12,7 @@ import numpy as np
 
 from mindrlhf.checkpoint.algorithm_state import LearningState
 from mindrlhf.checkpoint.state import CRITIC_NAME
-from mindrlhf.config.derived import is_base, needs_critic, reference_paths
-from mindrlhf.config.observe import CELL_LEVEL
+from mindrlhf.config.derived import needs_critic
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.training import is_split
 from mindrlhf.data.metadata import add_generation
@@ -45,7 +44,6 @@ from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.checkpoints.shards import export_adapter
-from mindrlhf.training.distillation.models import as_one
 from mindrlhf.training.loop.alarms import LearningAlarm
 from mindrlhf.training.loop.dump import StepDump
 from mindrlhf.training.loop.guards import Guards, Observers
@@ -120,7 +118,9 @@ class ReinforcementTraining(life_cycle.Training):
 
     def build_worker(self, rank: Rank):
         """Return the actor, which trains the policy, and with some algorithms the critic."""
-        actor = _build_actor(self._config, self._inputs, rank)
+        from mindrlhf.training.engine.build import build_actor
+
+        actor = build_actor(self._config, self._inputs.row_lengths, rank)
         if self._generator is not None and not rank.is_rank_0:
             actor.use_generator(self._generator)
         if self._share is not None:
@@ -308,61 +308,6 @@ def _prompt_order(config: GrpoConfig, inputs: RunInputs) -> PromptStream:
     is_open = config.algorithm.dynamic_sampling or config.rollout.segment_tokens > 0
     num_epochs = None if is_open else config.training.epochs
     return PromptStream(len(inputs.prompts), config.run.seed, config.data.shuffle, num_epochs)
-
-
-def _build_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
-    if is_split(config.parallel_config):
-        from mindrlhf.training.sharded.build import build_sharded_actor
-
-        return build_sharded_actor(config, inputs.row_lengths, rank)
-    return _build_whole_actor(config, inputs, rank)
-
-
-def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
-    from mindrlhf.algorithms.logprobs import PolicyLogProbs
-    from mindrlhf.algorithms.scores import TokenScores
-    from mindrlhf.models.load import load_model, load_scorer
-    from mindrlhf.training.worker.actor import Actor
-    from mindrlhf.training.worker.adapted_model import BaseModel
-    from mindrlhf.training.worker.cell_dump import CellDump
-    from mindrlhf.training.worker.critic import ActorCritic, Turns, build_critic
-    from mindrlhf.training.worker.learner import PolicyLearner
-    from mindrlhf.training.worker.model import WholeModel
-    from mindrlhf.training.worker.policy_loss import build_policy_logprobs, build_policy_loss, build_top_tokens
-
-    model, algorithm, device = config.model, config.algorithm, config.run.device
-    length, temperature = inputs.row_lengths[-1], config.rollout.temperature
-    options: dict = {"memory": config.memory, "num_image_rows": config.training.micro_batch_size * length}
-    tile = config.memory.head_tile
-    network = load_model(model, model.path, config.run, length, config.lora, **options)
-    loss = build_policy_loss(config, build_policy_logprobs(config, network))
-    learner = PolicyLearner(network, loss, config.optimizer, rank, device)
-    references = []
-    for path in reference_paths(config):
-        if is_base(config, path):
-            likeliest = build_top_tokens(config, loss.policy, network.dims.vocab_size)
-            references.append(BaseModel(loss.policy, rank, likeliest))
-            continue
-        frozen = load_model(dataclasses.replace(model, train_vision="none"), path, config.run, length, **options)
-        if network.images is not None and path == model.path and model.train_vision == "none":
-            frozen.images.borrow(network.images)
-        logprobs = PolicyLogProbs(frozen, temperature, device, tile)
-        references.append(WholeModel(logprobs, rank, build_top_tokens(config, logprobs, network.dims.vocab_size)))
-    parts = {"learner": learner, "reference": as_one(references), "saves_reference": algorithm.sync_ref_model}
-    parts["asks_top_k"] = algorithm.distill_top_k > 0
-    if needs_critic(config):
-        critic = build_critic(config, length, rank)
-        frozen = [parameter for one in references for parameter in one.network.get_parameters()]
-        of_actor = [*learner.state_parameters(), *frozen]
-        actor = ActorCritic(critic, Turns(device, {"actor": of_actor, "critic": critic.state_parameters()}), **parts)
-    else:
-        actor = Actor(**parts)
-    if config.reward.model_path:
-        scorer = load_scorer(model, config.reward.model_path, config.run, length)
-        actor.use_reward_model(WholeModel(TokenScores(scorer, after_token=True), rank))
-    if config.msprobe.enabled and config.msprobe.level == CELL_LEVEL:
-        actor.use_cell_dump(CellDump(config.msprobe, dump_dir(config.msprobe, config.run), rank.index))
-    return actor
 
 
 def _held_out(config: GrpoConfig, inputs: RunInputs, file: PromptFile, set_name: str = "") -> HeldOut:

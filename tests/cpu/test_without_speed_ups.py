@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engines import whole_engine
 
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.launch.launch import worker_environment
@@ -60,35 +61,30 @@ def test_msrun_is_started_as_it_comes_and_openblas_chooses(take_away, monkeypatc
 
 
 def learn(is_tied: bool, log_dir: Path):
-    """Return the learner, log-probabilities before two updates, the norms of these, and the weights after them."""
+    """Return the engine, log-probabilities before two updates, the norms of these, and the weights after them."""
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.losses import SupervisedLoss
     from mindrlhf.config.training import OptimizerSection
     from mindrlhf.models.causal_lm import build_model
     from mindrlhf.models.context import prepare_mindformers
     from mindrlhf.training.batch import RowOptions, make_batch
-    from mindrlhf.training.runtime import Rank
-    from mindrlhf.training.worker.learner import Learner
     from mindrlhf.weights.convert import load_random_weights
 
     prepare_mindformers("cpu", log_dir)
     network = build_model(MODEL | {"tie_word_embeddings": is_tied}, seq_length=LENGTH)
     load_random_weights(network, seed=5)
-    learner = Learner(
-        *(network, SupervisedLoss(PolicyLogProbs(network, 0.8, "cpu"))),
-        OptimizerSection(start_lr=0.01, epsilon=1e-3, max_grad_norm=1.0),
-        *(Rank(0, 1), "cpu"),
-    )
+    options = OptimizerSection(start_lr=0.01, epsilon=1e-3, max_grad_norm=1.0)
+    engine = whole_engine(SupervisedLoss(PolicyLogProbs(network, 0.8, "cpu")), options)
     stream = np.random.default_rng(2)
     drawn = [stream.integers(1, VOCABULARY, size).astype(np.int32) for size in (8, 14, 20)]
     batch = make_batch([TokenSequence(ids[:4], ids[4:], {}) for ids in drawn], RowOptions((LENGTH,), 2, 1, False))
-    logprobs, norms = [learner.model.logprobs(rows) for rows in batch.micro_batches], []
+    logprobs, norms = [engine.model.logprobs(rows) for rows in batch.micro_batches], []
     for _ in range(2):
         for rows in batch.micro_batches:
-            learner.accumulate(rows, [], 30)
-        norms.append(learner.apply(0.01))
+            engine.updater.add(rows, 30)
+        norms.append(engine.updater.apply(0.01))
     weights = {parameter.name: parameter.asnumpy().copy() for parameter in network.get_parameters()}
-    return learner, np.concatenate(logprobs), norms, weights
+    return engine, np.concatenate(logprobs), norms, weights
 
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
@@ -99,8 +95,8 @@ def test_log_probabilities_and_updates_are_the_same(take_away, is_tied, tmp_path
     fast, *found = learn(is_tied, tmp_path)
     take_away()
     slow, *expected = learn(is_tied, tmp_path)
-    assert type(slow.policy.token_logprobs) is GraphTokenLogProbs is not type(fast.policy.token_logprobs)
-    assert type(slow._step) is OptimizerStep is not type(fast._step)
+    assert type(slow.model.graph.token_logprobs) is GraphTokenLogProbs is not type(fast.model.graph.token_logprobs)
+    assert type(slow.updater._step) is OptimizerStep is not type(fast.updater._step)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-4)
     assert found[2].keys() == expected[2].keys()

@@ -1,4 +1,4 @@
-"""Learners that several tests share, since to compile their graphs takes seconds: put back instead of built anew."""
+"""Engines that several tests share, since to compile their graphs takes seconds: put back instead of built anew."""
 
 from typing import Any
 
@@ -6,22 +6,28 @@ import numpy as np
 
 
 class Rewound:
-    """Learners that can be put back to what they were when this was made.
+    """Engines that can be put back to what they were when this was made.
 
     With them go their weights, gradients, moments, step count and rate, and the shapes that they have seen.
     """
 
-    def __init__(self, *learners: Any):
-        self._attributes = [(learner, dict(vars(learner)), set(learner._shapes_seen)) for learner in learners]
-        held = [parameter for learner in learners for parameter in learner.state_parameters()]
+    def __init__(self, *engines: Any):
+        """``engines`` may be workers too, whose reference comes back with their engine."""
+        self._owners = [(one, dict(vars(one))) for one in engines]
+        self._engines = [getattr(one, "engine", one) for one in engines]
+        self._attributes = [(dict(vars(engine.updater)), set(engine._shapes_seen)) for engine in self._engines]
+        held = [parameter for engine in self._engines for parameter in engine.state_parameters()]
         self._arrays = [(parameter, parameter.asnumpy().copy()) for parameter in held]
 
     def rewind(self) -> None:
         """Put everything back."""
-        for learner, attributes, shapes in self._attributes:
-            vars(learner).clear()
-            vars(learner).update(attributes, _shapes_seen=set(shapes))
-            gradient = getattr(getattr(learner.policy, "token_logprobs", None), "weight_gradient", None)
+        for one, attributes in self._owners:
+            vars(one).update(attributes)
+        for engine, (attributes, shapes) in zip(self._engines, self._attributes):
+            engine._shapes_seen = set(shapes)
+            vars(engine.updater).clear()
+            vars(engine.updater).update(attributes)
+            gradient = getattr(getattr(engine.model.graph, "token_logprobs", None), "weight_gradient", None)
             if gradient is not None:  # of the head, not yet collected
                 gradient.fill(0.0)
         set_arrays(self._arrays)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 from tiny_vl import IMAGE, TinyVl, write_tiny_vl
@@ -30,7 +29,7 @@ def prepare_model(tmp_path_factory) -> Path:
 
 def actor_maker(model: Path, directory: Path, *changes: str) -> Callable[[], object]:
     """Return a function that builds the actor of a rank, as a run does."""
-    from mindrlhf.training.reinforcement import _build_actor
+    from mindrlhf.training.engine.build import build_actor
     from mindrlhf.training.runtime import Rank
 
     path = directory / "config.yaml"
@@ -44,7 +43,7 @@ def actor_maker(model: Path, directory: Path, *changes: str) -> Callable[[], obj
         f"training.micro_batch_size={ROWS}",
     )
     config = load_grpo_config(path, [*common, *changes])
-    return lambda: _build_actor(config, SimpleNamespace(row_lengths=(LENGTH,)), Rank(0, 1))
+    return lambda: build_actor(config, (LENGTH,), Rank(0, 1))
 
 
 def row_options(actor) -> RowOptions:

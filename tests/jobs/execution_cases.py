@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+from engines import whole_engine
 from slow_tests import RUNS_SLOW_TESTS
 
 from mindrlhf.specs import find_spec
@@ -199,15 +200,13 @@ def plain_network(log_dir: Path, model: dict = MODEL, num_image_rows: int = 0):
     return network
 
 
-def plain_learner(network):
+def plain_engine(network):
     """Return what updates such a model in one process, with the loss that the ranks have."""
     from mindrlhf.algorithms import policy_losses
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.losses import PolicyLoss
     from mindrlhf.config.training import OptimizerSection
-    from mindrlhf.training.runtime import Rank
-    from mindrlhf.training.worker.learner import Learner
 
     surrogate = policy_losses.surrogate("ppo_clip", clip_low=0.2, clip_high=0.28)
     loss = PolicyLoss(PolicyLogProbs(network, 1.0, "cpu"), surrogate, on_policy=False, kl_estimator="k3")
-    return Learner(network, loss, OptimizerSection(epsilon=EPSILON), Rank(0, 1), "cpu")
+    return whole_engine(loss, OptimizerSection(epsilon=EPSILON))

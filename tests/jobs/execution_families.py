@@ -10,6 +10,7 @@ from pathlib import Path
 
 import execution_cases as cases
 import numpy as np
+from engines import accumulate, whole_engine
 from execution_cases import IS_LAST, KL_COEFFICIENT, MODEL, NOT_FINITE, NUM_ROWS, ROW_LENGTH, UNCUT_MODEL, VOCABULARY
 from slow_tests import RUNS_SLOW_TESTS
 from tiny_vl import IMAGE, VISION_END, VISION_START, TinyVl, config_of
@@ -33,7 +34,7 @@ class Given:
 
     Attributes:
         inputs: those of the graph of an update, whole.
-        parts: for the plain process, micro-batches and the loss cell's further inputs of each.
+        parts: for the plain process, micro-batches and the token arrays that the loss reads of each.
         images: in the order in which the rows count theirs.
         batches, plain_batches: where results are compared by sample, whose samples they are.
     """
@@ -55,7 +56,7 @@ class Family:
         cells: the update, and the graph of outputs without gradients.
         token_inputs: names of the token arrays that the update takes.
         given: makes what is trained on.
-        learner: makes what trains the network in one process.
+        engine: makes what trains the network in one process.
         computed: that of the token arrays which the ranks compute under the initial weights; empty: all are given.
         options: of :func:`execution_jobs.compile_and_execute`.
         spoils: the loss of call NOT_FINITE is not finite, and its update is withheld.
@@ -70,7 +71,7 @@ class Family:
     cells: tuple[str, str]
     token_inputs: tuple[str, ...]
     given: Callable[["Family"], Given]
-    learner: Callable
+    engine: Callable
     computed: str = ""
     options: dict = field(default_factory=dict)
     spoils: bool = True
@@ -121,12 +122,12 @@ def train_plainly(family: Family, log_dir: Path) -> Plain:
     names = {one.name for one in trained} if lora else cases.mf_weights(family.model).keys()
     parameters = {one.name: one for one in trained if one.name in names}
     begun = {name: parameter.asnumpy().copy() for name, parameter in parameters.items()}
-    learner = family.learner(network)
+    engine = family.engine(network)
     if given.images:
         network.images.see([image for batch in given.batches for image in batch.images.values()])
 
     def outputs() -> list[list[np.ndarray]]:
-        return [[learner.model.logprobs(rows) for rows, _ in parts] for parts in given.parts]
+        return [[engine.model.logprobs(rows) for rows, _ in parts] for parts in given.parts]
 
     initial = current = outputs()
     statistics, norms, started = [], [], []
@@ -136,10 +137,10 @@ def train_plainly(family: Family, log_dir: Path) -> Plain:
         for (rows, values), first in zip(parts, initial[call]):
             if family.computed:
                 values[family.token_inputs.index(family.computed)] = first
-            computed.append(learner.accumulate(rows, values, float(given.inputs[call][-1][0, 1]))[0])
+            computed.append(accumulate(engine, rows, values, float(given.inputs[call][-1][0, 1]), KL_COEFFICIENT)[0])
         statistics.append(sum(computed))
         if IS_LAST[call]:
-            norms.append(learner.apply(cases.LEARNING_RATE))
+            norms.append(engine.updater.apply(cases.LEARNING_RATE))
             assert np.isfinite(norms[-1]) == (not family.spoils or call != NOT_FINITE + 1)
             current = outputs()
     if family.computed == "values" and family.spoils:
@@ -163,8 +164,7 @@ def given_arrays(family: Family) -> Given:
     """The batches of policies and critics of :mod:`execution_cases`."""
     is_policy = family.token_inputs == POLICY_INPUTS
     inputs = cases.batches() if is_policy else cases.critic_batches()
-    kl = [np.float32(KL_COEFFICIENT)] if is_policy else []
-    return Given(inputs, [[(PackedRows(*one[:4], tokens={}), [*one[4:-1], *kl])] for one in inputs])
+    return Given(inputs, [[(PackedRows(*one[:4], tokens={}), one[4:-1])] for one in inputs])
 
 
 def given_fixed_data(family: Family) -> Given:
@@ -195,8 +195,7 @@ def given_batches(family: Family) -> Given:
         scalars = np.tile(np.array([[KL_COEFFICIENT, of_update[call]]], np.float32), (NUM_ROWS, 1))
         arrays = (rows.model_inputs, rows.segment_ids, rows.labels, rows.mask)
         inputs.append([*arrays, *_tokens(family, call, rows), scalars])
-        kl = [np.float32(KL_COEFFICIENT)] if family.token_inputs == POLICY_INPUTS else []
-        parts.append([(one, [*_tokens(family, call, one), *kl]) for one in plain_batch.micro_batches])
+        parts.append([(one, _tokens(family, call, one)) for one in plain_batch.micro_batches])
     images = [[batch.images[digest] for digest in batch.micro_batches[0].images] for batch in batches]
     return Given(inputs, parts, images if plain.image_tokens else [], batches, plain_batches)
 
@@ -258,44 +257,38 @@ def _values(random: np.random.Generator, length: int, logprob: float) -> dict[st
 # Who trains in one process.
 
 
-def _learner(network, loss):
+def _engine(loss):
     from mindrlhf.config.training import OptimizerSection
-    from mindrlhf.training.runtime import Rank
-    from mindrlhf.training.worker.learner import Learner
 
-    return Learner(network, loss, OptimizerSection(epsilon=cases.EPSILON), Rank(0, 1), "cpu")
+    return whole_engine(loss, OptimizerSection(epsilon=cases.EPSILON))
 
 
-def critic_learner(network):
+def critic_engine(network):
     from mindrlhf.algorithms.scores import TokenScores
     from mindrlhf.algorithms.value_loss import ValueLoss
-    from mindrlhf.config.training import OptimizerSection
-    from mindrlhf.training.runtime import Rank
-    from mindrlhf.training.worker.critic import Critic
 
-    loss = ValueLoss(TokenScores(network, after_token=False), CLIP_RANGE)
-    return Critic(network, loss, OptimizerSection(epsilon=cases.EPSILON), Rank(0, 1), "cpu")
+    return _engine(ValueLoss(TokenScores(network, after_token=False), CLIP_RANGE))
 
 
-def supervised_learner(network):
+def supervised_engine(network):
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.losses import SupervisedLoss
 
-    return _learner(network, SupervisedLoss(PolicyLogProbs(network, 1.0, "cpu")))
+    return _engine(SupervisedLoss(PolicyLogProbs(network, 1.0, "cpu")))
 
 
-def preference_learner(network):
+def preference_engine(network):
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.losses import CoefficientLoss
 
-    return _learner(network, CoefficientLoss(PolicyLogProbs(network, 1.0, "cpu")))
+    return _engine(CoefficientLoss(PolicyLogProbs(network, 1.0, "cpu")))
 
 
-def scoring_learner(network):
+def scoring_engine(network):
     from mindrlhf.algorithms.losses import CoefficientLoss
     from mindrlhf.algorithms.scores import TokenScores
 
-    return _learner(network, CoefficientLoss(TokenScores(network, after_token=True)))
+    return _engine(CoefficientLoss(TokenScores(network, after_token=True)))
 
 
 # The families.
@@ -374,7 +367,7 @@ _POLICY = Family(
     (UPDATE, LOGPROBS),
     POLICY_INPUTS,
     given_arrays,
-    cases.plain_learner,
+    cases.plain_engine,
     outputs=_ALL_OUTPUTS,
     checks=_RESUMES | {"norms", "statistics", "moved", "exported", "published", "shared work"},
 )
@@ -385,7 +378,7 @@ _CRITIC = Family(
     (VALUE_UPDATE, VALUES),
     VALUE_INPUTS,
     given_arrays,
-    critic_learner,
+    critic_engine,
     computed="values",
     outputs={"first": "started"},
     least_output=0.1,
@@ -481,9 +474,9 @@ FAMILIES = {
     ),
 }
 for _kind, _model, _cells, _inputs, _made_by, _first, _other in (
-    ("sft", MODEL, (SUPERVISED_UPDATE, LOGPROBS), (), supervised_learner, _PIPELINE, _SEQUENCE),
-    ("dpo", MODEL, (PAIR_UPDATE, LOGPROBS), ("coefficients",), preference_learner, _SEQUENCE, _PIPELINE),
-    ("reward_model", cases.CRITIC, (PAIR_UPDATE, VALUES), ("coefficients",), scoring_learner, _SEQUENCE, _PIPELINE),
+    ("sft", MODEL, (SUPERVISED_UPDATE, LOGPROBS), (), supervised_engine, _PIPELINE, _SEQUENCE),
+    ("dpo", MODEL, (PAIR_UPDATE, LOGPROBS), ("coefficients",), preference_engine, _SEQUENCE, _PIPELINE),
+    ("reward_model", cases.CRITIC, (PAIR_UPDATE, VALUES), ("coefficients",), scoring_engine, _SEQUENCE, _PIPELINE),
 ):
     # Nothing that sft is given can make a loss infinite.
     _one = replace(
@@ -491,7 +484,7 @@ for _kind, _model, _cells, _inputs, _made_by, _first, _other in (
         model=_model,
         cells=_cells,
         token_inputs=_inputs,
-        learner=_made_by,
+        engine=_made_by,
         spoils=_kind != "sft",
         layouts={2: {f"{_kind}_one": _first, f"{_kind}_other": _other}},
         options={"after_token": _kind == "reward_model"},

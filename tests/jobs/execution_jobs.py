@@ -45,7 +45,7 @@ def compile_and_execute(
         shared_prompts: the rows are of that kind.
         images: of each call; see :func:`mindrlhf.dryrun.execute.run.execute`.
         memory: keys of the section `memory`.
-        after_token: of scoring models; see :class:`mindrlhf.training.sharded.model.ShardedModel`.
+        after_token: of scoring models; see :class:`mindrlhf.training.engine.shards.Shards`.
         lora: of adapters that are trained in place of the model; see :class:`mindrlhf.dryrun.execute.run.ExecutionJob`.
     """
     compiled = (*cells, GRADIENTS) if memory.get("swap_moments") else cells

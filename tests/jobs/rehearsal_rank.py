@@ -50,8 +50,8 @@ def rehearse(work: dict, directory: Path, index: int) -> None:
     from mindrlhf.config.parse import build
     from mindrlhf.config.schema import GrpoConfig
     from mindrlhf.models.context import prepare_mindformers
+    from mindrlhf.training.engine.build import build_actor
     from mindrlhf.training.runtime import Rank
-    from mindrlhf.training.sharded.build import build_sharded_actor
     from mindrlhf.weights.publish.publisher import EXPORT, PUBLISH
 
     simulation.set_rank(index, work["world_size"])
@@ -60,7 +60,7 @@ def rehearse(work: dict, directory: Path, index: int) -> None:
     init()
     prepare_mindformers("ascend", directory / "mindformers")
     config = build(GrpoConfig, work["config"])
-    actor = build_sharded_actor(config, tuple(work["row_lengths"]), Rank(index, work["world_size"]))
+    actor = build_actor(config, tuple(work["row_lengths"]), Rank(index, work["world_size"]))
     written = []
     for buffer in work["buffers"]:
         if written:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sanity_inputs
+from engines import whole_model
 from slow_tests import SLOW
 
 ROOT = Path(__file__).parents[2]
@@ -120,8 +121,6 @@ def of_training_cells(model_dir: Path, prompts: dict, found: list, log_dir: Path
     from mindrlhf.models.causal_lm import build_model
     from mindrlhf.models.context import prepare_mindformers
     from mindrlhf.training.batch import RowOptions, make_batch
-    from mindrlhf.training.runtime import Rank
-    from mindrlhf.training.worker.model import WholeModel
     from mindrlhf.weights.convert import load_hf_weights
     from mindrlhf.weights.hf import read_hf_config
 
@@ -130,7 +129,7 @@ def of_training_cells(model_dir: Path, prompts: dict, found: list, log_dir: Path
     load_hf_weights(network, model_dir)
     sequences = [TokenSequence(np.array(prompts[one.request_id], np.int32), one.token_ids, {}) for one in found]
     batch = make_batch(sequences, RowOptions((ROW_LENGTH,), 8, 1, False))
-    model = WholeModel(PolicyLogProbs(network, 1.0, "cpu"), Rank(0, 1))
+    model = whole_model(PolicyLogProbs(network, 1.0, "cpu"))
     return np.concatenate(batch.collect([[model.logprobs(rows) for rows in batch.micro_batches]]))
 
 

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from engines import whole_model
 from slow_tests import RUNS_SLOW_TESTS, SLOW
 
 from mindrlhf.data.packing import TokenSequence
@@ -226,14 +227,12 @@ def trained_logprobs(network, completions, temperature, *, pack, replays) -> np.
     """What the training cell says of the samples, with its own choice of experts or with the server's."""
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.training.routing.rows import ReplayedExperts
-    from mindrlhf.training.runtime import Rank
-    from mindrlhf.training.worker.model import WholeModel
 
     prompts = {request.request_id: np.array(request.prompt_ids, np.int32) for request in REQUESTS}
     sequences = [TokenSequence(prompts[c.request_id], c.token_ids, {}, experts=c.experts) for c in completions]
     experts = ReplayedExperts.of(network.dims) if replays else None
     batch = make_batch(sequences, RowOptions((ROW_LENGTH,), 16, 1, pack, experts=experts))
-    model = WholeModel(PolicyLogProbs(network, temperature, "cpu"), Rank(0, 1))
+    model = whole_model(PolicyLogProbs(network, temperature, "cpu"))
     return np.concatenate(batch.collect([[model.logprobs(rows) for rows in batch.micro_batches]]))
 
 

@@ -18,7 +18,7 @@ a sum over all tokens. :mod:`mindrlhf.algorithms.advantages.distill` estimates i
 import numpy as np
 from mindspore import ops
 
-from mindrlhf.algorithms.losses import POLICY_STATISTICS, PolicyLoss
+from mindrlhf.algorithms.losses import POLICY_INPUTS, POLICY_STATISTICS, PolicyLoss
 
 # What rows call the teacher's tokens, int32 [rows, length, K], and their log-probabilities, float32
 # [rows, length, K + 1], of which the last is that of all other tokens together.
@@ -56,6 +56,7 @@ class TopKPolicyLoss(PolicyLoss):
             :class:`mindrlhf.algorithms.top_k.cells.TopKLogProbs`.
     """
 
+    inputs = (*POLICY_INPUTS, TEACHER_TOKENS, TEACHER_LOGPROBS)
     statistics = (*POLICY_STATISTICS, *TOP_K_STATISTICS)
 
     def __init__(self, policy, surrogate, k: int, **others):
@@ -63,17 +64,22 @@ class TopKPolicyLoss(PolicyLoss):
         self.k = k
 
     def token_arrays(self, tokens, mask) -> list[np.ndarray]:
-        """See :meth:`PolicyLoss.token_arrays`; last come the teacher's two arrays."""
-        token_ids = tokens.get(TEACHER_TOKENS, np.zeros((*mask.shape, self.k), np.int32))
-        logprobs = tokens.get(TEACHER_LOGPROBS, np.zeros((*mask.shape, self.k + 1), np.float32))
-        return [*super().token_arrays(tokens, mask), token_ids, logprobs]
+        """See :meth:`Loss.token_arrays`; the teacher's two have an axis of tokens."""
+        unread = {TEACHER_TOKENS: np.zeros((*mask.shape, self.k), np.int32)}
+        unread[TEACHER_LOGPROBS] = np.zeros((*mask.shape, self.k + 1), np.float32)
+        return super().token_arrays({**unread, **tokens}, mask)
 
     def construct(self, input_ids, segment_ids, labels, mask, *given):
-        """Return the loss, its statistics [10] and the log-probabilities; see :meth:`PolicyLoss.construct`."""
-        teacher_tokens, teacher_logprobs, kl_coefficient, num_tokens = given[-4:]
-        logprobs, entropy, top_k_logprobs = self.policy(input_ids, segment_ids, labels, mask, teacher_tokens)
+        """See :meth:`Loss.construct`: the policy is asked for the teacher's tokens too."""
+        outputs = self.policy(input_ids, segment_ids, labels, mask, given[-4])
+        loss, statistics = self.of(outputs, mask, segment_ids, given)
+        return loss, ops.stop_gradient(statistics), ops.stop_gradient(outputs[0])
+
+    def of(self, outputs, mask, segment_ids, given):
+        """See :meth:`PolicyLoss.of`; the log-probabilities of the teacher's tokens come third."""
+        logprobs, entropy, top_k_logprobs = outputs
+        _, teacher_logprobs, kl_coefficient, num_tokens = given[-4:]
         per_token, parts = self.per_token(logprobs, entropy, mask, segment_ids, given)
         kl, mass, teacher_mass = merged_kl(top_k_logprobs, teacher_logprobs)
         per_token = per_token + kl_coefficient * kl
-        loss, statistics = self.total(per_token, (*parts, kl, teacher_mass, mass), given[1], mask, num_tokens)
-        return loss, statistics, ops.stop_gradient(logprobs)
+        return self.total(per_token, (*parts, kl, teacher_mass, mass), given[1], mask, num_tokens)

@@ -48,7 +48,7 @@ from mindrlhf.system.speed_ups import quick_imports
 _SHARED_MODULES = (
     "mindrlhf.algorithms.losses",
     "mindrlhf.dryrun.compile.graph",
-    "mindrlhf.training.sharded.factory",
+    "mindrlhf.training.engine.factory",
 )
 _CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
@@ -170,18 +170,8 @@ def _start_mindspore(rank: int, world_size: int, parallel: ParallelSection, stra
 
 def build_cell(request: CompileRequest, parallel: ParallelSection):
     """Return the cell that the request names, made by the factory that training uses."""
-    from mindrlhf.algorithms import policy_losses
-    from mindrlhf.algorithms.losses import PolicyLoss
+    from mindrlhf.training.engine.factory import build_logprobs, build_policy, build_scores, build_update
     from mindrlhf.training.sharded.cells import ParallelGradients
-    from mindrlhf.training.sharded.factory import (
-        build_coefficient_update,
-        build_logprobs,
-        build_policy,
-        build_supervised_update,
-        build_update,
-        build_value_model,
-        build_value_update,
-    )
 
     hf_config = request.hf_config
     if request.num_layers:
@@ -193,34 +183,30 @@ def build_cell(request: CompileRequest, parallel: ParallelSection):
     memory = MemorySection(**request.memory)
     rows = {"row_length": request.seq_length, "shared_prompts": request.shared_prompts, "memory": memory}
     rows["lora"] = LoraOptions(**request.lora) if request.lora else None
-    num_image_rows = _num_rows(request, parallel) // parallel.data_parallel * request.seq_length
+    rows["num_image_rows"] = _num_rows(request, parallel) // parallel.data_parallel * request.seq_length
     if find_spec(hf_config).is_scorer:
-        critic = build_value_model(hf_config, model, parallel, num_image_rows=num_image_rows, **rows)
-        if request.cell == VALUES:
-            return build_logprobs(critic, parallel)
-        if request.cell == PAIR_UPDATE:
-            return build_coefficient_update(critic, options, parallel)
-        return build_value_update(critic, CriticSection().clip_range, options, parallel)
+        head = build_scores(hf_config, model, parallel, **rows)
+    else:
+        head = build_policy(hf_config, model, parallel, temperature=1.0, **rows)
     if request.cell == TOWER:
-        return build_policy(hf_config, model, parallel, temperature=1.0, **rows).model.visual
-    policy = build_policy(hf_config, model, parallel, temperature=1.0, num_image_rows=num_image_rows, **rows)
-    if request.cell == LOGPROBS:
-        return build_logprobs(policy, parallel)
-    if request.cell == SUPERVISED_UPDATE:
-        return build_supervised_update(policy, options, parallel)
-    if request.cell == PAIR_UPDATE:
-        return build_coefficient_update(policy, options, parallel)
-
-    def make_loss(policy):
-        return PolicyLoss(
-            policy,
-            policy_losses.surrogate("ppo_clip", **_CLIP),
-            on_policy=False,
-            kl_estimator="k3" if request.beta > 0 else "",
-        )
-
-    update = build_update(policy, make_loss, options, parallel)
+        return head.model.visual
+    if request.cell in (LOGPROBS, VALUES):
+        return build_logprobs(head, parallel)
+    update = build_update(_loss(request, head), options, parallel)
     return ParallelGradients(update) if request.cell == GRADIENTS else update
+
+
+def _loss(request: CompileRequest, head):
+    from mindrlhf.algorithms import policy_losses
+    from mindrlhf.algorithms.losses import CoefficientLoss, PolicyLoss, SupervisedLoss
+    from mindrlhf.algorithms.value_loss import ValueLoss
+
+    if request.cell == VALUE_UPDATE:
+        return ValueLoss(head, CriticSection().clip_range)
+    if request.cell in (SUPERVISED_UPDATE, PAIR_UPDATE):
+        return (SupervisedLoss if request.cell == SUPERVISED_UPDATE else CoefficientLoss)(head)
+    surrogate = policy_losses.surrogate("ppo_clip", **_CLIP)
+    return PolicyLoss(head, surrogate, on_policy=False, kl_estimator="k3" if request.beta > 0 else "")
 
 
 def example_inputs(request: CompileRequest, parallel: ParallelSection) -> list:

@@ -11,6 +11,7 @@ from mindspore.communication import create_group
 
 from mindrlhf.algorithms.value_loss import VALUE_INPUTS
 from mindrlhf.checkpoint.optimizer import GLOBAL_STEP_NAME
+from mindrlhf.checkpoint.state import CRITIC_NAME, CRITIC_OPTIMIZER_NAME
 from mindrlhf.config.training import ParallelSection
 from mindrlhf.dryrun.execute.lower import LoweredGraph, lower_graph
 from mindrlhf.dryrun.execute.mindir import LOWERED_PREFIX, LoweringError
@@ -23,12 +24,12 @@ from mindrlhf.shards.sources import open_source
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.lora import SCALE_NAME, LoraOptions
 from mindrlhf.specs.rules import VISION_PREFIX
-from mindrlhf.training.sharded.adapted import AdaptedShard
-from mindrlhf.training.sharded.critic import ShardedCritic
-from mindrlhf.training.sharded.learner import ShardedLearner, UpdateGraph
-from mindrlhf.training.sharded.model import ShardedModel
-from mindrlhf.training.worker.actor import Actor
-from mindrlhf.training.worker.critic import NO_TURNS, ActorCritic
+from mindrlhf.training.engine.actor import Actor
+from mindrlhf.training.engine.critic import NO_TURNS, ActorCritic
+from mindrlhf.training.engine.engine import Engine
+from mindrlhf.training.engine.model import Model
+from mindrlhf.training.engine.sharded_updates import ShardedUpdater, UpdateGraph
+from mindrlhf.training.engine.shards import Shards
 
 # State that starts at zero: AdamW's moments and step count, gradients, their defect, and what the lowering has added.
 _ZERO_PREFIXES = ("adam_m.", "adam_v.", "accu_grads", "grad.", GLOBAL_STEP_NAME, "defect", LOWERED_PREFIX)
@@ -144,10 +145,9 @@ class LoweredRank:
         self.update = RecordedUpdate(gradients or cell)
         parameters = self._with_tower(network, cell)
         outputs = SharedGraph(self._load("output_graphs")[1], {})
-        kind = AdaptedShard if job["lora"] else ShardedModel
-        model = kind(network, outputs, self.parallel, rank, parameters, after_token=job["after_token"])
-        names = [one.name for one in model.held]
-        scale = scale_name(model.layout.stage_of(rank))
+        shards = Shards(network, self.parallel, rank, parameters, after_token=job["after_token"])
+        model, names = Model(shards, outputs), list(shards.held)
+        scale = scale_name(shards.stage)
         shared = (*names, _IMAGE_ROWS, scale)
         outputs.shared = {name: parameters[name] for name in shared if name in cell.parameters}
         for each in (cell, outputs.cell):
@@ -161,26 +161,29 @@ class LoweredRank:
             self.update if gradients else None,
         )
         source = open_source(job["model_dir"])
-        model.load(source)
+        shards.load(source)
         if job["lora"]:
             parameters[scale].set_data(ms.Tensor([network.lora.options.scale], ms.float32))
-            model.begin(SEED, "")
-            reference = model.base()
+            shards.begin(SEED, "")
+            reference = Model(shards, outputs, is_base=True)
         else:
             reference = self._own_reference(hf_config, names)
-            reference.load(source)
-        parts = {"learner": ShardedLearner(model, graph), "reference": reference, "saves_reference": False}
-        # A critic stands for the actor too: what is asked of a model is asked of it by both ways.
-        critic = ShardedCritic(model, graph) if graph.token_inputs == VALUE_INPUTS else None
-        self.actor = Actor(**parts) if critic is None else ActorCritic(critic, NO_TURNS, **parts)
+            reference.placement.load(source)
+        updater = ShardedUpdater(shards, graph)
+        engine = Engine(model, updater)
+        if graph.token_inputs == VALUE_INPUTS:
+            # A critic stands for the actor too: what is asked of a model is asked of it by both ways.
+            critic = Engine(model, updater, (CRITIC_NAME, CRITIC_OPTIMIZER_NAME))
+            self.actor = ActorCritic(critic, NO_TURNS, engine, reference=reference)
+        else:
+            self.actor = Actor(engine, reference)
 
-    def _own_reference(self, hf_config: dict, names: Sequence[str]) -> ShardedModel:
+    def _own_reference(self, hf_config: dict, names: Sequence[str]) -> Model:
         network, cell = DescribedModel(hf_config), self._load("output_graphs")[1]
         cell.check_names(names)
         parameters = self._with_tower(network, cell)
-        return ShardedModel(
-            network, cell, self.parallel, self._rank, parameters, after_token=self._job["after_token"]
-        )
+        shards = Shards(network, self.parallel, self._rank, parameters, after_token=self._job["after_token"])
+        return Model(shards, cell)
 
     def _with_tower(self, network: DescribedModel, cell: LoweredCell) -> dict[str, ms.Parameter]:
         """Return all parameters of a model, with those of a vision tower, which runs on the CPU's own cells."""

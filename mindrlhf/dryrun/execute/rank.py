@@ -41,11 +41,11 @@ from mindrlhf.images.positions import NUM_IDS
 from mindrlhf.system.processes import die_with_launcher
 from mindrlhf.training.batch import Batch, RowOptions
 from mindrlhf.training.checkpoints.shards import export_adapter
+from mindrlhf.training.engine.factory import layout_of
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.nodes import find_nodes
 from mindrlhf.training.replica_team import ReplicaTeam
 from mindrlhf.training.runtime import Rank
-from mindrlhf.training.sharded.factory import layout_of
 from mindrlhf.training.team import Team, connect, serve
 from mindrlhf.training.vision.image_rows import ImageTokens
 from mindrlhf.weights.publish.buffer import WeightBuffer

@@ -57,7 +57,7 @@ class ExecutionJob:
         token_inputs: names of the token arrays that the update takes, in order.
         computed_input: that of them which the output graphs compute under the initial weights, "old_logprobs" or
             "values"; empty when all are given.
-        after_token: see :class:`mindrlhf.training.sharded.model.ShardedModel`.
+        after_token: see :class:`mindrlhf.training.engine.shards.Shards`.
         lora: fields of :class:`mindrlhf.specs.lora.LoraOptions`, of adapters that are trained in place of the model;
             they begin with those of :data:`SEED`.
         transport: `rollout.weights_transport`.

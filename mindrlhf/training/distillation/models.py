@@ -9,7 +9,7 @@ from mindrlhf.data.packing import PackedRows
 
 
 class FrozenModel(Protocol):
-    """What a teacher is: see :class:`mindrlhf.training.worker.model.RankModel`, or several behind one interface.
+    """What a teacher is: see :class:`mindrlhf.training.engine.model.Model`, or several behind one interface.
 
     Attributes:
         network: the model.

@@ -4,13 +4,14 @@ import math
 import re
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from mindrlhf.config.parse import build
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.errors import UserError
 from mindrlhf.training.loop.skipped_batches import SkippedBatch, load_images, load_skipped
@@ -76,16 +77,16 @@ def replay(directory: Path, model_dir: Path | None = None) -> Replay:
     batch, micro_batches, logprobs = load_skipped(directory)
     config = build(GrpoConfig, batch.config)
     model_dir = model_dir or find_weights(directory, batch, config)
-    learner = _build_learner(config, model_dir, micro_batches)
-    if learner.network.images is not None:
-        learner.network.images.see(load_images(directory, batch.num_micro_batches))
+    engine = _build_engine(config, model_dir, micro_batches)
+    if engine.model.network.images is not None:
+        engine.model.see(load_images(directory, batch.num_micro_batches))
     losses, computed = [], []
     for rows in micro_batches:
-        statistics, values = learner.accumulate(rows, _inputs(learner, rows, batch.kl_coefficient), batch.num_tokens)
+        statistics, values = engine.updater.add(rows, batch.num_tokens, batch.kl_coefficient)
         losses.append(float(statistics[0]))
-        computed.append(values.copy())
-    norms = {name: float(np.linalg.norm(array.astype(np.float64))) for name, array in learner.gradients()}
-    has_same_weights = _weights_digest(learner) == batch.weights if batch.weights else None
+        computed.append(engine.model.logprobs(rows) if values is None else values.copy())
+    norms = {name: float(np.linalg.norm(array.astype(np.float64))) for name, array in engine.updater.gradients()}
+    has_same_weights = _weights_digest(engine.model.placement) == batch.weights if batch.weights else None
     samples = _extremes(batch, micro_batches, computed, logprobs)
     return Replay(batch, model_dir, has_same_weights, losses, norms, samples)
 
@@ -113,32 +114,27 @@ def find_weights(directory: Path, batch: SkippedBatch, config: GrpoConfig) -> Pa
     return Path(config.model.path)
 
 
-def _build_learner(config: GrpoConfig, model_dir: Path, micro_batches: Sequence[PackedRows]):
-    from mindrlhf.models.load import load_model
+def _build_engine(config: GrpoConfig, model_dir: Path, micro_batches: Sequence[PackedRows]):
+    from mindrlhf.training.engine.build import Models, build_policy_engine
     from mindrlhf.training.runtime import start_runtime
-    from mindrlhf.training.worker.learner import Learner
-    from mindrlhf.training.worker.policy_loss import build_policy_logprobs, build_policy_loss
 
     with tempfile.TemporaryDirectory(prefix="mindrlhf-replay-") as log_dir:
         rank = start_runtime(config.run, Path(log_dir))
-    row_length = max(rows.mask.shape[1] for rows in micro_batches)
-    num_image_rows = max(rows.mask.size for rows in micro_batches)
-    options: dict = {"memory": config.memory, "num_image_rows": num_image_rows}
-    network = load_model(config.model, str(model_dir), config.run, row_length, **options)
-    loss = build_policy_loss(config, build_policy_logprobs(config, network))
-    return Learner(network, loss, config.optimizer, rank, config.run.device)
+        # One rank has all of the model.
+        config = replace(config, parallel_config=ParallelSection(), run=replace(config.run, output_dir=log_dir))
+        lengths = tuple(sorted({rows.mask.shape[1] for rows in micro_batches}))
+        models = Models(config, lengths, max(len(rows.mask) for rows in micro_batches), rank)
+        engine = build_policy_engine(models, str(model_dir))[1]
+        models.make_ready()
+    return engine
 
 
-def _inputs(learner, rows: PackedRows, kl_coefficient: float) -> list[np.ndarray]:
-    return [*learner.loss.token_arrays(rows.tokens, rows.mask), np.float32(kl_coefficient)]
-
-
-def _weights_digest(learner) -> str:
+def _weights_digest(placement) -> str:
     from mindrlhf.observe.fingerprint import digest_weights
 
-    with learner.model.create_weight_buffer() as buffer:
+    with placement.create_weight_buffer() as buffer:
         buffer.begin(1)
-        learner.model.write_to(buffer)
+        placement.write_to(buffer)
         return digest_weights(buffer.written())
 
 

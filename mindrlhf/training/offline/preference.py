@@ -11,9 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from mindrlhf.algorithms.logprobs import PolicyLogProbs
-from mindrlhf.algorithms.losses import CoefficientLoss
-from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.checkpoint.algorithm_state import PairAccuracy
 from mindrlhf.config.derived import reference_is_base
 from mindrlhf.config.schema import DpoConfig, RewardModelConfig
@@ -23,57 +20,19 @@ from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.evaluation.statistics import Interval, accuracy_interval
 from mindrlhf.images.pixels import decode_png
-from mindrlhf.models.load import load_model, load_scorer
 from mindrlhf.observe.fingerprint import digest_arrays
-from mindrlhf.training.batch import Batch, RowOptions, UpdateResult, make_batch
+from mindrlhf.training.batch import RowOptions, make_batch
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.offline.pair_objectives import DpoObjective, PairResult, RewardModelObjective
-from mindrlhf.training.offline.run import OfflineWorker, run_rank
+from mindrlhf.training.offline.run import run_rank
 from mindrlhf.training.offline.supervised import read_image_files
 from mindrlhf.training.preflight import RunInputs, check_offline_inputs
-from mindrlhf.training.runtime import Rank, num_ranks_from_environment
+from mindrlhf.training.runtime import num_ranks_from_environment
 from mindrlhf.training.team import Team
-from mindrlhf.training.worker.adapted_model import BaseModel
-from mindrlhf.training.worker.cells import check_finite
-from mindrlhf.training.worker.learner import Learner
-from mindrlhf.training.worker.model import WholeModel
 
 Config = DpoConfig | RewardModelConfig
 Objective = DpoObjective | RewardModelObjective
 BLOCK_PAIRS = 256  # pairs measured at a time outside of training
-
-
-class PreferenceLearner(Learner):
-    """The model of a preference run on one rank; its public methods are called through the team.
-
-    Args:
-        loss: :class:`mindrlhf.algorithms.losses.CoefficientLoss`.
-        reference: the reference model, None when the run has no such model in memory.
-    """
-
-    def __init__(self, network: Any, loss: Any, config: Config, rank: Rank, reference: WholeModel | None):
-        super().__init__(network, loss, config.optimizer, rank, config.run.device)
-        self._reference = reference
-
-    def measure(self, batch: Batch, name: str) -> list[np.ndarray]:
-        """Return the outputs, float32 [rows, length], of the "policy" or the "reference" for each micro-batch."""
-        model = self.model if name == "policy" else self._reference
-        if batch.images:
-            model.see(tuple(batch.images.values()))
-        return [model.logprobs(rows) for rows in batch.micro_batches]
-
-    def update(self, batch: Batch, lr: float) -> UpdateResult:
-        """Make one optimiser update from the "coefficients" of the tokens; the statistics are those of the loss."""
-        if batch.images:
-            self.model.see(tuple(batch.images.values()))
-        coefficients = [(rows, (rows.tokens["coefficients"],)) for rows in batch.micro_batches]
-        statistics = [self.accumulate(rows, values, 1)[0] for rows, values in coefficients]
-        norm = check_finite(self.apply(lr))
-        return UpdateResult(np.sum(statistics, axis=0), norm, self.process_statistics())
-
-    def drop_reference(self) -> None:
-        """Free the reference model."""
-        self._reference = None
 
 
 @dataclass(frozen=True)
@@ -112,40 +71,7 @@ def run_preference_rank(config: Config, *, resume: bool = False) -> None:
         UserError, RunFailure: as what it calls raises them.
     """
     inputs = check_offline_inputs(config, num_ranks_from_environment())
-    run_rank(
-        config,
-        lambda rank: _build_worker(config, inputs, rank),
-        lambda team: PreferenceTrainer(config, inputs, team),
-        resume=resume,
-    )
-
-
-def _build_worker(config: Config, inputs: RunInputs, rank: Rank) -> OfflineWorker:
-    if is_split(config.parallel_config):
-        from mindrlhf.training.sharded.offline import build_sharded_preference
-
-        return build_sharded_preference(config, inputs.row_lengths, rank)
-    return _build_learner(config, inputs.row_lengths[-1], rank)
-
-
-def _build_learner(config: Config, length: int, rank: Rank) -> PreferenceLearner:
-    model, run = config.model, config.run
-    if isinstance(config, RewardModelConfig):
-        network = load_scorer(model, model.path, run, length, config.lora, memory=config.memory)
-        return PreferenceLearner(network, CoefficientLoss(TokenScores(network, after_token=True)), config, rank, None)
-    options: dict = {"memory": config.memory, "num_image_rows": config.preference.micro_batch_size * length}
-    tile = config.memory.head_tile
-    network = load_model(model, model.path, run, length, config.lora, **options)
-    loss = CoefficientLoss(PolicyLogProbs(network, 1.0, run.device, tile))
-    reference = None
-    if reference_is_base(config):
-        reference = BaseModel(loss.policy, rank)
-    elif model.reference_path or config.dpo.reference == "live":
-        frozen = replace(model, train_vision="none")
-        path = model.reference_path or model.path
-        reference_network = load_model(frozen, path, run, length, **options)
-        reference = WholeModel(PolicyLogProbs(reference_network, 1.0, run.device, tile), rank)
-    return PreferenceLearner(network, loss, config, rank, reference)
+    run_rank(config, inputs, PreferenceTrainer, resume=resume)
 
 
 class PreferenceTrainer:
@@ -220,7 +146,7 @@ class PreferenceTrainer:
             replace(sequence, values={"coefficients": values.astype(np.float32)})
             for sequence, values in zip(pairs.with_images(), result.coefficients, strict=True)
         ]
-        results = self._call("update", sequences, lr=lr)[1]
+        results = self._call("train", sequences, lr=lr)[1]
         return {
             **result.metrics(),
             "grad_norm": results[0].grad_norm,

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -22,18 +22,16 @@ from mindrlhf.training.checkpoints.shards import export_adapter
 from mindrlhf.training.loop.alarms import LossAlarm
 from mindrlhf.training.loop.guards import Events
 from mindrlhf.training.nodes import find_nodes
-from mindrlhf.training.preflight import FINAL_NAME
+from mindrlhf.training.preflight import FINAL_NAME, RunInputs
 from mindrlhf.training.replica_team import with_replicas
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.team import Team
-from mindrlhf.training.worker.learner import Learner
 from mindrlhf.weights.publish.publisher import sharded_tensors
 
-if TYPE_CHECKING:  # its graphs are not needed where models are whole
-    from mindrlhf.training.sharded.offline import ShardedOffline
+if TYPE_CHECKING:
+    from mindrlhf.training.engine.offline import OfflineWorker
 
 Config = SftConfig | DpoConfig | RewardModelConfig
-OfflineWorker: TypeAlias = "Learner | ShardedOffline"
 
 
 class Trainer(Protocol):
@@ -58,23 +56,20 @@ class Trainer(Protocol):
 
 
 def run_rank(
-    config: Config,
-    build_learner: Callable[[Rank], OfflineWorker],
-    make_trainer: Callable[[Team], Trainer],
-    *,
-    resume: bool,
+    config: Config, inputs: RunInputs, make_trainer: Callable[[Config, RunInputs, Team], Trainer], *, resume: bool
 ) -> None:
     """Do this rank's part of a run: rank 0 trains and exports the model, the others serve it.
 
     Args:
-        build_learner: builds the worker of this rank, with the model that the run starts from.
-        make_trainer: called on rank 0 while the learner has that model, also when it then resumes from a checkpoint.
+        inputs: of the run.
+        make_trainer: called on rank 0 while the workers have the model that the run starts from, also when it then
+            resumes from a checkpoint.
         resume: continue from the newest whole checkpoint.
 
     Raises:
         UserError, RunFailure: as what it calls raises them.
     """
-    life_cycle.run_rank(config, OfflineTraining(config, build_learner, make_trainer), resume=resume)
+    life_cycle.run_rank(config, OfflineTraining(config, inputs, make_trainer), resume=resume)
 
 
 class OfflineSteps(life_cycle.Steps):
@@ -115,11 +110,9 @@ class OfflineTraining(life_cycle.Training):
 
     accuracy = "preference accuracy on held-out pairs"
 
-    def __init__(
-        self, config: Config, build_learner: Callable[[Rank], OfflineWorker], make_trainer: Callable[[Team], Trainer]
-    ):
+    def __init__(self, config: Config, inputs: RunInputs, make_trainer: Callable[[Config, RunInputs, Team], Trainer]):
         self._config = config
-        self._build_learner = build_learner
+        self._inputs = inputs
         self._make_trainer = make_trainer
 
     @property
@@ -127,18 +120,20 @@ class OfflineTraining(life_cycle.Training):
         """Number of steps of the whole run."""
         return self._trainer.num_steps
 
-    def build_worker(self, rank: Rank) -> OfflineWorker:
-        """Return the learner."""
-        return self._build_learner(rank)
+    def build_worker(self, rank: Rank) -> "OfflineWorker":
+        """Return the worker, with the model that the run starts from."""
+        from mindrlhf.training.engine.build import build_offline
+
+        return build_offline(self._config, self._inputs.row_lengths, rank)
 
     def connect(
-        self, worker: OfflineWorker, connections: list, requests: SaveRequests, stack: contextlib.ExitStack
+        self, worker: "OfflineWorker", connections: list, requests: SaveRequests, stack: contextlib.ExitStack
     ) -> None:
         """Connect the ranks and make the trainer."""
         self._ranks = Team(worker, connections)
         self.team = with_replicas(self._config.parallel_config, self._ranks)
         stack.callback(self.team.close)
-        self._trainer = self._make_trainer(self.team)
+        self._trainer = self._make_trainer(self._config, self._inputs, self.team)
         self.order = self._trainer.order
 
     def open(
@@ -153,7 +148,7 @@ class OfflineTraining(life_cycle.Training):
         stack.callback(alarm.close)
         return OfflineSteps(self._trainer, progress, alarm)
 
-    def finish(self, worker: OfflineWorker, progress: Progress) -> None:
+    def finish(self, worker: "OfflineWorker", progress: Progress) -> None:
         """Print the summary, write the report and export the model."""
         if summary := self._trainer.summary(progress):
             print(f"\n{summary}", flush=True)

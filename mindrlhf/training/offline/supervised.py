@@ -7,45 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from mindrlhf.algorithms.logprobs import PolicyLogProbs
-from mindrlhf.algorithms.losses import SupervisedLoss
 from mindrlhf.config.schema import SftConfig
 from mindrlhf.config.training import is_split
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.packing import Row, TokenSequence, plan_rows
 from mindrlhf.images.pixels import decode_png
-from mindrlhf.models.load import load_model
-from mindrlhf.training.batch import Batch, HeldOutLogProbs, RowOptions, UpdateResult, batch_of_rows
+from mindrlhf.training.batch import Batch, RowOptions, UpdateResult, batch_of_rows
 from mindrlhf.training.checkpoints.run import Progress
-from mindrlhf.training.offline.run import OfflineWorker, run_rank
+from mindrlhf.training.offline.run import run_rank
 from mindrlhf.training.preflight import RunInputs, check_offline_inputs
-from mindrlhf.training.runtime import Rank, num_ranks_from_environment
+from mindrlhf.training.runtime import num_ranks_from_environment
 from mindrlhf.training.team import Results, Team
-from mindrlhf.training.worker.cells import check_finite
-from mindrlhf.training.worker.learner import Learner
-
-
-class SupervisedLearner(Learner):
-    """The model of a supervised run on one rank; its public methods are called through the team."""
-
-    def __init__(self, network: Any, loss: SupervisedLoss, config: SftConfig, rank: Rank):
-        super().__init__(network, loss, config.optimizer, rank, config.run.device)
-
-    def update(self, batch: Batch, lr: float) -> UpdateResult:
-        """Make one optimiser update; the statistics [2] are this rank's part of the loss and its entropy sum."""
-        self._see(batch)
-        statistics = [self.accumulate(rows, (), batch.num_tokens)[0] for rows in batch.micro_batches]
-        norm = check_finite(self.apply(lr))
-        return UpdateResult(np.sum(statistics, axis=0), norm, self.process_statistics())
-
-    def evaluate(self, batch: Batch) -> HeldOutLogProbs:
-        """Return the summed log-probability of this rank's response tokens."""
-        self._see(batch)
-        return HeldOutLogProbs(sum(float(self.model.logprobs(rows).sum()) for rows in batch.micro_batches))
-
-    def _see(self, batch: Batch) -> None:
-        if batch.images:
-            self.network.images.see(tuple(batch.images.values()))
 
 
 def run_supervised_rank(config: SftConfig, *, resume: bool = False) -> None:
@@ -55,28 +27,7 @@ def run_supervised_rank(config: SftConfig, *, resume: bool = False) -> None:
         UserError, RunFailure: as what it calls raises them.
     """
     inputs = check_offline_inputs(config, num_ranks_from_environment())
-    run_rank(
-        config,
-        lambda rank: _build_worker(config, inputs, rank),
-        lambda team: SupervisedTrainer(config, inputs, team),
-        resume=resume,
-    )
-
-
-def _build_worker(config: SftConfig, inputs: RunInputs, rank: Rank) -> OfflineWorker:
-    if is_split(config.parallel_config):
-        from mindrlhf.training.sharded.offline import build_sharded_supervised
-
-        return build_sharded_supervised(config, inputs.row_lengths, rank)
-    return build_learner(config, inputs.row_lengths[-1], rank)
-
-
-def build_learner(config: SftConfig, length: int, rank: Rank) -> SupervisedLearner:
-    """Build the learner of a rank; ``length`` is that of the longest row."""
-    options: dict = {"memory": config.memory, "num_image_rows": config.supervised.micro_batch_size * length}
-    network = load_model(config.model, config.model.path, config.run, length, config.lora, **options)
-    loss = SupervisedLoss(PolicyLogProbs(network, 1.0, config.run.device, config.memory.head_tile))
-    return SupervisedLearner(network, loss, config, rank)
+    run_rank(config, inputs, SupervisedTrainer, resume=resume)
 
 
 class SupervisedTrainer:
@@ -110,7 +61,7 @@ class SupervisedTrainer:
         start_s = time.perf_counter()
         batch = self._batch(self._sequences, self._image_files, [self._rows[item] for item in items])
         lr = self._config.optimizer.learning_rate(index, self.num_steps)
-        metrics = _metrics(self._call("update", batch, lr=lr), batch, lr)
+        metrics = _metrics(self._call("train", batch, lr=lr), batch, lr)
         if self._config.observe.performance_stats:
             metrics |= _performance(batch, time.perf_counter() - start_s, self._team.num_devices)
         return metrics

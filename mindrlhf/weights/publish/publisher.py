@@ -80,7 +80,7 @@ class _NodeBuffer:
     """The weight buffer of a rank's node for one purpose, and what the rank knows of it.
 
     Attributes:
-        model: what goes through it, a :class:`mindrlhf.training.worker.model.RankModel`.
+        model: what goes through it, a :class:`mindrlhf.training.engine.model.Placement`.
         is_owner: this rank, the first of its node, has made it.
         node: number of the node.
         ranks: those of the node; None for all.

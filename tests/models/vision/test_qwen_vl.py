@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engines import accumulate, whole_engine, whole_model
 from slow_tests import RUNS_SLOW_TESTS, SLOW
 from tiny_vl import IMAGE, VISION_END, VISION_START, TinyVl, write_tiny_vl
 
@@ -181,10 +182,8 @@ def test_logits_logprobs_and_all_gradients_match_transformers(network, batch, se
 def test_frozen_tower_runs_once_and_gives_the_same_logprobs(network, batch, sequences, expected):
     """The cells as training has them: the tower's rows are set before a run."""
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
-    from mindrlhf.training.runtime import Rank
-    from mindrlhf.training.worker.model import WholeModel
 
-    model = WholeModel(PolicyLogProbs(network, 1.0, "cpu"), Rank(0, 1))
+    model = whole_model(PolicyLogProbs(network, 1.0, "cpu"))
     network.images.see(list(batch.images.values()))
     responses = batch.collect([[model.logprobs(rows) for rows in batch.micro_batches]])
     for number, (sequence, response) in enumerate(zip(sequences, responses, strict=True)):
@@ -203,36 +202,33 @@ def test_a_learner_has_the_gradients_of_the_part_of_the_tower_that_it_trains(
     """The graph of an update, with images as its inputs, and the loss of the reference. Rows of 96 differ in slots."""
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.losses import CoefficientLoss
-    from mindrlhf.config.training import OptimizerSection
     from mindrlhf.models.causal_lm import build_model
-    from mindrlhf.training.runtime import Rank
-    from mindrlhf.training.worker.learner import Learner
     from mindrlhf.weights.convert import load_hf_weights
     from mindrlhf.weights.hf import read_hf_config
 
     trained = build_model(read_hf_config(model_dir), seq_length=length, num_image_rows=3 * LENGTH, train_vision=part)
     load_hf_weights(trained, model_dir)
     loss = CoefficientLoss(PolicyLogProbs(trained, 1.0, "cpu"))
-    learner = Learner(trained, loss, OptimizerSection(), Rank(0, 1), "cpu")
+    engine = whole_engine(loss)
     batch = make_batch(sequences, RowOptions((length,), 1, 1, True, image_tokens=ImageTokens.of(trained.dims)))
     assert len(batch.micro_batches) == 2
     trained.images.see(list(batch.images.values()))
     for rows in batch.micro_batches:
-        learner.accumulate(rows, [-rows.tokens["weights"]], 1)
-    by_name = {name: gradient.copy() for name, gradient in learner.gradients()}
+        accumulate(engine, rows, [-rows.tokens["weights"]], 1)
+    by_name = {name: gradient.copy() for name, gradient in engine.updater.gradients()}
     frozen = {rule.mf_name for rule in rules(trained)} - set(by_name)
     prefix = {"projector": "visual.merger.", "all": "visual."}[part]
     assert frozen == {n for n in (r.mf_name for r in rules(trained)) if n.startswith("visual.") and prefix not in n}
     check_gradients(trained, by_name, expected, without=frozen)
-    num_graphs = len(learner._gradients.compile_cache)
+    num_graphs = len(engine.updater._gradients.compile_cache)
     assert num_graphs == (1 if length == LENGTH else 2)
     assert num_graphs == len({trained.images.shape_of(rows.images) for rows in batch.micro_batches})
     trained.images.see([255 - image for image in batch.images.values()])
     inverted = {digest: image_digest(255 - image) for digest, image in batch.images.items()}
     for rows in batch.micro_batches:
         other = dataclasses.replace(rows, images=tuple(inverted[digest] for digest in rows.images))
-        learner.accumulate(other, [-rows.tokens["weights"]], 1)
-    assert len(learner._gradients.compile_cache) == num_graphs, "other images, the same graphs"
+        accumulate(engine, other, [-rows.tokens["weights"]], 1)
+    assert len(engine.updater._gradients.compile_cache) == num_graphs, "other images, the same graphs"
 
 
 def rules(network):

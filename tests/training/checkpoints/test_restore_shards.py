@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from engines import whole_engine
 
 from mindrlhf.config.model import ModelSection
 from mindrlhf.config.run import RunSection
-from mindrlhf.config.training import OptimizerSection
 from mindrlhf.errors import UserError
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.shards.save import finish_saving, plan_saving, write_rank
@@ -23,16 +23,14 @@ def actor(inputs_dir, tmp_path):
     from mindrlhf.algorithms.losses import PolicyLoss
     from mindrlhf.models.context import prepare_mindformers
     from mindrlhf.models.load import load_model
-    from mindrlhf.training.runtime import Rank
-    from mindrlhf.training.worker.actor import Actor
-    from mindrlhf.training.worker.learner import PolicyLearner
+    from mindrlhf.training.engine.actor import Actor
 
     prepare_mindformers("cpu", tmp_path / "log")
     path = str(inputs_dir / "model")
     network = load_model(ModelSection(path=path), path, RunSection(), 16)
     policy = PolicyLogProbs(network, 1.0, "cpu")
     loss = PolicyLoss(policy, policy_losses.surrogate("ppo_clip", clip_low=0.2, clip_high=0.2), on_policy=True)
-    return Actor(PolicyLearner(network, loss, OptimizerSection(), Rank(0, 1), "cpu"), None, saves_reference=False)
+    return Actor(whole_engine(loss))
 
 
 def save_shards(model_dir, directory, ranks=range(4)):
@@ -72,9 +70,9 @@ def test_weights_and_moments_come_from_shards(actor, inputs_dir, tmp_path):
 
     arrays, layouts = save_shards(inputs_dir / "model", tmp_path / "step" / "model")
     actor.restore(str(tmp_path / "step"))
-    for parameter in actor.learner.network.get_parameters():
+    for parameter in actor.model.network.get_parameters():
         np.testing.assert_array_equal(parameter.asnumpy(), arrays[parameter.name], err_msg=parameter.name)
-    state = dict(optimizer_arrays(actor.learner.optimizer))
+    state = dict(optimizer_arrays(actor.engine.updater.optimizer))
     assert len(state) == 1 + 2 * len(layouts)
     for name, array in state.items():
         np.testing.assert_array_equal(array, arrays[name], err_msg=name)

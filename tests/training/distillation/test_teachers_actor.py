@@ -1,6 +1,5 @@
 """Two teachers of other sizes in the actor that a run builds, against their logits on one sample at a time."""
 
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -49,7 +48,7 @@ def directories(tmp_path_factory):
 @pytest.fixture(scope="module")
 def actor(directories, tmp_path_factory):
     from mindrlhf.models.context import prepare_mindformers
-    from mindrlhf.training.reinforcement import _build_actor
+    from mindrlhf.training.engine.build import build_actor
     from mindrlhf.training.runtime import Rank
 
     prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
@@ -59,7 +58,7 @@ def actor(directories, tmp_path_factory):
         algorithm=AlgorithmSection(name="distill", advantage="distill", beta=1.0, kl_in="reward"),
         distillation=DistillationSection({name: directories[name] for name in ("math", "code")}),
     )
-    return _build_actor(config, SimpleNamespace(row_lengths=(LENGTH,)), Rank(0, 1))
+    return build_actor(config, (LENGTH,), Rank(0, 1))
 
 
 def sequences() -> list[TokenSequence]:

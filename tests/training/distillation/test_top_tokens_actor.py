@@ -3,10 +3,10 @@
 import json
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from engines import whole_model
 from test_teachers_actor import LENGTH, VOCABULARY, sequences
 from test_teachers_actor import directories as directories  # a fixture
 
@@ -26,7 +26,7 @@ REFERENCE = Path(__file__).parents[2] / "models" / "transformers_reference.py"
 
 def build(model: dict, teachers: dict, log_dir, **options):
     from mindrlhf.models.context import prepare_mindformers
-    from mindrlhf.training.reinforcement import _build_actor
+    from mindrlhf.training.engine.build import build_actor
     from mindrlhf.training.runtime import Rank
 
     prepare_mindformers("cpu", log_dir)
@@ -39,7 +39,7 @@ def build(model: dict, teachers: dict, log_dir, **options):
         distillation=DistillationSection(teachers),
         **options,
     )
-    return _build_actor(config, SimpleNamespace(row_lengths=(LENGTH,)), Rank(0, 1))
+    return build_actor(config, (LENGTH,), Rank(0, 1))
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_an_update_learns_the_kl_against_them(actor, logprobs_alone):
         kl = (np.exp(student) * (student - of_teacher)).sum(axis=-1)
         loss, kl_sum = loss + 0.5 * kl @ sample.values["weights"], kl_sum + kl.sum()
     assert kl_sum / batch.num_tokens > 0.05
-    named = dict(zip(actor.learner.loss.statistics, result.statistics, strict=True))
+    named = dict(zip(actor.engine.updater.loss.statistics, result.statistics, strict=True))
     assert named["loss"] == pytest.approx(loss / batch.num_tokens, rel=1e-4)
     assert named["topk_kl"] == pytest.approx(kl_sum, rel=1e-4)
     assert result.grad_norm > 1e-3
@@ -163,9 +163,8 @@ def test_the_base_of_adapters_stays_the_teacher(directories, tmp_path):
         for ours, theirs in zip(after[name], arrays, strict=True):
             np.testing.assert_array_equal(ours, theirs, err_msg=name)
     actor.receive_tokens("advantages", ones)
-    kl = [
-        dict(zip(actor.learner.loss.statistics, one.statistics))["topk_kl"] for one in (first, actor.update(0, 0.1, 1))
-    ]
+    names = actor.engine.updater.loss.statistics
+    kl = [dict(zip(names, one.statistics))["topk_kl"] for one in (first, actor.update(0, 0.1, 1))]
     assert kl[1] > 1e-3
 
 
@@ -191,8 +190,6 @@ def test_tokens_are_those_of_transformers_logits(rollout_python, tmp_path):
     from mindrlhf.algorithms.top_k.cells import TopTokens
     from mindrlhf.data.packing import PackedRows
     from mindrlhf.models.causal_lm import build_model
-    from mindrlhf.training.runtime import Rank
-    from mindrlhf.training.worker.model import WholeModel
     from mindrlhf.weights.convert import load_hf_weights
     from mindrlhf.weights.hf import read_hf_config
 
@@ -206,7 +203,7 @@ def test_tokens_are_those_of_transformers_logits(rollout_python, tmp_path):
     network = build_model(read_hf_config(tmp_path / "tiny"), seq_length=input_ids.shape[1])
     load_hf_weights(network, tmp_path / "tiny")
     policy = PolicyLogProbs(network, TEMPERATURE, "cpu")
-    model = WholeModel(policy, Rank(0, 1), TopTokens(policy, 9, 96))
+    model = whole_model(policy, TopTokens(policy, 9, 96))
     mask = np.ones(input_ids.shape, np.float32)
     rows = PackedRows(input_ids, np.ones_like(input_ids), np.roll(input_ids, -1, 1), mask, {})
     found = model.top_tokens(rows)

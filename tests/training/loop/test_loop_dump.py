@@ -13,9 +13,9 @@ from test_loop import NUM_GENERATIONS, Run
 from mindrlhf.config.observe import MsprobeSection
 from mindrlhf.debugging.dump_diff import compare_dumps
 from mindrlhf.debugging.dump_paths import rank_dir, rank_dirs
+from mindrlhf.training.engine.actor import Actor
 from mindrlhf.training.loop.dump import StepDump
 from mindrlhf.training.loop.policy import Policy
-from mindrlhf.training.worker.actor import Actor
 
 # Looked for, not imported: see StageDump.
 pytestmark = pytest.mark.skipif(find_spec("msprobe") is None, reason="the debug extra is not installed")
@@ -138,7 +138,7 @@ def test_ranks_are_told_which_steps_to_dump(tmp_path):
 
 
 def test_the_modules_of_a_run_do_not_load_msprobe():
-    modules = "mindrlhf.training.loop.trainer, mindrlhf.training.worker.actor"
+    modules = "mindrlhf.training.loop.trainer, mindrlhf.training.engine.actor"
     code = f"import sys, {modules}; sys.exit('msprobe' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, capture_output=True)
 

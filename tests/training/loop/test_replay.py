@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from engines import whole_engine
 from fakes import LocalTeam
 from made_samples import make_sample
 from tiny_models import tiny_model
@@ -45,16 +46,15 @@ def config(tmp_path_factory) -> GrpoConfig:
 def actor(config, tmp_path_factory):
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.models.load import load_model
+    from mindrlhf.training.engine.actor import Actor
+    from mindrlhf.training.engine.policy_loss import build_policy_loss
     from mindrlhf.training.runtime import start_runtime
-    from mindrlhf.training.worker.actor import Actor
-    from mindrlhf.training.worker.learner import PolicyLearner
-    from mindrlhf.training.worker.policy_loss import build_policy_loss
     from mindrlhf.weights.publish.publisher import PUBLISH
 
-    rank = start_runtime(config.run, tmp_path_factory.mktemp("log"))
+    start_runtime(config.run, tmp_path_factory.mktemp("log"))
     network = load_model(config.model, config.model.path, config.run, ROW_LENGTH)
     loss = build_policy_loss(config, PolicyLogProbs(network, config.rollout.temperature, "cpu"))
-    actor = Actor(PolicyLearner(network, loss, config.optimizer, rank, "cpu"), None, saves_reference=False)
+    actor = Actor(whole_engine(loss, config.optimizer))
     actor.open_weights(PUBLISH, is_owner=True)
     return actor
 
@@ -68,11 +68,11 @@ def started_runtime(actor, monkeypatch):
 
 
 def weights(actor) -> dict[str, np.ndarray]:
-    return {parameter.name: parameter.asnumpy().copy() for parameter in actor.learner.network.get_parameters()}
+    return {parameter.name: parameter.asnumpy().copy() for parameter in actor.model.network.get_parameters()}
 
 
 def optimizer_state(actor) -> list[np.ndarray]:
-    optimizer = actor.learner.optimizer
+    optimizer = actor.engine.updater.optimizer
     return [item.asnumpy().copy() for item in (*optimizer.exp_avg, *optimizer.exp_avg_sq, optimizer.global_step)]
 
 
@@ -196,9 +196,9 @@ def write_other(config):
 
 def test_a_loss_that_is_not_finite_skips_the_update_though_the_gradients_are(actor):
     before, state = weights(actor), optimizer_state(actor)
-    assert np.isnan(actor.learner.apply(1.0, loss=float("inf")))
+    assert np.isnan(actor.engine.updater.apply(1.0, loss=float("inf")))
     for name, array in weights(actor).items():
         np.testing.assert_array_equal(array, before[name])
     for one, other in zip(optimizer_state(actor), state, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert actor.learner.apply(0.0) == 0.0, "nothing of it is left in the accumulators"
+    assert actor.engine.updater.apply(0.0) == 0.0, "nothing of it is left in the accumulators"

@@ -4,6 +4,7 @@ import contextlib
 
 import numpy as np
 import pytest
+from engines import whole_engine, whole_model
 from fakes import LocalTeam
 from made_samples import make_sample
 from tiny_models import tiny_model
@@ -119,12 +120,9 @@ def test_a_scorer_on_a_rank_gives_what_its_weights_say(tmp_path):
     from mindrlhf.config.schema import GrpoConfig
     from mindrlhf.models.context import prepare_mindformers
     from mindrlhf.models.load import load_model, load_scorer
-    from mindrlhf.training.runtime import Rank
+    from mindrlhf.training.engine.actor import Actor
+    from mindrlhf.training.engine.policy_loss import build_policy_loss
     from mindrlhf.training.team import Team as RealTeam
-    from mindrlhf.training.worker.actor import Actor
-    from mindrlhf.training.worker.learner import PolicyLearner
-    from mindrlhf.training.worker.model import WholeModel
-    from mindrlhf.training.worker.policy_loss import build_policy_loss
     from mindrlhf.weights.convert import export_hf, random_hf_weights
 
     prepare_mindformers("cpu", tmp_path / "log")
@@ -139,9 +137,9 @@ def test_a_scorer_on_a_rank_gives_what_its_weights_say(tmp_path):
     )
     network = load_model(config.model, config.model.path, config.run, 32)
     loss = build_policy_loss(config, PolicyLogProbs(network, 1.0, "cpu"))
-    actor = Actor(PolicyLearner(network, loss, config.optimizer, Rank(0, 1), "cpu"), None, saves_reference=False)
+    actor = Actor(whole_engine(loss, config.optimizer))
     scorer = load_scorer(config.model, config.reward.model_path, config.run, 32)
-    actor.use_reward_model(WholeModel(TokenScores(scorer, after_token=True), Rank(0, 1)))
+    actor.use_reward_model(whole_model(TokenScores(scorer, after_token=True)))
     model = RewardModel(RealTeam(actor), RowOptions((32,), 2, 1, True), config.reward)
     generator = np.random.default_rng(0)
     before = [

@@ -29,14 +29,14 @@ def make(tmp_path_factory):
     model_dir, learners = export_model(tmp_path_factory), {}
 
     def _make(kind, output_dir, overrides=(), num_held_out=24):
+        from mindrlhf.training.engine.build import build_offline
         from mindrlhf.training.offline import preference, supervised
         from mindrlhf.training.runtime import Rank
         from mindrlhf.training.team import Team
 
         config = read_config(kind, model_dir, output_dir, overrides)
-        build = supervised.build_learner if kind == "sft" else preference._build_learner
         if kind not in learners:
-            learner = build(config, 32, Rank(0, 1))
+            learner = build_offline(config, (32,), Rank(0, 1))
             learners[kind] = learner, Rewound(learner)
         learner, rewound = learners[kind]
         rewound.rewind()
@@ -100,8 +100,8 @@ def train(trainer, progress, checkpoints):
 def weights_of(learner):
     from mindrlhf.weights.convert import iter_hf_tensors
 
-    weights = {name: array.copy() for name, array in iter_hf_tensors(learner.network)}
-    adapters = {one.name: one.asnumpy().copy() for one in learner.network.get_parameters() if "lora" in one.name}
+    weights = {name: array.copy() for name, array in iter_hf_tensors(learner.model.network)}
+    adapters = {one.name: one.asnumpy().copy() for one in learner.model.network.get_parameters() if "lora" in one.name}
     return weights | adapters
 
 

@@ -21,7 +21,7 @@ def model_dir(tmp_path_factory):
 
 
 def base_tensors(learner):
-    return {p.name: p.asnumpy().copy() for p in learner.network.get_parameters() if "lora" not in p.name}
+    return {p.name: p.asnumpy().copy() for p in learner.model.network.get_parameters() if "lora" not in p.name}
 
 
 def test_dpo_learns_against_the_base_and_an_adapter_goes_on_where_it_was(model_dir, tmp_path):
@@ -70,7 +70,8 @@ def test_a_reward_model_learns_and_its_files_are_the_merged_model(model_dir, tmp
 
 @SLOW  # every day pairs and rewards begin at the base, to the last bit in reinforcement learning
 def test_supervised_training_begins_at_the_base_and_ends_below(model_dir, tmp_path):
-    from mindrlhf.training.offline.supervised import SupervisedTrainer, build_learner
+    from mindrlhf.training.engine.build import build_offline
+    from mindrlhf.training.offline.supervised import SupervisedTrainer
     from mindrlhf.training.runtime import Rank
     from mindrlhf.training.team import Team
 
@@ -90,7 +91,7 @@ def test_supervised_training_begins_at_the_base_and_ends_below(model_dir, tmp_pa
             )
         )
         config = load_sft_config(path)
-        learner = build_learner(config, 32, Rank(0, 1))
+        learner = build_offline(config, (32,), Rank(0, 1))
         trainer = SupervisedTrainer(config, RunInputs(None, PairFile(64, 0), None, (32,), 0), Team(learner, []))
         losses = [trainer.step(0, np.arange(16))["loss"] for _ in range(8)]
         first_losses.append(losses[0])

@@ -29,10 +29,10 @@ def make_trainer(config, learner=None):
 
 
 def build_learner(config):
-    from mindrlhf.training.offline.preference import _build_learner
+    from mindrlhf.training.engine.build import build_offline
     from mindrlhf.training.runtime import Rank
 
-    return _build_learner(config, 32, Rank(0, 1))
+    return build_offline(config, (32,), Rank(0, 1))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def begin():
         learner, rewound = learners[kind]
         rewound.rewind()
         if kind is DpoConfig and config.dpo.reference != "live":
-            learner._reference = None
+            learner.reference = None
         return make_trainer(config, learner)
 
     return make
@@ -97,16 +97,21 @@ def test_two_passes_give_the_gradient_of_the_loss(begin, model_dir, tmp_path):
     trainer, learner = begin(config)
     pairs = trainer._pairs.take(range(6))
     gradients = {}
-    learner.apply = lambda lr: gradients.update(accumulated(learner)) or 0.0
+
+    def keep(lr, loss):
+        gradients.update({name: array.astype(np.float64) for name, array in learner.engine.updater.gradients()})
+        return 0.0
+
+    learner.engine.updater.apply = keep
     trainer.update(pairs, 0.0)
     generator = np.random.default_rng(0)
     direction = {name: generator.standard_normal(value.shape) for name, value in gradients.items()}
     slope = sum((gradients[name] * direction[name]).sum() for name in gradients)
-    start = {parameter.name: parameter.asnumpy().copy() for parameter in learner.network.trainable_params()}
+    start = {parameter.name: parameter.asnumpy().copy() for parameter in learner.model.network.trainable_params()}
     assert start.keys() == gradients.keys()
     losses = []
     for distance in (1e-3, -1e-3):
-        move(learner.network, {name: value + distance * direction[name] for name, value in start.items()})
+        move(learner.model.network, {name: value + distance * direction[name] for name, value in start.items()})
         losses.append(trainer._evaluate(pairs).losses.mean())
     assert (losses[0] - losses[1]) / 2e-3 == pytest.approx(slope, rel=2e-2)
 
@@ -116,13 +121,6 @@ def move(network, values):
 
     for parameter in network.trainable_params():
         parameter.set_data(ms.Tensor(values[parameter.name].astype(np.float32)))
-
-
-def accumulated(learner):
-    learner._collect()
-    return {
-        target.name.removeprefix("grad."): target.asnumpy().astype(np.float64) for target in learner._step.accumulators
-    }
 
 
 def test_reward_model_learns_and_comes_back_from_disk(begin, model_dir, tmp_path):
@@ -138,7 +136,7 @@ def test_reward_model_learns_and_comes_back_from_disk(begin, model_dir, tmp_path
     exported = json.loads((tmp_path / "final" / "config.json").read_text())
     assert exported["architectures"] == ["Qwen2ForSequenceClassification"]
     again = dict(iter_hf_tensors(load_scorer(config.model, str(tmp_path / "final"), config.run, 32)))
-    for name, array in iter_hf_tensors(learner.network):
+    for name, array in iter_hf_tensors(learner.model.network):
         np.testing.assert_array_equal(array, again[name])
     assert again["score.weight"].shape == (1, 32) and "lm_head.weight" not in again
 
@@ -149,15 +147,15 @@ def test_a_score_is_that_of_the_text_up_to_the_token(begin, model_dir, tmp_path)
     from mindrlhf.data.packing import TokenSequence
     from mindrlhf.models.load import load_scorer
     from mindrlhf.training.batch import RowOptions, make_batch
-    from mindrlhf.training.worker.model import row_tensors
+    from mindrlhf.training.engine.model import row_tensors
 
     config = load_reward_model_config(write_config(tmp_path / "rm.yaml", model_dir), ["model.random_init=true"])
     _, learner = begin(config)
     # Weights of a model that begins at random: its scores are not 0.
     network = load_scorer(config.model, config.model.path, config.run, 32)
     drawn = {one.name: one.asnumpy() for one in network.get_parameters()}
-    set_arrays([(one, drawn[one.name]) for one in learner.network.get_parameters()])
-    cells = {True: learner.policy, False: TokenScores(learner.network, after_token=False)}
+    set_arrays([(one, drawn[one.name]) for one in learner.model.network.get_parameters()])
+    cells = {True: learner.model.graph, False: TokenScores(learner.model.network, after_token=False)}
     prompt, response = np.arange(5, dtype=np.int32), np.arange(10, 17, dtype=np.int32)
 
     def scores(after_token, pack, sequences):

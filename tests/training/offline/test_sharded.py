@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from engines import accumulate, whole_engine
 from fakes import LocalTeam
 from offline_cases import PairFile, export_model, write_config
 from rewound import Rewound
@@ -30,25 +31,25 @@ def model_dir(tmp_path_factory):
 class WholeGraphs:
     """The graphs of one rank: they take what a sharded graph takes, and compute all of it."""
 
-    def __init__(self, learner):
+    def __init__(self, engine):
         import mindspore as ms
 
-        self.learner = learner
+        self.engine = engine
         self.learning_rate = ms.Parameter(ms.Tensor(0.0, ms.float32), name="learning_rate")
         self.is_last = ms.Parameter(ms.Tensor([1.0], ms.float32), name="is_last")
 
     def outputs(self, *inputs):
         import mindspore as ms
 
-        return (ms.Tensor(self.learner.model.logprobs(_rows(inputs))),)
+        return (ms.Tensor(self.engine.model.logprobs(_rows(inputs))),)
 
     def update(self, *inputs):
         import mindspore as ms
 
         values, scalars = [one.asnumpy() for one in inputs[4:-1]], inputs[-1].asnumpy()
-        statistics, _ = self.learner.accumulate(_rows(inputs), values, scalars[0, 1])
+        statistics, _ = accumulate(self.engine, _rows(inputs), values, scalars[0, 1])
         is_last = self.is_last.asnumpy()[0] == 1
-        norm = self.learner.apply(float(self.learning_rate.asnumpy())) if is_last else 0.0
+        norm = self.engine.updater.apply(float(self.learning_rate.asnumpy())) if is_last else 0.0
         return ms.Tensor(statistics, ms.float32), ms.Tensor([norm], ms.float32)
 
 
@@ -76,24 +77,27 @@ def make_sharded(whole, make_trainer, token_inputs, *, after_token=False, refere
     """Return a trainer over two ranks, of which the last, whose results count, computes.
 
     Args:
-        whole: learner of a whole model that stands for the graphs of the last rank; ``reference``, which has a
+        whole: engine of a whole model that stands for the graphs of the last rank; ``reference``, which has a
             ``model``, for its reference's.
     """
+    from mindrlhf.training.engine.engine import Engine
+    from mindrlhf.training.engine.model import Model
+    from mindrlhf.training.engine.offline import OfflineWorker
+    from mindrlhf.training.engine.sharded_updates import ShardedUpdater, UpdateGraph
+    from mindrlhf.training.engine.shards import Shards
     from mindrlhf.training.replica_team import with_replicas
-    from mindrlhf.training.sharded.learner import ShardedLearner, UpdateGraph
-    from mindrlhf.training.sharded.model import ShardedModel
-    from mindrlhf.training.sharded.offline import ShardedOffline
 
     computing = WholeGraphs(whole)
     workers = []
     for rank, graphs in enumerate((NoGraphs(), computing)):
-        model = ShardedModel(whole.network, graphs.outputs, PARALLEL, rank, {}, after_token=after_token)
+        shards = Shards(whole.model.network, PARALLEL, rank, {}, after_token=after_token)
         graph = UpdateGraph(graphs.update, computing.learning_rate, computing.is_last, {}, token_inputs)
         frozen = None
         if reference is not None:
             outputs = WholeGraphs(reference).outputs if rank else graphs.outputs
-            frozen = ShardedModel(reference.model.network, outputs, PARALLEL, rank, {})
-        workers.append(ShardedOffline(ShardedLearner(model, graph), frozen))
+            frozen = Model(Shards(reference.model.network, PARALLEL, rank, {}), outputs)
+        engine = Engine(Model(shards, graphs.outputs), ShardedUpdater(shards, graph))
+        workers.append(OfflineWorker(engine, frozen))
     return make_trainer(with_replicas(PARALLEL, LocalTeam(workers)))
 
 
@@ -102,7 +106,7 @@ def as_sharded(config):
 
 
 def assert_same_runs(plain, sharded, rewind=lambda: None):
-    """``rewind`` puts the learner back that both use, one after the other."""
+    """``rewind`` puts the engine back that both use, one after the other."""
     metrics, summary = run(sharded)
     rewind()
     expected, expected_summary = run(plain)
@@ -118,13 +122,13 @@ def assert_same_runs(plain, sharded, rewind=lambda: None):
 
 
 @pytest.fixture(scope="module")
-def dpo_learner(model_dir, tmp_path_factory):
+def dpo_worker(model_dir, tmp_path_factory):
     """One with a live reference model, compiled once, and what puts it back."""
-    from mindrlhf.training.offline.preference import _build_learner
+    from mindrlhf.training.engine.build import build_offline
     from mindrlhf.training.runtime import Rank
 
-    learner = _build_learner(dpo_config(model_dir, tmp_path_factory.mktemp("config"), "live"), 32, Rank(0, 1))
-    return learner, Rewound(learner)
+    worker = build_offline(dpo_config(model_dir, tmp_path_factory.mktemp("config"), "live"), (32,), Rank(0, 1))
+    return worker, Rewound(worker)
 
 
 def dpo_config(model_dir, tmp_path, reference):
@@ -133,19 +137,19 @@ def dpo_config(model_dir, tmp_path, reference):
 
 
 @pytest.mark.parametrize("reference", ["precomputed", pytest.param("live", marks=SLOW)])
-def test_dpo_is_that_of_one_process(dpo_learner, model_dir, tmp_path, reference):
+def test_dpo_is_that_of_one_process(dpo_worker, model_dir, tmp_path, reference):
     from mindrlhf.training.offline.preference import PreferenceTrainer
     from mindrlhf.training.team import Team
 
     config = dpo_config(model_dir, tmp_path, reference)
     inputs = RunInputs(None, PairFile(60, 0), PairFile(24, 1), tuple(config.preference.sequence_lengths), 0)
-    learner, rewound = dpo_learner
+    worker, rewound = dpo_worker
     rewound.rewind()
-    frozen = SimpleNamespace(model=learner._reference) if reference == "live" else None
-    plain = PreferenceTrainer(config, inputs, Team(learner, []))
-    assert (learner._reference is None) == (reference == "precomputed")
+    frozen = SimpleNamespace(model=worker.reference) if reference == "live" else None
+    plain = PreferenceTrainer(config, inputs, Team(worker, []))
+    assert (worker.reference is None) == (reference == "precomputed")
     sharded = make_sharded(
-        learner,
+        worker.engine,
         lambda team: PreferenceTrainer(as_sharded(config), inputs, team),
         ("coefficients",),
         reference=frozen,
@@ -158,7 +162,8 @@ def test_a_reward_model_is_that_of_one_process(model_dir, tmp_path):
     from mindrlhf.algorithms.losses import CoefficientLoss
     from mindrlhf.algorithms.scores import TokenScores
     from mindrlhf.models.load import load_scorer
-    from mindrlhf.training.offline.preference import PreferenceLearner, PreferenceTrainer, _build_learner
+    from mindrlhf.training.engine.build import build_offline
+    from mindrlhf.training.offline.preference import PreferenceTrainer
     from mindrlhf.training.runtime import Rank
     from mindrlhf.training.team import Team
 
@@ -168,9 +173,9 @@ def test_a_reward_model_is_that_of_one_process(model_dir, tmp_path):
 
     network = load_scorer(config.model, config.model.path, config.run, 32)
     loss = CoefficientLoss(TokenScores(network, after_token=False))
-    plain = PreferenceTrainer(config, inputs, Team(_build_learner(config, 32, Rank(0, 1)), []))
+    plain = PreferenceTrainer(config, inputs, Team(build_offline(config, (32,), Rank(0, 1)), []))
     sharded = make_sharded(
-        PreferenceLearner(network, loss, config, Rank(0, 1), None),
+        whole_engine(loss, config.optimizer),
         lambda team: PreferenceTrainer(as_sharded(config), inputs, team),
         ("coefficients",),
         after_token=True,
@@ -179,7 +184,8 @@ def test_a_reward_model_is_that_of_one_process(model_dir, tmp_path):
 
 
 def test_fine_tuning_is_that_of_one_process(model_dir, tmp_path):
-    from mindrlhf.training.offline.supervised import SupervisedTrainer, build_learner
+    from mindrlhf.training.engine.build import build_offline
+    from mindrlhf.training.offline.supervised import SupervisedTrainer
     from mindrlhf.training.runtime import Rank
     from mindrlhf.training.team import Team
 
@@ -191,7 +197,7 @@ def test_fine_tuning_is_that_of_one_process(model_dir, tmp_path):
     config = load_sft_config(path, ["run.max_steps=3"])
     inputs = RunInputs(None, PairFile(60, 0), PairFile(24, 1), (16, 32), 0)
 
-    learner = build_learner(config, 32, Rank(0, 1))
-    plain = SupervisedTrainer(config, inputs, Team(learner, []))
-    sharded = make_sharded(learner, lambda team: SupervisedTrainer(as_sharded(config), inputs, team), ())
-    assert_same_runs(plain, sharded, Rewound(learner).rewind)
+    worker = build_offline(config, (32,), Rank(0, 1))
+    plain = SupervisedTrainer(config, inputs, Team(worker, []))
+    sharded = make_sharded(worker.engine, lambda team: SupervisedTrainer(as_sharded(config), inputs, team), ())
+    assert_same_runs(plain, sharded, Rewound(worker.engine).rewind)

@@ -49,7 +49,7 @@ class Rank:
     def __init__(self):
         self.updates, self.evaluations = [], []
 
-    def update(self, batch, lr):
+    def train(self, batch, lr):
         micro_batches, num_tokens = batch.micro_batches, batch.num_tokens
         count = sum(float(rows.mask.sum()) for rows in micro_batches)
         # The last prompt position of each record carries its number; padding rows carry none.
@@ -177,12 +177,12 @@ class SeeingRank(Rank):
         super().__init__()
         self.sent, self.looked_at = [], []
 
-    def update(self, batch, lr):
+    def train(self, batch, lr):
         self.sent.append({image_digest(image) for image in batch.images.values()})
         wide = [rows for rows in batch.micro_batches if rows.input_ids.shape == (*rows.mask.shape, 4)]
         assert len(wide) == len(batch.micro_batches)
         self.looked_at.append({digest for rows in wide for digest in rows.images})
-        return super().update(batch, lr)
+        return super().train(batch, lr)
 
 
 def test_ranks_are_sent_the_images_of_each_step():

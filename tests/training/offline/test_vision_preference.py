@@ -52,13 +52,14 @@ def make_trainer(model_dir):
     learners = {}
 
     def make(config):
-        from mindrlhf.training.offline.preference import PreferenceTrainer, _build_learner
+        from mindrlhf.training.engine.build import build_offline
+        from mindrlhf.training.offline.preference import PreferenceTrainer
         from mindrlhf.training.runtime import Rank
         from mindrlhf.training.team import Team
 
         trained = config.model.train_vision
         if trained not in learners:
-            learner = _build_learner(config, LENGTH, Rank(0, 1))
+            learner = build_offline(config, (LENGTH,), Rank(0, 1))
             learners[trained] = learner, Rewound(learner)
         learner, rewound = learners[trained]
         rewound.rewind()
@@ -94,14 +95,14 @@ def test_two_passes_give_the_gradient_of_the_loss(make_trainer, model_dir, tmp_p
     pairs = trainer._pairs.take(range(6))
     gradients = {}
 
-    def keep(lr):
-        gradients.update({name: value.astype(np.float64).copy() for name, value in learner.gradients()})
+    def keep(lr, loss):
+        gradients.update({name: value.astype(np.float64).copy() for name, value in learner.engine.updater.gradients()})
         return 0.0
 
-    learner.apply = keep
+    learner.engine.updater.apply = keep
     trainer.update(pairs, 0.0)
     assert any(name.startswith("visual.") for name in gradients) == (part != "none")
     slope, difference = slope_and_difference(
-        learner.network, gradients, lambda: trainer._evaluate(pairs).losses.mean()
+        learner.model.network, gradients, lambda: trainer._evaluate(pairs).losses.mean()
     )
     assert difference == pytest.approx(slope, rel=2e-2)

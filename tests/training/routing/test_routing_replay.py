@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from engines import whole_engine, whole_model
 from slow_tests import RUNS_SLOW_TESTS, SLOW
 
 from mindrlhf.data.packing import TokenSequence
@@ -60,14 +61,12 @@ def model(request, tmp_path_factory):
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.models.causal_lm import build_model
     from mindrlhf.models.context import prepare_mindformers
-    from mindrlhf.training.runtime import Rank
-    from mindrlhf.training.worker.model import WholeModel
     from mindrlhf.weights.convert import load_random_weights
 
     prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
     network = build_model(request.param, seq_length=48)
     load_random_weights(network, seed=4)
-    return WholeModel(PolicyLogProbs(network, 1.0, "cpu"), Rank(0, 1))
+    return whole_model(PolicyLogProbs(network, 1.0, "cpu"))
 
 
 def make_sequences() -> list[TokenSequence]:
@@ -150,9 +149,9 @@ def test_tokens_without_experts_go_where_the_router_says(model):
     sequences = make_sequences()
     own = logprobs(model, sequences, PLAIN, without_experts)
     logprobs(model, sequences, PLAIN)
-    num_compiled = len(model.policy.compile_cache)
+    num_compiled = len(model.graph.compile_cache)
     np.testing.assert_allclose(logprobs(model, sequences, PLAIN, forget), own, atol=1e-6, rtol=0)
-    assert len(model.policy.compile_cache) == num_compiled > 0, "other experts are no reason to compile again"
+    assert len(model.graph.compile_cache) == num_compiled > 0, "other experts are no reason to compile again"
 
 
 def _mlp(parts, router, rows, chosen) -> np.ndarray:
@@ -223,18 +222,15 @@ def test_rows_travel_by_layer():
 def test_updates_move_the_routers_of_the_experts_that_are_replayed(model):
     """Gradients of all parameters do not depend on how samples share rows, and are others than without replay."""
     from mindrlhf.algorithms.losses import SupervisedLoss
-    from mindrlhf.config.training import OptimizerSection
-    from mindrlhf.training.runtime import Rank
-    from mindrlhf.training.worker.learner import Learner
 
-    learner = Learner(model.network, SupervisedLoss(model.policy), OptimizerSection(), Rank(0, 1), "cpu")
+    engine = whole_engine(SupervisedLoss(model.graph))
 
     def gradients(options, change=lambda rows: rows) -> dict[str, np.ndarray]:
         batch = make_batch(make_sequences(), options)
         for rows in batch.micro_batches:
-            learner.accumulate(change(rows), [], batch.num_tokens)
-        found = {name: array.copy() for name, array in learner.gradients()}
-        learner.apply(0.0)  # clears the sums, and moves no weight
+            engine.updater.add(change(rows), batch.num_tokens)
+        found = {name: array.copy() for name, array in engine.updater.gradients()}
+        engine.updater.apply(0.0)  # clears the sums, and moves no weight
         return found
 
     # Every day in the graph of the first, to which tokens that have no experts are known to do the same.

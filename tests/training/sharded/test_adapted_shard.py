@@ -50,8 +50,8 @@ def make_ranks(base, layout, targets=()):
     from mindrlhf.dryrun.execute.model import DescribedModel
     from mindrlhf.models.lora.model import scale_name
     from mindrlhf.shards.sources import open_source
-    from mindrlhf.training.sharded.adapted import AdaptedShard
-    from mindrlhf.training.sharded.factory import layout_of, network_layouts
+    from mindrlhf.training.engine.factory import layout_of, network_layouts
+    from mindrlhf.training.engine.shards import Shards
     from mindrlhf.weights.hf import read_hf_config
 
     parallel, source, ranks = ParallelSection(**layout), open_source(base), []
@@ -63,7 +63,7 @@ def make_ranks(base, layout, targets=()):
         parameters = {one.name: ms.Parameter(np.zeros(one.shard_shape, np.float32), name=one.name) for one in held}
         scale = scale_name(layout_of(parallel).stage_of(rank))
         parameters[scale] = ms.Parameter(np.array([OPTIONS.scale], np.float32), name=scale)
-        shard = AdaptedShard(network, None, parallel, rank, parameters)
+        shard = Shards(network, parallel, rank, parameters)
         shard.load(source)
         shard.begin(3, "")
         for one in held:

@@ -11,7 +11,7 @@ from mindrlhf.config.training import ParallelSection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.layout.layout import Layout
 from mindrlhf.training.batch import Batch
-from mindrlhf.training.sharded.learner import ShardedLearner, UpdateGraph
+from mindrlhf.training.engine.sharded_updates import ShardedUpdater, UpdateGraph
 from mindrlhf.training.sharded.offload import OptimizerPlaces
 
 LENGTH = 640
@@ -57,7 +57,7 @@ class Calls:
         graph = UpdateGraph(self._step, self.rate, self.is_last, {}, ())
         if memory.swap_moments:
             graph = UpdateGraph(self._step, self.rate, self.is_last, {}, (), self._gradients)
-        self.learner = ShardedLearner(model, graph, places)
+        self.updater = ShardedUpdater(model, graph, places)
         self.seen = []
 
     def where(self) -> tuple[bool, bool]:
@@ -84,8 +84,8 @@ def rows() -> PackedRows:
 @pytest.mark.parametrize("offload", [False, True])
 def test_moments_that_are_swapped_are_on_the_device_for_the_step_alone(monkeypatch, offload):
     calls = Calls(MemorySection(swap_moments=True, offload_optimizer=offload), monkeypatch)
-    calls.learner.warm_up(rows())
-    done = calls.learner.update(Batch((rows(), rows()), 5), 0.1, 0.0)
+    calls.updater.warm_up(rows())
+    done = calls.updater.update(Batch((rows(), rows()), 5), 0.1, 0.0)
     weight = 2.0 * LENGTH
     # Rows of weight 0, of 128 tokens for each of the two ranks that share a row.
     assert calls.seen == [
@@ -96,30 +96,30 @@ def test_moments_that_are_swapped_are_on_the_device_for_the_step_alone(monkeypat
         ("step", True, True, 256, 0.0),
     ]
     assert done.grad_norm == 7.0 and done.statistics.tolist() == [2 * weight]
-    calls.learner.make_room()
+    calls.updater.make_room()
     assert calls.where() == (False, not offload)
 
 
 def test_state_that_is_offloaded_is_on_the_device_in_every_call(monkeypatch):
     calls = Calls(MemorySection(offload_optimizer=True), monkeypatch)
-    calls.learner.make_room()
+    calls.updater.make_room()
     assert calls.where() == (False, False)
-    calls.learner.update(Batch((rows(), rows()), 5), 0.1, 0.0)
+    calls.updater.update(Batch((rows(), rows()), 5), 0.1, 0.0)
     assert [one[:3] for one in calls.seen] == [("call", True, True), ("step", True, True)]
-    calls.learner.make_room()
-    calls.learner.make_room()
+    calls.updater.make_room()
+    calls.updater.make_room()
     assert calls.where() == (False, False)
 
 
 def test_by_default_nothing_moves(monkeypatch):
     calls = Calls(MemorySection(), monkeypatch)
-    calls.learner.make_room()
-    calls.learner.update(Batch((rows(),), 5), 0.1, 0.0)
+    calls.updater.make_room()
+    calls.updater.update(Batch((rows(),), 5), 0.1, 0.0)
     assert calls.where() == (True, True) and [one[0] for one in calls.seen] == ["step"]
 
 
 def test_short_rows_stay_short(monkeypatch):
     calls = Calls(MemorySection(swap_moments=True), monkeypatch)
     ones = np.ones((2, 64), np.int32)
-    calls.learner.update(Batch((PackedRows(ones, ones, ones, ones.astype(np.float32), {}),), 5), 0.1, 0.0)
+    calls.updater.update(Batch((PackedRows(ones, ones, ones, ones.astype(np.float32), {}),), 5), 0.1, 0.0)
     assert calls.seen[-1][0] == "step" and calls.seen[-1][3] == 64

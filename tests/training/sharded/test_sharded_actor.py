@@ -74,21 +74,23 @@ def make_ranks(model_dir):
 
     from mindrlhf.models.causal_lm import build_model
     from mindrlhf.shards.sources import open_source
-    from mindrlhf.training.sharded.learner import ShardedLearner, UpdateGraph
-    from mindrlhf.training.sharded.model import ShardedModel
-    from mindrlhf.training.worker.actor import Actor
+    from mindrlhf.training.engine.actor import Actor
+    from mindrlhf.training.engine.engine import Engine
+    from mindrlhf.training.engine.model import Model
+    from mindrlhf.training.engine.sharded_updates import ShardedUpdater, UpdateGraph
+    from mindrlhf.training.engine.shards import Shards
 
     network = build_model(MODEL, seq_length=LENGTH)
 
     def shard(cell, rank, prefix=""):
-        layouts = {one.name: one for one in ShardedModel(network, cell, PARALLEL, rank).held}
+        layouts = Shards(network, PARALLEL, rank).held
         parameters = {
             name: ms.Parameter(ms.ops.zeros(one.shard_shape, ms.float32), name=prefix + name)
             for name, one in layouts.items()
         }
-        model = ShardedModel(network, cell, PARALLEL, rank, parameters)
-        model.load(open_source(model_dir))
-        return model, parameters
+        shards = Shards(network, PARALLEL, rank, parameters)
+        shards.load(open_source(model_dir))
+        return Model(shards, cell), parameters
 
     def make(rank):
         lr, is_last = (ms.Parameter(ms.Tensor(value, ms.float32), name="x") for value in (0.0, [1.0]))
@@ -100,9 +102,9 @@ def make_ranks(model_dir):
             for kind in ("exp_avg", "exp_avg_sq")
         }
         state["global_step"] = ms.Parameter(ms.Tensor([3], ms.int32), name="global_step")
-        learner = ShardedLearner(model, UpdateGraph(cells.update, lr, is_last, state))
+        updater = ShardedUpdater(model.placement, UpdateGraph(cells.update, lr, is_last, state))
         reference, _ = shard(cells.logprobs, rank, "reference.")
-        return Actor(learner, reference, saves_reference=True), cells, parameters
+        return Actor(Engine(model, updater), reference, saves_reference=True), cells, parameters
 
     return lambda: [make(rank) for rank in range(NUM_RANKS)]
 
@@ -186,7 +188,7 @@ def test_all_ranks_publish_the_model_and_rank_0_exports_it(make_ranks, model_dir
     from mindrlhf.weights.publish import publisher
 
     ranks = make_ranks()
-    assert any(ranks[0][2][one.name].shape != one.shape for one in ranks[0][0].model.held), (
+    assert any(ranks[0][2][one.name].shape != one.shape for one in ranks[0][0].model.placement.held.values()), (
         "nothing is sharded, and the test is about shards"
     )
     actors = [actor for actor, _, _ in ranks]
@@ -206,7 +208,7 @@ def test_what_all_ranks_save_comes_back_with_the_synced_reference(make_ranks, tm
 
     ranks, others = make_ranks(), make_ranks()
     for other, _, _ in others:
-        for one in other.learner.graph.state.values():
+        for one in other.engine.updater.graph.state.values():
             one.set_data(ms.Tensor(one.asnumpy() * 0))
     for rank, (actor, _, parameters) in enumerate(ranks):
         for parameter in parameters.values():
@@ -218,26 +220,26 @@ def test_what_all_ranks_save_comes_back_with_the_synced_reference(make_ranks, tm
         other.restore(str(tmp_path))
         for name in ("model", "reference"):
             for (mine, array), (theirs, restored) in zip(
-                getattr(actor, name).shards(), getattr(other, name).shards(), strict=True
+                getattr(actor, name).placement.shards(), getattr(other, name).placement.shards(), strict=True
             ):
                 assert mine == theirs
                 np.testing.assert_array_equal(array, restored, err_msg=mine)
-        sharded = [one.name for one in actor.model.held if one.shard_shape != one.shape]
+        sharded = [one.name for one in actor.model.placement.held.values() if one.shard_shape != one.shape]
         for name in (*(f"{kind}.{name}" for name in sharded for kind in ("exp_avg", "exp_avg_sq")), "global_step"):
-            saved, restored = (one.learner.graph.state[name].asnumpy() for one in (actor, other))
+            saved, restored = (one.engine.updater.graph.state[name].asnumpy() for one in (actor, other))
             np.testing.assert_array_equal(saved, restored, err_msg=name)
     size_bytes = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
     assert 0.9 * size_bytes < ranks[0][0].state_size_bytes() <= size_bytes
 
 
-def test_a_learner_takes_a_graph_of_other_inputs(make_ranks):
+def test_an_updater_takes_a_graph_of_other_inputs(make_ranks):
     (actor, cells, _), _ = make_ranks()
-    from mindrlhf.training.sharded.learner import ShardedLearner
+    from mindrlhf.training.engine.sharded_updates import ShardedUpdater
 
-    graph = dataclasses.replace(actor.learner.graph, token_inputs=("values", "returns"))
+    graph = dataclasses.replace(actor.engine.updater.graph, token_inputs=("values", "returns"))
     rows = make_two_batches()[0].part_of(0, NUM_RANKS)
     rows.micro_batches[0].tokens["returns"] = rows.micro_batches[0].mask * 3
-    ShardedLearner(actor.model, graph).update(rows, 0.1, 0.0)
+    ShardedUpdater(actor.model.placement, graph).update(rows, 0.1, 0.0)
     inputs = cells.updates[0][2]
     assert len(inputs) == 4 + 2 + 1 and not inputs[4].any()
     np.testing.assert_array_equal(inputs[5][:2], rows.micro_batches[0].mask * 3)

@@ -38,8 +38,7 @@ def make_worker(model_dirs):
     """Return a function that builds the worker of a rank, as a run does."""
 
     def make(reference="", algorithm=None, **sections):
-        from mindrlhf.training.preflight import RunInputs
-        from mindrlhf.training.reinforcement import _build_actor
+        from mindrlhf.training.engine.build import build_actor
         from mindrlhf.training.runtime import Rank
 
         path = model_dirs / "config.yaml"
@@ -53,8 +52,7 @@ def make_worker(model_dirs):
             **sections,
         }
         path.write_text(json.dumps(content))
-        inputs = RunInputs(None, None, None, (32,), 1)
-        return _build_actor(load_grpo_config(path), inputs, Rank(0, 1))
+        return build_actor(load_grpo_config(path), (32,), Rank(0, 1))
 
     return make
 
@@ -69,7 +67,7 @@ def step(worker, seed, lr=0.01):
 
 
 def parameters(worker):
-    return {one.name: one.asnumpy().copy() for one in worker.learner.network.get_parameters()}
+    return {one.name: one.asnumpy().copy() for one in worker.engine.model.network.get_parameters()}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +77,7 @@ def stepped(make_worker, model_dirs):
     The last puts it back to how it was built.
     """
     worker = make_worker()
-    before, rewound = parameters(worker), Rewound(worker.learner)
+    before, rewound = parameters(worker), Rewound(worker.engine)
     results = [step(worker, 0)]
     worker.save(model_dirs / "checkpoint")
     results.append(step(worker, 1))
@@ -99,16 +97,16 @@ def test_only_adapters_change_and_only_they_have_gradients_and_moments(stepped):
     changed = {name for name, array in parameters(worker).items() if not np.array_equal(array, before[name])}
     factors = {name for name in before if name.endswith(("lora_A", "lora_B"))}
     assert len(factors) == 8 and changed == factors
-    held = {one.name for one in worker.learner.state_parameters()}
+    held = {one.name for one in worker.engine.state_parameters()}
     assert {name for name in held if name.startswith("grad.")} == {f"grad.{name}" for name in factors}
     moments = {f"{kind}.{name}" for name in factors for kind in ("exp_avg", "exp_avg_sq")}
-    assert {info.name for info in optimizer_infos(worker.learner.optimizer)} == moments | {"global_step"}
+    assert {info.name for info in optimizer_infos(worker.engine.updater.optimizer)} == moments | {"global_step"}
 
 
 def test_the_policy_without_adapters_is_a_separate_reference_model_to_the_last_bit(stepped, make_worker, model_dirs):
     separate = make_worker(reference=str(model_dirs / "copy"))
-    assert separate.reference.network is not separate.learner.network
-    assert stepped[0].reference.network is stepped[0].learner.network
+    assert separate.reference.network is not separate.model.network
+    assert stepped[0].reference.network is stepped[0].model.network
     for seed, expected in enumerate(stepped[2]):
         for found, wanted in zip(step(separate, seed), expected, strict=True):
             np.testing.assert_array_equal(found, wanted)
@@ -163,13 +161,13 @@ def test_what_is_published_and_exported_is_the_sum(stepped, model_dirs):
 def test_a_critic_has_adapters_of_its_own_and_its_projection_is_trained(make_worker, model_dirs, tmp_path):
     critic = {"path": str(model_dirs / "policy"), "start_lr": 0.01}
     worker = make_worker(algorithm={"name": "ppo"}, critic=critic)
-    actor, before = parameters(worker), {p.name: p.asnumpy().copy() for p in worker.critic.network.get_parameters()}
+    actor, before = parameters(worker), {p.name: p.asnumpy().copy() for p in worker.critic.model.network.get_parameters()}
     batch = make_batch(make_sequences(), PACKED)
     worker.receive([batch.part_of(0, 1)])
     assert not worker.compute_values(0)[0].any()  # the projection begins at 0
     for _ in range(2):  # the projection moves first, and with it the adapters have gradients
         worker.update_critic(0, 0.01)
-    after = {one.name: one.asnumpy() for one in worker.critic.network.get_parameters()}
+    after = {one.name: one.asnumpy() for one in worker.critic.model.network.get_parameters()}
     changed = {name for name, array in after.items() if not np.array_equal(array, before[name])}
     assert changed == {name for name in before if name.endswith(("lora_A", "lora_B"))} | {"score.weight"}
     for name, array in parameters(worker).items():

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
+from engines import whole_engine
 from slow_tests import RUNS_SLOW_TESTS
 from tiny_models import tiny_model
 
@@ -42,10 +43,9 @@ def actor(tmp_path_factory):
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.config.schema import GrpoConfig
     from mindrlhf.models.load import load_model
+    from mindrlhf.training.engine.actor import Actor
+    from mindrlhf.training.engine.policy_loss import build_policy_loss
     from mindrlhf.training.runtime import start_runtime
-    from mindrlhf.training.worker.actor import Actor
-    from mindrlhf.training.worker.learner import PolicyLearner
-    from mindrlhf.training.worker.policy_loss import build_policy_loss
 
     directory = tmp_path_factory.mktemp("model")
     (directory / "config.json").write_text(json.dumps(MODEL))
@@ -56,10 +56,10 @@ def actor(tmp_path_factory):
         # MindSpore can be made deterministic once in a process, and another test module does so.
         run=RunSection(seed=3, deterministic=False),
     )
-    rank = start_runtime(config.run, tmp_path_factory.mktemp("log"))
+    start_runtime(config.run, tmp_path_factory.mktemp("log"))
     network = load_model(config.model, config.model.path, config.run, ROW_LENGTH)
     loss = build_policy_loss(config, PolicyLogProbs(network, 0.7, "cpu"))
-    actor = Actor(PolicyLearner(network, loss, config.optimizer, rank, "cpu"), None, saves_reference=False)
+    actor = Actor(whole_engine(loss, config.optimizer))
     batch = make_batch(make_sequences(), RowOptions((ROW_LENGTH,), 1, 1, True))
     assert len(batch.micro_batches) == 3
     actor.receive([batch.part_of(0, 1)])
@@ -69,7 +69,7 @@ def actor(tmp_path_factory):
 @pytest.fixture(scope="module")
 def step(actor, tmp_path_factory):
     """Does a step on one batch with a learning rate of 0, dumped or not; returns its directory and results."""
-    from mindrlhf.training.worker.cell_dump import CellDump
+    from mindrlhf.training.engine.cell_dump import CellDump
 
     def run(task="tensor", is_dumped=True, stages=("old_log_prob", "update")):
         directory = tmp_path_factory.mktemp("dump")
@@ -120,7 +120,7 @@ def test_cells_are_those_of_the_compiled_graph_and_of_numpy(dumped):
 def test_each_parameter_is_there_once_and_each_cell_knows_its_caller(dumped, actor):
     data = read(dumped[0], "old_log_prob")["data"]
     found = [(name, leaf) for entry in data.values() for name, leaf in entry.get("parameters", {}).items()]
-    weights = {parameter.name: parameter.asnumpy() for parameter in actor.learner.network.get_parameters()}
+    weights = {parameter.name: parameter.asnumpy() for parameter in actor.model.network.get_parameters()}
     assert sorted(name for name, _ in found) == sorted(weights)
     for name, leaf in found:
         np.testing.assert_array_equal(tensor(dumped[0], "old_log_prob", leaf), weights[name])
@@ -138,14 +138,14 @@ def test_gradients_add_up_to_the_norm_of_the_update(dumped, actor):
     directory, _, results = dumped
     data = read(directory, "update")["data"]
     leaves = [leaf for name, entry in data.items() if ".parameters_grad.0" in name for (leaf,) in entry.values()]
-    assert len(leaves) == len(actor.learner.network.trainable_params())
+    assert len(leaves) == len(actor.model.network.trainable_params())
     total = sum(float((tensor(directory, "update", leaf).astype(np.float64) ** 2).sum()) for leaf in leaves)
     assert total**0.5 == pytest.approx(results.grad_norm, rel=1e-5)
     assert sum(leaf["Norm"] ** 2 for leaf in leaves) == pytest.approx(total)
 
 
 def test_training_does_not_notice(dumped, step, actor):
-    cells = actor.learner.policy, actor.learner._gradients
+    cells = actor.model.graph, actor.engine.updater._gradients
     graphs = [set(cell.compile_cache) for cell in cells]
     _, old, results = step(is_dumped=False)
     before = dumped[2]
@@ -172,7 +172,7 @@ def test_the_same_step_again_is_the_same_and_a_perturbed_weight_is_named(dumped,
     again = compare_dumps(dumped[0], step()[0])
     assert again.is_same and [count.num_different for count in again.stages] == [0, 0]
     name = f"decoder.{LAST}.mlp.linear_fc2.weight"
-    parameter = next(parameter for parameter in actor.learner.network.get_parameters() if parameter.name.endswith(name))
+    parameter = next(parameter for parameter in actor.model.network.get_parameters() if parameter.name.endswith(name))
     array = parameter.asnumpy().copy()
     changed = array.copy()
     changed[3, 7] += 0.01

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import xxhash
+from engines import accumulate
 from rewound import Rewound
 from slow_tests import SLOW
 from tiny_models import tiny_model
@@ -52,8 +53,7 @@ def make_worker(model_dirs):
     """Return a function that builds the worker of a rank, as a run does."""
 
     def make(critic="reward", **sections):
-        from mindrlhf.training.preflight import RunInputs
-        from mindrlhf.training.reinforcement import _build_actor
+        from mindrlhf.training.engine.build import build_actor
         from mindrlhf.training.runtime import Rank
 
         path = model_dirs / "config.yaml"
@@ -67,8 +67,7 @@ def make_worker(model_dirs):
             **sections,
         }
         path.write_text(json.dumps(content))
-        inputs = RunInputs(None, None, None, (32,), 1)
-        return _build_actor(load_grpo_config(path), inputs, Rank(0, 1))
+        return build_actor(load_grpo_config(path), (32,), Rank(0, 1))
 
     return make
 
@@ -77,7 +76,7 @@ def make_worker(model_dirs):
 def built(make_worker):
     """A worker, and what puts it back to how it was built."""
     worker = make_worker()
-    return worker, Rewound(worker.learner, worker.critic)
+    return worker, Rewound(worker.engine, worker.critic)
 
 
 @pytest.fixture(scope="module")
@@ -112,19 +111,19 @@ def gradients(worker, sequences, rows):
         for packed in worker.held_rows(0):
             # The old values are off, so that some of the new ones are clipped.
             old = packed.tokens["values"] - 0.3 * packed.tokens["returns"]
-            worker.critic.accumulate(packed, [old, packed.tokens["returns"]], batch.num_tokens)
-    result = {name: array.copy() for name, array in worker.critic.gradients()}
-    worker.critic.apply(0.0)  # clears them
+            accumulate(worker.critic, packed, [old, packed.tokens["returns"]], batch.num_tokens)
+    result = {name: array.copy() for name, array in worker.critic.updater.gradients()}
+    worker.critic.updater.apply(0.0)  # clears them
     return batch.collect(shares), result
 
 
 def test_values_do_not_see_the_token_they_are_for(worker):
     """The value before token t is the score of the text up to t - 1, computed on that text alone."""
-    from mindrlhf.training.worker.model import row_tensors
+    from mindrlhf.training.engine.model import row_tensors
 
     batch = make_batch(make_sequences(), PACKED)
     values = batch.collect([send(worker, batch)])
-    network = worker.critic.network
+    network = worker.critic.model.network
     for sequence, found in zip(make_sequences(), values, strict=True):
         ids = np.concatenate([sequence.prompt_ids, sequence.response_ids])
         for position in (0, len(found) - 1):
@@ -167,8 +166,8 @@ def update_critic(worker, batch):
     return *result.statistics, result.grad_norm
 
 
-def weights_of(learner):
-    return {parameter.name: parameter.asnumpy().copy() for parameter in learner.network.get_parameters()}
+def weights_of(engine):
+    return {parameter.name: parameter.asnumpy().copy() for parameter in engine.model.network.get_parameters()}
 
 
 def assert_equal_weights(left, right):
@@ -202,12 +201,12 @@ def test_a_restored_critic_goes_on_with_the_same_bits(built, tmp_path):
     assert checksums == captured_checksums == expected_checksums
     size_bytes = sum((saved / path).stat().st_size for path in files)
     assert worker.state_size_bytes() == pytest.approx(size_bytes, rel=0.1)
-    weights = weights_of(worker.critic), weights_of(worker.learner)
+    weights = weights_of(worker.critic), weights_of(worker.engine)
     rewound.rewind()
     worker.restore(str(captured))
     assert update_critic(worker, second) == expected
     assert_equal_weights(weights[0], weights_of(worker.critic))
-    assert_equal_weights(weights[1], weights_of(worker.learner))
+    assert_equal_weights(weights[1], weights_of(worker.engine))
 
 
 def test_all_graphs_are_compiled_before_the_first_step_and_both_models_learn_apart(built):
@@ -215,19 +214,19 @@ def test_all_graphs_are_compiled_before_the_first_step_and_both_models_learn_apa
     rewound.rewind()  # as if it had seen no rows
     rows = PACKED
     num_before = worker.process_statistics().recompiles
-    actor, critic = weights_of(worker.learner), weights_of(worker.critic)
+    actor, critic = weights_of(worker.engine), weights_of(worker.critic)
     worker.warm_up(rows.shapes(), ["old_logprobs"])
-    assert_equal_weights(weights_of(worker.learner), actor)
+    assert_equal_weights(weights_of(worker.engine), actor)
     assert_equal_weights(weights_of(worker.critic), critic)
     num_compiled = worker.process_statistics().recompiles
     assert num_compiled == num_before + 4  # values, critic, log-probabilities and actor
     update_critic(worker, make_batch(make_sequences(), rows))
-    assert_equal_weights(weights_of(worker.learner), actor)
+    assert_equal_weights(weights_of(worker.engine), actor)
     after = weights_of(worker.critic)
     assert all((after[name] != critic[name]).any() for name in critic if "bias" not in name)
     worker.update(0, 0.001, 0.0)
     assert_equal_weights(weights_of(worker.critic), after)
-    assert any((array != actor[name]).any() for name, array in weights_of(worker.learner).items())
+    assert any((array != actor[name]).any() for name, array in weights_of(worker.engine).items())
     assert worker.process_statistics().recompiles == num_compiled
 
 
@@ -241,7 +240,7 @@ def test_the_exported_critic_replaces_what_a_killed_run_left(worker, tmp_path):
     assert not (tmp_path / "critic" / "left_by_a_killed_run").exists()
     assert read_hf_config(tmp_path / "critic")["architectures"] == ["Qwen2ForSequenceClassification"]
     score = open_tensors(tmp_path / "critic").read("score.weight")
-    np.testing.assert_array_equal(score, worker.critic.network.score_weight.asnumpy())
+    np.testing.assert_array_equal(score, worker.critic.model.network.score_weight.asnumpy())
     worker.export(tmp_path / "final", None)
     assert "lm_head.weight" in open_tensors(tmp_path / "final").names()
 
@@ -259,7 +258,7 @@ class Parameter:
 
 @pytest.mark.parametrize("device", ["ascend", "cpu"])
 def test_a_model_comes_to_the_device_when_the_other_has_left(device):
-    from mindrlhf.training.worker.critic import Turns
+    from mindrlhf.training.engine.critic import Turns
 
     journal = []
     models = {"actor": [Parameter(journal, "a"), Parameter(journal, "b")], "critic": [Parameter(journal, "c")]}
@@ -274,10 +273,10 @@ def test_a_model_comes_to_the_device_when_the_other_has_left(device):
 def test_the_state_of_a_model_is_all_that_training_holds(worker):
     names = [parameter.name for parameter in worker.critic.state_parameters()]
     assert len(names) == len(set(names))
-    trained = [parameter.name for parameter in worker.critic.network.trainable_params()]
+    trained = [parameter.name for parameter in worker.critic.model.network.trainable_params()]
     assert {*trained, *(f"grad.{name}" for name in trained)} <= set(names)
     size_bytes = sum(parameter.nbytes for parameter in worker.critic.state_parameters())
-    weights = sum(parameter.nbytes for parameter in worker.critic.network.get_parameters())
+    weights = sum(parameter.nbytes for parameter in worker.critic.model.network.get_parameters())
     assert size_bytes == pytest.approx(4 * weights, rel=0.01)  # weights, gradients, two moments
 
 

@@ -94,7 +94,7 @@ class Gradients:
         """Return the gradients by name, the statistics, and what the model says of each response token."""
         import mindspore as ms
 
-        from mindrlhf.training.worker.model import row_tensors
+        from mindrlhf.training.engine.model import row_tensors
 
         statistics, shares = 0.0, []
         for rank in range(num_ranks):

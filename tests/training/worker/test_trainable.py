@@ -1,7 +1,8 @@
-"""A learner that trains some parameters of a model: their gradients are those of training all, the others stay."""
+"""A updater that trains some parameters of a model: their gradients are those of training all, the others stay."""
 
 import numpy as np
 import pytest
+from engines import whole_engine
 from slow_tests import SLOW
 from test_cells import MODEL
 
@@ -23,13 +24,11 @@ def mindformers(tmp_path_factory):
     prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
 
 
-def make_learner(is_trained=None):
+def make_updater(is_trained=None):
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.losses import SupervisedLoss
     from mindrlhf.models.causal_lm import build_model
     from mindrlhf.models.trainable import train_only
-    from mindrlhf.training.runtime import Rank
-    from mindrlhf.training.worker.learner import Learner
     from mindrlhf.weights.convert import load_random_weights
 
     network = build_model({**MODEL, "tie_word_embeddings": False}, seq_length=16)
@@ -37,22 +36,22 @@ def make_learner(is_trained=None):
     if is_trained:
         train_only(network, is_trained)
     loss = SupervisedLoss(PolicyLogProbs(network, 1.0, "cpu"))
-    return Learner(network, loss, OptimizerSection(start_lr=0.01), Rank(0, 1), "cpu")
+    return whole_engine(loss, OptimizerSection(start_lr=0.01)).updater
 
 
-def accumulate(learner):
+def accumulate(updater):
     stream = np.random.default_rng(1)
     sequences = [TokenSequence(*np.split(stream.integers(1, 96, 14).astype(np.int32), [4]), {}) for _ in range(2)]
     batch = make_batch(sequences, RowOptions((16,), 2, 1, False))
     for rows in batch.part_of(0, 1).micro_batches:
-        learner.accumulate(rows, (), batch.num_tokens)
+        updater.add(rows, batch.num_tokens)
 
 
 @pytest.fixture(scope="module")
 def all_gradients():
-    learner = make_learner()
-    accumulate(learner)
-    return {name: gradient.copy() for name, gradient in learner.gradients()}
+    updater = make_updater()
+    accumulate(updater)
+    return {name: gradient.copy() for name, gradient in updater.gradients()}
 
 
 @pytest.mark.parametrize(
@@ -60,18 +59,18 @@ def all_gradients():
 )
 def test_what_is_trained_has_the_gradients_of_training_all_and_the_rest_stays(frozen, all_gradients):
     is_trained = FROZEN[frozen]
-    learner = make_learner(is_trained)
+    updater = make_updater(is_trained)
     trained = {name for name in all_gradients if is_trained(name)}
-    before = {one.name: one.asnumpy().copy() for one in learner.network.get_parameters()}
-    accumulate(learner)
-    gradients = dict(learner.gradients())
+    before = {one.name: one.asnumpy().copy() for one in updater.network.get_parameters()}
+    accumulate(updater)
+    gradients = dict(updater.gradients())
     assert gradients.keys() == trained and trained < all_gradients.keys()
     for name, gradient in gradients.items():
         np.testing.assert_allclose(gradient, all_gradients[name], rtol=1e-5, atol=1e-7, err_msg=name)
-    assert {one.name for one in learner.optimizer.parameters} == trained
-    assert len(learner.optimizer.exp_avg) == len(trained)
-    norm = learner.apply(0.01)
+    assert {one.name for one in updater.optimizer.parameters} == trained
+    assert len(updater.optimizer.exp_avg) == len(trained)
+    norm = updater.apply(0.01)
     expected = np.sqrt(sum(np.square(all_gradients[name], dtype=np.float64).sum() for name in trained))
     np.testing.assert_allclose(norm, expected, rtol=1e-5)
-    for one in learner.network.get_parameters():
+    for one in updater.network.get_parameters():
         assert np.array_equal(one.asnumpy(), before[one.name]) == (one.name not in trained), one.name

@@ -24,7 +24,7 @@ def built(model_dir, tmp_path_factory):
     """The actor of a rank, built as a run does, and what puts it back to that."""
     changes = ("algorithm.num_generations=2", "training.chunk_size=1", "algorithm.beta=0.05")
     actor = actor_maker(model_dir, tmp_path_factory.mktemp("config"), *changes)()
-    rewound = Rewound(actor.learner)
+    rewound = Rewound(actor.engine)
     actor.warm_up(row_options(actor).shapes(), ["old_logprobs", "reference_logprobs"])
     return actor, rewound
 
@@ -88,7 +88,7 @@ def test_an_update_moves_the_decoder_and_leaves_the_tower(actor):
     after = dict(iter_hf_tensors(actor.model.network))
     moved = {name for name in before if not np.array_equal(before[name], after[name])}
     assert moved == {name for name in before if not name.startswith("visual.")}
-    trained = [parameter.name for parameter in actor.learner.optimizer.parameters]
+    trained = [parameter.name for parameter in actor.engine.updater.optimizer.parameters]
     assert trained and not [name for name in trained if name.startswith("visual.")]
 
 
@@ -143,7 +143,7 @@ def test_fine_tuning_learns_to_tell_pictures_apart(model_dir):
     from mindrlhf.config.offline import SupervisedSection
     from mindrlhf.config.run import DataSection
     from mindrlhf.config.schema import SftConfig
-    from mindrlhf.training.offline.supervised import build_learner
+    from mindrlhf.training.engine.build import build_offline
     from mindrlhf.training.runtime import Rank
     from mindrlhf.training.vision.image_rows import image_tokens
 
@@ -152,7 +152,7 @@ def test_fine_tuning_learns_to_tell_pictures_apart(model_dir):
         data=DataSection(train_file="unread", tokenizer_dir="unread"),
         supervised=SupervisedSection(micro_batch_size=ROWS),
     )
-    learner = build_learner(config, LENGTH, Rank(0, 1))
+    worker = build_offline(config, (LENGTH,), Rank(0, 1))
     prompt = np.array([60, *[IMAGE] * 6, 50], np.int32)
     dark, light = np.zeros((56, 84, 3), np.uint8), np.full((56, 84, 3), 255, np.uint8)
     options = RowOptions((LENGTH,), ROWS, 1, True, image_tokens=image_tokens(str(model_dir)))
@@ -162,15 +162,15 @@ def test_fine_tuning_learns_to_tell_pictures_apart(model_dir):
         return make_batch(sequences, options)
 
     def probabilities(made):
-        learner.model.see(tuple(made.images.values()))
+        worker.model.see(tuple(made.images.values()))
         return np.exp(
-            [float(one[0]) for one in made.collect([[learner.model.logprobs(r) for r in made.micro_batches]])]
+            [float(one[0]) for one in made.collect([[worker.model.logprobs(r) for r in made.micro_batches]])]
         )
 
     right, wrong = batch([(dark, 70), (light, 80)]), batch([(light, 70), (dark, 80)])
     assert probabilities(right).max() < 0.1
     for _ in range(90):
-        learner.update(right.part_of(0, 1), lr=3e-3)
+        worker.train(right.part_of(0, 1), lr=3e-3)
     assert probabilities(right).min() > 0.8 and probabilities(wrong).max() < 0.2
 
 
@@ -189,7 +189,7 @@ def test_a_teachers_likeliest_words_depend_on_the_images(model_dir, tmp_path):
     for one, other in zip(before[4:], after[4:]):
         np.testing.assert_allclose(one, other, atol=1e-5)
     result = actor.update(0, lr=0.0, kl_coefficient=1.0)
-    named = dict(zip(actor.learner.loss.statistics, result.statistics, strict=True))
+    named = dict(zip(actor.engine.updater.loss.statistics, result.statistics, strict=True))
     # The student is the teacher: it sees the same images, and there is nothing to learn.
     assert named["topk_kl"] == pytest.approx(0.0, abs=1e-4)
     assert named["student_mass"] == pytest.approx(named["teacher_mass"], rel=1e-5)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import vision_actors
+from engines import accumulate
 from rewound import Rewound
 from vision_actors import actor_maker, prepare_model, receive, slope_and_difference
 
@@ -16,7 +17,7 @@ def built(tmp_path_factory):
     model = prepare_model(tmp_path_factory)
     changes = (f"critic.path={model}", "training.chunk_size=2", "algorithm.name=ppo")
     actor = actor_maker(model, tmp_path_factory.mktemp("config"), *changes)()
-    return actor, Rewound(actor.learner, actor.critic)
+    return actor, Rewound(actor.engine, actor.critic)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def actor(built):
     import mindspore as ms
 
     actor, _ = built
-    weight = actor.critic.network.score_weight  # 0 at first
+    weight = actor.critic.model.network.score_weight  # 0 at first
     weight.set_data(ms.Tensor(np.random.default_rng(1).standard_normal(weight.shape).astype(np.float32)))
     return actor
 
@@ -36,11 +37,11 @@ def batch_of(actor, images):
 
 def test_values_are_projections_of_what_the_policy_has_of_text_and_pictures(actor):
     """Both start from the same weights; the policy's hidden states are compared with transformers elsewhere."""
-    from mindrlhf.training.worker.model import model_tensors
+    from mindrlhf.training.engine.model import model_tensors
 
     batch = batch_of(actor, SHOWN)
     receive(actor, batch)
-    weight = actor.critic.network.score_weight.asnumpy()[0]
+    weight = actor.critic.model.network.score_weight.asnumpy()[0]
     for found, rows in zip(actor.compute_values(0), batch.micro_batches, strict=True):
         network = actor.model.network
         hidden = network(*model_tensors(network, rows)[:2]).asnumpy()
@@ -62,13 +63,13 @@ def test_gradients_are_the_slope_of_the_loss(actor):
 
     def loss() -> float:
         inputs = [rows.tokens["values"], rows.tokens["returns"]]
-        return float(critic.accumulate(rows, inputs, batch.num_tokens)[0][0])
+        return float(accumulate(critic, rows, inputs, batch.num_tokens)[0][0])
 
     loss()
-    gradients = {name: gradient.astype(np.float64).copy() for name, gradient in critic.gradients()}
+    gradients = {name: gradient.astype(np.float64).copy() for name, gradient in critic.updater.gradients()}
     assert "score.weight" in gradients and not [name for name in gradients if name.startswith("visual.")]
-    slope, difference = slope_and_difference(critic.network, gradients, loss)
-    critic.apply(0.0)
+    slope, difference = slope_and_difference(critic.model.network, gradients, loss)
+    critic.updater.apply(0.0)
     assert difference == pytest.approx(slope, rel=2e-2)
 
 

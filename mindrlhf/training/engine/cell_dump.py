@@ -20,8 +20,8 @@ from mindrlhf.debugging.dump_files import StageDump
 from mindrlhf.debugging.dump_paths import rank_dir
 from mindrlhf.images.pixels import image_digest
 from mindrlhf.system import speed_ups
+from mindrlhf.training.engine.model import model_tensors
 from mindrlhf.training.runtime import run_eagerly
-from mindrlhf.training.worker.model import model_tensors
 
 
 class CellDump:

@@ -1,7 +1,7 @@
-"""The updates of a sharded policy, or critic: what a rank puts into the graph of an update, and its state."""
+"""The updates of a sharded model: what a rank puts into the graph of an update, and the optimiser's state."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import mindspore as ms
@@ -9,7 +9,7 @@ import numpy as np
 
 from mindrlhf.algorithms.losses import POLICY_INPUTS
 from mindrlhf.checkpoint.optimizer import optimizer_state
-from mindrlhf.checkpoint.state import MODEL_NAME, OPTIMIZER_NAME, StateWriter
+from mindrlhf.checkpoint.state import StateWriter
 from mindrlhf.config.memory import MemorySection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.errors import UserError
@@ -18,10 +18,10 @@ from mindrlhf.layout.rows import step_length
 from mindrlhf.shards.save import state_layouts, step_layout
 from mindrlhf.shards.sources import ArraySource
 from mindrlhf.training.batch import Batch
+from mindrlhf.training.engine.engine import Updated
+from mindrlhf.training.engine.shards import Shards, set_shard
 from mindrlhf.training.sharded.cells import ParallelGradients, ParallelUpdate
-from mindrlhf.training.sharded.model import ShardedModel, set_shard
 from mindrlhf.training.sharded.offload import OptimizerPlaces
-from mindrlhf.training.worker.learner import CountsCompiles, LearnerUpdate
 
 _ROW_ARRAYS = ("input_ids", "segment_ids", "labels", "mask")
 
@@ -43,6 +43,8 @@ class UpdateGraph:
         token_inputs: names of the token arrays that the loss takes, in order.
         gradients: takes what ``cell`` does and adds gradients without touching ``state``; all rows of an update go
             there, and ``cell`` makes the update from a short row of weight 0. None: all go to ``cell``.
+        totals: gradients added up so far, by the name of a trained parameter.
+        parameters: all that training keeps on the device beside the weights.
     """
 
     cell: Callable[..., tuple[ms.Tensor, ms.Tensor]]
@@ -52,68 +54,84 @@ class UpdateGraph:
     token_inputs: tuple[str, ...] = POLICY_INPUTS
     gradients: Callable[..., tuple[ms.Tensor, ms.Tensor]] | None = None
 
+    totals: Mapping[str, ms.Parameter] = field(default_factory=dict)
+    parameters: Sequence[ms.Parameter] = ()
+
     @classmethod
-    def of(
-        cls, update: ParallelUpdate, memory: MemorySection, token_inputs: tuple[str, ...] = POLICY_INPUTS
-    ) -> "UpdateGraph":
-        """Return that of a cell of the product, in two parts where the section says so."""
+    def of(cls, update: ParallelUpdate, memory: MemorySection, inputs: tuple[str, ...]) -> "UpdateGraph":
+        """Return that of a cell of the product, whose loss reads ``inputs``; in two parts where the section says so."""
         optimizer = update.optimizer
-        gradients = ParallelGradients(update) if memory.swap_moments else None
-        state = optimizer_state(optimizer)
-        return cls(update, optimizer.learning_rate, update.is_last, state, token_inputs, gradients)
+        return cls(
+            cell=update,
+            learning_rate=optimizer.learning_rate,
+            is_last=update.is_last,
+            state=optimizer_state(optimizer),
+            token_inputs=inputs,
+            gradients=ParallelGradients(update) if memory.swap_moments else None,
+            totals={weight.name: total for weight, total in zip(update.weights, update.totals, strict=True)},
+            parameters=list(update.get_parameters()),
+        )
 
 
-class ShardedLearner(CountsCompiles):
-    """Updates a sharded model from micro-batches of this rank's rows.
+class ShardedUpdater:
+    """Updates a sharded model from micro-batches of this rank's rows; what is called is `WholeUpdater`'s.
 
     Args:
-        model: its shard.
-        graph: of the update; its parameters must be those of the model.
+        placement: its shards.
+        graph: of the update; its parameters must be those of the shards.
         places: of the optimiser's state; None leaves all on the device.
     """
 
-    returns_logprobs = False
-    # Where a checkpoint has its weights, and the optimiser's state if that is in a file of its own.
-    model_name, optimizer_name = MODEL_NAME, OPTIMIZER_NAME
+    returns_outputs = False
 
-    def __init__(self, model: ShardedModel, graph: UpdateGraph, places: OptimizerPlaces | None = None):
-        super().__init__()
-        self.model = model
+    def __init__(self, placement: Shards, graph: UpdateGraph, places: OptimizerPlaces | None = None):
+        self.placement = placement
         self.graph = graph
+        self.inputs = graph.token_inputs
         self._places = places
 
     def make_room(self) -> None:
-        """See :meth:`CountsCompiles.make_room`."""
+        """See :meth:`WholeUpdater.make_room`."""
         if self._places is not None:
             self._places.make_room()
 
+    def graphs(self, rows: PackedRows) -> Sequence[tuple[str, PackedRows]]:
+        """See :meth:`WholeUpdater.graphs`."""
+        if self.graph.gradients is None:
+            return [("update", rows)]
+        return [("gradients", rows), ("update", self._step_rows(rows))]
+
     def compile(self, rows: PackedRows) -> None:
         """Compile the update for the shape of ``rows``; its cells must be MindSpore's."""
-        if self.graph.gradients is not None:
-            self.count_compile("gradients", rows)
-            self.graph.gradients.compile(*self._inputs(rows, 0.0, 1))
-            rows = self._step_rows(rows)
-        self.count_compile("update", rows)
-        self.graph.cell.compile(*self._inputs(rows, 0.0, 1))
+        for name, shaped in self.graphs(rows):
+            cell = self.graph.cell if name == "update" else self.graph.gradients
+            cell.compile(*self._inputs(shaped, 0.0, 1))
 
     def warm_up(self, rows: PackedRows) -> None:
-        """Run the graphs on rows of weight 0 without an update."""
-        if self.graph.gradients is not None:
-            self._add(rows, 0.0, 1)
-            rows = self._step_rows(rows)
-        self._call(rows, 0.0, 1, is_last=False)
+        """See :meth:`WholeUpdater.warm_up`."""
+        for name, shaped in self.graphs(rows):
+            if name == "update":
+                self._call(shaped, 0.0, 1, is_last=False)
+            else:
+                self._add(shaped, 0.0, 1)
 
-    def update(self, batch: Batch, lr: float, kl_coefficient: float) -> LearnerUpdate:
-        """Make one optimiser update.
+    def add(self, rows: PackedRows, num_tokens: int, kl_coefficient: float) -> tuple[np.ndarray, None]:
+        """See :meth:`WholeUpdater.add`."""
+        return self._call(rows, kl_coefficient, num_tokens, is_last=False)[0], None
 
-        Args:
-            batch: this rank's rows; as many micro-batches on every rank.
-            lr: learning rate.
-            kl_coefficient: weight of the KL term.
+    def gradients(self) -> Iterator[tuple[str, np.ndarray]]:
+        """See :meth:`WholeUpdater.gradients`: of what this rank holds, its shards."""
+        yield from ((name, total.asnumpy()) for name, total in self.graph.totals.items() if name in self.placement.held)
 
-        Returns:
-            Statistics of all ranks' rows on ranks of the first replica and the last stage, zeros on others, so that
-            those of the replicas add up.
+    def state_parameters(self) -> list[ms.Parameter]:
+        """See :meth:`WholeUpdater.state_parameters`."""
+        return list(self.graph.parameters)
+
+    def update(self, batch: Batch, lr: float, kl_coefficient: float) -> Updated:
+        """See :meth:`WholeUpdater.update`; there are as many micro-batches on every rank.
+
+        Statistics are of all ranks' rows on ranks of the first replica and the last stage, zeros on others, so that
+        those of the replicas add up.
         """
         self.graph.learning_rate.set_data(ms.Tensor(lr, ms.float32))
         if self.graph.gradients is None:
@@ -123,8 +141,8 @@ class ShardedLearner(CountsCompiles):
             for rows in batch.micro_batches:
                 total = total + self._add(rows, kl_coefficient, batch.num_tokens)
             norm = self._call(self._step_rows(batch.micro_batches[-1]), 0.0, 1, is_last=True)[1]
-        is_first_replica = self.model.layout.coordinates(self.model.rank).data == 0
-        return LearnerUpdate(total if is_first_replica else np.zeros_like(total), norm, None)
+        is_first_replica = self.placement.layout.coordinates(self.placement.rank).data == 0
+        return Updated(total if is_first_replica else np.zeros_like(total), norm, None)
 
     def _update_with_last(self, batch: Batch, kl_coefficient: float) -> tuple[np.ndarray, float]:
         total, norm = np.zeros(1), 0.0
@@ -135,33 +153,33 @@ class ShardedLearner(CountsCompiles):
         return total, norm
 
     def state_size_bytes(self) -> int:
-        """Return the size of a checkpoint of all ranks, in bytes."""
-        return self.model.size_bytes(self.graph.state)
+        """See :meth:`WholeUpdater.state_size_bytes`."""
+        return self.placement.size_bytes(self.graph.state)
 
-    def state_writer(self, hold: Callable) -> StateWriter:
-        """See :meth:`SavesState.state_writer`: of shards of weights and optimiser state, wherever that is."""
-        return self.model.state_writer(self.model_name, hold, self.graph.state)
+    def state_writer(self, names: tuple[str, str], hold: Callable) -> StateWriter:
+        """See :meth:`WholeUpdater.state_writer`: of shards of weights and optimiser state, wherever that is."""
+        return self.placement.state_writer(names[0], hold, self.graph.state)
 
-    def restore(self, directory: str) -> None:
-        """Take this rank's shard of a checkpoint, whatever the layout of the run that saved it."""
+    def restore(self, directory: Path, names: tuple[str, str]) -> None:
+        """See :meth:`WholeUpdater.restore`: this rank's shards, whatever the layout of the run that saved them."""
         self._have_state()
-        optimizer_file = Path(directory) / self.optimizer_name
-        optimizer_file = optimizer_file if optimizer_file.is_file() else ""
-        source = self.model.open_saved(Path(directory) / self.model_name, optimizer_file)
-        self.model.load(source)
+        optimizer_file = directory / names[1]
+        source = self.placement.open_saved(directory / names[0], optimizer_file if optimizer_file.is_file() else "")
+        self.placement.load(source)
         self._restore_state(source)
 
     def _restore_state(self, source: ArraySource) -> None:
         for one in self._state_layouts():
             if one.name not in source.dtypes:
                 raise UserError(f"{source.directory} lacks {one.name} of the optimiser: it is no checkpoint of a run")
-            set_shard(self.graph.state[one.name], source.read_shard(one, self.model.rank), one)
+            set_shard(self.graph.state[one.name], source.read_shard(one, self.placement.rank), one)
             source.release(one.name)
 
     def _state_layouts(self) -> list[ParameterLayout]:
         """Return how AdamW's state that this rank holds lies on the ranks."""
-        trained = {one.name: f"exp_avg.{one.name}" in self.graph.state for one in self.model.held}
-        return [*state_layouts(self.model.held, trained), step_layout(self.model.layout)]
+        held = self.placement.held
+        trained = {name: f"exp_avg.{name}" in self.graph.state for name in held}
+        return [*state_layouts(held.values(), trained), step_layout(self.placement.layout)]
 
     def _call(
         self, rows: PackedRows, kl_coefficient: float, num_tokens: int, *, is_last: bool
@@ -180,7 +198,7 @@ class ShardedLearner(CountsCompiles):
 
     def _of_last_stage(self, statistics: ms.Tensor) -> np.ndarray:
         values = statistics.asnumpy().astype(np.float64)
-        return values if self.model.is_in_last_stage else np.zeros_like(values)
+        return values if self.placement.is_in_last_stage else np.zeros_like(values)
 
     def _have_state(self) -> None:
         if self._places is not None:
@@ -188,16 +206,15 @@ class ShardedLearner(CountsCompiles):
 
     def _step_rows(self, rows: PackedRows) -> PackedRows:
         """Return rows of weight 0, as many and as wide as these, and no longer than the layout needs."""
-        length = step_length(self.model.layout)
+        length = step_length(self.placement.layout)
         arrays = {name: np.zeros_like(getattr(rows, name)[:, :length]) for name in _ROW_ARRAYS}
         context = {name: np.zeros_like(array[:, :length]) for name, array in rows.context.items()}
         return replace(rows, **arrays, context=context, tokens={}, images=())
 
     def _inputs(self, rows: PackedRows, kl_coefficient: float, num_tokens: int) -> list[ms.Tensor]:
-        unread = np.zeros_like(rows.mask)
-        values = [self.model.per_token(rows.tokens.get(name, unread)) for name in self.graph.token_inputs]
-        num_rows = len(rows.mask) * self.model.layout.data_parallel
+        placement, unread = self.placement, np.zeros_like(rows.mask)
+        values = [placement.per_token(rows.tokens.get(name, unread)) for name in self.graph.token_inputs]
+        num_rows = len(rows.mask) * placement.layout.data_parallel
         scalars = np.tile(np.array([[kl_coefficient, num_tokens]], np.float32), (num_rows, 1))
-        num_micro_batches = self.model.num_update_micro_batches
-        inputs = (*self.model.row_inputs(rows, num_micro_batches), *self.model.inputs(values, num_micro_batches))
-        return [*inputs, ms.Tensor(scalars)]
+        number = placement.num_update_micro_batches
+        return [*placement.row_inputs(rows, number), *placement.inputs(values, number), ms.Tensor(scalars)]

@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from typing import Any
 
 from mindspore import nn
 from mindspore.nn.utils import no_init_parameters
 from mindspore.ops.operations import Morph
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
+from mindrlhf.algorithms.losses import Loss
 from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.config.memory import WHOLE, MemorySection
 from mindrlhf.config.model import ModelSection
@@ -20,13 +21,7 @@ from mindrlhf.models.causal_lm import CausalLM, build_model
 from mindrlhf.models.lora.model import Lora
 from mindrlhf.specs.lora import AdaptedRules, LoraOptions
 from mindrlhf.training.sharded.cells import ParallelLogProbs, ParallelUpdate
-from mindrlhf.training.sharded.losses import (
-    ShardedCoefficientLoss,
-    ShardedLoss,
-    ShardedPolicyLoss,
-    ShardedSupervisedLoss,
-    ShardedValueLoss,
-)
+from mindrlhf.training.sharded.losses import ShardedLoss
 from mindrlhf.training.sharded.optimizer import WithholdableAdamW
 from mindrlhf.training.worker.cells import make_optimizer
 
@@ -44,52 +39,39 @@ def build_policy(
     model: ModelSection,
     parallel: ParallelSection,
     *,
-    row_length: int,
     temperature: float,
     memory: MemorySection = WHOLE,
-    shared_prompts: bool = False,
-    num_image_rows: int = 1,
-    lora: LoraOptions | None = None,
+    **options: Any,
 ) -> PolicyLogProbs:
     """Return the log-probabilities of a model without data: its parameters get shards once a graph is compiled.
 
     Args:
         hf_config: its config.json.
         model: dtypes and recomputation.
-        memory: of its logits and activations.
         parallel: the layout, with `data_parallel` filled in.
-        row_length: longest row.
         temperature: of sampling.
-        shared_prompts, num_image_rows: of its rows; see :func:`mindrlhf.models.causal_lm.build_model`.
-        lora: the adapters that are trained in place of the model; None trains all of it.
+        memory: of its logits and activations.
+        options: of :func:`_build_network`.
 
     Raises:
         UserError: the model is unknown, or cannot be sharded this way.
     """
     with no_init_parameters():  # they would take the memory of the whole model
-        network = _build_network(hf_config, model, parallel, memory, row_length, shared_prompts, lora, num_image_rows)
+        network = _build_network(hf_config, model, parallel, memory, **options)
         policy = PolicyLogProbs(network, temperature, "ascend", memory.head_tile)
     _place_in_last_stage(policy, policy.token_logprobs, parallel)
     return policy
 
 
-def build_value_model(
-    hf_config: dict,
-    model: ModelSection,
-    parallel: ParallelSection,
-    *,
-    row_length: int,
-    memory: MemorySection = WHOLE,
-    shared_prompts: bool = False,
-    num_image_rows: int = 1,
-    lora: LoraOptions | None = None,
+def build_scores(
+    hf_config: dict, model: ModelSection, parallel: ParallelSection, *, memory: MemorySection = WHOLE, **options: Any
 ) -> TokenScores:
-    """Return a critic without data, from the config.json of its scoring form; else as :func:`build_policy`."""
+    """Return a scoring model without data, from the config.json of that form; else as :func:`build_policy`."""
     with no_init_parameters():
-        network = _build_network(hf_config, model, parallel, memory, row_length, shared_prompts, lora, num_image_rows)
-        critic = TokenScores(network, after_token=False)
-    _place_in_last_stage(critic, critic.projection, parallel)
-    return critic
+        network = _build_network(hf_config, model, parallel, memory, **options)
+        scores = TokenScores(network, after_token=False)
+    _place_in_last_stage(scores, scores.projection, parallel)
+    return scores
 
 
 def _build_network(
@@ -97,11 +79,19 @@ def _build_network(
     model: ModelSection,
     parallel: ParallelSection,
     memory: MemorySection,
+    *,
     row_length: int,
-    shared_prompts: bool,
-    lora: LoraOptions | None,
+    shared_prompts: bool = False,
     num_image_rows: int = 1,
+    lora: LoraOptions | None = None,
 ) -> CausalLM:
+    """Return a model without data.
+
+    Args:
+        row_length: longest row.
+        shared_prompts, num_image_rows: of its rows; see :func:`mindrlhf.models.causal_lm.build_model`.
+        lora: the adapters that are trained in place of the model; None trains all of it.
+    """
     network = build_model(
         hf_config,
         seq_length=row_length,
@@ -127,7 +117,7 @@ def _place_in_last_stage(model: nn.Cell, output: nn.Cell, parallel: ParallelSect
 
 
 def build_logprobs(policy: PolicyLogProbs | TokenScores, parallel: ParallelSection) -> ParallelLogProbs:
-    """Return the cell that computes the log-probabilities of ``policy``, or a critic's values, without gradients."""
+    """Return the cell that computes the log-probabilities of ``policy``, or scores, without gradients."""
     return ParallelLogProbs(policy, num_logprob_micro_batches(parallel))
 
 
@@ -143,68 +133,20 @@ def _forget_side_effects(model: nn.Cell) -> None:
                 value.del_prim_attr("side_effect_io")
 
 
-def build_update(
-    policy: PolicyLogProbs,
-    make_loss: Callable[[nn.Cell], nn.Cell],
-    options: OptimizerSection,
-    parallel: ParallelSection,
-) -> ParallelUpdate:
-    """Return the cell of an update of ``policy``.
+def build_update(loss: Loss, options: OptimizerSection, parallel: ParallelSection) -> ParallelUpdate:
+    """Return the cell of an update.
 
     Args:
-        policy: of :func:`build_policy`.
-        make_loss: builds a :class:`mindrlhf.algorithms.losses.PolicyLoss` over a policy.
+        loss: over a model of :func:`build_policy` or :func:`build_scores`.
         options: of AdamW.
-        parallel: as for the policy.
+        parallel: as for the model.
     """
-    shares = (parallel.data_parallel, parallel.context_parallel)
-    with no_init_parameters():
-        return _build_update(ShardedPolicyLoss(policy, make_loss, shares), options, parallel)
-
-
-def build_value_update(
-    critic: TokenScores, clip_range: float, options: OptimizerSection, parallel: ParallelSection
-) -> ParallelUpdate:
-    """Return the cell of an update of a critic.
-
-    Args:
-        critic: of :func:`build_value_model`.
-        clip_range: of :class:`mindrlhf.algorithms.value_loss.ValueLoss`.
-        options, parallel: of :func:`build_update`.
-    """
-    shares = (parallel.data_parallel, parallel.context_parallel)
-    with no_init_parameters():
-        return _build_update(ShardedValueLoss(critic, clip_range, shares), options, parallel)
-
-
-def build_supervised_update(
-    policy: PolicyLogProbs, options: OptimizerSection, parallel: ParallelSection
-) -> ParallelUpdate:
-    """Return the cell of an update of supervised fine-tuning; arguments as for :func:`build_update`."""
-    shares = (parallel.data_parallel, parallel.context_parallel)
-    with no_init_parameters():
-        return _build_update(ShardedSupervisedLoss(policy, shares), options, parallel)
-
-
-def build_coefficient_update(
-    policy: PolicyLogProbs | TokenScores, options: OptimizerSection, parallel: ParallelSection
-) -> ParallelUpdate:
-    """Return the cell of an update by derivatives that the host computes, of a policy or of a scoring model.
-
-    Args:
-        policy: of :func:`build_policy` or :func:`build_value_model`.
-        options, parallel: of :func:`build_update`.
-    """
-    shares = (parallel.data_parallel, parallel.context_parallel)
-    with no_init_parameters():
-        return _build_update(ShardedCoefficientLoss(policy, shares), options, parallel)
-
-
-def _build_update(loss: ShardedLoss, options: OptimizerSection, parallel: ParallelSection) -> ParallelUpdate:
     network, layout = loss.policy.model, layout_of(parallel)
-    optimizer = make_optimizer(network.trainable_params(), options, WithholdableAdamW)
-    num_replicas = {one.name: one.num_replicas for one in network_layouts(network, layout)}
-    return ParallelUpdate(loss, optimizer, options.max_grad_norm, parallel, num_replicas, layout.world_size)
+    with no_init_parameters():
+        sharded = ShardedLoss(loss, (parallel.data_parallel, parallel.context_parallel))
+        optimizer = make_optimizer(network.trainable_params(), options, WithholdableAdamW)
+        num_replicas = {one.name: one.num_replicas for one in network_layouts(network, layout)}
+        return ParallelUpdate(sharded, optimizer, options.max_grad_norm, parallel, num_replicas, layout.world_size)
 
 
 def network_layouts(network: CausalLM, layout: Layout) -> list[ParameterLayout]:

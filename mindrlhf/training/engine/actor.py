@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,11 @@ from mindrlhf.system import heartbeat
 from mindrlhf.training.batch import Batch, PolicyUpdateResult, ProcessStatistics
 from mindrlhf.training.checkpoints.shards import SavesState
 from mindrlhf.training.distillation.models import FrozenModel
+from mindrlhf.training.engine.cell_dump import CellDump
+from mindrlhf.training.engine.engine import Engine
+from mindrlhf.training.engine.model import Model, Placement
 from mindrlhf.training.nodes import ServingWorker
 from mindrlhf.training.routing.rows import without_experts
-from mindrlhf.training.worker.cell_dump import CellDump
-from mindrlhf.training.worker.learner import ActorLearner
-from mindrlhf.training.worker.model import RankModel
 from mindrlhf.weights.publish.collective import Broadcast
 from mindrlhf.weights.publish.publisher import PUBLISH, Published
 
@@ -25,12 +26,8 @@ from mindrlhf.weights.publish.publisher import PUBLISH, Published
 class Actor(SavesState, ServingWorker):
     """The policy of a reinforcement learning run on one rank; its public methods are called through the team.
 
-    It knows nothing of how the model lies on the ranks: that is in the learner and the models, which are whole
-    (:class:`mindrlhf.training.worker.learner.PolicyLearner`) or sharded
-    (:class:`mindrlhf.training.sharded.learner.ShardedLearner`).
-
     Args:
-        learner: trains the policy.
+        engine: of the policy.
         reference: the reference model, or the teachers as one; None when beta is 0.
         saves_reference: the reference changes during the run, so checkpoints must hold it.
         asks_top_k: the reference is asked for its top-k tokens too.
@@ -38,19 +35,19 @@ class Actor(SavesState, ServingWorker):
 
     def __init__(
         self,
-        learner: ActorLearner,
-        reference: FrozenModel | None,
+        engine: Engine,
+        reference: FrozenModel | None = None,
         *,
-        saves_reference: bool,
+        saves_reference: bool = False,
         asks_top_k: bool = False,
     ):
         SavesState.__init__(self)
-        ServingWorker.__init__(self, learner.model)
-        self.learner = learner
+        ServingWorker.__init__(self, engine.model)
+        self.engine = engine
         self.reference = reference
         self._saves_reference = saves_reference
         self._asks_top_k = asks_top_k
-        self._reward_model: RankModel | None = None
+        self._reward_model: Model | None = None
         self._cell_dump: CellDump | None = None
         self._batches: list[Batch] = []  # this rank's part of the updates of a step
         self._old_logprobs: dict[int, list[np.ndarray]] = {}  # of the step, by batch
@@ -62,11 +59,10 @@ class Actor(SavesState, ServingWorker):
             for name in graphs:
                 if _is_known_ahead(self._model_of(name)):
                     heartbeat.enter(f"compiling {name} for {size}")
-                    self.learner.count_compile(name, rows)
                     self._computed(name, rows)
             if _is_known_ahead(self.model):
                 heartbeat.enter(f"compiling the update for {size}")
-                self.learner.warm_up(rows)
+                self.engine.warm_up(rows)
 
     def receive(self, batches: list[Batch]) -> None:
         """Take this rank's part of the updates of a step, with all that is known of them before it computes."""
@@ -102,9 +98,8 @@ class Actor(SavesState, ServingWorker):
         model, micro_batches = self._model_of(name), self._batches[batch].micro_batches
         if self._cell_dump is not None:
             stage = "old_log_prob" if name == "old_logprobs" else "reference"
-            self._cell_dump.forward(stage, model.policy, micro_batches)
+            self._cell_dump.forward(stage, model.graph, micro_batches)
         for rows in micro_batches:
-            self.learner.count_compile(name, rows)
             rows.tokens.update(self._computed(name, rows))
         computed = [rows.tokens[name] for rows in micro_batches]
         if name == "old_logprobs":
@@ -116,33 +111,36 @@ class Actor(SavesState, ServingWorker):
 
         Returns:
             Statistics [7] (``POLICY_STATISTICS``), the norm, which is not finite when there was no update, and
-            log-probabilities. These are under the weights before the update; or where the learner does not return
-            them, before the first update of the step, by a pass of their own unless they were asked for before.
+            log-probabilities. These are under the weights before the update; or where updates do not return them,
+            before the first update of the step, by a pass of their own unless they were asked for before.
         """
         own = self._batches[batch]
-        if not self.learner.returns_logprobs and batch not in self._old_logprobs:
+        if not self.engine.updater.returns_outputs and batch not in self._old_logprobs:
             self._old_logprobs[batch] = [self.model.logprobs(rows) for rows in own.micro_batches]
-        done = self.learner.update(own, lr, kl_coefficient)
-        logprobs = self._old_logprobs[batch] if done.logprobs is None else done.logprobs
+        if self._cell_dump is not None:
+            self._cell_dump.forward("update", self.model.graph, own.micro_batches)
+        done = self.engine.update(own, lr, kl_coefficient)
+        logprobs = self._old_logprobs[batch] if done.outputs is None else done.outputs
         return PolicyUpdateResult(done.statistics, done.grad_norm, self.process_statistics(), tuple(logprobs))
 
     def process_statistics(self) -> ProcessStatistics:
         """Return what this rank has used so far."""
-        return self.learner.process_statistics()
+        return self.engine.process_statistics()
 
-    def use_reward_model(self, model: RankModel) -> None:
+    def use_reward_model(self, model: Model) -> None:
         """Take the model that ``score_responses`` runs."""
         self._reward_model = model
 
     def score_responses(self, batch: Batch) -> list[np.ndarray]:
         """Return the reward model's scores, float32 [rows, length], of each micro-batch."""
         for rows in batch.micro_batches:
-            self.learner.count_compile("reward_model", rows)
+            self.engine.count_compile("reward_model", rows)
         return [self._reward_model.logprobs(rows) for rows in batch.micro_batches]
 
     def use_cell_dump(self, cell_dump: CellDump) -> None:
         """Take what writes the cells of the steps between ``begin_dump`` and ``end_dump``; for whole models."""
-        self._cell_dump = self.learner.cell_dump = cell_dump
+        self._cell_dump = cell_dump
+        self.engine.updater.watch = partial(cell_dump.gradients, self.model.graph)
 
     def begin_dump(self, step: int) -> None:
         """Write the cells of what follows, as those of a step, from 1."""
@@ -155,7 +153,7 @@ class Actor(SavesState, ServingWorker):
     def publish(self, version: int, bucket: int = 0, purpose: str = PUBLISH) -> Published:
         """See :meth:`PublishingWorker.publish`; what follows is the generator's turn."""
         published = super().publish(version, bucket, purpose)
-        self.learner.make_room()
+        self.engine.make_room()
         give_back_memory()
         return published
 
@@ -165,37 +163,42 @@ class Actor(SavesState, ServingWorker):
         tokenizer_dir: str | os.PathLike | None,
         tensors: Iterator[tuple[str, np.ndarray]] | None = None,
     ) -> None:
-        """Write the weights as a Hugging Face directory, on rank 0; see :meth:`RankModel.export`."""
-        self.model.export(directory, tokenizer_dir, tensors)
+        """Write the weights as a Hugging Face directory, on rank 0; see :meth:`Placement.export`."""
+        self.model.placement.export(directory, tokenizer_dir, tensors)
 
     def state_size_bytes(self) -> int:
         """Return the size of a checkpoint of all ranks, in bytes."""
-        reference = self.reference.size_bytes() if self._saves_reference else 0
-        return self.learner.state_size_bytes() + reference
+        reference = self.reference.placement.size_bytes() if self._saves_reference else 0
+        return self.engine.state_size_bytes() + reference
 
     def state_writer(self, hold: Callable) -> StateWriter:
         """See :meth:`SavesState.state_writer`: weights, optimiser state and the reference, if that changes."""
-        writers = [self.learner.state_writer(hold)]
+        writers = [self.engine.state_writer(hold)]
         if self._saves_reference:
-            writers.append(self.reference.state_writer(REFERENCE_NAME, hold))
+            writers.append(self.reference.placement.state_writer(REFERENCE_NAME, hold))
         return lambda directory: {name: value for write in writers for name, value in write(directory).items()}
 
     def restore(self, directory: str) -> None:
         """Load what ranks have saved, whatever the layout of their run."""
-        self.learner.restore(directory)
+        self.engine.restore(directory)
         if self._saves_reference:
-            self.reference.restore(Path(directory) / REFERENCE_NAME)
+            self.reference.placement.restore(Path(directory) / REFERENCE_NAME)
 
     def sync_reference(self) -> None:
         """Copy the policy into the reference model."""
-        self.reference.copy_from(self.model)
+        self.reference.placement.copy_from(self.model.placement)
 
     def _computed(self, name: str, rows: PackedRows) -> dict[str, np.ndarray]:
         if name == "old_logprobs":
-            return {name: self.model.logprobs(rows)}
+            return {name: self.engine.outputs(name, rows)}
+        self.engine.count_compile(name, rows)
         # The reference model has other weights: what the policy's generator chose says nothing of its experts.
         rows = without_experts(rows)
         return self.reference.top_tokens(rows) if self._asks_top_k else {name: self.reference.logprobs(rows)}
+
+    def _published_model(self, name: str) -> Placement:
+        """See :meth:`PublishingWorker._published_model`."""
+        return self.model.placement
 
     def _open_broadcast(self, ranks: tuple[int, ...], root: int, num_words: int) -> Broadcast:
         from mindrlhf.training import broadcast

@@ -1,5 +1,6 @@
-"""One rank's shard of a model, and the graph of its log-probabilities."""
+"""One rank's shards of a model: what goes into its graphs, and what is published, saved and loaded of it."""
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,30 +15,35 @@ from mindrlhf.data.packing import PackedRows
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.layout.rows import num_logprob_micro_batches, num_update_micro_batches, own_rows, place_rows
 from mindrlhf.models.causal_lm import CausalLM
+from mindrlhf.models.lora.model import initial_down, scale_name, without_adapters
+from mindrlhf.shards.adapter_sources import open_adapter_source
 from mindrlhf.shards.save import finish_saving, held_shards, plan_saving, write_rank
 from mindrlhf.shards.sources import ArraySource, open_source
-from mindrlhf.training.sharded.factory import layout_of, network_layouts
-from mindrlhf.training.worker.model import RankModel, frozen_tensors
+from mindrlhf.specs.lora import AdaptedRules
+from mindrlhf.training.engine.factory import layout_of, network_layouts
+from mindrlhf.training.engine.model import Placement, frozen_tensors
+from mindrlhf.weights.adapters.merge import merge
+from mindrlhf.weights.adapters.peft import adapter_config
 from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.publish.shards import PublishedShard, plan_publication, wanted_shards, write_shards
 from mindrlhf.weights.sharded import ShardedManifest
 from mindrlhf.weights.tensors import STORAGE_DTYPES, convert_dtype
 
 
-class ShardedModel(RankModel):
-    """This rank's shard of a model.
+class Shards(Placement):
+    """This rank's shards.
 
-    What computes is given to it, so that graphs which were compiled elsewhere can take the place of the product's own:
-    ``cell`` may be any function, and the shard may lie in other parameters than those of ``network``.
+    What computes is given its rows here, so that graphs which were compiled elsewhere can take the place of the
+    product's own, and the shards may lie in other parameters than those of ``network``. Of adapters, a rank that holds
+    rows of W has those of B, and one that holds columns of W those of A: so each merges what it publishes without the
+    others.
 
     Args:
-        network: the model, of which names, dtypes and shapes are read.
-        cell: log-probabilities; takes the four arrays of ``row_inputs``, returns a tuple of tensors, one for each
-            pipeline micro-batch, as :class:`mindrlhf.training.sharded.cells.ParallelLogProbs` does.
+        network: the model, of which names, dtypes and shapes are read; ``network.lora`` says what its adapters are.
         parallel: the layout, with `data_parallel` filled in.
         rank: number of this rank.
-        parameters: those that hold the shard, by name, at least all that this rank holds; None: the network's.
-        after_token: of a scoring model, whose cell gives the score before each token: give that after it, which is the
+        parameters: those that hold the shards, by name, at least all that this rank holds; None: the network's.
+        after_token: of a scoring model, whose graph gives the score before each token: give that after it, which is the
             one before the next. So the rows are moved by one position on their way in, and the scores back, and no rank
             needs the next position of another.
     """
@@ -45,51 +51,60 @@ class ShardedModel(RankModel):
     def __init__(
         self,
         network: CausalLM,
-        cell: Callable[..., tuple[ms.Tensor, ...]],
         parallel: ParallelSection,
         rank: int,
         parameters: Mapping[str, ms.Parameter] | None = None,
         *,
         after_token: bool = False,
     ):
-        super().__init__(network)
+        super().__init__(network, parameters)
         self._after_token = after_token
-        self.cell = cell
         self.parallel = parallel
         self.layout = layout_of(parallel)
         self.rank = rank
+        self.stage = self.layout.stage_of(rank)
         self.layouts: list[ParameterLayout] = network_layouts(network, self.layout)
-        self.held = held_shards(self.layouts, rank)
-        self._parameters = parameters or {parameter.name: parameter for parameter in network.get_parameters()}
+        self.names = self.held = {one.name: one for one in held_shards(self.layouts, rank)}
         self.num_update_micro_batches = num_update_micro_batches(parallel)
         self._num_logprob_micro_batches = num_logprob_micro_batches(parallel)
         self._publications: dict[tuple[int, ...] | None, dict[str, list[PublishedShard]]] = {}
+        self._adapted = network.lora and AdaptedRules(network.spec, network.dims, network.lora.options)
+        self._saved, self._adapter_of, self._frozen = self.layouts, {}, frozen_tensors(network).keys()
+        if self._adapted:
+            trained = {rule.mf_name for rule in self._adapted.trained()}
+            self._saved = [one for one in self.layouts if one.name in trained]
+            self._adapter_of = {one.base.mf_name: one for one in self._adapted.adapters}
+            self._frozen = {one.name for one in self.layouts} - trained - self._adapter_of.keys()
 
     @property
     def is_in_last_stage(self) -> bool:
         """Whether this rank has the outputs of the model."""
-        return self.layout.stage_of(self.rank) == self.layout.pipeline_stage - 1
+        return self.stage == self.layout.pipeline_stage - 1
 
     def see(self, images: Sequence[np.ndarray]) -> None:
-        """See :meth:`RankModel.see`; the first stage alone has the vision tower."""
-        if self._is_in_first_stage:
+        """See :meth:`Placement.see`; the first stage alone has the vision tower."""
+        if self.stage == 0:
             self.network.images.see(images)
 
-    @property
-    def _is_in_first_stage(self) -> bool:
-        return self.layout.stage_of(self.rank) == 0
+    def compile(self, graph: ms.nn.Cell, rows: PackedRows) -> None:
+        """Compile a graph of outputs for the shape of ``rows``."""
+        graph.compile(*self.row_inputs(rows, self._num_logprob_micro_batches))
 
-    def compile(self, rows: PackedRows) -> None:
-        """Compile the graph of the log-probabilities for the shape of ``rows``; its cell must be MindSpore's."""
-        self.cell.compile(*self.row_inputs(rows, self._num_logprob_micro_batches))
+    def outputs(self, graph: Callable[..., tuple[ms.Tensor, ...]], rows: PackedRows) -> np.ndarray:
+        """See :meth:`Whole.outputs`; zeros before the last stage.
 
-    def logprobs(self, rows: PackedRows) -> np.ndarray:
-        """Return the log-probabilities of this rank's rows, float32 [rows, length]; zeros before the last stage."""
-        outputs = self.cell(*self.row_inputs(rows, self._num_logprob_micro_batches))
+        The graph takes the four arrays of ``row_inputs`` and returns a tensor for each pipeline micro-batch, as
+        :class:`mindrlhf.training.sharded.cells.ParallelLogProbs` does.
+        """
+        outputs = graph(*self.row_inputs(rows, self._num_logprob_micro_batches))
         if not self.is_in_last_stage:
             return np.zeros_like(rows.mask)
         own = own_rows([output.asnumpy() for output in outputs], self.layout, self.rank)
         return _moved(own, -1) if self._after_token else own
+
+    def without_adapters(self) -> contextlib.AbstractContextManager[None]:
+        """See :meth:`Whole.without_adapters`."""
+        return without_adapters(self.parameters[scale_name(self.stage)])
 
     def per_token(self, values: np.ndarray) -> np.ndarray:
         """Return what belongs to the tokens of rows [rows, length] where the cells expect it."""
@@ -97,7 +112,7 @@ class ShardedModel(RankModel):
 
     def row_inputs(self, rows: PackedRows, num_micro_batches: int) -> list[ms.Tensor]:
         """Return the four arrays that every cell takes first; with vision, set the image rows that they refer to."""
-        if self.network.images is not None and self._is_in_first_stage and rows.images:
+        if self.network.images is not None and self.stage == 0 and rows.images:
             self.network.images.place(rows.images)
         arrays = (rows.model_inputs, rows.segment_ids, rows.labels, self.per_token(rows.mask))
         return self.inputs(arrays, num_micro_batches)
@@ -114,48 +129,71 @@ class ShardedModel(RankModel):
         Raises:
             UserError: the source is damaged.
         """
-        if self.network.images is not None and self._is_in_first_stage:
+        if self.network.images is not None and self.stage == 0:
             self.network.images.place(())
-        for one in self._held_in(source):
-            parameter = self._parameters[one.name]
+        for one in self.held.values():
+            if self._adapted and one.name not in source.dtypes:  # a source has the base, or the adapters
+                continue
+            parameter = self.parameters[one.name]
             array = convert_dtype(source.read_shard(one, self.rank), source.dtypes[one.name], _dtype_name(parameter))
             set_shard(parameter, array, one)
             source.release(one.name)
 
-    def _held_in(self, source: ArraySource) -> Sequence[ParameterLayout]:
-        """Return the layouts of what this rank takes of a source."""
-        return self.held
+    def begin(self, seed: int, adapter_dir: str) -> None:
+        """Give the adapters what they begin with: those of a directory, or when it is "", new ones of a seed.
+
+        Raises:
+            UserError: the adapter is of another model.
+        """
+        if adapter_dir:
+            self.restore(adapter_dir)
+            return
+        for adapter in self._adapted.adapters:
+            if adapter.down.mf_name in self.held:
+                down, up = self.held[adapter.down.mf_name], self.held[adapter.up.mf_name]
+                whole = initial_down(adapter, self.network.dims, seed)
+                set_shard(self.parameters[down.name], whole[down.shard_of(self.rank)], down)
+                set_shard(self.parameters[up.name], np.zeros(up.shard_shape, np.float32), up)
 
     def restore(self, directory: str | os.PathLike) -> None:
-        """See :meth:`RankModel.restore`."""
+        """See :meth:`Whole.restore`."""
         self.load(self.open_saved(directory))
 
     def open_saved(self, directory: str | os.PathLike, optimizer_file: str | os.PathLike = "") -> ArraySource:
-        """Open what ranks of any layout have saved of this model; see :func:`mindrlhf.shards.sources.open_source`."""
+        """Open what ranks of any layout have saved of this model, or of its adapters, and of the optimiser."""
+        if self._adapted:
+            return open_adapter_source(directory, self._adapted, self.network.dims, optimizer_file)
         return open_source(directory, optimizer_file, is_partial=True)
 
     def shards(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield name and array of what this rank holds; bfloat16 as uint16 bit patterns."""
-        for one in self.held:
-            yield one.name, self.shard(one.name)
+        yield from ((name, self.shard(name)) for name in self.held)
 
     def shard(self, name: str) -> np.ndarray:
         """Return what this rank holds of a parameter; bfloat16 as uint16 bit patterns."""
-        parameter = self._parameters[name]
+        parameter = self.parameters[name]
         return parameter.asnumpy().view(STORAGE_DTYPES[_dtype_name(parameter)])
 
-    def copy_from(self, other: "ShardedModel") -> None:
-        """See :meth:`RankModel.copy_from`: shard by shard."""
-        for one in self.held:
-            self._parameters[one.name].set_data(ms.Tensor(other._parameters[one.name].asnumpy().copy()))
-
     def write_to(self, buffer: WeightBuffer, ranks: Sequence[int] | None = None) -> None:
-        """Write what this rank holds, and no other rank of its node writes."""
+        """See :meth:`Whole.write_to`: what no other rank of the node writes, and what stays the same only once."""
         publication = self._publication(None if ranks is None else tuple(ranks))
-        frozen = frozen_tensors(self.network)
         for name, parts in wanted_shards(publication, buffer).items():
-            if not (name in frozen and buffer.keep(frozen[name])):
+            if name in self._adapter_of:
+                self._write_merged(buffer, name, parts)
+            elif not (name in self._frozen and all(buffer.keep(part.hf_name) for part in parts)):
                 write_shards(buffer, {name: parts}, {name: self.shard(name)})
+
+    def _write_merged(self, buffer: WeightBuffer, name: str, parts: Sequence[PublishedShard]) -> None:
+        adapter, options = self._adapter_of[name], self.network.lora.options
+        base, down, up = (self.shard(one) for one in (name, adapter.down.mf_name, adapter.up.mf_name))
+        # A sharded optimiser cuts the rows of W among replicas, but not those of B.
+        start = self.held[name].shard_of(self.rank)[0].start
+        start -= self.held[adapter.up.mf_name].shard_of(self.rank)[0].start
+        up = up[start : start + len(base)]
+        for part in parts:
+            first = adapter.base.hf_names.index(part.hf_name) * options.rank
+            factors = (down[first : first + options.rank], up[part.rows])
+            buffer.write(part.hf_name, merge(base[part.rows], *factors, options.scale), part.index)
 
     def _publication(self, ranks: tuple[int, ...] | None) -> dict[str, list[PublishedShard]]:
         if ranks not in self._publications:
@@ -174,7 +212,7 @@ class ShardedModel(RankModel):
         """Return the function that writes this rank's part of a sharded directory; rank 0's also makes it whole.
 
         Args:
-            name, hold: see :meth:`RankModel.state_writer`.
+            name, hold: see :meth:`Whole.state_writer`.
             state: AdamW's, saved with the parameters.
         """
         manifest = self._plan_saving(with_state=state is not None)
@@ -189,7 +227,10 @@ class ShardedModel(RankModel):
         return write
 
     def _finish_saving(self, directory: Path, manifest: ShardedManifest) -> None:
-        finish_saving(directory, manifest, self.network.hf_config, self.layouts, self.layout)
+        network, config = self.network, None
+        if self._adapted:
+            config = adapter_config(network.spec, network.dims, network.lora.options, network.lora.base_path)
+        finish_saving(directory, manifest, network.hf_config, self._saved, self.layout, config)
 
     def _held_arrays(
         self, manifest: ShardedManifest, state: Mapping[str, ms.Parameter]
@@ -202,7 +243,8 @@ class ShardedModel(RankModel):
                 yield name, state[name].asnumpy()
 
     def _plan_saving(self, *, with_state: bool) -> ShardedManifest:
-        return plan_saving(self.network.hf_config, self.layouts, self.layout, self.dtype, with_state=with_state)
+        options = {"with_state": with_state, "adapted": self._adapted or None}
+        return plan_saving(self.network.hf_config, self._saved, self.layout, self.dtype, **options)
 
 
 def _moved(values: np.ndarray, places: int) -> np.ndarray:

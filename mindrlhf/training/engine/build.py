@@ -1,0 +1,283 @@
+"""The worker of a rank, put together from the config of its run: models, losses and engines, whole or sharded."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from mindrlhf.algorithms.logprobs import PolicyLogProbs
+from mindrlhf.algorithms.losses import CoefficientLoss, Loss, SupervisedLoss
+from mindrlhf.algorithms.scores import TokenScores
+from mindrlhf.algorithms.value_loss import ValueLoss
+from mindrlhf.checkpoint.state import CRITIC_NAME, CRITIC_OPTIMIZER_NAME, MODEL_NAME, OPTIMIZER_NAME
+from mindrlhf.config.derived import critic_optimizer, is_base, needs_critic, reference_is_base, reference_paths
+from mindrlhf.config.memory import WHOLE, MemorySection
+from mindrlhf.config.model import LoraSection
+from mindrlhf.config.observe import CELL_LEVEL
+from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
+from mindrlhf.config.training import (
+    SHARED_PROMPTS,
+    OptimizerSection,
+    ParallelSection,
+    is_sharded,
+    resolve_data_parallel,
+)
+from mindrlhf.data.packing import PackedRows, padding_rows
+from mindrlhf.debugging.dump_files import dump_dir
+from mindrlhf.models.load import has_random_weights, load_model, load_scorer
+from mindrlhf.specs import scorer_config
+from mindrlhf.training.distillation.models import as_one
+from mindrlhf.training.engine.actor import Actor
+from mindrlhf.training.engine.cell_dump import CellDump
+from mindrlhf.training.engine.critic import ActorCritic, Turns
+from mindrlhf.training.engine.engine import Engine, WholeUpdater
+from mindrlhf.training.engine.model import Model, Whole
+from mindrlhf.training.engine.offline import OfflineWorker
+from mindrlhf.training.engine.policy_loss import build_policy_logprobs, build_policy_loss, build_top_tokens
+from mindrlhf.training.runtime import Rank, start_parallel
+from mindrlhf.training.vision.image_rows import ImageTokens, with_images
+from mindrlhf.weights.hf import read_hf_config
+
+OfflineConfig = SftConfig | DpoConfig | RewardModelConfig
+AnyConfig = GrpoConfig | OfflineConfig
+
+
+def build_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: Rank) -> Actor:
+    """Build what a rank does in reinforcement learning: its part of every model of the run, and their graphs.
+
+    Where the model is sharded, MindSpore shards every graph that this process compiles from here on.
+
+    Args:
+        config: of the run, checked.
+        row_lengths: of the run, ascending.
+        rank: this process; communication is up.
+
+    Raises:
+        UserError: a model cannot be placed this way, or its weights do not fit.
+    """
+    models = Models(config, row_lengths, config.training.micro_batch_size, rank)
+    scorer = critic = None
+    if config.reward.model_path:
+        scorer = models.scores(config.reward.model_path, after_token=True)[1]
+    if needs_critic(config):
+        critic = _build_critic(models, config)
+    head, engine = build_policy_engine(models, config.model.path, config.lora)
+    model, references = engine.model, []
+    for path in reference_paths(config):
+        if is_base(config, path):
+            own, frozen = head, Model(model.placement, model.graph, is_base=True)
+        else:
+            own, frozen = models.policy(path, frozen=True)
+            if model.network.images is not None and path == config.model.path and config.model.train_vision == "none":
+                frozen.network.images.borrow(model.network.images)
+        frozen.likeliest = build_top_tokens(config, own, model.network.dims.vocab_size)
+        references.append(frozen)
+    models.make_ready()
+    parts: dict = {"reference": as_one(references), "saves_reference": config.algorithm.sync_ref_model}
+    parts["asks_top_k"] = config.algorithm.distill_top_k > 0
+    if critic is None:
+        actor = Actor(engine, **parts)
+    else:
+        actor = ActorCritic(critic, _turns(models, engine, critic, references), engine, **parts)
+    if scorer is not None:
+        actor.use_reward_model(scorer)
+    if config.msprobe.enabled and config.msprobe.level == CELL_LEVEL:
+        actor.use_cell_dump(CellDump(config.msprobe, dump_dir(config.msprobe, config.run), rank.index))
+    return actor
+
+
+def build_policy_engine(
+    models: "Models", path: str, lora: LoraSection | None = None
+) -> tuple[PolicyLogProbs, Engine]:
+    """Return the log-probabilities of the policy of a run, whose weights are those of a directory, and its engine."""
+    config = models.config
+    head, model = models.policy(path, lora, lambda network: build_policy_logprobs(config, network))
+    return head, models.engine(model, build_policy_loss(config, head), config.optimizer)
+
+
+def _build_critic(models: "Models", config: GrpoConfig) -> Engine:
+    lora = replace(config.lora, path="")  # that adapter is the actor's
+    head, model = models.scores(config.critic.path, lora, after_token=False, memory=config.memory)
+    names = (CRITIC_NAME, CRITIC_OPTIMIZER_NAME)
+    return models.engine(model, ValueLoss(head, config.critic.clip_range), critic_optimizer(config), names)
+
+
+def _turns(models: "Models", engine: Engine, critic: Engine, references: Sequence[Model]) -> Turns:
+    frozen = [parameter for one in references for parameter in one.network.get_parameters()]
+    of_actor = [*engine.state_parameters(), *frozen]
+    return Turns(models.config.run.device, {"actor": of_actor, "critic": critic.state_parameters()})
+
+
+def build_offline(config: OfflineConfig, row_lengths: tuple[int, ...], rank: Rank) -> OfflineWorker:
+    """Build what a rank does in training on fixed data; for arguments and errors see :func:`build_actor`."""
+    section = config.supervised if isinstance(config, SftConfig) else config.preference
+    models = Models(config, row_lengths, section.micro_batch_size, rank)
+    path, reference = config.model.path, None
+    if isinstance(config, RewardModelConfig):
+        head, model = models.scores(path, config.lora, after_token=True, memory=config.memory)
+    else:
+        head, model = models.policy(path, config.lora)
+    if isinstance(config, DpoConfig):
+        if reference_is_base(config):
+            reference = Model(model.placement, model.graph, is_base=True)
+        elif config.model.reference_path or config.dpo.reference == "live":
+            reference = models.policy(config.model.reference_path or path, frozen=True)[1]
+    loss = (SupervisedLoss if isinstance(config, SftConfig) else CoefficientLoss)(head)
+    engine = models.engine(model, loss, config.optimizer)
+    models.make_ready()
+    return OfflineWorker(engine, reference)
+
+
+class Models:
+    """Makes the models of a run on a rank, where its config places them: whole, or sharded.
+
+    Args:
+        config: of the run.
+        row_lengths: ascending.
+        micro_batch_size: packed sequences.
+        rank: this process.
+    """
+
+    def __init__(self, config: AnyConfig, row_lengths: tuple[int, ...], micro_batch_size: int, rank: Rank):
+        self.config = config
+        self._row_lengths, self._micro_batch_size, self._rank = row_lengths, micro_batch_size, rank
+        is_rl = isinstance(config, GrpoConfig)
+        self._temperature = config.rollout.temperature if is_rl else 1.0
+        self._shares_prompts = is_rl and config.training.packing == SHARED_PROMPTS
+        self._num_image_rows = micro_batch_size * row_lengths[-1]
+        self._parallel = start_sharding(config, rank) if is_sharded(config) else None
+        # Of shards: what compiles for a length of rows, and what loads, once all is compiled.
+        self._compiling: list[Callable[[int], None]] = []
+        self._updates: list[Callable[[int], None]] = []
+        self._loading: list[Callable[[], None]] = []
+
+    def policy(
+        self,
+        path: str,
+        lora: LoraSection | None = None,
+        make_head: Callable[..., PolicyLogProbs] | None = None,
+        *,
+        frozen: bool = False,
+    ) -> tuple[PolicyLogProbs, Model]:
+        """Return the log-probabilities of the language model in a directory, as losses take them, and the model.
+
+        Args:
+            lora: gives it the adapters that the section asks for.
+            make_head: makes the log-probabilities of a whole model; None: at the temperature of sampling.
+            frozen: its vision tower is not trained.
+        """
+        config = self.config
+        options: dict = {"memory": config.memory, "num_image_rows": self._num_image_rows}
+        if self._parallel is not None:
+            from mindrlhf.training.engine.factory import build_policy
+
+            options |= {"row_length": self._row_lengths[-1], "lora": lora and lora.options}
+            options |= {"temperature": self._temperature, "shared_prompts": self._shares_prompts}
+            head = build_policy(read_hf_config(path), config.model, self._parallel, **options)
+            return head, self._shard(head, path, lora)
+        section = replace(config.model, train_vision="none") if frozen else config.model
+        network = load_model(section, path, config.run, self._row_lengths[-1], lora, **options)
+        if make_head is not None:
+            head = make_head(network)
+        else:
+            head = PolicyLogProbs(network, self._temperature, config.run.device, config.memory.head_tile)
+        return head, Model(Whole(network, self._rank), head)
+
+    def scores(
+        self, path: str, lora: LoraSection | None = None, *, after_token: bool, memory: MemorySection = WHOLE
+    ) -> tuple[TokenScores, Model]:
+        """Return the scores of the model in a directory in its scoring form, and the model; see :meth:`policy`.
+
+        Args:
+            after_token: see :class:`mindrlhf.algorithms.scores.TokenScores`.
+            memory: of its activations.
+        """
+        model, length = self.config.model, self._row_lengths[-1]
+        options: dict = {"memory": memory, "num_image_rows": self._num_image_rows}
+        if self._parallel is not None:
+            from mindrlhf.training.engine.factory import build_scores
+
+            options |= {"row_length": length, "lora": lora and lora.options}
+            options["shared_prompts"] = self._shares_prompts and not after_token
+            head = build_scores(scorer_config(read_hf_config(path)), model, self._parallel, **options)
+            return head, self._shard(head, path, lora, after_token=after_token)
+        network = load_scorer(model, path, self.config.run, length, lora, **options)
+        head = TokenScores(network, after_token=after_token)
+        return head, Model(Whole(network, self._rank), head)
+
+    def _shard(
+        self, head: PolicyLogProbs | TokenScores, path: str, lora: LoraSection | None, *, after_token: bool = False
+    ) -> Model:
+        from mindrlhf.shards.sources import RandomSource, open_scorer_source, open_source
+        from mindrlhf.training.engine.factory import build_logprobs
+        from mindrlhf.training.engine.shards import Shards
+
+        config, is_scorer = self.config, isinstance(head, TokenScores)
+        shards = Shards(head.model, self._parallel, self._rank.index, after_token=after_token)
+        graph = build_logprobs(head, self._parallel)
+        shares_prompts, seen = self._shares_prompts and not after_token, ImageTokens.of(head.model.dims)
+
+        def load() -> None:
+            if has_random_weights(config.model, path):
+                shards.load(RandomSource(path, config.run.seed, as_scorer=is_scorer))
+            else:
+                shards.load((open_scorer_source if is_scorer else open_source)(path))
+            if head.model.lora is not None:
+                shards.begin(config.run.seed, lora.path)
+
+        self._compiling.append(lambda length: shards.compile(graph, self._rows(length, shares_prompts, seen)))
+        self._loading.append(load)
+        return Model(shards, graph)
+
+    def engine(
+        self,
+        model: Model,
+        loss: Loss,
+        optimizer: OptimizerSection,
+        names: tuple[str, str] = (MODEL_NAME, OPTIMIZER_NAME),
+    ) -> Engine:
+        """Return what trains one of the models; ``names`` as :class:`Engine` takes them."""
+        if self._parallel is not None:
+            return self._sharded_engine(model, loss, optimizer, names)
+        updater = WholeUpdater(model.placement, loss, optimizer, self._rank, self.config.run.device)
+        return Engine(model, updater, names)
+
+    def _sharded_engine(
+        self, model: Model, loss: Loss, optimizer: OptimizerSection, names: tuple[str, str]
+    ) -> Engine:
+        from mindrlhf.training.engine.factory import build_update
+        from mindrlhf.training.engine.sharded_updates import ShardedUpdater, UpdateGraph
+        from mindrlhf.training.sharded.offload import OptimizerPlaces
+
+        update = build_update(loss, optimizer, self._parallel)
+        graph = UpdateGraph.of(update, self.config.memory, loss.inputs)
+        places = OptimizerPlaces(update, model.placement.names, self.config.memory)
+        engine = Engine(model, ShardedUpdater(model.placement, graph, places), names)
+        seen = ImageTokens.of(model.network.dims)
+        self._updates.append(lambda length: engine.compile(self._rows(length, self._shares_prompts, seen)))
+        return engine
+
+    def make_ready(self) -> None:
+        """Compile the graphs of all models made so far, and only then, when they have memory, load the weights.
+
+        The update of the model that came last is compiled last, so that MindSpore's strategy file is that of it, which
+        has the optimiser's state. Models that are whole were ready before.
+        """
+        for length in self._row_lengths:
+            for compile_for in (*self._compiling, *self._updates):
+                compile_for(length)
+        for load in self._loading:
+            load()
+
+    def _rows(self, length: int, shares_prompts: bool, seen: ImageTokens | None) -> PackedRows:
+        rows = padding_rows((self._micro_batch_size, length), share_prompts=shares_prompts)
+        return with_images(rows, (), (), seen)
+
+
+def start_sharding(config: AnyConfig, rank: Rank) -> ParallelSection:
+    """Have MindSpore shard the graphs of a run from now on; return its layout with `data_parallel` filled in."""
+    parallel = config.parallel_config
+    parallel = replace(parallel, data_parallel=resolve_data_parallel(parallel, rank.world_size))
+    strategy_dir = Path(config.run.output_dir) / "logs" / "strategy"
+    strategy_dir.mkdir(parents=True, exist_ok=True)
+    start_parallel(parallel, rank, strategy_dir / f"strategy_rank_{rank.index}.ckpt")
+    return parallel

@@ -1,0 +1,271 @@
+"""The engine of a rank: a model under training, and how it is updated where the model is whole."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+
+from mindrlhf.algorithms.losses import Loss
+from mindrlhf.checkpoint.optimizer import optimizer_arrays, optimizer_infos, restore_optimizer
+from mindrlhf.checkpoint.state import MODEL_NAME, OPTIMIZER_NAME, StateWriter
+from mindrlhf.config.training import OptimizerSection
+from mindrlhf.data.packing import PackedRows
+from mindrlhf.models.context import run_graph
+from mindrlhf.observe.timing import peak_rss_gb
+from mindrlhf.shards.sources import ShardedSource, saved_state
+from mindrlhf.system import speed_ups
+from mindrlhf.training.batch import Batch, ProcessStatistics
+from mindrlhf.training.engine.model import Model, Whole, model_tensors
+from mindrlhf.training.runtime import Rank
+from mindrlhf.training.worker.cells import AccumulateGradients, OptimizerStep, make_accumulators, make_optimizer
+from mindrlhf.weights.array_file import load_arrays, save_arrays
+from mindrlhf.weights.open import is_sharded
+
+
+@dataclass(frozen=True)
+class Updated:
+    """What one update gave on a rank.
+
+    Attributes:
+        statistics: float64 [statistics of the loss]; those of all data-parallel replicas add up.
+        grad_norm: not finite says that there was no update.
+        outputs: of the model, float32 [rows, length] for each micro-batch, under the weights before; None where the
+            update does not return them.
+    """
+
+    statistics: np.ndarray
+    grad_norm: float
+    outputs: tuple[np.ndarray, ...] | None
+
+
+class Engine:
+    """A model that is trained, on one rank: what it says of rows, its updates, its part of a checkpoint.
+
+    Args:
+        model: what is trained.
+        updater: makes its updates and keeps the optimiser's state: a :class:`WholeUpdater`, or where the model is
+            sharded :class:`mindrlhf.training.engine.sharded_updates.ShardedUpdater`, which has the same methods.
+        names: where a checkpoint has its weights, and its optimiser's state if that is in a file of its own.
+    """
+
+    def __init__(self, model: Model, updater: Any, names: tuple[str, str] = (MODEL_NAME, OPTIMIZER_NAME)):
+        self.model = model
+        self.updater = updater
+        self.names = names
+        self._shapes_seen: set[tuple[str, tuple[int, ...]]] = set()
+
+    def count_compile(self, graph: str, rows: PackedRows) -> None:
+        """Note that ``graph`` runs on these rows: a shape seen for the first time is a compilation.
+
+        Images may be of the shape.
+        """
+        images = self.model.network.images
+        shape = rows.input_ids.shape + (() if images is None else images.shape_of(rows.images))
+        self._shapes_seen.add((graph, shape))
+
+    def process_statistics(self) -> ProcessStatistics:
+        """Return the compilations so far and the peak memory of this rank."""
+        return ProcessStatistics(len(self._shapes_seen), peak_rss_gb())
+
+    def outputs(self, name: str, rows: PackedRows) -> np.ndarray:
+        """Return log-probabilities, values or scores ``name`` of one micro-batch, float32 [rows, length].
+
+        They are 0 outside the responses, and before the last pipeline stage.
+        """
+        self.count_compile(name, rows)
+        return self.model.logprobs(rows)
+
+    def compile(self, rows: PackedRows) -> None:
+        """Compile the update of a model that is sharded for the shape of ``rows``; its cells must be MindSpore's."""
+        self._count_update(rows)
+        self.updater.compile(rows)
+
+    def warm_up(self, rows: PackedRows) -> None:
+        """Run the graphs of an update on rows of weight 0, which changes nothing."""
+        self._count_update(rows)
+        self.updater.warm_up(rows)
+
+    def update(self, batch: Batch, lr: float, kl_coefficient: float = 0.0) -> Updated:
+        """Make one optimiser update of this rank's rows, with as many micro-batches on every rank of a graph.
+
+        The norm is not finite when there was none: then it, or the loss of any rank, was not.
+        """
+        for rows in batch.micro_batches:
+            self._count_update(rows)
+        return self.updater.update(batch, lr, kl_coefficient)
+
+    def make_room(self) -> None:
+        """Give up device memory that only an update needs, if there is another place for it."""
+        self.updater.make_room()
+
+    def state_parameters(self) -> list[ms.Parameter]:
+        """Return all that training keeps in device memory: weights, accumulated gradients, optimiser state."""
+        held = (*self.model.network.get_parameters(), *self.updater.state_parameters())
+        return list({id(parameter): parameter for parameter in held}.values())
+
+    def state_size_bytes(self) -> int:
+        """Return the size of weights and optimiser state in a checkpoint of all ranks."""
+        return self.updater.state_size_bytes()
+
+    def state_writer(self, hold: Callable) -> StateWriter:
+        """See :meth:`mindrlhf.training.checkpoints.shards.SavesState.state_writer`."""
+        return self.updater.state_writer(self.names, hold)
+
+    def restore(self, directory: str | Path) -> None:
+        """Load what ranks of any layout have saved."""
+        self.updater.restore(Path(directory), self.names)
+
+    def _count_update(self, rows: PackedRows) -> None:
+        for name, shaped in self.updater.graphs(rows):
+            self.count_compile(name, shaped)
+
+
+class WholeUpdater:
+    """Accumulates gradients over micro-batches and updates the weights of a model that is whole.
+
+    Args:
+        placement: of the trained model.
+        loss: over its log-probabilities or scores.
+        optimizer: options of AdamW.
+        rank: this process.
+        device: "cpu" or "ascend".
+
+    Attributes:
+        inputs: names of the token arrays that the loss takes, in order.
+        returns_outputs: updates return what the model said of their rows before.
+        watch: is shown the gradients of each update.
+    """
+
+    returns_outputs = True
+    watch: Callable[[Iterator[tuple[str, np.ndarray]]], None] | None = None
+
+    def __init__(self, placement: Whole, loss: Loss, optimizer: OptimizerSection, rank: Rank, device: str):
+        self.placement = placement
+        self.network = placement.network
+        self.loss = loss
+        self.inputs = loss.inputs
+        loss.set_train(True)
+        parameters = self.network.trainable_params()
+        self._accumulators = accumulators = make_accumulators(parameters)
+        accumulator_of = {parameter.name: target for parameter, target in zip(parameters, accumulators)}
+        self._fast = speed_ups.of_rank(device)
+        trained = self._fast.in_graph(loss, parameters) if self._fast else parameters
+        # The last layer first, as the backward pass goes: MindSpore then uses and frees each gradient before the next.
+        in_graph = ms.ParameterTuple(trained[::-1])
+        assert len(in_graph), "the head's gradient comes with those of the layers: train one of their parameters too"
+        targets = ms.ParameterTuple([accumulator_of[parameter.name] for parameter in in_graph])
+        self._gradients = AccumulateGradients(loss, in_graph, targets)
+        if self._fast:
+            self._step = self._fast.make_host_step(parameters, accumulators, optimizer, rank)
+        else:
+            adamw = make_optimizer(parameters, optimizer)
+            self._step = OptimizerStep(adamw, accumulators, optimizer.max_grad_norm, rank.world_size)
+        self.optimizer = self._step.optimizer
+        self._writes_moments = rank.is_rank_0  # of those that ranks share; each has the others to itself
+
+    def graphs(self, rows: PackedRows) -> Sequence[tuple[str, PackedRows]]:
+        """Return the graphs that an update with such rows runs, by name, and rows of the shape of each."""
+        return [("update", rows)]
+
+    def warm_up(self, rows: PackedRows) -> None:
+        """Run the graphs on rows of weight 0, which changes nothing."""
+        self.add(rows, 1)
+
+    def add(self, rows: PackedRows, num_tokens: int, kl_coefficient: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+        """Add the gradients of one micro-batch.
+
+        Args:
+            rows: the micro-batch.
+            num_tokens: what the loss divides by: the response tokens of the whole update, over all ranks.
+            kl_coefficient: weight of the KL term.
+
+        Returns:
+            The loss's statistics, float64, and the model's outputs, float32 [rows, length].
+        """
+        given = [ms.Tensor(array) for array in self.loss.token_arrays(rows.tokens, rows.mask)]
+        scalars = [ms.Tensor(value, ms.float32) for value in (kl_coefficient, num_tokens)]
+        statistics, outputs = run_graph(self._gradients, *model_tensors(self.network, rows), *given, *scalars)
+        return statistics.asnumpy().astype(np.float64), outputs.asnumpy()
+
+    def update(self, batch: Batch, lr: float, kl_coefficient: float) -> Updated:
+        """Make one optimiser update; statistics are sums over this rank's tokens."""
+        total, outputs = np.zeros(len(self.loss.statistics)), []
+        for rows in batch.micro_batches:
+            statistics, computed = self.add(rows, batch.num_tokens, kl_coefficient)
+            total += statistics
+            outputs.append(computed)
+        if self.watch is not None:
+            self.watch(self.gradients())
+        return Updated(total, self.apply(lr, loss=float(total[0])), tuple(outputs))
+
+    def apply(self, lr: float, loss: float = 0.0) -> float:
+        """Update the weights from the accumulated gradients and clear them.
+
+        Args:
+            lr: learning rate.
+            loss: this rank's part of the loss.
+
+        Returns:
+            The global norm of the gradients before clipping. When it, or the loss of any rank, is not finite, the norm
+            is not finite on every rank, and nothing was updated.
+        """
+        self.optimizer.learning_rate.set_data(ms.Tensor(lr, ms.float32))
+        self._collect()
+        if not math.isfinite(loss):
+            # The sum over the ranks carries it to the others, who know only their own loss.
+            smallest = min(self._accumulators, key=lambda accumulator: accumulator.size)
+            smallest.set_data(ms.Tensor(np.full(smallest.shape, np.nan, np.float32)))
+        return self._step()
+
+    def gradients(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield name and accumulated gradient, float32, of each trained parameter of this rank, for a look at them."""
+        self._collect()
+        for parameter, accumulator in zip(self.network.trainable_params(), self._accumulators, strict=True):
+            yield parameter.name, accumulator.asnumpy()
+
+    def _collect(self) -> None:
+        """Add up what lies outside the accumulators."""
+        if self._fast:
+            named = zip(self.network.trainable_params(), self._accumulators, strict=True)
+            self._fast.collect_gradients(self.loss, {parameter.name: sums.asnumpy() for parameter, sums in named})
+
+    def state_parameters(self) -> list[ms.Parameter]:
+        """Return what training keeps in device memory beside the weights: gradients, optimiser state."""
+        return [*self._accumulators, *self.optimizer.get_parameters()]
+
+    def make_room(self) -> None:
+        """Give up device memory that only an update needs; here device and host are one."""
+
+    def state_size_bytes(self) -> int:
+        """Return the size of a checkpoint, in bytes: weights and both moments."""
+        moments = sum(info.size_bytes for info in optimizer_infos(self.optimizer))
+        return self.placement.size_bytes() + moments
+
+    def state_writer(self, names: tuple[str, str], hold: Callable) -> StateWriter:
+        """Return what writes weights and optimiser state as ``names``; ``hold`` takes a name and its arrays first."""
+        model_name, optimizer_name = names
+        infos = optimizer_infos(self.optimizer)
+        write_weights = self.placement.state_writer(model_name, hold)
+        moments = hold(optimizer_name, optimizer_arrays(self.optimizer))
+
+        def write(directory: Path) -> dict[str, str]:
+            checksums = write_weights(directory)
+            if checksum := save_arrays(directory / optimizer_name, moments, infos):
+                checksums[optimizer_name] = checksum
+            return checksums
+
+        return write
+
+    def restore(self, directory: Path, names: tuple[str, str]) -> None:
+        """Load what ranks of any layout have saved."""
+        model_dir = directory / names[0]
+        self.placement.restore(model_dir)
+        if is_sharded(model_dir):  # by ranks that held shards, of moments too
+            state = saved_state(ShardedSource(model_dir))
+        else:
+            state = load_arrays(directory / names[1])
+        restore_optimizer(self.optimizer, state, writes_moments=self._writes_moments)

@@ -1,0 +1,27 @@
+"""Engines and models that are whole, as a run would have them, of cells that a test has made."""
+
+from dataclasses import replace
+
+
+def whole_model(policy, likeliest=None):
+    """Return a model of log-probabilities or scores; see :class:`mindrlhf.training.engine.model.Model`."""
+    from mindrlhf.training.engine.model import Model, Whole
+    from mindrlhf.training.runtime import Rank
+
+    return Model(Whole(policy.model, Rank(0, 1)), policy, likeliest)
+
+
+def whole_engine(loss, optimizer=None):
+    """Return what trains the policy of a loss on one rank."""
+    from mindrlhf.config.training import OptimizerSection
+    from mindrlhf.training.engine.engine import Engine, WholeUpdater
+    from mindrlhf.training.runtime import Rank
+
+    model, options = whole_model(loss.policy), optimizer or OptimizerSection()
+    return Engine(model, WholeUpdater(model.placement, loss, options, Rank(0, 1), "cpu"))
+
+
+def accumulate(engine, rows, values, num_tokens, kl_coefficient=0.0):
+    """Add the gradients of a micro-batch whose loss reads ``values``, in its order; return statistics and outputs."""
+    given = replace(rows, tokens=dict(zip(engine.updater.inputs, values, strict=True)))
+    return engine.updater.add(given, num_tokens, kl_coefficient)
