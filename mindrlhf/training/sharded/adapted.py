@@ -1,9 +1,10 @@
 """One rank's shard of a model with low-rank adapters: it publishes merged weights, and saves the adapters alone."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import mindspore as ms
 import numpy as np
 
 from mindrlhf.data.packing import PackedRows
@@ -93,12 +94,9 @@ class AdaptedShard(ShardedModel):
             array = merge(base[part.rows], *factors, self.network.lora.options.scale)
             buffer.write(part.hf_name, array, part.index)
 
-    def _plan_saving(self, *, with_state: bool) -> ShardedManifest:
-        hf_config = self.network.hf_config
-        trained = list(self._trained.values())
-        return plan_saving(
-            hf_config, trained, self.layout, self.dtype, with_state=with_state, adapted=self._adapted
-        )
+    def _plan_saving(self, state: Mapping[str, ms.Parameter] | None) -> ShardedManifest:
+        hf_config, trained = self.network.hf_config, list(self._trained.values())
+        return plan_saving(hf_config, trained, self.layout, self.dtype, state=state or (), adapted=self._adapted)
 
     def _finish_saving(self, directory: Path, manifest: ShardedManifest) -> None:
         network, lora = self.network, self.network.lora

@@ -19,6 +19,7 @@ from mindrlhf.layout.rows import num_logprob_micro_batches
 from mindrlhf.models.causal_lm import CausalLM, build_model
 from mindrlhf.models.lora.model import Lora
 from mindrlhf.specs.lora import AdaptedRules, LoraOptions
+from mindrlhf.training.optimizers import make_optimizer, matrices_of
 from mindrlhf.training.sharded.cells import ParallelLogProbs, ParallelUpdate
 from mindrlhf.training.sharded.losses import (
     ShardedCoefficientLoss,
@@ -27,8 +28,6 @@ from mindrlhf.training.sharded.losses import (
     ShardedSupervisedLoss,
     ShardedValueLoss,
 )
-from mindrlhf.training.sharded.optimizer import WithholdableAdamW
-from mindrlhf.training.worker.cells import make_optimizer
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -154,7 +153,7 @@ def build_update(
     Args:
         policy: of :func:`build_policy`.
         make_loss: builds a :class:`mindrlhf.algorithms.losses.PolicyLoss` over a policy.
-        options: of AdamW.
+        options: of the optimiser.
         parallel: as for the policy.
     """
     shares = (parallel.data_parallel, parallel.context_parallel)
@@ -202,8 +201,9 @@ def build_coefficient_update(
 
 def _build_update(loss: ShardedLoss, options: OptimizerSection, parallel: ParallelSection) -> ParallelUpdate:
     network, layout = loss.policy.model, layout_of(parallel)
-    optimizer = make_optimizer(network.trainable_params(), options, WithholdableAdamW)
-    num_replicas = {one.name: one.num_replicas for one in network_layouts(network, layout)}
+    layouts = {one.name: one for one in network_layouts(network, layout)}
+    optimizer = make_optimizer(network.trainable_params(), options, matrices_of(network), layouts)
+    num_replicas = {name: one.num_replicas for name, one in layouts.items()}
     return ParallelUpdate(loss, optimizer, options.max_grad_norm, parallel, num_replicas, layout.world_size)
 
 

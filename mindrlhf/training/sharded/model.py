@@ -166,8 +166,8 @@ class ShardedModel(RankModel):
         return self._publications[ranks]
 
     def size_bytes(self, state: Mapping[str, ms.Parameter] | None = None) -> int:
-        """Return the bytes that all ranks save, of parameters and, with ``state``, of AdamW's state."""
-        arrays = self._plan_saving(with_state=state is not None).arrays.values()
+        """Return the bytes that all ranks save, of parameters and, with ``state``, of the optimiser's."""
+        arrays = self._plan_saving(state).arrays.values()
         return sum(array.shard_info.size_bytes * len(array.layout.ranks) for array in arrays)
 
     def state_writer(self, name: str, hold: Callable, state: Mapping[str, ms.Parameter] | None = None) -> StateWriter:
@@ -175,9 +175,9 @@ class ShardedModel(RankModel):
 
         Args:
             name, hold: see :meth:`RankModel.state_writer`.
-            state: AdamW's, saved with the parameters.
+            state: the optimiser's, saved with the parameters.
         """
-        manifest = self._plan_saving(with_state=state is not None)
+        manifest = self._plan_saving(state)
         arrays = hold(name, self._held_arrays(manifest, state or {}))
 
         def write(parent: Path) -> dict[str, str]:
@@ -201,8 +201,8 @@ class ShardedModel(RankModel):
             if name in state:
                 yield name, state[name].asnumpy()
 
-    def _plan_saving(self, *, with_state: bool) -> ShardedManifest:
-        return plan_saving(self.network.hf_config, self.layouts, self.layout, self.dtype, with_state=with_state)
+    def _plan_saving(self, state: Mapping[str, ms.Parameter] | None) -> ShardedManifest:
+        return plan_saving(self.network.hf_config, self.layouts, self.layout, self.dtype, state=state or ())
 
 
 def _moved(values: np.ndarray, places: int) -> np.ndarray:

@@ -21,10 +21,11 @@ from mindrlhf.shards.sources import ShardedSource, saved_state
 from mindrlhf.system import speed_ups
 from mindrlhf.training.batch import Batch, ProcessStatistics
 from mindrlhf.training.checkpoints.shards import SavesState
+from mindrlhf.training.optimizers import make_optimizer, matrices_of
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.worker.adapted_model import trained_model
 from mindrlhf.training.worker.cell_dump import CellDump
-from mindrlhf.training.worker.cells import AccumulateGradients, OptimizerStep, make_accumulators, make_optimizer
+from mindrlhf.training.worker.cells import AccumulateGradients, OptimizerStep, make_accumulators
 from mindrlhf.training.worker.model import RankModel, model_tensors
 from mindrlhf.weights.array_file import load_arrays, save_arrays
 from mindrlhf.weights.open import is_sharded
@@ -55,7 +56,7 @@ class Learner(CountsCompiles, SavesState):
         network: the trained model.
         loss: cell over a :class:`mindrlhf.algorithms.logprobs.PolicyLogProbs` called ``policy``; see
             :class:`mindrlhf.training.worker.cells.AccumulateGradients`.
-        optimizer: options of AdamW.
+        optimizer: the section `optimizer`.
         rank: this process.
         device: "cpu" or "ascend".
     """
@@ -81,11 +82,10 @@ class Learner(CountsCompiles, SavesState):
         assert len(in_graph), "the head's gradient comes with those of the layers: train one of their parameters too"
         targets = ms.ParameterTuple([accumulator_of[parameter.name] for parameter in in_graph])
         self._gradients = AccumulateGradients(loss, in_graph, targets)
-        if self._fast:
-            self._step = self._fast.make_host_step(parameters, accumulators, optimizer, rank)
-        else:
-            adamw = make_optimizer(parameters, optimizer)
-            self._step = OptimizerStep(adamw, accumulators, optimizer.max_grad_norm, rank.world_size)
+        self._step = self._fast and self._fast.make_host_step(parameters, accumulators, optimizer, rank)
+        if self._step is None:
+            made = make_optimizer(parameters, optimizer, matrices_of(network))
+            self._step = OptimizerStep(made, accumulators, optimizer.max_grad_norm, rank.world_size)
         self.optimizer = self._step.optimizer
         self._writes_moments = rank.is_rank_0  # of those that ranks share; each has the others to itself
 
@@ -155,7 +155,7 @@ class Learner(CountsCompiles, SavesState):
         self.model.export(directory, tokenizer_dir, tensors)
 
     def state_size_bytes(self) -> int:
-        """Return the size of a checkpoint, in bytes: weights and both moments."""
+        """Return the size of a checkpoint, in bytes: weights and optimiser state."""
         moments = sum(info.size_bytes for info in optimizer_infos(self.optimizer))
         return self.model.size_bytes() + moments
 

@@ -41,7 +41,7 @@ def save_shards(model_dir, directory, ranks=range(4)):
     spec = find_spec(hf_config)
     layout = Layout.parse(LAYOUT)
     layouts = parameter_layouts(spec, spec.dims(hf_config), layout)
-    manifest = plan_saving(hf_config, layouts, layout, "float32", with_state=True)
+    manifest = plan_saving(hf_config, layouts, layout, "float32", state=("exp_avg.", "exp_avg_sq."))
     random = np.random.default_rng(0)
     arrays = {
         name: random.standard_normal(array.layout.shape).astype(np.float32) for name, array in manifest.arrays.items()
