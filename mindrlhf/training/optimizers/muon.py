@@ -13,9 +13,10 @@ from functools import cache
 import mindspore as ms
 from mindspore import nn, ops
 from mindspore.communication import create_group, get_rank
+from mindspore.ops.operations import Morph
 
 from mindrlhf.config.training import OptimizerSection
-from mindrlhf.layout.parameter import ParameterLayout
+from mindrlhf.layout.parameter import ParameterLayout, gathered_ranks
 from mindrlhf.specs import Matrices
 from mindrlhf.training.optimizers import adamw
 
@@ -93,21 +94,31 @@ class MatrixStep(nn.Cell):
         super().__init__(auto_prefix=False)
         self.decay = decay
         self.orthogonalise = Orthogonalise(matrices)
-        self.shares = Shares(layout, matrices.block_rows) if layout is not None else None
+        self.is_sharded = layout is not None
+        if self.is_sharded:
+            self.shares = Shares(layout, matrices.block_rows)
+            # The compiler of sharded graphs follows every path through Newton-Schulz, whose number grows eightfold with
+            # each step, unless it is shown one node.
+            self.of_shard = Morph(self.shard_of_orthogonal, _same, _same)
+            self.of_shard.del_prim_attr("side_effect_io")
+
+    def shard_of_orthogonal(self, update):
+        return self.shares.own(self.orthogonalise(self.shares.gather(update)))
 
     def construct(self, parameter, gradient, buffer, lr, scale, momentum):
         """Update parameter and buffer in place, with ``scale`` times the gradient; all factors are float32 [1]."""
         gradient = ops.nan_to_num(ops.cast(gradient, ms.float32), 0.0, 0.0, 0.0) * scale
         new_buffer = buffer * momentum + gradient
         update = gradient + new_buffer * momentum
-        if self.shares is not None:
-            update = self.shares.own(self.orthogonalise(self.shares.gather(update)))
-        else:
-            update = self.orthogonalise(update)
+        update = self.of_shard(update) if self.is_sharded else self.orthogonalise(update)
         weight = ops.cast(parameter, ms.float32)
         new_weight = weight * (1.0 - lr * self.decay) - update * lr
         done = ops.assign(parameter, ops.cast(new_weight, parameter.dtype))
         return ops.assign(buffer, ops.depend(new_buffer, done))
+
+
+def _same(*args):
+    return args[0]
 
 
 class Orthogonalise(nn.Cell):
@@ -196,29 +207,6 @@ class Shares(nn.Cell):
         if self.num_rows > 1:
             whole = ops.Split(0, self.num_rows)(whole)[self.row]
         return whole
-
-
-def gathered_ranks(layout: ParameterLayout, rank: int, block_rows: int) -> tuple[list[int], int]:
-    """Return the ranks of a stage that together hold whole blocks, of which ``rank`` holds a part, and their number of
-    columns of shards: those of the first column come first, from the top."""
-    rows, columns = layout.splits[0], layout.splits[-1]
-    shards = {one: layout.shard_of(layout.stages[0] * layout.stage_size + one) for one in range(layout.stage_size)}
-    own = shards[rank]
-    if columns == 1 and layout.shard_shape[0] % block_rows == 0:
-        return [rank], 1
-    height = layout.shape[0] // rows
-    if columns > 1 or height % block_rows:
-        top, bottom = 0, layout.shape[0]
-    else:
-        top = own[0].start // height * height
-        bottom = top + height
-    # Of ranks that hold the same shard one takes part, so that each takes part in one group.
-    places: dict[tuple[int, int], list[int]] = {}
-    for one, (part, beside) in shards.items():
-        if top <= part.start < bottom:
-            places.setdefault((beside.start, part.start), []).append(one)
-    turn = places[own[1].start, own[0].start].index(rank)
-    return [places[place][turn] for place in sorted(places)], columns
 
 
 @cache
