@@ -7,8 +7,8 @@
     OMP_NUM_THREADS=1 .venv/bin/python scripts/compare_algorithms.py --table schedules
 
 The tables: each algorithm's recipe; when samples are drawn (docs/async.md); all weights and adapters (docs/lora.md);
-a model with experts that are routed anew or as the generator did (examples/experts); a teacher's verdict on the
-sampled token, its top-k tokens, and rewards (examples/distill).
+AdamW and Muon; a model with experts that are routed anew or as the generator did (examples/experts); a teacher's
+verdict on the sampled token, its top-k tokens, and rewards (examples/distill).
 One run of one rank after another. A finished run stays in its directory and is read, not repeated, the next time; when
 its config is no longer the recipe's, that is an error. A run that was broken off starts again. The Markdown table goes
 to stdout, progress to stderr.
@@ -80,14 +80,16 @@ _DISTILLATION = {
     "64 tokens": (_DISTILL, ("algorithm.distill_top_k=64",)),
     "rewards": (_QUICKSTART, ("run.max_steps=50", "evaluation.every_steps=10")),
 }
+_OPTIMIZERS = {**_GRPO, "Muon": (_QUICKSTART, (*_SHORT, "optimizer.type=muon"))}
 TABLES = {
     "algorithms": _ALGORITHMS,
     "schedules": _SCHEDULES,
     "adapters": _ADAPTERS,
+    "optimizers": _OPTIMIZERS,
     "experts": _EXPERTS,
     "distillation": _DISTILLATION,
 }
-RECIPES = _ALGORITHMS | _SCHEDULES | _ADAPTERS | _EXPERTS | _DISTILLATION
+RECIPES = _ALGORITHMS | _SCHEDULES | _ADAPTERS | _OPTIMIZERS | _EXPERTS | _DISTILLATION
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ LAYERS = (
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 # The same within training, by folder or module: the loop drives ranks, whose models know nothing of it.
 TRAINING_LAYERS = (
-    ("broadcast", "runtime", "vision", "routing", "distillation"),
+    ("broadcast", "runtime", "vision", "routing", "distillation", "optimizers"),
     ("team", "batch"),
     ("replica_team", "nodes", "profiling"),
     ("preflight",),
@@ -55,7 +55,12 @@ MAX_MODULES, MAX_LINES, MAX_FUNCTION_LINES = 20, 600, 60
 # Under so many lines a module that only one other imports belongs into that one: it is a hop and no part of its own.
 MIN_LINES = 40
 # Modules that are found by the names of their files.
-FOUND_BY_NAME = ("mindrlhf.algorithms.advantages", "mindrlhf.algorithms.policy_losses", "mindrlhf.rewards.verifiers")
+FOUND_BY_NAME = (
+    "mindrlhf.algorithms.advantages",
+    "mindrlhf.algorithms.policy_losses",
+    "mindrlhf.rewards.verifiers",
+    "mindrlhf.training.optimizers",
+)
 # Small ones that one module alone imports still: none may be added.
 SMALL_HOPS = {
     "mindrlhf.algorithms.kl",
@@ -80,7 +85,12 @@ MINDSPORE_PACKAGES = (
     "mindrlhf.dryrun.execute",
 )
 HEAVY_PACKAGES = (*MINDSPORE_PACKAGES, *SERVER_PACKAGES)
-LIGHT_WITHIN = ("mindrlhf.algorithms.advantages", "mindrlhf.algorithms.head", "mindrlhf.cpu.training.vocabulary")
+LIGHT_WITHIN = (
+    "mindrlhf.algorithms.advantages",
+    "mindrlhf.algorithms.head",
+    "mindrlhf.algorithms.optimizers",
+    "mindrlhf.cpu.training.vocabulary",
+)
 # What the others look up: the functions of these modules, by way of ``mindrlhf.system.speed_ups``.
 CPU, HOOKS = "mindrlhf.cpu", {"training.hooks", "rollout.hooks", "launcher", "imports"}
 

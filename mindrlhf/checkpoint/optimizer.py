@@ -1,24 +1,34 @@
-"""The state of MindFormers' AdamW as named arrays, and back; also of others with its attributes.
+"""The state of an optimiser as named arrays, and back.
 
-Moments may be plain NumPy arrays instead of MindSpore parameters: those that ranks share are.
+It may be plain NumPy arrays instead of MindSpore parameters: those that ranks share are.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from mindrlhf.algorithms.optimizers import GLOBAL_STEP_NAME, optimizer_of
 from mindrlhf.errors import UserError
 from mindrlhf.weights.tensors import TensorInfo, array_infos
 
 if TYPE_CHECKING:
-    from mindformers.core.optim.adamw import AdamW
     from mindspore import Parameter
 
-GLOBAL_STEP_NAME = "global_step"
+
+class Optimizer(Protocol):
+    """What has a state.
+
+    Attributes:
+        global_step: updates so far, int32 [1].
+        state: all else, float32, by the names of :mod:`mindrlhf.algorithms.optimizers`.
+    """
+
+    global_step: "Parameter"
+    state: "Mapping[str, Parameter | np.ndarray]"
 
 
-def optimizer_infos(optimizer: "AdamW") -> list[TensorInfo]:
+def optimizer_infos(optimizer: "Optimizer") -> list[TensorInfo]:
     """Describe what :func:`optimizer_arrays` yields, without touching data."""
     # MindSpore calls its types Float32, Int32: NumPy's names but for the capital.
     return [
@@ -27,20 +37,20 @@ def optimizer_infos(optimizer: "AdamW") -> list[TensorInfo]:
     ]
 
 
-def optimizer_arrays(optimizer: "AdamW") -> Iterator[tuple[str, np.ndarray]]:
+def optimizer_arrays(optimizer: "Optimizer") -> Iterator[tuple[str, np.ndarray]]:
     """Yield the whole state of an optimiser, one array at a time.
 
     Yields:
-        ``exp_avg.NAME`` and ``exp_avg_sq.NAME``, float32 in the shape of parameter NAME, the moments m and v of
-        AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2), and ``global_step``, int32 [1], its t. On
-        CPU they are live views: write them before the next update. The learning rate, set anew for each update, is
-        not among them.
+        ``STATE.NAME``, float32 in the shape of parameter NAME, such as ``exp_avg.NAME`` and ``exp_avg_sq.NAME``, the
+        moments m and v of AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2), and ``global_step``,
+        int32 [1], its t. On CPU they are live views: write them before the next update. The learning rate, set anew
+        for each update, is not among them.
     """
     for name, parameter in optimizer_state(optimizer).items():
         yield name, parameter if isinstance(parameter, np.ndarray) else parameter.asnumpy()
 
 
-def restore_optimizer(optimizer: "AdamW", arrays: Mapping[str, np.ndarray], *, writes_moments: bool = True) -> None:
+def restore_optimizer(optimizer: "Optimizer", arrays: Mapping[str, np.ndarray], *, writes_moments: bool = True) -> None:
     """Give an optimiser over the same parameters the state that :func:`optimizer_arrays` yielded.
 
     Args:
@@ -49,11 +59,14 @@ def restore_optimizer(optimizer: "AdamW", arrays: Mapping[str, np.ndarray], *, w
         writes_moments: False leaves the moments to another process, with which this one shares them.
 
     Raises:
-        UserError: a name is missing or unknown, or a dtype or shape differs.
+        UserError: it is of another optimiser, a name is missing or unknown, or a dtype or shape differs.
     """
     import mindspore as ms
 
     state = optimizer_state(optimizer)
+    if (own := optimizer_of(state)) != (other := optimizer_of(arrays)):
+        kinds = f"{other.title}'s, not {own.title}'s"
+        raise UserError(f"the optimiser state is {kinds}: set optimizer.type to {other.name}")
     if missing := sorted(state.keys() - arrays.keys()):
         raise UserError(f"the optimiser state lacks {missing[0]!r} ({len(missing)} missing): it is of another model")
     if unknown := sorted(arrays.keys() - state.keys()):
@@ -74,11 +87,6 @@ def restore_optimizer(optimizer: "AdamW", arrays: Mapping[str, np.ndarray], *, w
             target[...] = array
 
 
-def optimizer_state(optimizer: "AdamW") -> dict[str, "Parameter | np.ndarray"]:
+def optimizer_state(optimizer: "Optimizer") -> dict[str, "Parameter | np.ndarray"]:
     """Return the parameters or arrays that hold what :func:`optimizer_arrays` yields, by the same names."""
-    state = {GLOBAL_STEP_NAME: optimizer.global_step}
-    for parameter, mean, square in zip(optimizer.parameters, optimizer.exp_avg, optimizer.exp_avg_sq, strict=True):
-        state[f"exp_avg.{parameter.name}"] = mean
-        state[f"exp_avg_sq.{parameter.name}"] = square
-    assert len(state) == 1 + 2 * len(optimizer.parameters), "two trained parameters have the same name"
-    return state
+    return {GLOBAL_STEP_NAME: optimizer.global_step, **optimizer.state}

@@ -63,6 +63,8 @@ YOUNGER_KEYS = {
     "observe.project": "mindrlhf",
     "observe.run_name": "",
     "observe.sinks": ["tensorboard"],
+    "optimizer.momentum": 0.95,
+    "optimizer.type": "adamw",
     "rollout.off_policy_steps": 0,
     "rollout.asynchronous": False,
     "rollout.weight_buffer_gib": 0.0,

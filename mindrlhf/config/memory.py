@@ -33,13 +33,13 @@ class MemorySection:
 
     offload_optimizer: bool = key(
         False,
-        "keep AdamW's moments and the gradient sums of a sharded model on the host between updates, so that the "
-        "generator's share can be larger",
+        "keep the optimizer's moments and the gradient sums of a sharded model on the host between updates, so that "
+        "the generator's share can be larger",
     )
 
     swap_moments: bool = key(
         False,
-        "keep AdamW's moments of a sharded model on the host while gradients are computed; the optimizer's step, which "
+        "keep the optimizer's moments of a sharded model on the host while gradients are computed; its step, which "
         "needs them, is then a call of its own",
     )
 

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from mindrlhf.algorithms.optimizers import OPTIMIZERS
 from mindrlhf.config.keys import RunConfig, key
 from mindrlhf.errors import Rules, UserError
 
@@ -40,8 +41,14 @@ class TrainingSection:
 
 @dataclass(frozen=True)
 class OptimizerSection:
-    """AdamW (Loshchilov and Hutter 2019); norms and biases are not decayed."""
+    """AdamW (Loshchilov and Hutter 2019), or Muon for the matrices of the layers; norms and biases are not decayed."""
 
+    type: str = key(
+        "adamw",
+        "adamw, or muon (Jordan et al. 2024; Liu et al., arXiv:2502.16982): momentum that is orthogonalised for the "
+        "matrices of the decoder layers, AdamW for embedding, output layer, norms and biases",
+        choices=tuple(OPTIMIZERS),
+    )
     start_lr: float = key(1e-6, "learning rate after the warm-up", minimum=0)
     end_lr: float | None = key(None, "learning rate at the last step; null keeps `start_lr`", minimum=0)
     lr_schedule: str = key("constant", "schedule from start_lr to end_lr", choices=("constant", "linear", "cosine"))
@@ -49,6 +56,7 @@ class OptimizerSection:
     beta1: float = key(0.9, "decay of the first moment", minimum=0, maximum=0.9999)
     beta2: float = key(0.95, "decay of the second moment", minimum=0, maximum=0.99999)
     epsilon: float = key(1e-8, "added to the root of the second moment", minimum=0, exclusive_minimum=True)
+    momentum: float = key(0.95, "decay of the momentum of muon", minimum=0, maximum=0.9999)
     weight_decay: float = key(0.01, "decoupled weight decay of matrices", minimum=0)
     max_grad_norm: float = key(1.0, "gradients are scaled down to this global norm; 0 means never", minimum=0)
 
@@ -174,6 +182,10 @@ def batch_rules(config: RunConfig) -> Rules:
 
 def optimizer_rules(optimizer: OptimizerSection) -> Rules:
     """Rules of the section `optimizer`."""
+    yield optimizer.type != "muon" and optimizer.momentum != 0.95, (
+        f"'optimizer.momentum' is {optimizer.momentum:g}, which type={optimizer.type} does not read: set type to muon, "
+        "or remove it"
+    )
     decays, end_lr = optimizer.lr_schedule != "constant", optimizer.end_lr
     yield decays and end_lr is None, (
         f"'optimizer.end_lr' is needed with lr_schedule={optimizer.lr_schedule}: set it (0 is usual)"

@@ -151,6 +151,29 @@ def check_layout(layout: ParameterLayout) -> None:
         raise ValueError(f"{name} does not divide among {size} optimiser ranks")
 
 
+def gathered_ranks(layout: ParameterLayout, rank: int, block_rows: int) -> tuple[list[int], int]:
+    """Return the ranks of a stage that together hold whole blocks, of which ``rank`` holds a part, and their number of
+    columns of shards: those of the first column come first, from the top."""
+    rows, columns = layout.splits[0], layout.splits[-1]
+    shards = {one: layout.shard_of(layout.stages[0] * layout.stage_size + one) for one in range(layout.stage_size)}
+    own = shards[rank]
+    if columns == 1 and layout.shard_shape[0] % block_rows == 0:
+        return [rank], 1
+    height = layout.shape[0] // rows
+    if columns > 1 or height % block_rows:
+        top, bottom = 0, layout.shape[0]
+    else:
+        top = own[0].start // height * height
+        bottom = top + height
+    # Of ranks that hold the same shard one takes part, so that each takes part in one group.
+    places: dict[tuple[int, int], list[int]] = {}
+    for one, (part, beside) in shards.items():
+        if top <= part.start < bottom:
+            places.setdefault((beside.start, part.start), []).append(one)
+    turn = places[own[1].start, own[0].start].index(rank)
+    return [places[place][turn] for place in sorted(places)], columns
+
+
 def mixed_radix(index: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """Mixed-radix digits of ``index``, last innermost."""
     digits = []

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mindrlhf.algorithms.optimizers import GLOBAL_STEP_NAME, STATE_PREFIXES
 from mindrlhf.errors import UserError
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.shards.sources import ShardedSource
@@ -16,7 +17,6 @@ from mindrlhf.weights.adapters.peft import AdapterDirectory
 from mindrlhf.weights.array_file import load_arrays
 from mindrlhf.weights.file_writer import checksum
 from mindrlhf.weights.open import is_sharded
-from mindrlhf.weights.sharded import GLOBAL_STEP_NAME, STATE_PREFIXES
 
 
 def open_adapter_source(

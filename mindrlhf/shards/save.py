@@ -6,14 +6,16 @@ shards only, since no array was ever whole; `mindrlhf weights reshard` and `merg
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from mindrlhf.algorithms.optimizers import GLOBAL_STEP_NAME, optimizer_of
 from mindrlhf.layout.layout import Layout
 from mindrlhf.layout.parameter import ParameterLayout
+from mindrlhf.shards.sources import states_of
 from mindrlhf.shards.strategy_files import write_strategy_directory
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.lora import AdaptedRules
@@ -24,9 +26,7 @@ from mindrlhf.weights.file_writer import TensorFileWriter
 from mindrlhf.weights.hf import SHARDED_NAME
 from mindrlhf.weights.shard_files import shard_layout
 from mindrlhf.weights.sharded import (
-    GLOBAL_STEP_NAME,
     RANK_MANIFEST_NAME,
-    STATE_PREFIXES,
     STRATEGY_NAME,
     ShardedArray,
     ShardedManifest,
@@ -42,7 +42,7 @@ def plan_saving(
     layout: Layout,
     dtype: str,
     *,
-    with_state: bool,
+    state: Collection[str] = (),
     adapted: AdaptedRules | None = None,
 ) -> ShardedManifest:
     """Describe a directory that the ranks of a run are about to write.
@@ -52,20 +52,21 @@ def plan_saving(
         layouts: of its parameters.
         layout: that they come from.
         dtype: name of the parameters' dtype.
-        with_state: AdamW's moments and step count are among the arrays.
+        state: names of an optimiser's state, on one rank at least, which is among the arrays; empty: there is none.
         adapted: of an adapter, whose parameters these are.
     """
     spec = find_spec(hf_config)
-    kept = spec.rules(spec.dims(hf_config)) if adapted is None else saved_rules(adapted)
+    dims = spec.dims(hf_config)
+    kept = spec.rules(dims) if adapted is None else saved_rules(adapted)
     rules = {rule.mf_name: rule for rule in kept}
     arrays, tensors = {}, {}
     for one in layouts:
         rule = rules[one.name]
         arrays[one.name] = ShardedArray(file_dtype(rule, dtype) or dtype, one)
         tensors |= dict.fromkeys(rule.hf_names, (arrays[one.name].dtype, ""))
-    if with_state:
-        trained = {name: rule.trained for name, rule in rules.items()}
-        arrays |= {one.name: ShardedArray("float32", one) for one in state_layouts(layouts, trained)}
+    if state:
+        kinds = states_of(rules.values(), dims, optimizer_of(state))
+        arrays |= {one.name: ShardedArray("float32", one) for one in state_layouts(layouts, kinds)}
         arrays[GLOBAL_STEP_NAME] = ShardedArray("int32", step_layout(layout))
     manifest = ShardedManifest("", str(layout), _FILE_FORMAT, layout.world_size, arrays, tensors)
     identity = json.dumps([manifest.to_json(), hf_config], sort_keys=True)
@@ -73,7 +74,7 @@ def plan_saving(
 
 
 def step_layout(layout: Layout) -> ParameterLayout:
-    """How AdamW's step count lies on the ranks: whole on each."""
+    """How an optimiser's step count lies on the ranks: whole on each."""
     return ParameterLayout(GLOBAL_STEP_NAME, (1,), tuple(range(layout.pipeline_stage)), layout.device_matrix, (-1,))
 
 
@@ -148,6 +149,8 @@ def held_shards(layouts: Iterable[ParameterLayout], rank: int) -> list[Parameter
     return [one for one in layouts if rank // one.stage_size in one.stages]
 
 
-def state_layouts(layouts: Iterable[ParameterLayout], trained: Mapping[str, bool]) -> list[ParameterLayout]:
-    """How AdamW's moments lie on the ranks: like the trained parameters that they belong to."""
-    return [replace(one, name=prefix + one.name) for one in layouts if trained[one.name] for prefix in STATE_PREFIXES]
+def state_layouts(
+    layouts: Iterable[ParameterLayout], kinds: Mapping[str, Sequence[str]]
+) -> list[ParameterLayout]:
+    """How an optimiser's state lies on the ranks: like the trained parameters, of which ``kinds`` has names of it."""
+    return [replace(one, name=f"{kind}.{one.name}") for one in layouts for kind in kinds.get(one.name, ())]

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from mindrlhf.algorithms.optimizers import GLOBAL_STEP_NAME
 from mindrlhf.errors import UserError
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.layout.parameter import ParameterLayout
@@ -29,7 +30,6 @@ from mindrlhf.weights.file_writer import FileLayout, TensorFileWriter, checksum
 from mindrlhf.weights.hf import SHARDED_NAME, read_json_object
 from mindrlhf.weights.shard_files import FILE_FORMATS, shard_layout
 from mindrlhf.weights.sharded import (
-    GLOBAL_STEP_NAME,
     PROGRESS_NAME,
     RANK_MANIFEST_NAME,
     STRATEGY_NAME,

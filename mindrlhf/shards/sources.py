@@ -1,14 +1,16 @@
 """Whole arrays, parameters and optimiser state, to be sharded: from a Hugging Face directory or from shards."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from mindrlhf.algorithms.optimizers import GLOBAL_STEP_NAME, STATE_PREFIXES, Optimizer, optimizer_of
 from mindrlhf.errors import UserError
 from mindrlhf.layout.parameter import ParameterLayout
-from mindrlhf.specs import ModelDims, ModelSpec, find_spec, scorer_config
+from mindrlhf.specs import ModelDims, ModelSpec, ParameterRule, find_spec, scorer_config
 from mindrlhf.specs.fuse import fuse_blocks
 from mindrlhf.specs.scoring import SCORE_NAME
 from mindrlhf.weights.array_file import load_arrays
@@ -23,7 +25,7 @@ from mindrlhf.weights.convert import (
 from mindrlhf.weights.file_writer import checksum
 from mindrlhf.weights.hf import SHARDED_NAME, SafetensorsDirectory, read_hf_config, read_json_object
 from mindrlhf.weights.open import is_sharded
-from mindrlhf.weights.sharded import GLOBAL_STEP_NAME, STATE_PREFIXES, ShardedDirectory
+from mindrlhf.weights.sharded import ShardedDirectory
 from mindrlhf.weights.tensors import STORAGE_DTYPES, convert_dtype
 
 
@@ -110,7 +112,8 @@ class HuggingFaceSource:
             self._check_state()
 
     def _check_state(self) -> None:
-        names = [prefix + name for name, rule in self._rules.items() if rule.trained for prefix in STATE_PREFIXES]
+        states = states_of(self._rules.values(), self.dims, optimizer_of(self._state))
+        names = [f"{kind}.{name}" for name, kinds in states.items() for kind in kinds]
         unknown = sorted(self._state.keys() - {*names, GLOBAL_STEP_NAME})
         if unknown or not self._state:
             raise UserError(
@@ -160,6 +163,11 @@ class HuggingFaceSource:
     def release(self, name: str) -> None:
         for hf_name in self._rules[name].hf_names if name in self._rules else ():
             self._files.release(hf_name)
+
+
+def states_of(rules: Iterable[ParameterRule], dims: ModelDims, optimizer: Optimizer) -> dict[str, tuple[str, ...]]:
+    """Return the names of what an optimiser keeps for each trained parameter, by the name of that."""
+    return {rule.mf_name: optimizer.state_of(rule.matrices(dims) is not None) for rule in rules if rule.trained}
 
 
 def open_scorer_source(directory: str | os.PathLike) -> ArraySource:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from mindrlhf.algorithms.optimizers import GRAPH_NAMES, STATE_NAMES
 from mindrlhf.errors import UserError
 from mindrlhf.layout.layout import Layout
 from mindrlhf.layout.parameter import MAX_RANKS, ParameterLayout, check_layout
@@ -34,7 +35,8 @@ MERGED_NAME = "merged.ckpt"
 STAGES_NAME = "stages"
 FORMAT_VERSION = 1
 # MindSpore's own prefixes of optimiser state and gradient accumulators: laid out like the parameters they belong to.
-STATE_PREFIXES = ("accu_grads.", "adam_m.", "adam_v.", "exp_avg.", "exp_avg_sq.", "grad.", "moment1.", "moment2.")
+_STATES = dict.fromkeys((*STATE_NAMES, *GRAPH_NAMES.values()))
+STATE_PREFIXES = tuple(f"{name}." for name in (*_STATES, "accu_grads", "grad", "moment1", "moment2"))
 
 
 def strategy_hash(dims: "ModelDims", layout: Layout) -> str:

@@ -12,7 +12,7 @@ from mindrlhf.specs.llama import LLAMA, MISTRAL
 from mindrlhf.specs.model import ModelSpec, with_num_layers
 from mindrlhf.specs.qwen import QWEN2, QWEN3, QWEN3_MOE
 from mindrlhf.specs.qwen_vl import QWEN2_5_VL, QWEN2_VL, QWEN3_VL
-from mindrlhf.specs.rules import ParameterRule
+from mindrlhf.specs.rules import Matrices, ParameterRule
 from mindrlhf.specs.scoring import scorer_architecture, scorer_of
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "ExpertDims",
     "LatentDims",
     "Llama3Dims",
+    "Matrices",
     "ModelDims",
     "ModelSpec",
     "ParameterRule",

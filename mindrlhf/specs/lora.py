@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from mindrlhf.errors import UserError
 from mindrlhf.specs.dims import ModelDims
 from mindrlhf.specs.model import ModelSpec
-from mindrlhf.specs.rules import BLOCK, ParameterRule
+from mindrlhf.specs.rules import LAYERS, ParameterRule
 from mindrlhf.specs.scoring import SCORE_NAME
 
 ROLES = ("attention", "mlp", "experts")
-_LAYERS = BLOCK.partition("{layer}")[0]
 DOWN, UP = "lora_A", "lora_B"
 # What the parameters begin with that hold the factor s in graphs, one for each pipeline stage: they are no weights.
 SCALE_NAME = "lora_scale"
@@ -60,7 +59,7 @@ class Adapter:
     @property
     def layer(self) -> int:
         """The number of the decoder layer that it is in."""
-        return int(self.base.mf_name.removeprefix(_LAYERS).partition(".")[0])
+        return int(self.base.mf_name.removeprefix(LAYERS).partition(".")[0])
 
 
 def adapters(spec: ModelSpec, dims: ModelDims, options: LoraOptions) -> list[Adapter]:
@@ -83,9 +82,9 @@ def adapters(spec: ModelSpec, dims: ModelDims, options: LoraOptions) -> list[Ada
 
 def role_of(rule: ParameterRule, dims: ModelDims) -> str | None:
     """Return what a matrix does in its layer, one of ``ROLES``; None for what has no adapters."""
-    if not rule.mf_name.startswith(_LAYERS) or len(rule.shape(dims)[0]) != 2:
+    if not rule.mf_name.startswith(LAYERS) or len(rule.shape(dims)[0]) != 2:
         return None
-    part = rule.mf_name.removeprefix(_LAYERS).partition(".")[2]
+    part = rule.mf_name.removeprefix(LAYERS).partition(".")[2]
     if part.startswith("self_attention."):
         return "attention"
     if part.startswith("mlp.experts."):

@@ -9,6 +9,31 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
+class Matrices:
+    """How a MindFormers parameter [rows, columns] is put together of matrices that each multiply a token.
+
+    It is ``count`` equal blocks of rows, one after the other. In a block matrices take turns, with as many of their
+    rows at a time as ``turns`` says, over and over; or ``side_by_side`` of them lie beside each other.
+    """
+
+    rows: int
+    columns: int
+    count: int = 1
+    turns: tuple[int, ...] = (1,)
+    side_by_side: int = 1
+
+    @property
+    def block_rows(self) -> int:
+        return self.rows // self.count
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Of the matrices of a block."""
+        heights = [self.block_rows // sum(self.turns) * turn for turn in self.turns]
+        return [(height, self.columns // self.side_by_side) for height in heights for _ in range(self.side_by_side)]
+
+
+@dataclass(frozen=True)
 class ParameterRule:
     """How one MindFormers parameter corresponds to one or more Hugging Face tensors.
 
@@ -66,13 +91,29 @@ class ParameterRule:
             return (self.num_experts * shapes[0][1], sum(widths))
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
+    def matrices(self, dims: ModelDims) -> Matrices | None:
+        """The hidden matrices in the MindFormers parameter, those of decoder layers; None where it has none."""
+        shape = self.mf_shape(dims)
+        if not self.mf_name.startswith(LAYERS) or len(shape) != 2:
+            return None
+        if self.transform == "qkv":
+            return Matrices(*shape, turns=(dims.heads_per_group * dims.head_dim, dims.head_dim, dims.head_dim))
+        options = {
+            "gate_up": {"turns": (1, 1)},
+            "stack": {"count": len(self.hf_names)},
+            "expert_gate_up": {"count": self.num_experts, "side_by_side": 2},
+            "expert_down": {"count": self.num_experts},
+        }
+        return Matrices(*shape, **options.get(self.transform, {}))
+
 
 # Names of a vision tower, in checkpoints and here.
 VISION_PREFIX = "visual."
 # What a sharded graph looks image rows up in: a parameter that is no weight.
 IMAGE_ROWS_NAME = "image_rows"
 LAYER = "model.layers.{layer}."
-BLOCK = "decoder.layers.{layer}."
+LAYERS = "decoder.layers."
+BLOCK = f"{LAYERS}{{layer}}."
 
 
 def norm(hf_name: str, mf_name: str, size: Callable[[ModelDims], int], **options) -> ParameterRule:

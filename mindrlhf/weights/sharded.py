@@ -9,8 +9,8 @@
     rank_0/checkpoint_0.safetensors  the shards of rank 0, by MindFormers name (or checkpoint_0.ckpt)
     rank_0/manifest.json             checksum of each shard
 
-Arrays are parameters and, where there is any, optimiser state (`exp_avg.NAME`, `exp_avg_sq.NAME`, sharded as parameter
-NAME, and `global_step`, whole on each rank).
+Arrays are parameters and, where there is any, optimiser state (`STATE.NAME`, sharded as parameter NAME, and
+`global_step`, whole on each rank; see :mod:`mindrlhf.algorithms.optimizers`).
 """
 
 import dataclasses
@@ -36,8 +36,6 @@ FORMAT_VERSION = 1
 PROGRESS_NAME = "progress.json"  # stands for sharded.json while the directory is being written
 RANK_MANIFEST_NAME = "manifest.json"
 STRATEGY_NAME = "strategy"
-STATE_PREFIXES = ("exp_avg.", "exp_avg_sq.")
-GLOBAL_STEP_NAME = "global_step"
 
 
 def rank_file(directory: Path, rank: int, file_format: str) -> Path:

@@ -13,7 +13,8 @@ from mindrlhf.checkpoint.optimizer import optimizer_arrays, optimizer_infos, res
 from mindrlhf.config.training import OptimizerSection
 from mindrlhf.errors import UserError
 from mindrlhf.models.context import prepare_mindformers
-from mindrlhf.training.worker.cells import OptimizerStep, make_accumulators, make_optimizer
+from mindrlhf.training.optimizers import make_optimizer
+from mindrlhf.training.worker.cells import OptimizerStep, make_accumulators
 from mindrlhf.weights.array_file import load_arrays, save_arrays
 from mindrlhf.weights.tensors import array_infos
 
@@ -35,7 +36,7 @@ class Training:
     def __init__(self):
         self.network = Network()
         self.parameters = ms.ParameterTuple(self.network.trainable_params())
-        self.optimizer = make_optimizer(self.parameters, OPTIONS)
+        self.optimizer = make_optimizer(self.parameters, OPTIONS, {})
         self.accumulators = make_accumulators(self.parameters)
         self.step_cell = OptimizerStep(self.optimizer, self.accumulators, OPTIONS.max_grad_norm, 1)
 

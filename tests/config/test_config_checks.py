@@ -126,6 +126,12 @@ RULES = {
         ["optimizer.lr_schedule=linear"],
         1,
     ),
+    "a momentum that nothing reads": (
+        ["optimizer.momentum=0.9"],
+        ["'optimizer.momentum' is 0.9, which type=adamw does not read", "set type to muon"],
+        ["optimizer.type=muon"],
+        1,
+    ),
     "no verifier": (
         ["reward.verifier_function=[]"],
         ["'reward.verifier_function' is empty"],

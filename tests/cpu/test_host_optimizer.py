@@ -68,12 +68,13 @@ class Optimized:
         import mindspore as ms
 
         from mindrlhf.cpu.training.host_optimizer import HostOptimizerStep
-        from mindrlhf.training.worker.cells import OptimizerStep, make_accumulators, make_optimizer
+        from mindrlhf.training.optimizers import make_optimizer
+        from mindrlhf.training.worker.cells import OptimizerStep, make_accumulators
 
         weights = draw_weights()
         self.parameters = [ms.Parameter(ms.Tensor(weights[name]), name=name) for name in SHAPES]
         self.accumulators = make_accumulators(self.parameters)
-        self.optimizer = make_optimizer(self.parameters, options)
+        self.optimizer = make_optimizer(self.parameters, options, {})
         step = {"host": HostOptimizerStep, "graph": OptimizerStep}[kind]
         self.run = step(self.optimizer, self.accumulators, options.max_grad_norm, 1)
         held = {id(one): one for one in (*self.parameters, *self.accumulators, *self.optimizer.get_parameters())}

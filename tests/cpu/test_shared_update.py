@@ -111,7 +111,8 @@ def test_the_divided_step_has_the_bits_of_the_undivided_one(num_ranks):
 
     from mindrlhf.checkpoint.optimizer import optimizer_arrays
     from mindrlhf.cpu.training.host_optimizer import HostOptimizerStep, SharedAdamW
-    from mindrlhf.training.worker.cells import make_accumulators, make_optimizer
+    from mindrlhf.training.optimizers import make_optimizer
+    from mindrlhf.training.worker.cells import make_accumulators
 
     sizes = [int(np.prod(shape)) for shape in SHAPES.values()]
     shares = [[*draw_gradients(2, 0.1), *draw_gradients(1, 1e-4)] for _ in range(num_ranks)]
@@ -141,7 +142,7 @@ def test_the_divided_step_has_the_bits_of_the_undivided_one(num_ranks):
     for other in shares[1:]:
         sums = [{name: total[name] + term[name] for name in SHAPES} for total, term in zip(sums, other)]
     parameters, accumulators = build()
-    whole = HostOptimizerStep(make_optimizer(parameters, OPTIONS), accumulators, OPTIONS.max_grad_norm, 1)
+    whole = HostOptimizerStep(make_optimizer(parameters, OPTIONS, {}), accumulators, OPTIONS.max_grad_norm, 1)
     expected = steps_of(whole, parameters, accumulators, [sums[0], broken, *sums[1:]])
     assert not np.isfinite(expected[0][1]) and np.isfinite(expected[0][0])
 

@@ -62,8 +62,9 @@ def test_recipes_are_the_algorithms_they_are_called(script, at_root, tmp_path):
     assert {config.training.num_minibatches for config in configs.values()} == {4}
 
 
-def test_schedules_and_adapters_change_nothing_else(script, at_root, tmp_path):
+def test_schedules_adapters_and_optimizers_change_nothing_else(script, at_root, tmp_path):
     changed = {"schedules": ("in step", {"rollout"}), "adapters": ("GRPO", {"lora", "optimizer"})}
+    changed["optimizers"] = ("GRPO", {"optimizer"})
     for name, (first, sections) in changed.items():
         plain = dataclasses.asdict(script.Run(first, 0, tmp_path).config())
         for recipe in script.TABLES[name]:

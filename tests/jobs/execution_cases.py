@@ -200,7 +200,7 @@ def plain_network(log_dir: Path, model: dict = MODEL, num_image_rows: int = 0):
     return network
 
 
-def plain_engine(network):
+def plain_engine(network, optimizer: str = "adamw"):
     """Return what updates such a model in one process, with the loss that the ranks have."""
     from mindrlhf.algorithms import policy_losses
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
@@ -209,4 +209,4 @@ def plain_engine(network):
 
     surrogate = policy_losses.surrogate("ppo_clip", clip_low=0.2, clip_high=0.28)
     loss = PolicyLoss(PolicyLogProbs(network, 1.0, "cpu"), surrogate, on_policy=False, kl_estimator="k3")
-    return whole_engine(loss, OptimizerSection(epsilon=EPSILON))
+    return whole_engine(loss, OptimizerSection(type=optimizer, epsilon=EPSILON))

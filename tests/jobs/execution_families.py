@@ -6,6 +6,7 @@ parallelism: whole logits, nothing recomputed, every expert sees every token, pr
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import execution_cases as cases
@@ -446,6 +447,44 @@ FAMILIES = {
     "swapped_tp2": _memory("swapped_tp2", swap_moments=True),
     "swapped_pp2": _memory("swapped_pp2", parallel=_PIPELINE, swap_moments=True),
     "swapped_dp2": _memory("swapped_dp2", parallel=_OPTIMIZER, swap_moments=True),
+    "muon": replace(
+        _POLICY,
+        layouts={
+            2: {"muon_tp2": _SPLIT_WORDS, "muon_pp2": _PIPELINE, "muon_dp2": _OPTIMIZER},
+            4: {"muon_tp2_dp2": _ADAPTED_REPLICAS},
+        },
+        engine=partial(cases.plain_engine, optimizer="muon"),
+        options={"optimizer": "muon"},
+        outputs={"first": "initial", "reference": "initial"},
+        checks=_RESUMES | {"norms", "exported", "published"},
+        **_OLD,
+    ),
+    "muon_experts": replace(
+        _POLICY,
+        model=EXPERTS,
+        layouts={2: {"muon_ep2_dp2": {**_OPTIMIZER, "expert_parallel": 2}, "muon_experts_dp2": _OPTIMIZER}},
+        engine=partial(cases.plain_engine, optimizer="muon"),
+        options={"optimizer": "muon"},
+        outputs={"first": "initial", "reference": "initial"},
+        checks=_RESUMES | {"norms"},
+        **_OLD,
+    ),
+    "muon_adapters": replace(
+        _POLICY,
+        model=UNCUT_MODEL,
+        layouts={2: {"muon_adapters_tp2": _SPLIT_WORDS}},
+        engine=partial(cases.plain_engine, optimizer="muon"),
+        options={"lora": LORA, "optimizer": "muon"},
+        outputs={"first": "initial", "reference": "initial"},
+        checks=_RESUMES | {"norms", "adapters"},
+        **_OLD,
+    ),
+    "muon_swapped_dp2": replace(
+        _MEMORY,
+        layouts={2: {"muon_swapped_dp2": _OPTIMIZER}},
+        engine=partial(cases.plain_engine, optimizer="muon"),
+        options={"memory": {"swap_moments": True}, "optimizer": "muon"},
+    ),
     # Two replicas, whose rows have positions of their own; each holds half of the optimizer state.
     "shared_prompts": replace(
         _SEES,

@@ -30,6 +30,7 @@ def compile_and_execute(
     images: Sequence[Sequence[np.ndarray]] = (),
     after_token: bool = False,
     lora: dict | None = None,
+    optimizer: str = "adamw",
     memory: Mapping[str, int | str | tuple[str, ...]] = MappingProxyType({}),
 ) -> dict[str, ExecutionResult]:
     """Return the result of every layout by name.
@@ -44,12 +45,13 @@ def compile_and_execute(
         computed_inputs: name of a layout -> that of them which its ranks compute under the initial weights.
         shared_prompts: the rows are of that kind.
         images: of each call; see :func:`mindrlhf.dryrun.execute.run.execute`.
+        optimizer: `optimizer.type`.
         memory: keys of the section `memory`.
         after_token: of scoring models; see :class:`mindrlhf.training.engine.shards.Shards`.
         lora: of adapters that are trained in place of the model; see :class:`mindrlhf.dryrun.execute.run.ExecutionJob`.
     """
     compiled = (*cells, GRADIENTS) if memory.get("swap_moments") else cells
-    own = {"shared_prompts": shared_prompts, "lora": lora, "memory": dict(memory)}
+    own = {"shared_prompts": shared_prompts, "lora": lora, "optimizer": optimizer, "memory": dict(memory)}
     requests = {
         (name, cell, rank): replace(_request(model, name, parallel, rank, cell, root), **own)
         for size, layouts in all_layouts.items()

@@ -59,7 +59,7 @@ def write_checkpoint(directory: Path, model: dict = MODEL) -> None:
     spec, arrays = find_spec(model), checkpoint_arrays(model)
     layout = Layout.parse(SAVED_LAYOUT)
     layouts = parameter_layouts(spec, spec.dims(model), layout)
-    manifest = plan_saving(model, layouts, layout, "float32", with_state=True)
+    manifest = plan_saving(model, layouts, layout, "float32", state=("exp_avg.", "exp_avg_sq."))
     for rank in range(layout.world_size):
         names = manifest.infos_of_rank(rank)
         shards = ((name, arrays[name][manifest.arrays[name].layout.shard_of(rank)]) for name in names)

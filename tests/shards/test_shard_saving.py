@@ -48,9 +48,9 @@ def arrays():
     return {**whole, "global_step": np.array([7], np.int32)}
 
 
-def save(directory, text, arrays, *, with_state=True):
+def save(directory, text, arrays, *, state=("exp_avg.", "exp_avg_sq.")):
     layout, layouts = layouts_of(text)
-    manifest = plan_saving(MODEL, layouts, layout, "float32", with_state=with_state)
+    manifest = plan_saving(MODEL, layouts, layout, "float32", state=state)
     for rank in range(layout.world_size):
         shards = (
             (name, arrays[name][manifest.arrays[name].layout.shard_of(rank)]) for name in manifest.infos_of_rank(rank)
@@ -100,7 +100,7 @@ def test_shards_of_a_hugging_face_directory_and_of_random_weights(tmp_path, arra
 
 
 def test_a_shard_that_is_damaged_is_named(tmp_path, arrays):
-    save(tmp_path / "saved", LAYOUTS[0], arrays, with_state=False)
+    save(tmp_path / "saved", LAYOUTS[0], arrays, state=())
     path = tmp_path / "saved" / "rank_1" / "checkpoint_1.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -114,7 +114,7 @@ def test_a_shard_that_is_damaged_is_named(tmp_path, arrays):
 
 def test_a_rank_that_gives_too_little_leaves_no_file(tmp_path, arrays):
     layout, layouts = layouts_of(LAYOUTS[0])
-    manifest = plan_saving(MODEL, layouts, layout, "float32", with_state=False)
+    manifest = plan_saving(MODEL, layouts, layout, "float32", state=())
     with pytest.raises(AssertionError, match="rank 0 did not give"):
         write_rank(tmp_path, manifest, 0, [])
     assert list((tmp_path / "rank_0").iterdir()) == []

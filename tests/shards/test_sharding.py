@@ -231,19 +231,21 @@ def test_mindspore_loads_the_shards_into_a_network(tmp_path):
         np.testing.assert_array_equal(parameter.asnumpy(), files.read(parameter.name))
 
 
-def make_optimizer_state(path, dims=DIMS, seed=1):
+def make_optimizer_state(path, dims=DIMS, seed=1, is_muon=False):
     generator = np.random.default_rng(seed)
     arrays = {"global_step": np.array([7], np.int32)}
     for rule in SPEC.rules(dims):
-        for prefix in ("exp_avg.", "exp_avg_sq."):
+        is_matrix = "layers" in rule.mf_name and len(rule.mf_shape(dims)) == 2
+        for prefix in ("momentum_buffer.",) if is_muon and is_matrix else ("exp_avg.", "exp_avg_sq."):
             arrays[prefix + rule.mf_name] = generator.standard_normal(rule.mf_shape(dims), np.float32)
     save_arrays(path, arrays.items(), array_infos(arrays))
     return arrays
 
 
+@pytest.mark.parametrize("is_muon", [False, True], ids=["adamw", "muon"])
 @pytest.mark.parametrize("file_format", ["safetensors", "ckpt"])
-def test_optimizer_state_moves_from_layout_to_layout(tmp_path, model, file_format):
-    state = make_optimizer_state(tmp_path / "optimizer.safetensors")
+def test_optimizer_state_moves_from_layout_to_layout(tmp_path, model, file_format, is_muon):
+    state = make_optimizer_state(tmp_path / "optimizer.safetensors", is_muon=is_muon)
     shard_directory(
         model,
         tmp_path / "one",
@@ -252,7 +254,7 @@ def test_optimizer_state_moves_from_layout_to_layout(tmp_path, model, file_forma
         optimizer_file=tmp_path / "optimizer.safetensors",
     )
     reshard_directory(tmp_path / "one", tmp_path / "two", parallel="mp=4", file_format=file_format)
-    assert verify_directory(tmp_path / "two", against=model).num_arrays == 1 + 3 * len(SPEC.rules(DIMS))
+    assert verify_directory(tmp_path / "two", against=model).num_arrays == len(state) + len(SPEC.rules(DIMS))
     merge_directory(tmp_path / "two", tmp_path / "back", optimizer_file=tmp_path / "merged.safetensors")
     merged = load_arrays(tmp_path / "merged.safetensors")
     assert merged.keys() == state.keys()
@@ -268,6 +270,12 @@ def test_optimizer_state_of_another_model_is_refused(tmp_path, model):
     make_optimizer_state(tmp_path / "fewer.safetensors", SPEC.dims({**CONFIG, "num_hidden_layers": 2}))
     with pytest.raises(UserError, match=r"lacks exp_avg\.decoder\.layers\.2"):
         shard_directory(model, tmp_path / "o", parallel="mp=2", optimizer_file=tmp_path / "fewer.safetensors")
+    state = dict(make_optimizer_state(tmp_path / "mixed.safetensors", is_muon=True))
+    name = next(name for name in state if name.startswith("momentum_buffer."))
+    state[name.replace("momentum_buffer", "exp_avg")] = state[name]
+    save_arrays(tmp_path / "mixed.safetensors", state.items(), array_infos(state))
+    with pytest.raises(UserError, match=r"has exp_avg\.decoder\.layers\.\d+.*, which is no optimiser state"):
+        shard_directory(model, tmp_path / "o", parallel="mp=2", optimizer_file=tmp_path / "mixed.safetensors")
     shard_directory(model, tmp_path / "o", parallel="mp=2")
     with pytest.raises(UserError, match="holds no optimiser state"):
         merge_directory(tmp_path / "o", tmp_path / "back", optimizer_file=tmp_path / "x.safetensors")

@@ -16,8 +16,9 @@ from mindspore import nn
 from mindrlhf.config.training import OptimizerSection
 from mindrlhf.cpu.training.rank_memory import share_memory
 from mindrlhf.cpu.training.shared_update import Piece, SharedUpdate, blocks_of, square_sums
+from mindrlhf.training.optimizers import make_optimizer
 from mindrlhf.training.runtime import Rank
-from mindrlhf.training.worker.cells import SumOverRanks, make_optimizer
+from mindrlhf.training.worker.cells import SumOverRanks
 
 BLOCK_ELEMENTS = 1 << 16
 
@@ -46,6 +47,10 @@ class SharedAdamW:
             [flat.reshape(parameter.shape) for flat, parameter in zip(np.split(moment, ends), parameters, strict=True)]
             for moment in moments
         )
+        pairs = zip(self.parameters, self.exp_avg, self.exp_avg_sq)
+        self.state = {
+            f"{kind}.{one.name}": array for one, *both in pairs for kind, array in zip(("exp_avg", "exp_avg_sq"), both)
+        }
 
     def get_parameters(self) -> tuple[ms.Parameter, ...]:
         """Return what lies in the memory of MindSpore."""
@@ -54,8 +59,13 @@ class SharedAdamW:
 
 def make_host_step(
     parameters: Sequence[ms.Parameter], accumulators: ms.ParameterTuple, options: OptimizerSection, rank: Rank
-) -> "HostOptimizerStep":
-    """Return the step over trained parameters; all ranks of the run must call it, for the same."""
+) -> "HostOptimizerStep | None":
+    """Return the step over trained parameters; None where the optimiser has none here, and is left to its graph.
+
+    All ranks of the run must call it, for the same.
+    """
+    if options.type != "adamw":
+        return None
     if rank.world_size > 1:
         sizes = [parameter.size for parameter in parameters]
         memory = share_memory(rank, SharedUpdate.size_bytes(sizes, rank.world_size))
@@ -63,7 +73,8 @@ def make_host_step(
             shared = SharedUpdate(memory, sizes)
             optimizer = SharedAdamW(parameters, options, shared.moments)
             return HostOptimizerStep(optimizer, accumulators, options.max_grad_norm, rank.world_size, shared)
-    return HostOptimizerStep(make_optimizer(parameters, options), accumulators, options.max_grad_norm, rank.world_size)
+    optimizer = make_optimizer(parameters, options, {})
+    return HostOptimizerStep(optimizer, accumulators, options.max_grad_norm, rank.world_size)
 
 
 class HostOptimizerStep:

@@ -179,7 +179,7 @@ def build_cell(request: CompileRequest, parallel: ParallelSection):
     model = ModelSection(
         path="", param_dtype=request.param_dtype, compute_dtype=request.compute_dtype, recompute=request.recompute
     )
-    options = OptimizerSection(epsilon=request.epsilon)
+    options = OptimizerSection(type=request.optimizer, epsilon=request.epsilon)
     memory = MemorySection(**request.memory)
     rows = {"row_length": request.seq_length, "shared_prompts": request.shared_prompts, "memory": memory}
     rows["lora"] = LoraOptions(**request.lora) if request.lora else None

@@ -21,9 +21,9 @@ from mindrlhf.system.log_tail import last_lines
 # Kinds of collective operators, as MindSpore names them.
 COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "AlltoAllV", "Send", "Receive", "Broadcast")
 
-# The graphs of training: a policy's update, its gradients without AdamW, and the log-probabilities of the old policy or
-# the reference; a critic's update, and its values, whose model is of a scoring architecture; supervised fine-tuning;
-# learning from pairs, of a policy or, with a scoring architecture, of a reward model.
+# The graphs of training: a policy's update, its gradients without the optimiser, and the log-probabilities of the old
+# policy or the reference; a critic's update, and its values, whose model is of a scoring architecture; supervised
+# fine-tuning; learning from pairs, of a policy or, with a scoring architecture, of a reward model.
 UPDATE, GRADIENTS, LOGPROBS, VALUE_UPDATE, VALUES = "update", "gradients", "logprobs", "value_update", "values"
 SUPERVISED_UPDATE, PAIR_UPDATE = "supervised_update", "pair_update"
 # The frozen vision tower, which ranks of the first stage run by themselves. It takes slots of images.
@@ -47,6 +47,7 @@ class CompileRequest:
         plan_memory: run MindSpore's memory planner too (simulation level 1); the report then has no collectives.
         beta: weight of the KL term; above 0 the reference log-probabilities enter the loss.
         epsilon: AdamW's, a constant of the graph.
+        optimizer: `optimizer.type`.
         shared_prompts: rows whose samples share their prompt: input_ids are int32 [rows, 3, length], see CausalLM.
         slots: of ``TOWER``: images, and patches of each.
         lora: fields of :class:`mindrlhf.specs.lora.LoraOptions`, of the adapters that are trained; None trains all.
@@ -74,6 +75,7 @@ class CompileRequest:
     plan_memory: bool = False
     beta: float = 0.04
     epsilon: float = 1e-8
+    optimizer: str = "adamw"
     shared_prompts: bool = False
     slots: tuple[int, int] = (4, 1024)
     lora: dict[str, object] | None = None

@@ -144,6 +144,7 @@ def _requests(config: GrpoConfig, hf_config: dict, layout: Layout, layers_per_st
             recompute=config.model.recompute,
             memory=dataclasses.asdict(config.memory),
             beta=config.algorithm.beta,
+            optimizer=config.optimizer.type,
             shared_prompts=config.training.packing == SHARED_PROMPTS,
             lora=config.lora.options and dataclasses.asdict(config.lora.options),
         )

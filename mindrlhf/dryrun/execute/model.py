@@ -9,8 +9,8 @@ import mindspore as ms
 from mindspore import nn
 from mindspore.communication import create_group
 
+from mindrlhf.algorithms.optimizers import GLOBAL_STEP_NAME, GRAPH_NAMES
 from mindrlhf.algorithms.value_loss import VALUE_INPUTS
-from mindrlhf.checkpoint.optimizer import GLOBAL_STEP_NAME
 from mindrlhf.checkpoint.state import CRITIC_NAME, CRITIC_OPTIMIZER_NAME
 from mindrlhf.config.training import ParallelSection
 from mindrlhf.dryrun.execute.lower import LoweredGraph, lower_graph
@@ -31,8 +31,9 @@ from mindrlhf.training.engine.model import Model
 from mindrlhf.training.engine.sharded_updates import ShardedUpdater, UpdateGraph
 from mindrlhf.training.engine.shards import Shards
 
-# State that starts at zero: AdamW's moments and step count, gradients, their defect, and what the lowering has added.
-_ZERO_PREFIXES = ("adam_m.", "adam_v.", "accu_grads", "grad.", GLOBAL_STEP_NAME, "defect", LOWERED_PREFIX)
+# State that starts at zero: the optimiser's, gradients, their defect, and what the lowering has added.
+_STATES = tuple(f"{name}." for name in GRAPH_NAMES.values())
+_ZERO_PREFIXES = (*_STATES, "accu_grads", "grad.", GLOBAL_STEP_NAME, "defect", LOWERED_PREFIX)
 _ROUTER_STATE = (".fi_accu", ".expert_load")  # what MindFormers' routers would count; nothing reads it
 _LEARNING_RATE, _IS_LAST, _IMAGE_ROWS = "learning_rate", "is_last", "image_rows"  # what the host sets
 
@@ -203,12 +204,12 @@ class LoweredRank:
 
 
 def _optimizer_state(parameters: dict[str, ms.Parameter]) -> dict[str, ms.Parameter]:
-    """Return AdamW's state by its names in a checkpoint."""
+    """Return the optimiser's state by its names in a checkpoint."""
     state = {GLOBAL_STEP_NAME: parameters[GLOBAL_STEP_NAME]}
     for name, parameter in parameters.items():
-        for prefix, saved in (("adam_m.", "exp_avg."), ("adam_v.", "exp_avg_sq.")):
-            if name.startswith(prefix):
-                state[saved + name.removeprefix(prefix)] = parameter
+        for kind, prefix in GRAPH_NAMES.items():
+            if name.startswith(f"{prefix}."):
+                state[kind + name.removeprefix(prefix)] = parameter
     return state
 
 

@@ -97,6 +97,7 @@ def _request(plan: Plan, rank: int) -> CompileRequest:
         memory=dataclasses.asdict(config.memory),
         plan_memory=True,
         beta=config.algorithm.beta,
+        optimizer=config.optimizer.type,
         shared_prompts=config.training.packing == SHARED_PROMPTS,
         lora=config.lora.options and dataclasses.asdict(config.lora.options),
     )

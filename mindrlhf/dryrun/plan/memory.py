@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mindrlhf.algorithms.optimizers import OPTIMIZERS
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.training import is_split
 from mindrlhf.dryrun.plan import activations
@@ -11,7 +12,6 @@ from mindrlhf.dryrun.plan.parameters import (
     ELEMENT_BYTES,
     GRADIENT_SUM_BYTES,
     MOMENT_BYTES,
-    NUM_MOMENTS,
     StageState,
 )
 from mindrlhf.dryrun.plan.rollout import RolloutPlan
@@ -25,7 +25,7 @@ from mindrlhf.system.sizes import format_size
 START, ROLLOUT, OLD_LOGPROBS, UPDATE = "start", "rollout", "old log-probs", "update"
 STEP, TRANSFER = "optimizer step", "transfer"
 ASLEEP = "sleeping server"
-RUNTIME, MOMENTS, GRADIENT_SUMS = "runtime and HCCL", "AdamW moments", "gradient sums"
+RUNTIME, GRADIENT_SUMS = "runtime and HCCL", "gradient sums"
 TEACHERS = "teachers"
 # CANN's context, operator binaries and streams of the trainer and of the generator, asleep or not.
 _CONTEXT_BYTES = 2_500_000_000
@@ -90,6 +90,11 @@ class MemoryInputs:
     references: tuple["MemoryInputs", ...] = ()
 
     @property
+    def moments_name(self) -> str:
+        """Of the optimiser's state."""
+        return f"{OPTIMIZERS[self.config.optimizer.type].title} moments"
+
+    @property
     def element_bytes(self) -> int:
         """Of the compute dtype."""
         return ELEMENT_BYTES[self.config.model.compute_dtype]
@@ -114,7 +119,7 @@ class MemoryInputs:
 
 def plan_memory(inputs: MemoryInputs) -> list[PhaseMemory]:
     """Return the memory of every phase that the run has, for every pipeline stage."""
-    config, memory = inputs.config, []
+    config, memory, moments = inputs.config, [], inputs.moments_name
     # One compiled graph makes an update of a model that is sharded, so the log-probabilities have a pass of their own.
     needs_forward = config.algorithm.beta > 0 or inputs.batch.num_updates > 1 or is_split(config.parallel_config)
     asleep = _asleep(inputs)
@@ -122,10 +127,10 @@ def plan_memory(inputs: MemoryInputs) -> list[PhaseMemory]:
         resident = _resident(inputs, stage)
         # The servers come up before the ranks run a graph, which puts what they hold on the device; then they sleep.
         memory.append(_phase(START, stage, resident[-1:], _rollout_items(inputs)))
-        away = (MOMENTS,) if config.memory.swap_moments else ()
+        away = (moments,) if config.memory.swap_moments else ()
         while_gradients = [item for item in resident if item.name not in away]
         if config.memory.offload_optimizer:
-            away = (MOMENTS, GRADIENT_SUMS)
+            away = (moments, GRADIENT_SUMS)
         between = [item for item in resident if item.name not in away]
         memory.append(_phase(ROLLOUT, stage, between, _rollout_items(inputs)))
         if needs_forward:
@@ -144,14 +149,16 @@ def _resident(inputs: MemoryInputs, stage: int) -> list[MemoryItem]:
     """What the trainer keeps on the device in every phase."""
     state = inputs.states[stage]
     width = ELEMENT_BYTES[inputs.config.model.param_dtype]
-    num_trained = state.moments // (NUM_MOMENTS * MOMENT_BYTES)
+    num_trained = state.gradient_sums // GRADIENT_SUM_BYTES
+    num_moments, rest = divmod(state.moments // MOMENT_BYTES, num_trained)
+    kept = f"{state.moments // MOMENT_BYTES:,}" if rest else f"{num_trained:,} x {num_moments}"
     num_weights = state.num_elements - state.adapters // ADAPTER_BYTES
     own_width = ADAPTER_BYTES if state.adapters else width
     number = inputs.num_communicators
     items = [
         MemoryItem("parameters", state.parameters, True, f"{num_weights:,} x {width} B"),
         MemoryItem("adapters", state.adapters, True, f"{num_trained:,} x {ADAPTER_BYTES} B"),
-        MemoryItem(MOMENTS, state.moments, True, f"{num_trained:,} x {NUM_MOMENTS} x {MOMENT_BYTES} B"),
+        MemoryItem(inputs.moments_name, state.moments, True, f"{kept} x {MOMENT_BYTES} B"),
         MemoryItem(GRADIENT_SUMS, state.gradient_sums, True, f"{num_trained:,} x {GRADIENT_SUM_BYTES} B"),
         MemoryItem(
             "gradient accumulators",

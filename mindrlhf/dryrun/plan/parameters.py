@@ -5,18 +5,18 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mindrlhf.layout.parameter import ParameterLayout
-from mindrlhf.specs import ModelDims, ModelSpec, ParameterRule
+from mindrlhf.algorithms.optimizers import OPTIMIZERS
+from mindrlhf.layout.parameter import ParameterLayout, gathered_ranks
+from mindrlhf.specs import Matrices, ModelDims, ModelSpec, ParameterRule
 from mindrlhf.specs.lora import LoraOptions, adapters
 from mindrlhf.specs.rules import VISION_PREFIX
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# MindFormers' AdamW keeps both moments in float32, whatever the parameters are; so are our sums of gradients.
+# Optimisers keep their state in float32, whatever the parameters are; so are our sums of gradients.
 MOMENT_BYTES = 4
 GRADIENT_SUM_BYTES = 4
 # Low-rank factors are float32 too.
 ADAPTER_BYTES = 4
-NUM_MOMENTS = 2
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,13 @@ class StageState:
         largest_gradient_elements: those of the largest that is trained.
         largest_elements: elements of the largest shard that is trained, after optimiser sharding.
         parameters: shards in the parameters' dtype, without adapters.
-        moments: AdamW's two moments of those shards, float32.
+        moments: the optimiser's state of those shards, float32.
         gradient_sums: gradients of those shards, float32, added up over the micro-batches of an update.
         accumulators: gradients added up over pipeline micro-batches, where there are several. They are of the
             trained parameters' dtype, and of the shards before optimiser sharding: MindSpore clones them for it.
         adapters: low-rank factors, float32; where there are any, only they are trained.
+        gathered_matrices: elements of the whole blocks of hidden matrices that the optimiser's step gathers.
+        largest_gathered_matrices: those of one parameter.
     """
 
     num_elements: int
@@ -47,6 +49,8 @@ class StageState:
     gradient_sums: int
     accumulators: int
     adapters: int = 0
+    gathered_matrices: int = 0
+    largest_gathered_matrices: int = 0
 
     @property
     def total(self) -> int:
@@ -75,6 +79,31 @@ class ParameterRow:
     stages: tuple[int, int]
     split: str
     state_bytes: int
+
+
+@dataclass(frozen=True)
+class StateKept:
+    """What an optimiser keeps of the trained parameters.
+
+    Attributes:
+        optimizer: value of `optimizer.type`.
+        matrices: how parameters are put together of hidden matrices, by name.
+    """
+
+    optimizer: str
+    matrices: Mapping[str, Matrices | None]
+
+    def element_bytes(self, name: str) -> int:
+        """Of a parameter, for each of its elements."""
+        return MOMENT_BYTES * len(OPTIMIZERS[self.optimizer].state_of(self.matrices.get(name) is not None))
+
+    def gathered_elements(self, layout: ParameterLayout) -> int:
+        """Of a parameter, what a rank gathers in the optimiser's step."""
+        matrices, optimizer = self.matrices.get(layout.name), OPTIMIZERS[self.optimizer]
+        if matrices is None or optimizer.matrix_state == optimizer.other_state:
+            return 0
+        ranks, _ = gathered_ranks(layout, 0, matrices.block_rows)
+        return len(ranks) * math.prod(layout.shard_shape)
 
 
 class KnownRules:
@@ -127,6 +156,7 @@ def stage_states(
     untrained: Mapping[str, bool] | None = None,
     accumulates: bool = False,
     adapters: Sequence[ParameterLayout] = (),
+    kept: "StateKept | None" = None,
 ) -> list[StageState]:
     """Return the state of a rank, by pipeline stage; all ranks of a stage hold shards of the same shapes.
 
@@ -134,8 +164,9 @@ def stage_states(
         untrained: parameters without moments and gradients; see :func:`untrained_names`.
         accumulates: micro-batches are split into pipeline micro-batches.
         adapters: low-rank factors, which are trained in the place of ``layouts``.
+        kept: by the optimiser; AdamW's without it.
     """
-    states, untrained = [], untrained or {}
+    states, untrained, kept = [], untrained or {}, kept or StateKept("adamw", {})
     for stage in range(num_stages):
         held = [layout for layout in layouts if stage in layout.stages]
         weights = [layout for layout in held if layout.name not in untrained]
@@ -149,6 +180,7 @@ def stage_states(
         elements, factor_elements, trained_elements = map(_shard_elements, (weights, factors, trained))
         gathered = [gathered_elements(layout) for layout in weights]
         gradients = [gathered_elements(layout) for layout in trained]
+        matrices = [kept.gathered_elements(layout) for layout in trained]
         states.append(
             StageState(
                 num_elements=elements + fixed_elements + factor_elements,
@@ -157,10 +189,12 @@ def stage_states(
                 largest_gradient_elements=max(gradients),
                 largest_elements=max(math.prod(layout.shard_shape) for layout in trained),
                 parameters=elements * ELEMENT_BYTES[param_dtype] + fixed_bytes,
-                moments=trained_elements * NUM_MOMENTS * MOMENT_BYTES,
+                moments=sum(math.prod(layout.shard_shape) * kept.element_bytes(layout.name) for layout in trained),
                 gradient_sums=trained_elements * GRADIENT_SUM_BYTES,
                 accumulators=sum(gradients) * trained_bytes if accumulates else 0,
                 adapters=factor_elements * ADAPTER_BYTES,
+                gathered_matrices=sum(matrices),
+                largest_gathered_matrices=max(matrices),
             )
         )
     return states
@@ -180,16 +214,17 @@ def parameter_rows(
     param_dtype: str,
     untrained: Mapping[str, bool] | None = None,
     adapters: Sequence[ParameterLayout] = (),
+    kept: "StateKept | None" = None,
 ) -> list[ParameterRow]:
     """Return the table of parameters, in the order of the forward pass, and of the adapters that alone are trained."""
-    untrained = untrained or {}
-    trained_bytes = ELEMENT_BYTES[param_dtype] + (0 if adapters else NUM_MOMENTS * MOMENT_BYTES)
-    factor_bytes = ADAPTER_BYTES + NUM_MOMENTS * MOMENT_BYTES
+    untrained, kept = untrained or {}, kept or StateKept("adamw", {})
 
     def element_bytes(name: str) -> int:
-        return _untrained_bytes(untrained[name], param_dtype) if name in untrained else trained_bytes
+        if name in untrained:
+            return _untrained_bytes(untrained[name], param_dtype)
+        return ELEMENT_BYTES[param_dtype] + (0 if adapters else kept.element_bytes(name))
 
-    return _rows(layouts, element_bytes) + _rows(adapters, lambda name: factor_bytes)
+    return _rows(layouts, element_bytes) + _rows(adapters, lambda name: ADAPTER_BYTES + kept.element_bytes(name))
 
 
 def _rows(layouts: Sequence[ParameterLayout], element_bytes: Callable[[str], int]) -> list[ParameterRow]:

@@ -2,6 +2,7 @@
 
 from html import escape
 
+from mindrlhf.algorithms.optimizers import OPTIMIZERS
 from mindrlhf.dryrun.plan.memory import PhaseMemory
 from mindrlhf.dryrun.plan.plan import Plan
 from mindrlhf.observe.axes import round_ticks
@@ -20,7 +21,7 @@ _INK, _FAINT, _GRID = "#1f2933", "#616e7c", "#d9dee4"
 _SHARD_HUES = ("#2a6fb0", "#e08a2e", "#3f9b6c", "#c2534f", "#7d68b0", "#8a6a50", "#c96ba6", "#77848f")
 _PARTS = {
     "parameters": "#2a6fb0",
-    "AdamW moments": "#7d68b0",
+    **{f"{one.title} moments": "#7d68b0" for one in OPTIMIZERS.values()},
     "gradients": "#3f9b6c",
     "reference model": "#8a6a50",
     "teachers": "#8a6a50",

@@ -26,6 +26,7 @@ from mindrlhf.dryrun.plan.parameters import (
     KnownRules,
     ParameterRow,
     StageState,
+    StateKept,
     count_parameters,
     parameter_rows,
     stage_states,
@@ -177,7 +178,14 @@ def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryI
     check_rollout(config.rollout, model.dims, machine.world_size)
     _check_places(config.rollout, machine)
     layouts, _ = _layouts(model, layout, config.model.param_dtype, config.lora.options)
-    states = _states(model, layout, config.model.param_dtype, config.lora.options, accumulates(config.parallel_config))
+    states = _states(
+        model,
+        layout,
+        config.model.param_dtype,
+        config.lora.options,
+        accumulates(config.parallel_config),
+        config.optimizer.type,
+    )
     inputs = MemoryInputs(
         config=config,
         layout=layout,
@@ -202,7 +210,7 @@ def _reference(inputs: MemoryInputs, path: str) -> MemoryInputs:
         return inputs
     model = _frozen(path)
     check_model(model.dims, layout)
-    states = _states(model, layout, config.model.param_dtype, None, False)
+    states = _states(model, layout, config.model.param_dtype, None, False, config.optimizer.type)
     stages = layout.layer_stages(model.dims.num_layers)
     return dataclasses.replace(inputs, dims=model.dims, widths=model.widths, layer_stages=stages, states=states)
 
@@ -229,10 +237,17 @@ def _layouts(
 
 @lru_cache(maxsize=4)
 def _states(
-    model: Model, layout: Layout, param_dtype: str, lora: LoraOptions | None, accumulates: bool
+    model: Model, layout: Layout, param_dtype: str, lora: LoraOptions | None, accumulates: bool, optimizer: str
 ) -> list[StageState]:
     layouts, factors = _layouts(model, layout, param_dtype, lora)
-    return stage_states(layouts, layout.pipeline_stage, param_dtype, model.untrained, accumulates, factors)
+    kept = _kept(model, lora, optimizer)
+    return stage_states(layouts, layout.pipeline_stage, param_dtype, model.untrained, accumulates, factors, kept)
+
+
+@lru_cache(maxsize=4)
+def _kept(model: Model, lora: LoraOptions | None, optimizer: str) -> StateKept:
+    rules = (model.known if lora is None else KnownRules(model.spec, model.dims, lora)).rules(model.dims)
+    return StateKept(optimizer, {rule.mf_name: rule.matrices(model.dims) for rule in rules})
 
 
 def transfer_of(
@@ -255,6 +270,7 @@ def make_plan(config: GrpoConfig, model: Model, machine: Machine) -> Plan:
     """Plan a run; raises UserError as :func:`prepare` does."""
     inputs, layouts = prepare(config, model, machine)
     factors = _layouts(model, inputs.layout, config.model.param_dtype, config.lora.options)[1]
+    kept = _kept(model, config.lora.options, config.optimizer.type)
     return Plan(
         config=config,
         machine=machine,
@@ -267,7 +283,7 @@ def make_plan(config: GrpoConfig, model: Model, machine: Machine) -> Plan:
         groups=tuple(plan_groups(inputs.layout, layouts, machine.node_size)),
         states=tuple(inputs.states),
         num_adapter_parameters=count_parameters(factors),
-        rows=tuple(parameter_rows(layouts, config.model.param_dtype, model.untrained, factors)),
+        rows=tuple(parameter_rows(layouts, config.model.param_dtype, model.untrained, factors, kept)),
         rollout=inputs.rollout,
         memory=tuple(plan_memory(inputs)),
         transfer=transfer_of(config, model, machine, inputs, layouts),

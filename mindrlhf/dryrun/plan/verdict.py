@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mindrlhf.algorithms.optimizers import OPTIMIZERS
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.training import is_split
 from mindrlhf.dryrun.plan.memory import PhaseMemory, plan_memory
@@ -120,9 +121,10 @@ def _notes(plan: Plan) -> tuple[str, ...]:
         notes.append(f"every rank keeps up to {format_size(state)} of optimizer state in host memory between updates")
     if config.memory.swap_moments:
         moments = max(state.moments for state in plan.states)
+        title = OPTIMIZERS[config.optimizer.type].title
         notes.append(
-            f"every rank keeps up to {format_size(moments)} of AdamW's moments in host memory but for the optimizer's "
-            "step, and moves them both ways in each update"
+            f"every rank keeps up to {format_size(moments)} of {title}'s moments in host memory but for the "
+            "optimizer's step, and moves them both ways in each update"
         )
     if plan.rollout.num_full_sequences < plan.rollout.max_num_seqs:
         notes.append(

@@ -20,8 +20,9 @@ from mindrlhf.shards.sources import ShardedSource, saved_state
 from mindrlhf.system import speed_ups
 from mindrlhf.training.batch import Batch, ProcessStatistics
 from mindrlhf.training.engine.model import Model, Whole, model_tensors
+from mindrlhf.training.optimizers import make_optimizer, matrices_of
 from mindrlhf.training.runtime import Rank
-from mindrlhf.training.worker.cells import AccumulateGradients, OptimizerStep, make_accumulators, make_optimizer
+from mindrlhf.training.worker.cells import AccumulateGradients, OptimizerStep, make_accumulators
 from mindrlhf.weights.array_file import load_arrays, save_arrays
 from mindrlhf.weights.open import is_sharded
 
@@ -130,7 +131,7 @@ class WholeUpdater:
     Args:
         placement: of the trained model.
         loss: over its log-probabilities or scores.
-        optimizer: options of AdamW.
+        optimizer: the section `optimizer`.
         rank: this process.
         device: "cpu" or "ascend".
 
@@ -159,11 +160,10 @@ class WholeUpdater:
         assert len(in_graph), "the head's gradient comes with those of the layers: train one of their parameters too"
         targets = ms.ParameterTuple([accumulator_of[parameter.name] for parameter in in_graph])
         self._gradients = AccumulateGradients(loss, in_graph, targets)
-        if self._fast:
-            self._step = self._fast.make_host_step(parameters, accumulators, optimizer, rank)
-        else:
-            adamw = make_optimizer(parameters, optimizer)
-            self._step = OptimizerStep(adamw, accumulators, optimizer.max_grad_norm, rank.world_size)
+        self._step = self._fast and self._fast.make_host_step(parameters, accumulators, optimizer, rank)
+        if self._step is None:
+            made = make_optimizer(parameters, optimizer, matrices_of(self.network))
+            self._step = OptimizerStep(made, accumulators, optimizer.max_grad_norm, rank.world_size)
         self.optimizer = self._step.optimizer
         self._writes_moments = rank.is_rank_0  # of those that ranks share; each has the others to itself
 
@@ -241,7 +241,7 @@ class WholeUpdater:
         """Give up device memory that only an update needs; here device and host are one."""
 
     def state_size_bytes(self) -> int:
-        """Return the size of a checkpoint, in bytes: weights and both moments."""
+        """Return the size of a checkpoint, in bytes: weights and optimiser state."""
         moments = sum(info.size_bytes for info in optimizer_infos(self.optimizer))
         return self.placement.size_bytes() + moments
 

@@ -20,10 +20,9 @@ from mindrlhf.layout.rows import num_logprob_micro_batches
 from mindrlhf.models.causal_lm import CausalLM, build_model
 from mindrlhf.models.lora.model import Lora
 from mindrlhf.specs.lora import AdaptedRules, LoraOptions
+from mindrlhf.training.optimizers import make_optimizer, matrices_of
 from mindrlhf.training.sharded.cells import ParallelLogProbs, ParallelUpdate
 from mindrlhf.training.sharded.losses import ShardedLoss
-from mindrlhf.training.sharded.optimizer import WithholdableAdamW
-from mindrlhf.training.worker.cells import make_optimizer
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -138,14 +137,15 @@ def build_update(loss: Loss, options: OptimizerSection, parallel: ParallelSectio
 
     Args:
         loss: over a model of :func:`build_policy` or :func:`build_scores`.
-        options: of AdamW.
+        options: of the optimiser.
         parallel: as for the model.
     """
     network, layout = loss.policy.model, layout_of(parallel)
+    layouts = {one.name: one for one in network_layouts(network, layout)}
     with no_init_parameters():
         sharded = ShardedLoss(loss, (parallel.data_parallel, parallel.context_parallel))
-        optimizer = make_optimizer(network.trainable_params(), options, WithholdableAdamW)
-        num_replicas = {one.name: one.num_replicas for one in network_layouts(network, layout)}
+        optimizer = make_optimizer(network.trainable_params(), options, matrices_of(network), layouts)
+        num_replicas = {name: one.num_replicas for name, one in layouts.items()}
         return ParallelUpdate(sharded, optimizer, options.max_grad_norm, parallel, num_replicas, layout.world_size)
 
 

@@ -8,6 +8,7 @@ import mindspore as ms
 import numpy as np
 
 from mindrlhf.algorithms.losses import POLICY_INPUTS
+from mindrlhf.algorithms.optimizers import STATE_NAMES
 from mindrlhf.checkpoint.optimizer import optimizer_state
 from mindrlhf.checkpoint.state import StateWriter
 from mindrlhf.config.memory import MemorySection
@@ -38,7 +39,7 @@ class UpdateGraph:
             :class:`mindrlhf.training.sharded.cells.ParallelUpdate` does.
         learning_rate: float32 scalar, set before an update.
         is_last: float32 [1], set before each call: 1 makes the update.
-        state: AdamW's moments and step count of this rank (more do no harm), by their names in a checkpoint
+        state: the optimiser's, with its step count, of this rank (more do no harm), by their names in a checkpoint
             (:func:`mindrlhf.checkpoint.optimizer.optimizer_state`).
         token_inputs: names of the token arrays that the loss takes, in order.
         gradients: takes what ``cell`` does and adds gradients without touching ``state``; all rows of an update go
@@ -176,10 +177,10 @@ class ShardedUpdater:
             source.release(one.name)
 
     def _state_layouts(self) -> list[ParameterLayout]:
-        """Return how AdamW's state that this rank holds lies on the ranks."""
+        """Return how the optimiser's state that this rank holds lies on the ranks."""
         held = self.placement.held
-        trained = {name: f"exp_avg.{name}" in self.graph.state for name in held}
-        return [*state_layouts(held.values(), trained), step_layout(self.placement.layout)]
+        kinds = {name: [kind for kind in STATE_NAMES if f"{kind}.{name}" in self.graph.state] for name in held}
+        return [*state_layouts(held.values(), kinds), step_layout(self.placement.layout)]
 
     def _call(
         self, rows: PackedRows, kl_coefficient: float, num_tokens: int, *, is_last: bool

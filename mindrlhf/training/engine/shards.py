@@ -204,8 +204,8 @@ class Shards(Placement):
         return self._publications[ranks]
 
     def size_bytes(self, state: Mapping[str, ms.Parameter] | None = None) -> int:
-        """Return the bytes that all ranks save, of parameters and, with ``state``, of AdamW's state."""
-        arrays = self._plan_saving(with_state=state is not None).arrays.values()
+        """Return the bytes that all ranks save, of parameters and, with ``state``, of the optimiser's."""
+        arrays = self._plan_saving(state).arrays.values()
         return sum(array.shard_info.size_bytes * len(array.layout.ranks) for array in arrays)
 
     def state_writer(self, name: str, hold: Callable, state: Mapping[str, ms.Parameter] | None = None) -> StateWriter:
@@ -213,9 +213,9 @@ class Shards(Placement):
 
         Args:
             name, hold: see :meth:`Whole.state_writer`.
-            state: AdamW's, saved with the parameters.
+            state: the optimiser's, saved with the parameters.
         """
-        manifest = self._plan_saving(with_state=state is not None)
+        manifest = self._plan_saving(state)
         arrays = hold(name, self._held_arrays(manifest, state or {}))
 
         def write(parent: Path) -> dict[str, str]:
@@ -242,8 +242,8 @@ class Shards(Placement):
             if name in state:
                 yield name, state[name].asnumpy()
 
-    def _plan_saving(self, *, with_state: bool) -> ShardedManifest:
-        options = {"with_state": with_state, "adapted": self._adapted or None}
+    def _plan_saving(self, state: Mapping[str, ms.Parameter] | None) -> ShardedManifest:
+        options = {"state": state or (), "adapted": self._adapted or None}
         return plan_saving(self.network.hf_config, self._saved, self.layout, self.dtype, **options)
 
 

@@ -112,7 +112,7 @@ class HostMemory:
 def host_memory(config: GrpoConfig, row_length: int, max_model_len: int, num_ranks: int) -> HostMemory:
     """Estimate what a run of `mindrlhf train` takes with ``run.device: cpu``.
 
-    A trainer holds the weights, and of all that are trained gradients and AdamW's two moments, in float32; a reference
+    A trainer holds the weights, and of all that are trained gradients and at most two moments, in float32; a reference
     model its weights; and the activations of a micro-batch, for which a layer keeps 14 numbers of the hidden size, 3
     of the MLP's and 2 of each head's row of scores a token. A server holds weights and the key-value cache.
 

@@ -1,4 +1,4 @@
-"""The update of a model as one semi-auto-parallel graph: loss, gradients, clip, AdamW; and its outputs without them.
+"""The update of a model as one semi-auto-parallel graph: loss, gradients, clip, optimiser; and its outputs alone.
 
 MindSpore shards what is written here for whole tensors: operators carry `.shard()` strategies, and it adds the
 collectives. Pipeline micro-batches are made inside the graph, as its scheduler demands.
@@ -14,8 +14,8 @@ from mindspore.parallel.nn import GradAccumulation, MicroBatchInterleaved, Pipel
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.config.training import ParallelSection
+from mindrlhf.training.optimizers.adamw import Optimizer
 from mindrlhf.training.sharded.losses import ShardedLoss
-from mindrlhf.training.sharded.optimizer import WithholdableAdamW
 
 # Parameters of the update that are neither weights nor optimiser state.
 IS_LAST_NAME, DEFECT_NAME = "is_last", "defect"
@@ -24,9 +24,9 @@ IS_LAST_NAME, DEFECT_NAME = "is_last", "defect"
 class ParallelUpdate(nn.Cell):
     """Gradients of a micro-batch of all ranks, and with the last one of an update, the update itself.
 
-    An update has as many calls as its rows need. What they find is added up in ``totals``, shards like AdamW's
-    moments; the call before which ``is_last`` was set to 1 measures the norm, clips, updates and clears. An update
-    whose norm or loss is not finite is withheld on every rank: weights, moments and step count stay as they are.
+    An update has as many calls as its rows need. What they find is added up in ``totals``, shards like the optimiser's
+    state; the call before which ``is_last`` was set to 1 measures the norm, clips, updates and clears. An update whose
+    norm or loss is not finite is withheld on every rank: weights, moments and step count stay as they are.
 
     Args:
         loss: the sharded loss.
@@ -44,7 +44,7 @@ class ParallelUpdate(nn.Cell):
     def __init__(
         self,
         loss: ShardedLoss,
-        optimizer: WithholdableAdamW,
+        optimizer: Optimizer,
         max_grad_norm: float,
         parallel: ParallelSection,
         num_replicas: Mapping[str, int],
@@ -63,7 +63,7 @@ class ParallelUpdate(nn.Cell):
         # The compiler recognises accumulators by this prefix. It sums them over the ranks in each call, so they cannot
         # be carried from one to the next.
         self.accumulators = self.weights.clone(prefix="accu_grads", init="zeros") if self.accumulates else ()
-        self.totals = optimizer.clone_state(prefix="grad", init="zeros")
+        self.totals = optimizer.clone_state("grad", self.weights)
         self.is_last = ms.Parameter(ms.Tensor([1.0], ms.float32), name=IS_LAST_NAME, requires_grad=False)
         # 0, or not a number once a loss was not finite.
         self.defect = ms.Parameter(ms.Tensor([0.0], ms.float32), name=DEFECT_NAME, requires_grad=False)
@@ -108,7 +108,7 @@ class ParallelUpdate(nn.Cell):
     # are whole: no shape may be written down, nor a constant in the shape of a gradient. Such as zeros_like gives would
     # also be as large in the graph and on the device as the gradients: the compiler turns it into data.
     #
-    # All goes from bucket to bucket of the parameters, as in WithholdableAdamW.
+    # All goes from bucket to bucket of the parameters, as in the optimiser.
 
     def _add(self, gradients):
         """Add to the totals, in place, and return them."""
@@ -136,7 +136,8 @@ class ParallelUpdate(nn.Cell):
 
 
 class ParallelGradients(nn.Cell):
-    """The calls of an update before its last one, as a graph without AdamW: its moments need not be on the device.
+    """The calls of an update before its last one, as a graph without the optimiser, whose state need not be on the
+    device.
 
     Args:
         update: whose totals it adds to.

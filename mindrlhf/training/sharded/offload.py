@@ -1,4 +1,4 @@
-"""AdamW's moments and gradient sums, which are on the host while nothing asks for them."""
+"""The optimiser's state and gradient sums, which are on the host while nothing asks for them."""
 
 from collections.abc import Collection
 
@@ -19,11 +19,10 @@ class OptimizerPlaces:
     """
 
     def __init__(self, update: ParallelUpdate, held: Collection[str], memory: MemorySection):
-        optimizer = update.optimizer
-        groups = zip(update.weights, optimizer.exp_avg, optimizer.exp_avg_sq, update.totals, strict=True)
-        own = [state for weight, *state in groups if weight.name in held]
-        self._moments = _Part([one for *moments, _ in own for one in moments])
-        self._sums = _Part([one for *_, one in own])
+        moments = update.optimizer.state.items()
+        self._moments = _Part([one for name, one in moments if name.partition(".")[2] in held])
+        sums = zip(update.weights, update.totals, strict=True)
+        self._sums = _Part([one for weight, one in sums if weight.name in held])
         self._memory = memory
 
     def have_for_gradients(self) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import mindspore as ms
 from mindspore import nn, ops
 
-from mindrlhf.config.training import OptimizerSection
 from mindrlhf.errors import RunFailure
 
 # Elements per all-reduce: small tensors share one collective, whose fixed cost is about a millisecond.
@@ -88,15 +87,12 @@ class ClippedUpdate(nn.Cell):
         self.optimizer = optimizer
         self.accumulators = accumulators
         self.max_grad_norm = max_grad_norm
-        self.hyper_map = ops.HyperMap()
 
     def construct(self, norm):
         """Return what is there once the weights are updated."""
-        gradients = self.accumulators
-        if self.max_grad_norm > 0:
-            scale = ops.minimum(self.max_grad_norm / (norm + 1e-6), ops.ones_like(norm))
-            gradients = self.hyper_map(ops.partial(_scale, scale), gradients)
-        return self.optimizer(gradients)
+        one = ops.ones_like(norm)
+        scale = ops.minimum(self.max_grad_norm / (norm + 1e-6), one) if self.max_grad_norm > 0 else one
+        return self.optimizer(self.accumulators, ops.reshape(scale, (1,)), ops.reshape(one, (1,)))
 
 
 class ClearAccumulators(nn.Cell):
@@ -120,7 +116,7 @@ class OptimizerStep:
     the sum over the ranks, so all ranks skip or none.
 
     Args:
-        optimizer: MindFormers AdamW over the trained parameters.
+        optimizer: of :mod:`mindrlhf.training.optimizers`, over the trained parameters.
         accumulators: summed gradients of this rank; each has been divided by the global token count.
         max_grad_norm: 0 leaves the gradients as they are.
         num_ranks: data-parallel ranks whose gradients are added.
@@ -144,10 +140,6 @@ class OptimizerStep:
 
 def _square_sum(gradient):
     return (gradient * gradient).sum()
-
-
-def _scale(scale, gradient):
-    return gradient * scale
 
 
 def check_finite(norm: float) -> float:
@@ -184,21 +176,3 @@ def make_accumulators(parameters: Sequence[ms.Parameter]) -> ms.ParameterTuple:
         ]
     )
 
-
-def make_optimizer(
-    parameters: Sequence[ms.Parameter], options: OptimizerSection, adamw: type[nn.Cell] | None = None
-) -> nn.Cell:
-    """Return MindFormers AdamW, or ``adamw``, which takes its arguments; vectors (norms and biases) are not decayed."""
-    from mindformers.core.optim.adamw import AdamW
-
-    matrices = [parameter for parameter in parameters if parameter.ndim > 1]
-    vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
-    decayed = [(matrices, options.weight_decay), (vectors, 0.0)]
-    groups = [{"params": members, "weight_decay": decay} for members, decay in decayed if members]
-    groups.append({"order_params": list(parameters)})
-    return (adamw or AdamW)(
-        groups,
-        learning_rate=options.start_lr,
-        betas=(options.beta1, options.beta2),
-        eps=options.epsilon,
-    )

@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from mindrlhf.dryrun.plan.parameters import active_parameters, count_parameters, parameter_rows, stage_states
+from mindrlhf.dryrun.plan.parameters import (
+    StateKept,
+    active_parameters,
+    count_parameters,
+    parameter_rows,
+    stage_states,
+)
 from mindrlhf.dryrun.plan.plan import read_model
 from mindrlhf.layout.layout import Layout, parameter_layouts
 
@@ -126,3 +132,19 @@ def test_rows_of_the_table_add_up_to_the_stage():
     # 28 heads and 2 * 4 key-value heads of 128 channels, over 4 tensor-parallel ranks, over 2 replicas.
     assert (queries.shape, queries.shard_shape) == ((36 * 128, 3584), (36 * 128 // 4 // 2, 3584))
     assert queries.split == "axis 0 / 4; opt / 2"
+
+
+def test_muon_keeps_one_moment_of_the_matrices_and_two_of_the_rest():
+    """Qwen2.5-7B: 28 layers, hidden size 3584, 28 + 2 * 4 heads of 128, 18944 channels, 152064 tokens, untied."""
+    model = read_model(str(MODELS["qwen2_5_7b"]))
+    layouts = parameter_layouts(model.spec, model.dims, Layout(data_parallel=2, model_parallel=4, optimizer_shard=1))
+    kept = StateKept("muon", {rule.mf_name: rule.matrices(model.dims) for rule in model.spec.rules(model.dims)})
+    (state,) = stage_states(layouts, 1, "bfloat16", kept=kept)
+    matrices = 28 * (36 * 128 * 3584 + 28 * 128 * 3584 + 3 * 3584 * 18944) // 4
+    rest = (2 * 152064 * 3584 + 28 * 36 * 128) // 4 + (2 * 28 + 1) * 3584
+    assert state.num_elements == matrices + rest
+    assert state.moments == 4 * matrices + 8 * rest
+    # Every rank of four gathers all matrices of a layer, one parameter after the other.
+    assert (state.gathered_matrices, state.largest_gathered_matrices) == (4 * matrices, 2 * 3584 * 18944)
+    rows = parameter_rows(layouts, "bfloat16", kept=kept)
+    assert sum(row.num_tensors * row.state_bytes for row in rows) == state.parameters + state.moments

@@ -38,7 +38,9 @@ class Calls:
     def __init__(self, memory: MemorySection, monkeypatch):
         monkeypatch.setattr(ms.runtime, "empty_cache", lambda: None)
         self.means, self.squares, self.totals = ([Moved(), Moved()] for _ in range(3))
-        optimizer = SimpleNamespace(exp_avg=self.means, exp_avg_sq=self.squares)
+        kinds = {"exp_avg": self.means, "exp_avg_sq": self.squares}
+        state = {f"{kind}.{of}": one for kind, both in kinds.items() for of, one in zip(("held", "elsewhere"), both)}
+        optimizer = SimpleNamespace(state=state)
         weights = [SimpleNamespace(name="held"), SimpleNamespace(name="elsewhere")]
         update = SimpleNamespace(optimizer=optimizer, weights=weights, totals=self.totals)
         places = OptimizerPlaces(update, {"held"}, memory)

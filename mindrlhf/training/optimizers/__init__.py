@@ -1,0 +1,42 @@
+"""Optimisers as graph cells: one is one module of this package, found by the value of `optimizer.type`.
+
+Each has a cell ``Optimizer(parameters, options, matrices, layouts)``; see :class:`.adamw.Optimizer`, which others may
+extend. What it keeps for each parameter is in :mod:`mindrlhf.algorithms.optimizers`.
+"""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from mindrlhf.config.training import OptimizerSection
+from mindrlhf.layout.parameter import ParameterLayout
+from mindrlhf.models.causal_lm import CausalLM
+from mindrlhf.specs import Matrices
+from mindrlhf.specs.lora import AdaptedRules
+
+if TYPE_CHECKING:
+    from mindspore import Parameter
+
+    from mindrlhf.training.optimizers.adamw import Optimizer
+
+
+def make_optimizer(
+    parameters: "Sequence[Parameter]",
+    options: OptimizerSection,
+    matrices: Mapping[str, Matrices | None],
+    layouts: Mapping[str, ParameterLayout] | None = None,
+) -> "Optimizer":
+    """Return the optimiser of the trained parameters.
+
+    Args:
+        matrices: how each is put together of hidden matrices, None for one that is not.
+        layouts: how each lies on the ranks; None: every rank has all.
+    """
+    module = importlib.import_module(f"{__name__}.{options.type}")
+    return module.Optimizer(parameters, options, matrices, layouts or {})
+
+
+def matrices_of(network: CausalLM) -> dict[str, Matrices | None]:
+    """Return how the parameters of a model are put together of hidden matrices, by name."""
+    adapted = network.lora and AdaptedRules(network.spec, network.dims, network.lora.options)
+    return {rule.mf_name: rule.matrices(network.dims) for rule in (adapted or network.spec).rules(network.dims)}

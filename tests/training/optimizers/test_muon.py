@@ -1,0 +1,288 @@
+"""Muon against float64, written from Jordan et al. 2024 and Liu et al. (arXiv:2502.16982, eq. 1 and 4), on the matrices
+of Hugging Face checkpoints: what is fused must be updated as if it were not."""
+
+import functools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindrlhf.config.training import OptimizerSection
+from mindrlhf.layout.layout import Layout, parameter_layouts
+from mindrlhf.layout.parameter import gathered_ranks
+from mindrlhf.specs import Matrices, find_spec
+from mindrlhf.specs.fuse import fuse, split
+from mindrlhf.specs.lora import AdaptedRules, LoraOptions
+
+OPTIONS = OptimizerSection(type="muon", weight_decay=0.1, momentum=0.9)
+RATES = (1e-2, 3e-3, 2e-2)
+QWEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 40,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+MODELS = {
+    "qwen2": QWEN,
+    "experts": {
+        **QWEN,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "head_dim": 8,
+        "moe_intermediate_size": 16,
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "latent": {
+        **QWEN,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 6,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 0,
+    },
+    "scorer": {**QWEN, "architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1},
+    "lora": QWEN,
+    "experts lora": {},
+}
+MODELS["experts lora"] = MODELS["experts"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mindformers(tmp_path_factory):
+    from mindrlhf.models.context import prepare_mindformers
+
+    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
+
+
+def orthogonal(matrix: np.ndarray) -> np.ndarray:
+    """Five steps of X <- a X + b (X X^T) X + c (X X^T)^2 X."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrix / (np.linalg.norm(matrix) + 1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = a * x + b * gram @ x + c * gram @ gram @ x
+    return x
+
+
+class Float64Muon:
+    """One Hugging Face tensor."""
+
+    def __init__(self, name: str, array: np.ndarray):
+        is_other = any(part in name for part in ("embed_tokens", "lm_head", "score")) or array.ndim == 1
+        self.weights, self.is_matrix, self.num_steps = array.astype(np.float64), not is_other, 0
+        self.mean = self.square = np.zeros(array.shape)
+
+    def step(self, gradient: np.ndarray, lr: float) -> None:
+        gradient = gradient.astype(np.float64)
+        decay = OPTIONS.weight_decay if gradient.ndim > 1 else 0.0
+        self.num_steps += 1
+        if self.is_matrix:
+            self.mean = 0.9 * self.mean + gradient
+            update = 0.2 * max(gradient.shape) ** 0.5 * orthogonal(gradient + 0.9 * self.mean)
+        else:
+            self.mean = OPTIONS.beta1 * self.mean + (1 - OPTIONS.beta1) * gradient
+            self.square = OPTIONS.beta2 * self.square + (1 - OPTIONS.beta2) * gradient**2
+            square = self.square / (1 - OPTIONS.beta2**self.num_steps)
+            update = self.mean / (1 - OPTIONS.beta1**self.num_steps) / (np.sqrt(square) + OPTIONS.epsilon)
+        self.weights = self.weights - lr * (update + decay * self.weights)
+
+
+def rules_of(name: str):
+    spec = find_spec(MODELS[name])
+    dims = spec.dims(MODELS[name])
+    if "lora" in name:
+        return [*AdaptedRules(spec, dims, LoraOptions(4, 8.0)).trained()], dims
+    return [rule for rule in spec.rules(dims) if rule.trained], dims
+
+
+@functools.cache
+def build(name: str):
+    """Return rules, sizes, the cell of a step, its optimiser and gradients, and what all parameters begin with."""
+    import mindspore as ms
+
+    from mindrlhf.training.optimizers import make_optimizer
+    from mindrlhf.training.worker.cells import OptimizerStep, make_accumulators
+
+    (rules, dims), random = rules_of(name), np.random.default_rng(0)
+    tensors = {
+        hf_name: random.standard_normal(shape).astype(np.float32)
+        for rule in rules
+        for hf_name, shape in zip(rule.hf_names, rule.shape(dims))
+    }
+    parameters = [
+        ms.Parameter(ms.Tensor(np.array(fuse(rule, dims, [tensors[one] for one in rule.hf_names]))), name=rule.mf_name)
+        for rule in rules
+    ]
+    accumulators = make_accumulators(parameters)
+    optimizer = make_optimizer(parameters, OPTIONS, {rule.mf_name: rule.matrices(dims) for rule in rules})
+    step = OptimizerStep(optimizer, accumulators, 0.0, 1)
+    return rules, dims, tensors, parameters, accumulators, optimizer, step
+
+
+def draw(rules, dims, seed: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    return {
+        hf_name: (0.1 * random.standard_normal(shape)).astype(np.float32)
+        for rule in rules
+        for hf_name, shape in zip(rule.hf_names, rule.shape(dims))
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_updates_are_those_of_float64_matrix_by_matrix(name):
+    import mindspore as ms
+
+    rules, dims, tensors, parameters, accumulators, optimizer, step = build(name)
+    expected = {hf_name: Float64Muon(hf_name, array) for hf_name, array in tensors.items()}
+    for number, lr in enumerate(RATES):
+        gradients = draw(rules, dims, number + 1)
+        for rule, accumulator in zip(rules, accumulators):
+            accumulator.set_data(ms.Tensor(np.array(fuse(rule, dims, [gradients[one] for one in rule.hf_names]))))
+        optimizer.learning_rate.set_data(ms.Tensor(lr, ms.float32))
+        step()
+        for hf_name, one in expected.items():
+            one.step(gradients[hf_name], lr)
+        for rule, parameter in zip(rules, parameters):
+            for hf_name, found in zip(rule.hf_names, split(rule, dims, parameter.asnumpy())):
+                np.testing.assert_allclose(found, expected[hf_name].weights, rtol=0, atol=3e-6, err_msg=hf_name)
+    for rule in rules:
+        kinds = {kind for kind, _, of in (key.partition(".") for key in optimizer.state) if of == rule.mf_name}
+        matrices = {expected[one].is_matrix for one in rule.hf_names}
+        assert matrices in ({True}, {False})
+        assert kinds == ({"momentum_buffer"} if matrices == {True} else {"exp_avg", "exp_avg_sq"})
+
+
+def test_a_restored_optimizer_continues_bit_for_bit_and_a_withheld_update_changes_no_bit():
+    import mindspore as ms
+
+    from mindrlhf.checkpoint.optimizer import optimizer_arrays, restore_optimizer
+
+    rules, dims, _, parameters, accumulators, optimizer, step = build("qwen2")
+
+    def run(seeds, spoiled=()):
+        for seed in seeds:
+            gradients = draw(rules, dims, seed)
+            for rule, accumulator in zip(rules, accumulators):
+                array = np.array(fuse(rule, dims, [gradients[one] for one in rule.hf_names]))
+                accumulator.set_data(ms.Tensor(np.full_like(array, np.nan) if seed in spoiled else array))
+            optimizer.learning_rate.set_data(ms.Tensor(1e-2, ms.float32))
+            step()
+
+    def held():
+        return {one.name: one.asnumpy().copy() for one in parameters} | {
+            name: array.copy() for name, array in optimizer_arrays(optimizer)
+        }
+
+    run([11, 12])
+    middle = held()
+    run([13, 14])
+    final = held()
+    for seeds, spoiled in (([13, 14], ()), ([13, 15, 14], [15])):
+        run([16])
+        for one in parameters:
+            one.set_data(ms.Tensor(middle[one.name].copy()))
+        restore_optimizer(optimizer, {name: middle[name] for name, _ in optimizer_arrays(optimizer)})
+        run(seeds, spoiled)
+        for name, array in held().items():
+            np.testing.assert_array_equal(array, final[name], err_msg=name)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    count=st.integers(1, 3),
+    turns=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    periods=st.integers(1, 4),
+    side_by_side=st.integers(1, 2),
+    width=st.integers(1, 9),
+)
+def test_singular_values_come_near_one_in_every_shape(count, turns, periods, side_by_side, width):
+    import mindspore as ms
+
+    from mindrlhf.training.optimizers.muon import Orthogonalise
+
+    matrices = Matrices(count * periods * sum(turns), side_by_side * width, count, tuple(turns), side_by_side)
+    whole = np.random.default_rng(7).standard_normal((matrices.rows, matrices.columns))
+    found = Orthogonalise(matrices)(ms.Tensor(whole.astype(np.float32))).asnumpy()
+    rest = whole.copy()
+    for block in range(count):
+        first = block * matrices.block_rows
+        place = np.arange(matrices.block_rows) % sum(turns)
+        for number, turn in enumerate(turns):
+            start = sum(turns[:number])
+            rows = first + np.flatnonzero((place >= start) & (place < start + turn))
+            for beside in range(side_by_side):
+                box = np.ix_(rows, np.arange(beside * width, (beside + 1) * width))
+                scale = 0.2 * max(whole[box].shape) ** 0.5
+                np.testing.assert_allclose(found[box], scale * orthogonal(whole[box]), rtol=0, atol=1e-4 * scale)
+                largest = np.linalg.svd(found[box] / scale, compute_uv=False)
+                of_whole = np.linalg.svd(whole[box], compute_uv=False)
+                clear = of_whole > 0.05 * np.linalg.norm(whole[box])
+                assert np.all((largest[clear] > 0.6) & (largest[clear] < 1.25)), largest
+                rest[box] = np.nan
+    assert np.isnan(rest).all(), "every element is in one matrix"
+
+
+LAYOUTS = (
+    "dp=4,opt=1",
+    "dp=2,mp=2,opt=1",
+    "dp=4,mp=2,opt=2",
+    "mp=4",
+    "dp=4,mp=2,opt=1,pp=2",
+    "dp=2,cp=2,opt=1",
+    "dp=4,ep=2,opt=1",
+    "dp=4,ep=4",
+)
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+@pytest.mark.parametrize("name", ["qwen2", "experts"])
+def test_ranks_gather_whole_blocks_and_keep_their_shards(name, text):
+    model = {**MODELS[name], "num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 8, "head_dim": 32}
+    model |= {"num_key_value_heads": 4, "intermediate_size": 512, "vocab_size": 512}
+    if name == "experts":
+        model |= {"num_experts": 4, "moe_intermediate_size": 64}
+    elif "ep=" in text:
+        pytest.skip("no experts")
+    spec = find_spec(model)
+    dims = spec.dims(model)
+    layouts = {one.name: one for one in parameter_layouts(spec, dims, Layout.parse(text), 4)}
+    num_gathered = 0
+    for rule in spec.rules(dims):
+        matrices, layout = rule.matrices(dims), layouts[rule.mf_name]
+        if matrices is None:
+            continue
+        whole = np.arange(np.prod(layout.shape)).reshape(layout.shape)
+        first = layout.stages[0] * layout.stage_size
+        for rank in range(layout.stage_size):
+            ranks, columns = gathered_ranks(layout, rank, matrices.block_rows)
+            stacked = np.concatenate([whole[layout.shard_of(first + one)] for one in ranks])
+            gathered = np.concatenate(np.split(stacked, columns), axis=1)
+            assert gathered.shape[1] == layout.shape[1] and len(gathered) % matrices.block_rows == 0
+            top = gathered[0, 0] // layout.shape[1]
+            np.testing.assert_array_equal(gathered, whole[top : top + len(gathered)])
+            assert top % matrices.block_rows == 0
+            assert all(gathered_ranks(layout, one, matrices.block_rows)[0] == ranks for one in ranks)
+            column, row = divmod(ranks.index(rank), len(ranks) // columns)
+            own = np.split(np.split(gathered, columns, axis=1)[column], len(ranks) // columns)[row]
+            np.testing.assert_array_equal(own, whole[layout.shard_of(first + rank)])
+            num_gathered += len(ranks) > 1
+    assert num_gathered or "ep=4" in text
