@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mindrlhf.algorithms.overlong import complete
-from mindrlhf.checkpoint.algorithm_state import SampleTotals
+from mindrlhf.checkpoint.algorithm_state import OffPolicyState, SampleTotals
 from mindrlhf.checkpoint.leftover import LeftoverSample, pack, unpack
 from mindrlhf.checkpoint.manifest import DamagedDirectory
 from mindrlhf.data.mindrecord import Prompt, no_ids
@@ -45,7 +45,8 @@ class SampleLedger:
         """
         generated, used, dropped, leftover = map(len, (step.generated, step.used, step.dropped, step.leftover))
         before = self._totals.carried
-        assert before == step.num_stale, f"{before} samples were carried over, {step.num_stale} are used"
+        # Groups of partial rollout that go on are not generated yet.
+        assert before in (0, step.num_stale), f"{before} samples were carried over, {step.num_stale} are used"
         assert before + generated == used + leftover + dropped, (
             f"{before} samples carried over before and {generated} generated are not {used} used, {leftover} carried "
             f"over and {dropped} dropped"
@@ -123,3 +124,60 @@ def _flat_sample(item: LeftoverSample) -> Sample:
     if values:
         raise KeyError(min(values))
     return sample
+
+
+# What a checkpoint says of each sample of a step to come beside its values: the place of the step, and its list there.
+_PLACE, _LIST = "ahead_place", "ahead_list"
+
+
+def pack_steps(steps: Sequence[StepSamples]) -> tuple[list[LeftoverSample], OffPolicyState]:
+    """Return the samples of steps to come, in order, as a checkpoint keeps them."""
+    state = OffPolicyState(
+        versions=[step.version for step in steps],
+        num_stale=[step.num_stale for step in steps],
+        num_without_signal=[step.num_without_signal for step in steps],
+    )
+    return [one for place, step in enumerate(steps) for one in _pack_step(step, place)], state
+
+
+def _pack_step(samples: StepSamples, place: int) -> list[LeftoverSample]:
+    lists = {"generated": samples.generated, "greedy": samples.greedy}
+    if samples.used is not samples.generated:  # with dynamic sampling
+        lists |= {"used": samples.used, "leftover": samples.leftover, "dropped": samples.dropped}
+    return [
+        LeftoverSample({**kept.record, _PLACE: place, _LIST: name}, kept.arrays)
+        for name, members in lists.items()
+        for kept in to_leftover(members)
+    ]
+
+
+def unpack_steps(leftover: Sequence[LeftoverSample], state: OffPolicyState) -> list[StepSamples]:
+    """Return what ``pack_steps`` was called on.
+
+    Raises:
+        DamagedDirectory: the samples are not those of as many steps as the state tells of.
+    """
+    lists: list[dict[str, list[Sample]]] = [{} for _ in state.versions]
+    for item in leftover:
+        record = dict(item.record)
+        place, name = record.pop(_PLACE, -1), record.pop(_LIST, "")
+        if not (isinstance(place, int) and 0 <= place < len(lists)):
+            raise DamagedDirectory(f"the checkpoint is damaged: a sample is of step {place!r} of {len(lists)} to come")
+        lists[place].setdefault(name, []).extend(from_leftover([LeftoverSample(record, item.arrays)]))
+    sampled = []
+    for members, version, stale, useless in zip(
+        lists, state.versions, state.num_stale, state.num_without_signal, strict=True
+    ):
+        generated = members.get("generated", [])
+        samples = StepSamples(
+            generated=generated,
+            used=members.get("used", generated),
+            num_stale=stale,
+            num_without_signal=useless,
+            leftover=members.get("leftover", []),
+            dropped=members.get("dropped", []),
+            greedy=members.get("greedy", []),
+            version=version,
+        )
+        sampled.append(samples)
+    return sampled
