@@ -31,7 +31,7 @@ from mindrlhf.checkpoint.leftover import LeftoverSample, pack, unpack
 from mindrlhf.checkpoint.manifest import DamagedDirectory
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import Prompt
-from mindrlhf.rollout.conversations import NOTHING, followed_by
+from mindrlhf.rollout.conversations import NOTHING, followed_by, start_of_turn
 from mindrlhf.rollout.samples import Sample
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
 from mindrlhf.training.checkpoints.run import Progress
@@ -260,7 +260,7 @@ class Segments:
             seed=int(seed) >> 1,
             max_tokens=remaining if is_last else min(self._section.segment_tokens, remaining),
             images=record.images,
-            num_begun=length,
+            num_begun=length - (0 if response.is_generated is None else start_of_turn(response.is_generated)),
             answer=record.answer,
             extra=record.extra,
             begun=response,
