@@ -30,58 +30,30 @@ class Refusal(NamedTuple):
     fix: str
 
 
-_JUDGED = "vLLM itself would judge the guesses, and its log-probabilities were found wrong then"
-_RECORDED = "experts are recorded in a server of one process"
-REFUSALS = (
-    Refusal(
-        ("rollout.weight_buffer_gib", "rollout.off_policy_steps"),
-        "new weights wait until the servers are done, so that the buffer must hold all of them",
-        "set it to 0",
-    ),
-    Refusal(
-        ("algorithm.dynamic_sampling", "reward.model_path", "rollout.off_policy_steps"),
-        "whether a group teaches is decided while the training ranks, on which a reward model scores, are busy",
-        "set one of them to its default, or score with verifiers",
-    ),
-    Refusal(
-        ("memory.offload_optimizer", "rollout.off_policy_steps"),
-        "no generator takes turns with training on its devices",
-        "remove it",
-    ),
-    Refusal(
-        ("profiler.vllm", "rollout.off_policy_steps"),
-        "servers work on several steps at once, and a trace is of one",
-        "set it to false",
-    ),
-    Refusal(("reward.model_path", IMAGES), "a reward model reads text only", "use verifiers"),
-    Refusal(
-        ("training.packing=shared_prompts", IMAGES), "positions of images are of whole sequences", "set it to best_fit"
-    ),
-    Refusal(
-        ("parallel_config.pipeline_stage", DEEP_IMAGES),
-        "the stages would have to hand images on to each other",
-        "set it to 1",
-    ),
-    Refusal(("lora.rank", IMAGES), "adapters are of text models so far", "remove it"),
-    Refusal(
-        (REPLAY, "run.device=ascend"), "MindFormers' routers for Ascend take none", "set it to false"
-    ),
-    Refusal((REPLAY, "rollout.tensor_parallel"), _RECORDED, "set it to false"),
-    Refusal(
-        (REPLAY, "rollout.draft_tokens"),
-        "experts of tokens that are only guessed would be recorded",
-        "set it to false",
-    ),
-    Refusal(
-        (REPLAY, "msprobe.level=L0"), "single cells are run without it", "set one of them otherwise"
-    ),
-    Refusal(
-        ("rollout.weight_buffer_gib", ELASTIC), "a node that joins takes the weights from a whole buffer", "set it to 0"
-    ),
-    Refusal((SHARDED, ELASTIC), "rank 0, from which nodes take the weights, has a part of them", "leave out --elastic"),
-    Refusal(
-        (SPANNING, ELASTIC), "a node comes and goes with all of its servers", "set rollout.tensor_parallel to its ranks"
-    ),
+_BUFFER, _LAG, _MODEL = "rollout.weight_buffer_gib", "rollout.off_policy_steps", "reward.model_path"
+REFUSALS = tuple(
+    Refusal(*one)
+    for one in (
+        ((_BUFFER, _LAG), "new weights wait for the servers, so that the buffer must hold all of them", "set it to 0"),
+        (
+            ("algorithm.dynamic_sampling", _MODEL, _LAG),
+            "whether a group teaches is decided while the ranks, on which a reward model scores, are busy",
+            "set one of them to its default, or score with verifiers",
+        ),
+        (("memory.offload_optimizer", _LAG), "no generator takes turns with training on its devices", "remove it"),
+        (("profiler.vllm", _LAG), "servers work on several steps at once, and a trace is of one", "set it to false"),
+        ((_MODEL, IMAGES), "a reward model reads text only", "use verifiers"),
+        (("training.packing=shared_prompts", IMAGES), "image positions are of whole sequences", "set it to best_fit"),
+        (("parallel_config.pipeline_stage", DEEP_IMAGES), "stages hand no images on to each other", "set it to 1"),
+        (("lora.rank", IMAGES), "adapters are of text models so far", "remove it"),
+        ((REPLAY, "run.device=ascend"), "MindFormers' routers for Ascend take none", "set it to false"),
+        ((REPLAY, "rollout.tensor_parallel"), "experts are recorded in a server of one process", "set it to false"),
+        ((REPLAY, "rollout.draft_tokens"), "experts of mere guesses would be recorded", "set it to false"),
+        ((REPLAY, "msprobe.level=L0"), "single cells are run without it", "set one of them otherwise"),
+        ((_BUFFER, ELASTIC), "a node that joins takes the weights from a whole buffer", "set it to 0"),
+        ((SHARDED, ELASTIC), "rank 0, from which nodes take the weights, has a part of them", "leave out --elastic"),
+        ((SPANNING, ELASTIC), "a node comes and goes with its servers", "set rollout.tensor_parallel to its ranks"),
+    )
 )
 
 

@@ -42,7 +42,7 @@ def overrides(directory, *changes) -> list[str]:
         (["run.device=ascend", "parallel_config.model_parallel=2", "model.train_vision=projector"], "to none"),
         (["algorithm.name=ppo", "critic.path=critic"], "does not see images as the model"),
         (["reward.model_path=scorer"], "reward model reads text only"),
-        (["training.packing=shared_prompts"], "positions of images are of whole sequences"),
+        (["training.packing=shared_prompts"], "image positions are of whole sequences"),
         (["lora.rank=4"], "adapters are of text models"),
     ],
 )

@@ -71,11 +71,7 @@ class PipelinedScheduler(Scheduler):
         self._thread.start()
 
     def load(self, version: int, bucket: int) -> None:
-        """Have the generator take the weights that are in the weight buffer when it is time.
-
-        They are there whole: a bucket could not wait for that.
-        """
-        assert bucket == 0, "the weight buffer holds a part of the weights"
+        assert bucket == 0, "the weight buffer holds a part of the weights, which could not wait"
         with self._changed:
             self._pending = version
             self._changed.notify_all()
@@ -106,7 +102,7 @@ class PipelinedScheduler(Scheduler):
         return dataclasses.replace(samples, rollout_s=seconds)
 
     def end_step(self) -> None:
-        """Do nothing: what is not trained on stays with the thread."""
+        """What is not trained on stays with the thread."""
 
     def free_buffer(self, next_step: int) -> None:
         """Return when the published weights are loaded; in steps also when the samples of ``next_step`` are there."""
@@ -115,10 +111,7 @@ class PipelinedScheduler(Scheduler):
             self._wait_for(lambda: self._pending is None and (bool(self._ready) or not needs_samples))
 
     def settle(self) -> None:
-        """Let the thread finish what it does, and put what is not trained on into ``progress``.
-
-        It goes on with the next ``sample``.
-        """
+        """See ``Scheduler``; the thread goes on with the next ``sample``."""
         with self._timer.stage("rollout_wait"), self._changed:
             self._is_paused = True
             self._changed.notify_all()
@@ -139,7 +132,6 @@ class PipelinedScheduler(Scheduler):
         }
 
     def close(self) -> None:
-        """Break off what is being generated, and end the thread."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -19,9 +19,9 @@ Counts of tokens decide, never clocks: a round is the same whatever the number o
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 
 import numpy as np
@@ -33,7 +33,7 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.rollout.conversations import NOTHING, followed_by, start_of_turn
 from mindrlhf.rollout.samples import Sample
-from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
+from mindrlhf.rollout.types import Completion, GenerationRequest
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.loop.sampling.in_step import PromptSampling
 from mindrlhf.training.loop.step import StepSamples
@@ -62,12 +62,8 @@ class Group:
         return all(span == version for response in self.responses for span, _ in response.spans)
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """What a step trains on, and what was dropped since the one before was complete."""
-
-    groups: list[Group]
-    dropped: list[Group]
+# What a step trains on, and what was dropped since the one before was complete.
+Chosen = tuple[list[Group], list[Group]]
 
 
 class Segments:
@@ -109,11 +105,12 @@ class Segments:
         """Give every response that goes on a segment of tokens, and begin with new ones where the bound allows."""
         self._going_on += self._begin(self._to_begin(version))
         with self._prompts.generating():
-            groups = self._give_segment(self._going_on, version)
-        self._going_on = [group for group in groups if not group.is_complete]
+            groups = self._give_segment(version)
+        self._going_on = []
         for group in groups:
-            if group.is_complete:
-                self._take_up(group)
+            self._take_up(group)
+        if not self._lag:
+            self._complete.sort(key=lambda group: group.place)
         return self._choose()
 
     def has_work(self, version: int) -> bool:
@@ -123,14 +120,14 @@ class Segments:
     def take(self, step: Chosen, version: int) -> StepSamples:
         """Return the samples of a step; those of older weights first, as the others alone tell how far generator and
         trainer are apart."""
-        groups = sorted(step.groups, key=lambda group: group.is_of(version))
+        groups = sorted(step[0], key=lambda group: group.is_of(version))
         if missing := [group for group in groups if group.number not in self._scored]:
             with self._prompts.generating():
                 self._scored |= {group.number: found for group, found in zip(missing, self._score(missing))}
-        kept = [*groups, *step.dropped]
-        found = [_result(self._scored.pop(group.number)) for group in kept]
-        for group in kept:
-            del self._prompts_of[group.number]
+        numbers = [group.number for group in (*groups, *step[1])]
+        found = [_result(self._scored.pop(number)) for number in numbers]
+        for number in numbers:
+            del self._prompts_of[number]
         samples = [[replace(one, group=place) for one in members] for place, (members, _) in enumerate(found)]
         greedy = [replace(one, group=place) for place, (_, likeliest) in enumerate(found) for one in likeliest]
         count, size = len(groups), self._num_responses
@@ -148,7 +145,7 @@ class Segments:
 
     def save(self, ready: Sequence[Chosen]) -> None:
         """Put all groups that are not trained on into ``Progress``."""
-        groups = [group for step in ready for group in (*step.dropped, *step.groups)]
+        groups = [group for chosen, dropped in ready for group in (*dropped, *chosen)]
         groups += [*self._dropped, *self._complete, *self._going_on]
         self._progress.leftover = to_leftover(groups if self._lag else sorted(groups, key=lambda group: group.place))
         if self._is_dynamic:
@@ -161,23 +158,14 @@ class Segments:
         prompts = self._prompts.read([group.prompt for group in groups])
         self._prompts_of = {group.number: prompt for group, prompt in zip(groups, prompts)}
         state = self._progress.algorithm
-        self._num_replaced, self._free = (
-            state.num_replaced or 0,
-            [(place, number) for place, number in state.free_places or ()],
-        )
+        self._num_replaced, self._free = state.num_replaced or 0, [tuple(one) for one in state.free_places or ()]
         first_open = self.next_step * self._num_groups
         self._overtakers = {*range(first_open, self._num_opened)} - {group.place for group in groups}
         self._overtakers -= {place for place, _ in self._free}
         chosen: list[Chosen] = []
         for group in groups:
-            if group.is_dropped:
-                self._dropped.append(group)
-                self._scored[group.number] = self._submit(group)
-            elif group.is_complete:
-                self._take_up(group)
-                chosen += self._choose() if self._lag else []
-            else:
-                self._going_on.append(group)
+            self._take_up(group)
+            chosen += self._choose() if self._lag else []
         return chosen
 
     def close(self) -> None:
@@ -211,40 +199,25 @@ class Segments:
             for number, (prompt, place) in enumerate(zip(prompts, places, strict=True), first)
         ]
 
-    def _give_segment(self, groups: Sequence[Group], version: int) -> list[Group]:
+    def _give_segment(self, version: int) -> list[Group]:
         """Return the groups with up to so many tokens more for each response that goes on."""
-        responses = {(one.number, index): response for one in groups for index, response in enumerate(one.responses)}
-        plain = self._prompts.sampling
-        greedy = replace(plain, temperature=0.0, top_p=1.0, top_k=0)
-        for sampling, is_greedy in ((plain, False), (greedy, True)):
-            places = [
-                place
-                for place, response in responses.items()
-                if not response.finish_reason and (place[1] >= self._num_responses) == is_greedy
-            ]
-            for place, response in self._continued(places, responses, version, sampling):
-                responses[place] = response
-        return [
-            replace(one, responses=tuple(responses[one.number, index] for index in range(len(one.responses))))
-            for one in groups
-        ]
-
-    def _continued(
-        self,
-        places: Sequence[tuple[int, int]],
-        responses: Mapping[tuple[int, int], Completion],
-        version: int,
-        sampling: SamplingParams,
-    ) -> Iterator[tuple[tuple[int, int], Completion]]:
-        if not places:
-            return
-        requests = [self._request(position, place, responses[place], version) for position, place in enumerate(places)]
-        source = self._prompts.sampler.source
+        found = {
+            (one.number, index): response for one in self._going_on for index, response in enumerate(one.responses)
+        }
+        source, plain = self._prompts.sampler.source, self._prompts.sampling
         returns_all = getattr(source, "continues", False)  # else what was generated next
-        for completion in source.generate(requests, sampling):
-            place = places[completion.request_id]
-            before = responses[place]
-            yield place, completion if returns_all else followed_by(before, completion, sampling.max_tokens)
+        for sampling, is_greedy in ((plain, False), (replace(plain, temperature=0.0, top_p=1.0, top_k=0), True)):
+            under_way = [one for one, response in found.items() if not response.finish_reason]
+            places = [one for one in under_way if (one[1] >= self._num_responses) == is_greedy]
+            requests = [self._request(position, one, found[one], version) for position, one in enumerate(places)]
+            for completion in source.generate(requests, sampling) if requests else ():
+                place = places[completion.request_id]
+                before = found[place]
+                found[place] = completion if returns_all else followed_by(before, completion, sampling.max_tokens)
+        return [
+            replace(one, responses=tuple(found[one.number, index] for index in range(len(one.responses))))
+            for one in self._going_on
+        ]
 
     def _request(self, position: int, place: tuple[int, int], response: Completion, version: int) -> GenerationRequest:
         number, index = place
@@ -268,29 +241,28 @@ class Segments:
         )
 
     def _take_up(self, group: Group) -> None:
-        """Keep a complete group for a step, or drop it where it teaches nothing."""
+        """Have a group go on; once it is complete keep it for a step, or drop it where it teaches nothing."""
+        if not group.is_complete:
+            self._going_on.append(group)
+            return
         if self._is_dynamic or self._scorer is not None:
             self._scored[group.number] = self._submit(group)
-        if (
-            self._is_dynamic
-            and group.num_tries < self._max_tries
-            and not _teaches(_result(self._scored[group.number])[0])
-        ):
-            self._dropped.append(replace(group, is_dropped=True))
+        may_drop = self._is_dynamic and not group.is_dropped and group.num_tries < self._max_tries
+        if may_drop and not _teaches(_result(self._scored[group.number])[0]):
             self._free.append((group.place, group.num_tries + 1))
-        else:
-            self._complete.append(group)
+            group = replace(group, is_dropped=True)
+        (self._dropped if group.is_dropped else self._complete).append(group)
 
     def _choose(self) -> list[Chosen]:
         """Return the steps that are complete; within the step at most one, as the next begins with newer weights."""
         chosen: list[Chosen] = []
         while self.next_step < self._num_steps and self._can_choose() and (self._lag or not chosen):
             first_of_block = self.next_step * self._num_groups
-            by_age = sorted(self._complete, key=lambda one: one.place >= first_of_block if self._lag else one.place)
-            numbers = {group.number for group in by_age[: self._num_groups]}
-            found = [group for group in (self._complete if self._lag else by_age) if group.number in numbers]
+            due_first = sorted(self._complete, key=lambda one: one.place >= first_of_block)
+            numbers = {group.number for group in due_first[: self._num_groups]}
+            found = [group for group in self._complete if group.number in numbers]
             self._complete = [group for group in self._complete if group.number not in numbers]
-            chosen.append(Chosen(found, self._dropped))
+            chosen.append((found, self._dropped))
             self._dropped = []
             self.next_step += 1
             taken = {group.place for group in found} | self._overtakers
@@ -345,25 +317,18 @@ def _teaches(samples: Sequence[Sample]) -> bool:
     return bool(groups_with_signal(rewards, np.zeros(len(samples), np.int64))[1].all())
 
 
-# What a checkpoint says of a response where it is not the default.
-_DEFAULTS = {one.name: one.default for one in fields(Completion) if one.default is not MISSING}
-_ALWAYS = ("spans", "finish_reason")
-
-
 def to_leftover(groups: Sequence[Group]) -> list[LeftoverSample]:
     """Return groups as a checkpoint holds them, in order."""
     found = []
     for group in groups:
-        of_group = {"number": group.number, "prompt": int(group.prompt)}
-        of_group |= {"place": group.place} if group.place != group.number else {}
-        of_group |= {"num_tries": group.num_tries} if group.num_tries > 1 else {}
-        of_group |= {"is_dropped": True} if group.is_dropped else {}
-        for response in group.responses:
-            packed = pack(response)
-            changed = {name: one for name, one in packed.record.items() if _DEFAULTS.get(name, one) != one}
-            changed |= {"spans": [list(span) for span in response.spans], "finish_reason": response.finish_reason}
-            found.append(LeftoverSample({**of_group, **changed}, packed.arrays))
+        of_group = {name: getattr(group, name) for name in _OF_GROUP} | {"prompt": int(group.prompt)}
+        packed = map(pack, group.responses)
+        found += [LeftoverSample({**of_group, **one.record}, one.arrays) for one in packed]
     return found
+
+
+_OF_GROUP = tuple(one.name for one in fields(Group) if one.name != "responses")
+_ABSENT = {"request_id": 0, "sample_index": 0, "weights_version": 0}  # in checkpoints of earlier releases
 
 
 def from_leftover(leftover: Sequence[LeftoverSample], num_responses: int) -> list[Group]:
@@ -374,21 +339,18 @@ def from_leftover(leftover: Sequence[LeftoverSample], num_responses: int) -> lis
     """
     groups: dict[int, Group] = {}
     for item in leftover:
-        record = {"request_id": 0, "sample_index": 0, "weights_version": 0, **item.record}
+        record = _ABSENT | {"place": item.record.get("number")} | dict(item.record)
         try:
-            of_group = {name: record.pop(name) for name in ("number", "prompt")}
-            of_group |= {name: record.pop(name) for name in ("place", "num_tries", "is_dropped") if name in record}
+            of_group = {name: record.pop(name) for name in _OF_GROUP if name in record}
             response = unpack(Completion, LeftoverSample(record, item.arrays))
-            if not all(isinstance(count, int) for _, count in response.spans):
-                raise ValueError(f"spans {response.spans}")
-            group = groups.get(of_group["number"]) or Group(**{"place": of_group["number"], **of_group}, responses=())
-            groups[group.number] = replace(group, responses=(*group.responses, response))
+            begun = groups.get(of_group["number"])
+            before = begun.responses if begun else ()
+            groups[of_group["number"]] = Group(**of_group, responses=(*before, response))
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedDirectory(f"the checkpoint is damaged: a response that goes on is none ({error})") from error
-    for group in groups.values():
-        if len(group.responses) != num_responses:
+    for number, group in groups.items():
+        if (count := len(group.responses)) != num_responses:
             raise DamagedDirectory(
-                f"the checkpoint is damaged: prompt {group.number} has {len(group.responses)} of {num_responses} "
-                "responses"
+                f"the checkpoint is damaged: prompt {number} has {count} of {num_responses} responses"
             )
     return list(groups.values())
