@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 import test_loop
 from test_loop import END, NUM_GENERATIONS, Run
+from test_loop_critic import ALGORITHM, CriticRank, brute_force, responses_of
 
 from mindrlhf.checkpoint.algorithm_state import AlgorithmState
 from mindrlhf.checkpoint.leftover import leftover_records, load_leftover, save_leftover
+from mindrlhf.config.algorithm import CriticSection
 from mindrlhf.errors import RunFailure
 from mindrlhf.images.pixels import encode_png
 from mindrlhf.rewards.types import RewardResult
@@ -227,6 +229,7 @@ FEATURES = {
     "greedy": {"algorithm": {"num_generations": NUM_GENERATIONS, "advantage": "remax"}},
     "reward model": {},
     "images": {},
+    "critic": {"algorithm": {"num_generations": NUM_GENERATIONS, **ALGORITHM}},
 }
 # Only while the ranks wait: beside the training nobody could score when groups are chosen.
 FEATURES["reward model, dynamic sampling"] = FEATURES["dynamic sampling"]
@@ -235,7 +238,7 @@ FEATURES["reward model, dynamic sampling"] = FEATURES["dynamic sampling"]
 @pytest.fixture
 def start(monkeypatch, tmp_path):
     """Start a run: ``start(schedule, feature, name)``."""
-    pools = []
+    pools, make_config = [], test_loop.make_config
 
     def sampler(generator, rewards, tokens, feature):
         limits = ConversationLimits(4, 8, 100)
@@ -254,6 +257,11 @@ def start(monkeypatch, tmp_path):
         options["training"] = {"chunk_size": NUM_GROUPS, "micro_batch_size": 4, "epochs": 50}
         rollout = {"max_response_length": LONGEST, **SCHEDULES[schedule], **more}
         directory = {"output_dir": str(tmp_path / name)}
+        if feature == "critic":
+            monkeypatch.setattr(test_loop, "Rank", CriticRank)
+            section = CriticSection(path="critic", start_lr=0.5)
+            with_critic = lambda **chosen: dataclasses.replace(make_config(**chosen), critic=section)  # noqa: E731
+            monkeypatch.setattr(test_loop, "make_config", with_critic)
         return Run(steps=NUM_STEPS, rollout=rollout, run=directory, checkpoint={"every_steps": 1}, **options)
 
     make.pools = pools
@@ -353,6 +361,13 @@ def test_what_is_trained_on_is_what_was_told(schedule, feature, start, request):
     if feature == "episodes":
         (pool,) = start.pools
         assert not pool.actions, "all that was begun has ended"
+    if feature == "critic":
+        for read, arrays in (one for update in range(NUM_STEPS) for one in responses_of(run.ranks[0], update)):
+            rewards = np.zeros(len(read))
+            rewards[-1] = 1.0 if read[0] == 1 else len(read)
+            advantages, returns = brute_force(rewards, read / 8)
+            np.testing.assert_allclose(arrays["advantages"], advantages, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(arrays["returns"], returns, rtol=1e-5, atol=1e-6)
     if feature == "reward model":
         for record, _ in run.memory.reviewed:
             for one in record.trained:
