@@ -128,27 +128,19 @@ def _flat_sample(item: LeftoverSample) -> Sample:
 
 # What a checkpoint says of each sample of a step to come beside its values: the place of the step, and its list there.
 _PLACE, _LIST = "ahead_place", "ahead_list"
+_LISTS = ("generated", "greedy", "used", "leftover", "dropped")  # the first two alone without dynamic sampling
 
 
 def pack_steps(steps: Sequence[StepSamples]) -> tuple[list[LeftoverSample], OffPolicyState]:
     """Return the samples of steps to come, in order, as a checkpoint keeps them."""
-    state = OffPolicyState(
-        versions=[step.version for step in steps],
-        num_stale=[step.num_stale for step in steps],
-        num_without_signal=[step.num_without_signal for step in steps],
-    )
-    return [one for place, step in enumerate(steps) for one in _pack_step(step, place)], state
-
-
-def _pack_step(samples: StepSamples, place: int) -> list[LeftoverSample]:
-    lists = {"generated": samples.generated, "greedy": samples.greedy}
-    if samples.used is not samples.generated:  # with dynamic sampling
-        lists |= {"used": samples.used, "leftover": samples.leftover, "dropped": samples.dropped}
-    return [
+    found = [
         LeftoverSample({**kept.record, _PLACE: place, _LIST: name}, kept.arrays)
-        for name, members in lists.items()
-        for kept in to_leftover(members)
+        for place, step in enumerate(steps)
+        for name in (_LISTS[:2] if step.used is step.generated else _LISTS)
+        for kept in to_leftover(getattr(step, name))
     ]
+    counts = {name: [getattr(step, name) for step in steps] for name in ("num_stale", "num_without_signal")}
+    return found, OffPolicyState(versions=[step.version for step in steps], **counts)
 
 
 def unpack_steps(leftover: Sequence[LeftoverSample], state: OffPolicyState) -> list[StepSamples]:
@@ -157,27 +149,15 @@ def unpack_steps(leftover: Sequence[LeftoverSample], state: OffPolicyState) -> l
     Raises:
         DamagedDirectory: the samples are not those of as many steps as the state tells of.
     """
-    lists: list[dict[str, list[Sample]]] = [{} for _ in state.versions]
+    steps: list[dict[str, list[Sample]]] = [{"generated": []} for _ in state.versions]
     for item in leftover:
         record = dict(item.record)
         place, name = record.pop(_PLACE, -1), record.pop(_LIST, "")
-        if not (isinstance(place, int) and 0 <= place < len(lists)):
-            raise DamagedDirectory(f"the checkpoint is damaged: a sample is of step {place!r} of {len(lists)} to come")
-        lists[place].setdefault(name, []).extend(from_leftover([LeftoverSample(record, item.arrays)]))
-    sampled = []
-    for members, version, stale, useless in zip(
-        lists, state.versions, state.num_stale, state.num_without_signal, strict=True
-    ):
-        generated = members.get("generated", [])
-        samples = StepSamples(
-            generated=generated,
-            used=members.get("used", generated),
-            num_stale=stale,
-            num_without_signal=useless,
-            leftover=members.get("leftover", []),
-            dropped=members.get("dropped", []),
-            greedy=members.get("greedy", []),
-            version=version,
-        )
-        sampled.append(samples)
-    return sampled
+        if not (isinstance(place, int) and 0 <= place < len(steps) and name in _LISTS):
+            raise DamagedDirectory(f"the checkpoint is damaged: a sample is of step {place!r} of {len(steps)} to come")
+        steps[place].setdefault(name, []).extend(from_leftover([LeftoverSample(record, item.arrays)]))
+    counts = zip(state.num_stale, state.num_without_signal, state.versions, strict=True)
+    return [
+        StepSamples(**{"used": step["generated"], **step}, num_stale=stale, num_without_signal=useless, version=version)
+        for step, (stale, useless, version) in zip(steps, counts, strict=True)
+    ]

@@ -91,9 +91,12 @@ class WholeSteps:
 
     def restore(self) -> list[StepSamples]:
         """Take up what is in ``Progress``; return the steps that are complete."""
-        state = self._progress.algorithm.ahead
-        ready = unpack_steps(self._progress.leftover, state) if self._lag and state else []
-        self._leftover = ready[-1].leftover if ready else [] if self._lag else from_leftover(self._progress.leftover)
+        leftover, state = self._progress.leftover, self._progress.algorithm.ahead
+        if not self._lag:
+            self._leftover = from_leftover(leftover)
+            return []
+        ready = unpack_steps(leftover, state) if state else []
+        self._leftover = ready[-1].leftover if ready else []
         self.next_step += len(ready)
         return ready
 

@@ -32,12 +32,7 @@ def read_order(run: str) -> dict[int, int] | None:
 
 
 class LoadOrder:
-    """Writes the order of a run, and follows that of another in a replay.
-
-    Attributes:
-        num_rounds: that are done.
-        is_replay: whether there is an order to follow.
-    """
+    """Writes the order of a run, of which ``num_rounds`` are done, and follows that of another in a replay."""
 
     def __init__(self, config: GrpoConfig, state: AsynchronousState | None):
         state = state or AsynchronousState(num_rounds=0, version=0)

@@ -206,10 +206,14 @@ class Segments:
         }
         source, plain = self._prompts.sampler.source, self._prompts.sampling
         returns_all = getattr(source, "continues", False)  # else what was generated next
+        images = {one.number: self._prompts_of[one.number].images for one in self._going_on}  # unpacked once
         for sampling, is_greedy in ((plain, False), (replace(plain, temperature=0.0, top_p=1.0, top_k=0), True)):
             under_way = [one for one, response in found.items() if not response.finish_reason]
             places = [one for one in under_way if (one[1] >= self._num_responses) == is_greedy]
-            requests = [self._request(position, one, found[one], version) for position, one in enumerate(places)]
+            requests = [
+                replace(self._request(one, found[one], version), request_id=position, images=images[one[0]])
+                for position, one in enumerate(places)
+            ]
             for completion in source.generate(requests, sampling) if requests else ():
                 place = places[completion.request_id]
                 before = found[place]
@@ -219,7 +223,7 @@ class Segments:
             for one in self._going_on
         ]
 
-    def _request(self, position: int, place: tuple[int, int], response: Completion, version: int) -> GenerationRequest:
+    def _request(self, place: tuple[int, int], response: Completion, version: int) -> GenerationRequest:
         number, index = place
         record = self._prompts_of[number]
         length = len(response.token_ids)
@@ -227,12 +231,11 @@ class Segments:
         is_last = sum(span_version != version for span_version, _ in response.spans) + 1 >= self._max_segments
         seed = np.random.SeedSequence([self._seed, number, index, length]).generate_state(1, np.uint64)[0]
         return GenerationRequest(
-            position,
+            0,
             (*record.prompt_ids.tolist(), *response.token_ids.tolist()),
             num_samples=1,
             seed=int(seed) >> 1,
             max_tokens=remaining if is_last else min(self._section.segment_tokens, remaining),
-            images=record.images,
             num_begun=length - (0 if response.is_generated is None else start_of_turn(response.is_generated)),
             answer=record.answer,
             extra=record.extra,
@@ -245,8 +248,10 @@ class Segments:
         if not group.is_complete:
             self._going_on.append(group)
             return
-        if self._is_dynamic or self._scorer is not None:
-            self._scored[group.number] = self._submit(group)
+        if self._scorer is not None:
+            self._scored[group.number] = self._scorer.submit(lambda: self._score([group])[0])
+        elif self._is_dynamic:
+            self._scored[group.number] = self._score([group])[0]
         may_drop = self._is_dynamic and not group.is_dropped and group.num_tries < self._max_tries
         if may_drop and not _teaches(_result(self._scored[group.number])[0]):
             self._free.append((group.place, group.num_tries + 1))
@@ -279,12 +284,6 @@ class Segments:
             return sum(one.place < first_of_block for one in self._complete) == len(self._overtakers)
         under_way = (one for group in self._going_on for one in group.responses if not one.finish_reason)
         return all(len({version for version, _ in one.spans}) < self._max_segments for one in under_way)
-
-    def _submit(self, group: Group) -> "Future[Scored] | Scored":
-        """Have a group scored, at once where nobody trains meanwhile."""
-        if self._scorer is not None:
-            return self._scorer.submit(lambda: self._score([group])[0])
-        return self._score([group])[0]
 
     def _score(self, groups: Sequence[Group]) -> list[Scored]:
         """Return for each complete group its samples with their rewards, and the greedy ones."""
