@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import sanity_inputs
 import test_tool_runs
+import test_train_experts
 import test_vision_run
 from slow_tests import SLOW
 
@@ -28,6 +29,7 @@ RUNS = {
     "images by segments": ("images", SEGMENTS),
     "images asynchronously": ("images", ASYNCHRONOUS),
     "a reward model off-policy": ("reward model", LAG),
+    "replayed routing by segments": ("experts", SEGMENTS | {"training__replay_routing": "true"}),
     "dynamic sampling by segments": ("sanity", SEGMENTS | {"algorithm__dynamic_sampling": "true"}),
     "dynamic sampling asynchronously": ("sanity", ASYNCHRONOUS | {"algorithm__dynamic_sampling": "true"}),
 }
@@ -47,10 +49,11 @@ def inputs(rollout_python, tmp_path_factory):
         else:
             sanity_inputs.make(directory)
             config = json.loads((directory / "model" / "config.json").read_text())
-            (directory / "scorer.json").write_text(json.dumps(scorer_config(config)))
-            arguments = ("--config", directory / "scorer.json", "--tokenizer-dir", directory / "model")
-            finished = sanity_inputs.run("weights", "random", *arguments, "--out", directory / "scorer", timeout_s=300)
-            assert finished.returncode == 0, finished.stderr
+            for name, changed in (("scorer", scorer_config(config)), ("experts", config | test_train_experts.EXPERTS)):
+                (directory / f"{name}.json").write_text(json.dumps(changed))
+                arguments = ("--config", directory / f"{name}.json", "--tokenizer-dir", directory / "model")
+                finished = sanity_inputs.run("weights", "random", *arguments, "--out", directory / name, timeout_s=300)
+                assert finished.returncode == 0, finished.stderr
 
     def find(kind: str) -> tuple[Path, dict[str, object]]:
         if kind not in made:
@@ -64,6 +67,7 @@ def inputs(rollout_python, tmp_path_factory):
             "environment": environment,
             "images": {"training__chunk_size": 3, "optimizer__start_lr": 1e-3},
             "reward model": {"reward__model_path": directory / "scorer"},
+            "experts": {"model__path": directory / "experts"},
         }
         return directory, options.get(kind, {})
 
