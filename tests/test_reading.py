@@ -12,7 +12,7 @@ import reading  # noqa: E402
 
 # What `python scripts/reading.py` prints: files and lines that count, and lines that are taken at their names. A change
 # may lower these, and then lowers them here.
-MOST_FILES, MOST_LINES, MOST_LINES_LEFT_OUT = 54, 11432, 12961
+MOST_FILES, MOST_LINES, MOST_LINES_LEFT_OUT = 54, 11389, 12939
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def test_the_walk_goes_through_all_processes_of_a_step_and_through_no_other_algo
     ways = ("Team.call[update]", "Dispatcher.add", "VllmGenerator.generate", "VllmEngine.submit")
     ways += ("PolicyLogProbs.construct", "WeightBuffer.write")
     assert [way for way in ways if not any(one.endswith(f":{way}") for one in called)] == []
-    others = ("sharded", "critic", "value_function", "off_policy", "asynchronous", "segments", "lora", "tools")
+    others = ("sharded", "critic", "value_function", "pipelined", "segments", "lora", "tools")
     others += ("elastic", "multi_node")
     assert [module for module in step.lines if module.rpartition(".")[2] in others or ".sharded." in module] == []
 

@@ -63,7 +63,7 @@ class OffPolicyState:
 
 @dataclass(frozen=True)
 class AsynchronousState:
-    """Of groups that are generated without end: see :mod:`mindrlhf.training.loop.sampling.asynchronous`."""
+    """Of groups that are generated without end: see :mod:`mindrlhf.training.loop.sampling.pipelined`."""
 
     num_rounds: int  # that are done
     version: int  # of the weights that the servers have
@@ -90,6 +90,9 @@ class AlgorithmState:
     last_evaluation: PairAccuracy | None = None
     ahead: OffPolicyState | None = None
     asynchronous: AsynchronousState | None = None
+    # Partial rollout with dynamic sampling: groups that took another's place; places without one and their next try.
+    num_replaced: int | None = None
+    free_places: list[list[int]] | None = None
     learning: LearningState | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -98,11 +101,7 @@ class AlgorithmState:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], place: str) -> "AlgorithmState":
-        """Return what ``to_json`` was called on.
-
-        Args:
-            values: JSON values.
-            place: where they stand, for errors.
+        """Return what ``to_json`` was called on; ``place`` is where it stands, for errors.
 
         Raises:
             DamagedDirectory: a key is unknown or missing, or a value is of another kind.

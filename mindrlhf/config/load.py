@@ -20,6 +20,7 @@ from mindrlhf.config.model import lora_rules
 from mindrlhf.config.observe import checkpoint_rules, guard_rules, msprobe_rules, profiler_rules, tracker_rules
 from mindrlhf.config.offline import dpo_rules, preference_rules, supervised_batch_rules, supervised_rules
 from mindrlhf.config.parse import Reading, read, read_yaml
+from mindrlhf.config.refusals import refusal_rules
 from mindrlhf.config.reward import reward_rules, tool_rules
 from mindrlhf.config.rollout import schedule_rules, server_rules, stop_rules
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
@@ -93,12 +94,12 @@ def check_config(config: Any, given: frozenset[str], world_size: int | None) -> 
 
 
 def _reinforcement_rules(config: GrpoConfig, given: frozenset[str], world_size: int | None) -> Rules:
-    model, run, ahead = config.model, config.run, config.rollout.off_policy_steps
+    model, run = config.model, config.run
     yield from parallel_rules(config.parallel_config)
     yield from cpu_rules(config)
     yield from lora_rules(config.lora, given)
     yield from adapters_reference_rules(config)
-    yield from memory_rules(config.memory, model.recompute, run.device, has_head=True, shares_devices=not ahead)
+    yield from memory_rules(config.memory, model.recompute, run.device, has_head=True, shares_devices=True)
     yield from algorithm_rules(config, given)
     yield from critic_rules(config, given)
     yield from batch_rules(config)
@@ -114,8 +115,8 @@ def _reinforcement_rules(config: GrpoConfig, given: frozenset[str], world_size: 
     yield from tracker_rules(config.observe, given)
     yield from tool_rules(config, given)
     yield from msprobe_rules(config.msprobe, given)
-    waits = "with rollout.off_policy_steps servers work on several steps at once" if ahead else ""
-    yield from profiler_rules(config.profiler, given, run.max_steps, world_size, waits)
+    yield from profiler_rules(config.profiler, given, run.max_steps, world_size)
+    yield from refusal_rules(config)
 
 
 def _offline_rules(

@@ -162,7 +162,7 @@ def msprobe_rules(section: MsprobeSection, given: frozenset[str]) -> Rules:
 
 
 def profiler_rules(
-    profiler: ProfilerSection, given: frozenset[str], num_steps: int, world_size: int | None, no_servers: str
+    profiler: ProfilerSection, given: frozenset[str], num_steps: int, world_size: int | None, no_servers: str = ""
 ) -> Rules:
     """Rules of the section `profiler`.
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from mindrlhf.algorithms import advantages
 from mindrlhf.config.keys import RunConfig, key
 from mindrlhf.errors import Rules
 
@@ -117,18 +116,9 @@ def schedule_rules(config: RunConfig) -> Rules:
     rollout, num_steps = config.rollout, config.run.max_steps
     ahead, span = rollout.off_policy_steps, rollout.segment_tokens
     if ahead:
-        yield rollout.weight_buffer_gib, (
-            f"'rollout.weight_buffer_gib' is {rollout.weight_buffer_gib:g}, but with rollout.off_policy_steps = "
-            f"{ahead} new weights wait until the servers are done, so that the buffer must hold all of them: set it "
-            "to 0"
-        )
         yield 0 < num_steps <= ahead, (
             f"'rollout.off_policy_steps' is {ahead}, but the run ends after run.max_steps = {num_steps} steps, so that "
             f"all samples would be of the starting weights: set it below {num_steps} (1 is usual)"
-        )
-        yield config.reward.model_path, (
-            f"'rollout.off_policy_steps' is {ahead}, but the reward model of reward.model_path scores on the training "
-            "ranks, which are busy meanwhile: set it to 0, or score with verifiers"
         )
         yield config.run.device == "ascend" and "ASCEND_RT_VISIBLE_DEVICES" not in rollout.env, (
             f"'rollout.off_policy_steps' is {ahead}, so that the server generates while the ranks train, and needs "
@@ -146,17 +136,6 @@ def schedule_rules(config: RunConfig) -> Rules:
         f"'rollout.segment_tokens' is {span}, but no response is longer than rollout.max_response_length = "
         f"{rollout.max_response_length}: set it lower, or to 0"
     )
-    others = {
-        "rollout.off_policy_steps (without rollout.asynchronous)": ahead and not rollout.asynchronous,
-        "algorithm.dynamic_sampling": config.algorithm.dynamic_sampling,
-        "tools.names": config.tools.names,
-        "tools.environment": config.tools.environment,
-        "algorithm.advantage: remax": "baselines" in advantages.find(config.algorithm.advantage).NEEDS,
-    }
-    for name, is_set in others.items():
-        yield span and is_set, (
-            f"'rollout.segment_tokens' is {span}, which does not work with {name}: leave one of them out"
-        )
 
 
 def server_rules(config: RunConfig) -> Rules:

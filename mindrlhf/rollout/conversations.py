@@ -46,6 +46,45 @@ class ConversationLimits:
     max_response_tokens: int  # of one tool's answer; the rest is cut off
 
 
+# A response that has no token yet.
+NOTHING = Completion(0, 0, np.zeros(0, np.int32), np.zeros(0, np.float32), "", 0)
+
+
+def followed_by(before: Completion, more: Completion, max_length: int) -> Completion:
+    """Return a response with what was generated next; its ``finish_reason`` is "" while it may go on.
+
+    Args:
+        max_length: of a whole response, in tokens.
+    """
+    token_ids = np.concatenate([before.token_ids, more.token_ids]).astype(np.int32, copy=False)
+    is_cut = more.finish_reason == "length" and len(token_ids) < max_length
+    return replace(
+        before,
+        token_ids=token_ids,
+        logprobs=np.concatenate([before.logprobs, more.logprobs]).astype(np.float32, copy=False),
+        finish_reason="" if is_cut else more.finish_reason,
+        spans=_extended_spans(before.spans, more),
+        experts=_extended_experts(before.experts, more.experts),
+    )
+
+
+def _extended_spans(spans: tuple[tuple[int, int], ...], more: Completion) -> tuple[tuple[int, int], ...]:
+    version, count = more.weights_version, len(more.logprobs)
+    if spans and spans[-1][0] == version:
+        return (*spans[:-1], (version, spans[-1][1] + count))
+    return (*spans, (version, count))
+
+
+def _extended_experts(before: np.ndarray | None, now: np.ndarray | None) -> np.ndarray | None:
+    """Return where tokens were sent: each as when it was first read, not when it was read again as a prefix."""
+    return now if before is None or now is None else np.concatenate([before, now[len(before) :]])
+
+
+def start_of_turn(is_generated: Sequence[bool]) -> int:
+    """Return where the turn of a conversation begins that is under way, or was the last."""
+    return max((place for place, by_model in enumerate(is_generated, 1) if not by_model), default=0)
+
+
 @dataclass
 class _Conversation:
     """A conversation under way."""
@@ -61,17 +100,54 @@ class _Conversation:
     num_malformed: int = 0
     num_neutralised: int = 0  # answers that held control tokens
     weights_version: int = 0
+    spans: tuple[tuple[int, int], ...] = ()  # in partial rollout
+    experts: np.ndarray | None = None
     names: list[str] = field(default_factory=list)  # of the tools that the last turn has called
     end: str | None = None  # of the last turn, see ``TurnTexts.end_of``
-    episode: int = 0  # number of it among all episodes
+    episode: int | None = None  # number of it among all episodes
     episode_return: float | None = None
 
-    def add_turn(self, completion: Completion) -> None:
+    @classmethod
+    def taken_up(cls, request: GenerationRequest) -> "_Conversation":
+        """Return the conversation whose beginning a request of partial rollout brings."""
+        begun = request.begun
+        length = len(begun.token_ids)
+        first = len(request.prompt_ids) - length
+        return cls(
+            replace(request, prompt_ids=request.prompt_ids[:first]),
+            sample_index=0,
+            tokens=begun.token_ids.tolist(),
+            is_generated=[True] * length if begun.is_generated is None else begun.is_generated.tolist(),
+            logprobs=[begun.logprobs],
+            num_turns=begun.num_turns if begun.is_generated is not None else 0,
+            num_calls=begun.num_tool_calls,
+            num_failures=begun.num_tool_failures,
+            num_malformed=begun.num_malformed_calls,
+            num_neutralised=begun.num_neutralised_answers,
+            spans=begun.spans,
+            experts=begun.experts,
+            episode_return=begun.episode_return,
+        )
+
+    @property
+    def turn(self) -> list[int]:
+        """Tokens of the turn that is under way, or was the last."""
+        return self.tokens[start_of_turn(self.is_generated) :]
+
+    def add(self, completion: Completion) -> None:
+        """Add a part of a turn."""
         self.tokens += completion.token_ids.tolist()
         self.is_generated += [True] * len(completion.token_ids)
         self.logprobs.append(completion.logprobs)
-        self.num_turns += 1
         self.weights_version = completion.weights_version
+        self.experts = _extended_experts(self.experts, completion.experts)
+        if self.request.begun is not None:
+            self.spans = _extended_spans(self.spans, completion)
+
+    def add_turn(self, completion: Completion) -> None:
+        """Add a turn, or the rest of it."""
+        self.add(completion)
+        self.num_turns += 1
 
     def add_answers(self, token_ids: Sequence[int]) -> None:
         self.tokens += token_ids
@@ -103,6 +179,8 @@ class _Conversation:
             num_malformed_calls=self.num_malformed,
             episode_return=self.episode_return,
             num_neutralised_answers=self.num_neutralised,
+            spans=self.spans,
+            experts=self.experts,
         )
 
 
@@ -112,6 +190,8 @@ class Conversations:
     ``template`` made the prompts: see ``TurnTexts``. ``dialect`` is how the model writes calls; ``auto`` takes what the
     template teaches.
     """
+
+    continues = True  # responses that a request of partial rollout has begun
 
     def __init__(
         self,
@@ -137,6 +217,9 @@ class Conversations:
         One without calls is the generator's own completion. Where a limit stops a conversation that wanted to go on,
         the finish reason is "length", and it ends with the turn whose calls were not answered.
         """
+        if any(request.begun is not None for request in requests):
+            yield from self._go_on(requests, sampling)
+            return
         waiting: list[tuple[_Conversation, list[Future | ToolAnswer]]] = []
         originals = {request.request_id: request for request in requests}
         for completion in self._generator.generate(requests, sampling):
@@ -148,33 +231,55 @@ class Conversations:
             ongoing: list[_Conversation] = []
             following: list[GenerationRequest] = []
             for conversation, answers in waiting:
-                token_ids = self._answer_ids(conversation, answers)
-                if isinstance(token_ids, str):
-                    yield self._end(conversation, token_ids)
-                    continue
                 limit = conversation.request.token_limit(sampling)
-                room = limit - len(conversation.tokens) - len(token_ids)
-                if room < 1:
-                    yield self._end(conversation, "length")
+                if (ended := self._answer(conversation, answers, limit)) is not None:
+                    yield ended
                     continue
-                conversation.add_answers(token_ids)
-                following.append(conversation.next_request(len(ongoing), room))
+                following.append(conversation.next_request(len(ongoing), limit - len(conversation.tokens)))
                 ongoing.append(conversation)
             waiting = []
             for completion in self._generator.generate(following, sampling) if following else ():
                 yield from self._take_turn(ongoing[completion.request_id], completion, waiting)
 
+    def _go_on(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> Iterator[Completion]:
+        """Yield each begun conversation, whole, with a segment more; where it may go on, the finish reason is "".
+
+        A turn that ends with its segment is answered.
+        """
+        waiting: list[tuple[_Conversation, list[Future | ToolAnswer]]] = []
+        found = {request.request_id: _Conversation.taken_up(request) for request in requests}
+        for completion in self._generator.generate(requests, sampling):
+            conversation = found[completion.request_id]
+            length = len(conversation.tokens) + len(completion.token_ids)
+            if completion.finish_reason == "length" and length < sampling.max_tokens:
+                conversation.add(completion)
+                yield conversation.completion("")
+            else:
+                yield from self._take_turn(conversation, completion, waiting)
+        for conversation, answers in sorted(waiting, key=lambda pair: pair[0].request.request_id):
+            ended = self._answer(conversation, answers, sampling.max_tokens)
+            yield conversation.completion("") if ended is None else ended
+
+    def _answer(self, conversation: _Conversation, answers: list, limit: int) -> Completion | None:
+        """Add the answers to a turn; return the conversation where it is over, as when nothing may follow them."""
+        token_ids = self._answer_ids(conversation, answers)
+        if isinstance(token_ids, str):
+            return self._end(conversation, token_ids)
+        if limit - len(conversation.tokens) - len(token_ids) < 1:
+            return self._end(conversation, "length")
+        conversation.add_answers(token_ids)
+        return None
+
     def _take_turn(self, conversation: _Conversation, completion: Completion, waiting: list) -> Iterator[Completion]:
         """Add a turn; its calls are started, and else the conversation has ended."""
-        before = (*conversation.request.prompt_ids[-PREFILL_TOKENS:], *conversation.tokens)[-PREFILL_TOKENS:]
         conversation.add_turn(completion)
-        conversation.end = self._turns.end_of(completion.token_ids)
+        turn = conversation.turn
+        earlier = conversation.tokens[: len(conversation.tokens) - len(turn)]
+        before = (*conversation.request.prompt_ids[-PREFILL_TOKENS:], *earlier)[-PREFILL_TOKENS:]
+        conversation.end = self._turns.end_of(turn)
         calls = []
         if completion.finish_reason == "stop":
-            text, prompt = (
-                self._tokenizer.decode(list(ids), skip_special_tokens=False)
-                for ids in (completion.token_ids.tolist(), before)
-            )
+            text, prompt = (self._tokenizer.decode(list(ids), skip_special_tokens=False) for ids in (turn, before))
             calls = parse_calls(text, self._dialect, prompt)
         conversation.names = [_name_of(call) for call in calls]
         if not calls:
@@ -253,21 +358,44 @@ class Episodes(Conversations):
         super().__init__(generator, None, tokenizer, limits, template)
         self._episodes = episodes
         self._numbers = itertools.count()
+        self._under_way: dict[int, int] = {}  # episodes of partial rollout, by the number of the response
 
     def _take_turn(self, conversation: _Conversation, completion: Completion, waiting: list) -> Iterator[Completion]:
-        if conversation.num_turns == 0:
-            conversation.episode, conversation.episode_return = next(self._numbers), 0.0
-            self._episodes.begin(conversation.episode, conversation.request.answer, conversation.request.extra)
+        self._enter_episode(conversation)
         conversation.add_turn(completion)
-        conversation.end = self._turns.end_of(completion.token_ids)
+        turn = conversation.turn
+        conversation.end = self._turns.end_of(turn)
         if completion.finish_reason != "stop":  # half an action is none
             yield self._end(conversation, completion.finish_reason)
             return
         conversation.num_calls += 1
-        action = self._tokenizer.decode(completion.token_ids.tolist())
+        action = self._tokenizer.decode(turn)
         waiting.append((conversation, [self._episodes.step(conversation.episode, action)]))
 
+    def _enter_episode(self, conversation: _Conversation) -> None:
+        """Find the episode of a conversation, or begin it: where the run was resumed, with the actions of then."""
+        request, is_partial = conversation.request, conversation.request.begun is not None
+        if is_partial and request.response in self._under_way:
+            conversation.episode = self._under_way[request.response]
+        if conversation.episode is not None:
+            return
+        conversation.episode = next(self._numbers)
+        if is_partial:
+            self._under_way[request.response] = conversation.episode
+        self._episodes.begin(conversation.episode, request.answer, request.extra)
+        conversation.episode_return = conversation.episode_return or 0.0
+        pairs = zip(conversation.is_generated, conversation.tokens)
+        turns = [
+            [token for _, token in turn]
+            for by_model, turn in itertools.groupby(pairs, lambda pair: pair[0])
+            if by_model
+        ]
+        for turn in turns[: conversation.num_turns]:
+            self._episodes.step(conversation.episode, self._tokenizer.decode(turn))
+
     def _end(self, conversation: _Conversation, finish_reason: str) -> Completion:
+        if conversation.request.begun is not None:
+            del self._under_way[conversation.request.response]
         self._episodes.end(conversation.episode)
         return conversation.completion(finish_reason)
 

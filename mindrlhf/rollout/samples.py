@@ -49,7 +49,7 @@ class Sampler:
     """Samples completions from a generator and has them verified while others are still being generated.
 
     Args:
-        generator: completes prompts.
+        generator: completes prompts; it is the attribute ``source``.
         rewards: the verifiers; None when there are none.
         tokenizer: of the model.
         reward_model: scores the samples when all are there; None when there is no such model.
@@ -62,10 +62,10 @@ class Sampler:
         tokenizer: Tokenizer,
         reward_model: SampleRewards | None = None,
     ):
-        self._generator = generator
+        self.source = generator
         self._rewards = rewards
         self._tokenizer = tokenizer
-        self._reward_model = reward_model
+        self.reward_model = reward_model
 
     def sample(
         self,
@@ -102,7 +102,7 @@ class Sampler:
         def completions() -> Iterator[Completion]:
             for start in range(0, len(requests), chunk_size or len(requests)):
                 chunk = requests[start : start + (chunk_size or len(requests))]
-                yield from self._generator.generate(chunk, sampling)
+                yield from self.source.generate(chunk, sampling)
 
         return self.score(records, num_samples, completions(), first_group)
 
@@ -158,7 +158,15 @@ class Sampler:
                     images=images[request],
                 )
             )
-        return samples if self._reward_model is None else self._reward_model.add_rewards(samples)
+        return self.add_model_rewards(samples)
+
+    def add_model_rewards(self, samples: list[Sample]) -> list[Sample]:
+        """Return samples with the rewards of the reward model, if there is one."""
+        return samples if self.reward_model is None or not samples else self.reward_model.add_rewards(samples)
+
+    def without_model(self) -> "Sampler":
+        """Return one that leaves the reward model out: it scores on the ranks, which may be busy."""
+        return Sampler(self.source, self._rewards, self._tokenizer)
 
     def take_judge_counts(self) -> dict[str, float]:
         """Return what judges took since this was last asked; see ``RewardPool.take_counts``."""

@@ -48,6 +48,9 @@ class GenerationRequest:
     # Of the record, for tools and environments, and for the turns that follow; no generator reads them.
     answer: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)  # kept columns, JSON values by name
+    # In partial rollout, for a source that ``continues``: the response so far, at the prompt's end, and its number.
+    begun: "Completion | None" = None
+    response: int = 0
 
     def token_limit(self, sampling: SamplingParams) -> int:
         """Return the most tokens that one sample may have."""

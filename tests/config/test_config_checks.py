@@ -174,40 +174,10 @@ RULES = {
         ["rollout.weights_transport=tcp"],
         1,
     ),
-    "spans and sampling ahead": (
-        ["rollout.segment_tokens=128", "rollout.off_policy_steps=1"],
-        ["'rollout.segment_tokens' is 128", "rollout.off_policy_steps", "leave one of them out"],
-        ["rollout.off_policy_steps=0"],
-        1,
-    ),
-    "spans and dynamic sampling": (
-        ["rollout.segment_tokens=128", "algorithm.name=dapo"],
-        ["does not work with algorithm.dynamic_sampling"],
-        ["algorithm.dynamic_sampling=false"],
-        1,
-    ),
-    "spans and an environment": (
-        ["rollout.segment_tokens=128", "tools.environment=gymnasium"],
-        ["does not work with tools.environment"],
-        ["tools.environment=''"],
-        1,
-    ),
     "tools and an environment": (
         ["tools.names=calculator", "tools.environment=gymnasium"],
         ["'tools.environment' and tools.names are both set"],
         ["tools.environment=''"],
-        1,
-    ),
-    "spans and tools": (
-        ["rollout.segment_tokens=128", "tools.names=calculator"],
-        ["does not work with tools.names"],
-        ["tools.names=[]"],
-        1,
-    ),
-    "spans and greedy baselines": (
-        ["rollout.segment_tokens=128", "algorithm.advantage=remax"],
-        ["does not work with algorithm.advantage: remax"],
-        ["algorithm.advantage=grpo"],
         1,
     ),
     "bounds of no spans": (
@@ -240,9 +210,9 @@ RULES = {
         ['rollout.replay_order=""'],
         1,
     ),
-    "a reward model that is busy": (
-        ["rollout.off_policy_steps=1", "reward.model_path=r"],
-        ["'rollout.off_policy_steps' is 1", "reward.model_path", "set it to 0"],
+    "a reward model that is busy when groups are chosen": (
+        ["rollout.off_policy_steps=1", "reward.model_path=r", "algorithm.dynamic_sampling=true"],
+        ["'algorithm.dynamic_sampling' = true does not go with 'reward.model_path' = r and", "score with verifiers"],
         ["rollout.off_policy_steps=0"],
         1,
     ),

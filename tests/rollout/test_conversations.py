@@ -1,6 +1,7 @@
 """Conversations over a scripted generator, token by token: what is asked, inserted, counted and cut."""
 
 import contextlib
+import dataclasses
 from collections import deque
 from concurrent.futures import Future
 
@@ -10,7 +11,14 @@ import pytest
 from mindrlhf.config.reward import ToolSection
 from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.rewards.types import RewardResult
-from mindrlhf.rollout.conversations import ConversationLimits, Conversations, tool_metrics, with_tools
+from mindrlhf.rollout.conversations import (
+    NOTHING,
+    ConversationLimits,
+    Conversations,
+    followed_by,
+    tool_metrics,
+    with_tools,
+)
 from mindrlhf.rollout.samples import Sampler
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
 from mindrlhf.tools.calls import ToolAnswer
@@ -245,3 +253,38 @@ def test_off_by_default():
         source = with_tools(tools, generator, TOKENIZER, stack)
         (completion,) = source.generate([GenerationRequest(0, (ord("p"),), 1, 0)], SamplingParams(300))
     assert TOKENIZER.decode(completion.token_ids).endswith(answer(42) + "ok")
+
+
+class Routed(Script):
+    """Says of each token but the last which request read it, as a server that records experts does."""
+
+    def generate(self, requests, sampling):
+        by_id = {request.request_id: request for request in requests}
+        for one in super().generate(requests, sampling):
+            length = len(by_id[one.request_id].prompt_ids) + len(one.token_ids) - 1
+            yield dataclasses.replace(one, experts=np.full((length, 1, 1), len(self.batches), np.uint8))
+
+
+def test_each_token_keeps_the_experts_of_the_request_that_first_read_it():
+    turns = [call(3), "done"]
+    generator = Routed({"p": turns})
+    conversations = Conversations(generator, Tools(), TOKENIZER, ConversationLimits(4, 8, 100))
+    requests = [GenerationRequest(5, tuple(TOKENIZER.encode("p?")), 1, seed=3)]
+    (completion,) = conversations.generate(requests, SamplingParams(500, stop_token_ids=(END,)))
+    first = 2 + len(call(3)) + 1 - 1  # the prompt and the turn with its end, but for the last token
+    rest = 2 + len(completion.token_ids) - 1 - first
+    assert completion.experts.ravel().tolist() == [1] * first + [2] * rest
+
+
+def test_a_response_that_goes_on_keeps_experts_and_spans():
+    begin = Completion(0, 0, np.arange(2, dtype=np.int32), np.zeros(2, np.float32), "length", 4)
+    start = followed_by(NOTHING, dataclasses.replace(begin, experts=np.full((4, 1, 1), 1, np.uint8)), 5)
+    assert (start.finish_reason, start.spans) == ("", ((4, 2),))
+    same = dataclasses.replace(begin, experts=np.full((6, 1, 1), 2, np.uint8))
+    more = followed_by(start, same, 5)
+    assert more.spans == ((4, 4),) and more.experts.ravel().tolist() == [1] * 4 + [2] * 2
+    last = dataclasses.replace(begin, token_ids=np.zeros(1, np.int32), logprobs=np.zeros(1, np.float32))
+    last = dataclasses.replace(last, weights_version=5, experts=np.full((7, 1, 1), 3, np.uint8))
+    whole = followed_by(more, last, 5)
+    assert (whole.finish_reason, whole.spans) == ("length", ((4, 4), (5, 1)))
+    assert whole.experts.ravel().tolist() == [1] * 4 + [2] * 2 + [3]

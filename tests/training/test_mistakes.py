@@ -65,7 +65,7 @@ CONFIG_MISTAKES = [
     ("profiler.steps=1 profiler.ranks=2", "'profiler.ranks' has 2, but the last of 1 ranks is 0", "name others"),
     (
         "profiler.steps=1 profiler.vllm=true rollout.off_policy_steps=1",
-        "'profiler.vllm' is true, but with rollout.off_policy_steps",
+        "'profiler.vllm' = true does not go with 'rollout.off_policy_steps'",
         "false",
     ),
     ("observe.samples_per_step=many", "'observe.samples_per_step' must be an integer", "'many'"),

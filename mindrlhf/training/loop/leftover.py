@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mindrlhf.algorithms.overlong import complete
-from mindrlhf.checkpoint.algorithm_state import SampleTotals
+from mindrlhf.checkpoint.algorithm_state import OffPolicyState, SampleTotals
 from mindrlhf.checkpoint.leftover import LeftoverSample, pack, unpack
 from mindrlhf.checkpoint.manifest import DamagedDirectory
 from mindrlhf.data.mindrecord import Prompt, no_ids
@@ -45,7 +45,8 @@ class SampleLedger:
         """
         generated, used, dropped, leftover = map(len, (step.generated, step.used, step.dropped, step.leftover))
         before = self._totals.carried
-        assert before == step.num_stale, f"{before} samples were carried over, {step.num_stale} are used"
+        # Groups of partial rollout that go on are not generated yet.
+        assert before in (0, step.num_stale), f"{before} samples were carried over, {step.num_stale} are used"
         assert before + generated == used + leftover + dropped, (
             f"{before} samples carried over before and {generated} generated are not {used} used, {leftover} carried "
             f"over and {dropped} dropped"
@@ -123,3 +124,40 @@ def _flat_sample(item: LeftoverSample) -> Sample:
     if values:
         raise KeyError(min(values))
     return sample
+
+
+# What a checkpoint says of each sample of a step to come beside its values: the place of the step, and its list there.
+_PLACE, _LIST = "ahead_place", "ahead_list"
+_LISTS = ("generated", "greedy", "used", "leftover", "dropped")  # the first two alone without dynamic sampling
+
+
+def pack_steps(steps: Sequence[StepSamples]) -> tuple[list[LeftoverSample], OffPolicyState]:
+    """Return the samples of steps to come, in order, as a checkpoint keeps them."""
+    found = [
+        LeftoverSample({**kept.record, _PLACE: place, _LIST: name}, kept.arrays)
+        for place, step in enumerate(steps)
+        for name in (_LISTS[:2] if step.used is step.generated else _LISTS)
+        for kept in to_leftover(getattr(step, name))
+    ]
+    counts = {name: [getattr(step, name) for step in steps] for name in ("num_stale", "num_without_signal")}
+    return found, OffPolicyState(versions=[step.version for step in steps], **counts)
+
+
+def unpack_steps(leftover: Sequence[LeftoverSample], state: OffPolicyState) -> list[StepSamples]:
+    """Return what ``pack_steps`` was called on.
+
+    Raises:
+        DamagedDirectory: the samples are not those of as many steps as the state tells of.
+    """
+    steps: list[dict[str, list[Sample]]] = [{"generated": []} for _ in state.versions]
+    for item in leftover:
+        record = dict(item.record)
+        place, name = record.pop(_PLACE, -1), record.pop(_LIST, "")
+        if not (isinstance(place, int) and 0 <= place < len(steps) and name in _LISTS):
+            raise DamagedDirectory(f"the checkpoint is damaged: a sample is of step {place!r} of {len(steps)} to come")
+        steps[place].setdefault(name, []).extend(from_leftover([LeftoverSample(record, item.arrays)]))
+    counts = zip(state.num_stale, state.num_without_signal, state.versions, strict=True)
+    return [
+        StepSamples(**{"used": step["generated"], **step}, num_stale=stale, num_without_signal=useless, version=version)
+        for step, (stale, useless, version) in zip(steps, counts, strict=True)
+    ]

@@ -17,10 +17,10 @@ from mindrlhf.training.loop.guards import Observers
 from mindrlhf.training.loop.objective import Objective
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.report import StepReport
-from mindrlhf.training.loop.sampling.asynchronous import SamplingAsynchronously
-from mindrlhf.training.loop.sampling.in_step import Rollout, SamplingInStep
-from mindrlhf.training.loop.sampling.off_policy import SamplingOffPolicy
-from mindrlhf.training.loop.sampling.segments import SamplingInSegments
+from mindrlhf.training.loop.sampling.in_step import Rollout, WholeSteps
+from mindrlhf.training.loop.sampling.pipelined import PipelinedScheduler
+from mindrlhf.training.loop.sampling.scheduler import Scheduler
+from mindrlhf.training.loop.sampling.segments import Segments
 from mindrlhf.training.loop.step import Step
 from mindrlhf.training.loop.value_function import ValueFunction
 from mindrlhf.training.team import Team
@@ -51,10 +51,10 @@ class Trainer(Steps):
         self.objective = Objective(config)
         if kl := progress.algorithm.kl:
             self.objective.kl.restore(asdict(kl))
-        self.critic = (
-            ValueFunction(config, parts.team, self.timer, num_steps) if self.objective.needs_values else None
+        self.critic = ValueFunction(config, parts.team, self.timer, num_steps) if self.objective.needs_values else None
+        self.sampling = open_scheduler(
+            config, parts.rollout, progress, num_steps, self.timer, needs_greedy=self.objective.needs_greedy
         )
-        self.sampling = choose_sampling(config, parts.rollout, progress, num_steps, self.objective, self.timer)
         self.evaluations = Evaluations(config, parts.rollout, progress, self.timer, num_steps)
         self.report = StepReport(
             config, self.objective, parts.observers, parts.rollout.sampler, progress, parts.team.num_devices
@@ -89,9 +89,7 @@ class Trainer(Steps):
         """Return the step with its prompts, the responses to them and their rewards."""
         progress = self.progress
         samples = self.sampling.sample(progress.step)
-        return Step(
-            progress.step + 1, progress.weights_version, self._weights, self.objective.kl.coefficient, samples
-        )
+        return Step(progress.step + 1, progress.weights_version, self._weights, self.objective.kl.coefficient, samples)
 
     def _compute_logprobs(self, step: Step) -> None:
         """Have the ranks compute the log-probabilities that the loss or the advantages read, and keep them there."""
@@ -155,7 +153,7 @@ class Trainer(Steps):
             kl = self.objective.divergences(step.samples.used, step.train_logprobs, step.reference_logprobs)[1]
             step.metrics |= kl
         timings = self.timer.finish_step()
-        self.sampling.keep_leftover(step.samples)
+        self.sampling.end_step()
         metrics = self.report.write(step, timings, self.sampling.metrics(timings))
         self.evaluations.reward_watch.note(metrics["reward/mean"])
         self.report.write_fingerprint(self._weights, step, metrics)
@@ -230,16 +228,15 @@ class Trainer(Steps):
         return dump
 
 
-def choose_sampling(
-    config: GrpoConfig, rollout: Rollout, progress: Progress, num_steps: int, objective: Objective, timer: StageTimer
-) -> SamplingInStep | SamplingOffPolicy | SamplingAsynchronously:
-    """Return the schedule of a run."""
-    waiting = {"wait_stage": lambda: timer.stage("rollout_wait")}
-    if config.rollout.asynchronous:
-        return SamplingAsynchronously(config, rollout, progress, num_steps, **waiting)
+def open_scheduler(
+    config: GrpoConfig, rollout: Rollout, progress: Progress, num_steps: int, timer: StageTimer, *, needs_greedy: bool
+) -> Scheduler:
+    """Return the scheduler of a run: within the step or beside it, of whole responses or of segments."""
+    is_beside, kind = config.rollout.off_policy_steps > 0, WholeSteps
     if config.rollout.segment_tokens:
-        return SamplingInSegments(config, rollout, progress, num_steps)
-    greedy = {"needs_greedy": objective.needs_greedy}
-    if ahead := config.rollout.off_policy_steps:
-        return SamplingOffPolicy(rollout, progress, ahead=ahead, num_steps=num_steps, **greedy, **waiting)
-    return SamplingInStep(rollout, progress, **greedy)
+        kind = Segments
+    prompts = rollout.prompts.beside_the_loop() if is_beside else rollout.prompts
+    maker = kind(config, prompts, progress, num_steps, needs_greedy=needs_greedy)
+    if is_beside:
+        return PipelinedScheduler(config, rollout, progress, num_steps, maker, timer)
+    return Scheduler(rollout, progress, num_steps, maker)

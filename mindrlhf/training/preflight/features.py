@@ -3,17 +3,15 @@
 Each check raises a UserError: one line that names the key and its fix.
 """
 
-import json
-
 from mindrlhf.config.derived import needs_critic, reference_paths
 from mindrlhf.config.observe import CELL_LEVEL
+from mindrlhf.config.refusals import DEEP_IMAGES, ELASTIC, IMAGES, REPLAY, SHARDED, SPANNING, refusal_rules
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
-from mindrlhf.config.training import SHARED_PROMPTS, is_split
+from mindrlhf.config.training import is_split
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.debugging.dump_files import check_dump, dump_dir
 from mindrlhf.errors import Rules, UserError, refuse
 from mindrlhf.layout.servers import spans_nodes
-from mindrlhf.rollout.vllm_options import sees_images
 from mindrlhf.specs import ModelDims, find_spec, scorer_config
 from mindrlhf.training.routing.rows import replayed_experts
 from mindrlhf.training.vision.image_rows import image_tokens
@@ -33,23 +31,8 @@ def check_vision(config: GrpoConfig) -> None:
             f"'critic.path' is {config.critic.path}, which does not see images as the model in {path} does: start the "
             "critic from that model"
         )
-    stages, packing, tools = config.parallel_config.pipeline_stage, config.training.packing, config.tools
-    is_deep = stages > 1 and bool(model_dims(path).vision.deepstack_blocks)
-    refused = {
-        f"parallel_config.pipeline_stage={stages}": (is_deep, "its images go to several layers: set it to 1"),
-        "reward.model_path": (config.reward.model_path, "a reward model reads text only: use verifiers"),
-        f"training.packing={SHARED_PROMPTS}": (
-            packing == SHARED_PROMPTS,
-            "positions of images are of whole sequences: use best_fit",
-        ),
-        "rollout.segment_tokens": (config.rollout.segment_tokens, "segments carry no images on: set it to 0"),
-        "tools.names": (tools.names, "conversations are of text only: leave tools out"),
-        "tools.environment": (tools.environment, "episodes are of text only: leave it out"),
-    }
-    refuse(
-        (is_asked, f"the model in {path} sees images and is not trained with {what} yet: {fix}")
-        for what, (is_asked, fix) in refused.items()
-    )
+    is_deep = bool(model_dims(path).vision.deepstack_blocks)
+    refuse(refusal_rules(config, {IMAGES, DEEP_IMAGES} if is_deep else {IMAGES}))
 
 
 def check_offline_vision(config: SftConfig | DpoConfig | RewardModelConfig) -> None:
@@ -63,6 +46,7 @@ def check_offline_vision(config: SftConfig | DpoConfig | RewardModelConfig) -> N
             )
         return
     refuse(_tower_rules(config))
+    refuse(refusal_rules(config, {IMAGES}) if sees else ())
     if sees and is_split(config.parallel_config):
         command = "sft" if isinstance(config, SftConfig) else "dpo"
         raise UserError(
@@ -77,9 +61,6 @@ def _tower_rules(config: GrpoConfig | SftConfig | DpoConfig) -> Rules:
     is_trained = f"'model.train_vision' is {model.train_vision}, but"
     yield model.train_vision != "none" and not sees, (
         f"{is_trained} the model in {model.path} reads text only: leave it out"
-    )
-    yield config.lora.rank is not None and sees, (
-        f"the model in {model.path} sees images and takes no adapters yet: remove lora.rank"
     )
     yield model.train_vision != "none" and device != "cpu", (
         f"{is_trained} with run.device={device} the vision tower is frozen so far: set it to none, or run.device to cpu"
@@ -105,22 +86,7 @@ def check_replay(config: GrpoConfig) -> None:
     """Refuse `training.replay_routing` where nothing is routed, or where the choices cannot be had or used."""
     if not config.training.replay_routing:
         return
-    run, rollout, msprobe = config.run, config.rollout, config.msprobe
-    dumps_cells = msprobe.enabled and msprobe.level == CELL_LEVEL
-    one_process = "experts are recorded in a server of one process"
-    guessed = "experts of tokens that are only guessed would be recorded"
-    refused = {
-        f"run.device={run.device}": (run.device != "cpu", "MindFormers' routers for Ascend take none"),
-        f"rollout.tensor_parallel={rollout.tensor_parallel}": (rollout.tensor_parallel > 1, one_process),
-        f"rollout.draft_tokens={rollout.draft_tokens}": (rollout.draft_tokens, guessed),
-        "rollout.segment_tokens": (rollout.segment_tokens, "a response of several segments has several routings"),
-        "tools.names": (config.tools.names, "conversations carry no routing on"),
-        f"msprobe.level={CELL_LEVEL}": (dumps_cells, "single cells are run without it"),
-    }
-    refuse(
-        (is_asked, f"'training.replay_routing' is true, but not with {what}: {why}; set it to false")
-        for what, (is_asked, why) in refused.items()
-    )
+    refuse(refusal_rules(config, {REPLAY}))
     if replayed_experts(config) is None:
         raise UserError(
             f"'training.replay_routing' is true, but the model in {config.model.path} has no experts: set it to false"
@@ -188,41 +154,15 @@ def check_msprobe(config: GrpoConfig) -> None:
 
 
 def check_elastic(config: GrpoConfig, num_ranks: int, num_nodes: int) -> None:
-    """Refuse what has not been shown to give the same samples on nodes that come and go.
+    """Refuse what nodes that come and go do not do.
 
     Args:
         num_ranks: of the nodes that train.
         num_nodes: machines that they are on, in equal parts.
     """
-    rollout, node_size = config.rollout, num_ranks // num_nodes
-    needed = {
-        "rollout.off_policy_steps": 0,
-        "rollout.asynchronous": False,
-        "rollout.weight_buffer_gib": 0.0,
-        "rollout.segment_tokens": 0,
-        "tools.names": (),
-        "tools.environment": "",
-        "training.replay_routing": False,
-        "lora.rank": None,
-    }
-    for key, value in needed.items():
-        section, _, name = key.partition(".")
-        given = getattr(getattr(config, section), name)
-        if given != value:
-            shown = list(given) if isinstance(given, tuple) else given
-            raise UserError(
-                f"'{key}' is {shown}, but with --elastic it has to be {json.dumps(value)}: set it so, or leave out "
-                "--elastic"
-            )
-    if spans_nodes(rollout, num_nodes, node_size):
-        raise UserError(
-            f"'rollout.tensor_parallel' is {rollout.tensor_parallel}, so that servers lie over several nodes of "
-            f"{node_size} ranks, but with --elastic each lies within one: set it to {node_size}, or leave out --elastic"
-        )
-    if is_split(config.parallel_config):
-        raise UserError("the model is sharded over ranks, but --elastic is for whole models: leave out --elastic")
-    if sees_images(config.model.path):
-        raise UserError(f"the model in {config.model.path} sees images, but --elastic is for text: leave it out")
+    settings = {ELASTIC: True, SHARDED: is_split(config.parallel_config)}
+    settings[SPANNING] = spans_nodes(config.rollout, num_nodes, num_ranks // num_nodes)
+    refuse(refusal_rules(config, {name for name, is_so in settings.items() if is_so}))
 
 
 def check_rows_in_window(path: str, row_length: int) -> None:

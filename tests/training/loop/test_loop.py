@@ -530,6 +530,7 @@ def test_a_resumed_run_goes_on_with_the_next_step():
     resumed = Run(num_prompts=10)
     resumed.progress.step, resumed.progress.weights_version = 3, 4
     resumed.stream.next(6)
+    resumed.trainer = Trainer(resumed.config, resumed.trainer.parts, resumed.progress, resumed.num_steps)
     metrics = resumed()
     assert list(metrics) == [4, 5]
     assert resumed.journal[:4] == ["publish 5", "commit 1", "wake", "update_weights 5"]

@@ -99,6 +99,9 @@ def test_groups_are_as_old_as_may_be_and_each_is_trained_on_once(tmp_path, stale
     assert begun.tolist() == [NUM_STEPS * NUM_GROUPS * NUM_GENERATIONS // 4] * 4
     assert np.bincount([sample.prompt.prompt_ids[0] - 1 for sample in used]).tolist() == begun.tolist()
     for record, _ in run.memory.reviewed:
+        groups = [(sample.group, sample.prompt.answer) for sample in record.trained]
+        assert [group for group, _ in groups] == np.repeat(range(NUM_GROUPS), NUM_GENERATIONS).tolist()
+        assert len(set(groups)) == NUM_GROUPS, "a group is of one prompt, and advantages are of a group"
         for one in (sample.completion for sample in record.trained):
             versions = [version for version, _ in one.spans]
             assert versions == sorted(versions) and record.number - versions[0] <= staleness + 1
@@ -212,6 +215,6 @@ def test_an_order_of_another_run_is_refused(tmp_path):
     (tmp_path / ORDER_NAME).write_text('{"step": 0, "round": 0}\n{"step": 1, "round": 0}\n{"step": 2, "round": 0}\n')
     run = start(tmp_path / "other", replays=tmp_path)
     # Its second step began before anything was generated.
-    run.trainer.sampling._num_rounds = 1
+    run.trainer.sampling._order.num_rounds = 1
     with pytest.raises(UserError, match="step 1 of that run began after 0 rounds, here 1 are done"):
         finish(run)

@@ -154,7 +154,7 @@ def test_weights_are_replaced_when_the_samples_of_the_next_step_are_there(monkey
     run = start(1, steps=4)
     buffer = run.trainer.parts.policy._publisher._buffer
     buffer.counts, buffer.server = [], run.generator
-    buffer.num_left = lambda: sum(not step.done() for step in run.trainer.sampling._steps.values())
+    buffer.num_left = lambda: int(run.trainer.sampling._is_working)
     finish(run)
     # Before the first step nothing is sampled; then the step's own samples and the next one's, which are all done.
     assert buffer.counts == [(0, 0), (2, 0), (3, 0), (4, 0), (4, 0)]

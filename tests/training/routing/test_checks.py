@@ -63,8 +63,6 @@ def config_of(directory, model: str, *changes):
         ("dense", [], "has no experts"),
         ("experts", ["run.device=ascend"], "take none"),
         ("experts", ["rollout.tensor_parallel=2"], "one process"),
-        ("experts", ["rollout.segment_tokens=4"], "several routings"),
-        ("experts", ["tools.names=calculator"], "conversations"),
         ("experts", ["msprobe.enabled=true", "msprobe.level=L0"], "single cells"),
     ],
 )
@@ -78,6 +76,8 @@ def test_a_model_with_experts_is_allowed(directory):
     config = config_of(directory, "experts")
     check_replay(config)
     assert replayed_experts(config) == ReplayedExperts(num_layers=2, num_active=2, num_experts=6)
+    for changes in (["rollout.segment_tokens=4"], ["tools.names=calculator"], ["tools.environment=gymnasium"]):
+        check_replay(config_of(directory, "experts", *changes))
     off = config_of(directory, "dense", "training.replay_routing=false")
     check_replay(off)
     assert replayed_experts(off) is None

@@ -42,10 +42,8 @@ def overrides(directory, *changes) -> list[str]:
         (["run.device=ascend", "parallel_config.model_parallel=2", "model.train_vision=projector"], "to none"),
         (["algorithm.name=ppo", "critic.path=critic"], "does not see images as the model"),
         (["reward.model_path=scorer"], "reward model reads text only"),
-        (["tools.names=calculator"], "conversations are of text only"),
-        (["training.packing=shared_prompts"], "positions of images are of whole sequences"),
-        (["rollout.segment_tokens=4"], "segments carry no images on"),
-        (["lora.rank=4"], "takes no adapters"),
+        (["training.packing=shared_prompts"], "image positions are of whole sequences"),
+        (["lora.rank=4"], "adapters are of text models"),
     ],
 )
 def test_what_a_run_does_not_do_is_refused(directory, changes, message):
@@ -53,6 +51,19 @@ def test_what_a_run_does_not_do_is_refused(directory, changes, message):
     with pytest.raises(UserError, match=message) as error:
         check_vision(config)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["tools.names=calculator"],
+        ["tools.environment=gymnasium", "rollout.off_policy_steps=1"],
+        ["rollout.segment_tokens=4", "tools.names=calculator"],
+        ["rollout.segment_tokens=4", "rollout.off_policy_steps=1", "rollout.asynchronous=true"],
+    ],
+)
+def test_conversations_and_segments_are_allowed(directory, changes):
+    check_vision(load_grpo_config(directory / "config.yaml", overrides(directory, *changes), world_size=None))
 
 
 def test_a_plain_run_is_allowed(directory):
@@ -74,7 +85,7 @@ def test_rows_for_several_layers_are_refused_in_pipelines(directory, tmp_path):
         values = overrides(directory, f"model.path={model}", *changes)
         return load_grpo_config(directory / "config.yaml", values, world_size=None)
 
-    with pytest.raises(UserError, match="pipeline_stage=2 yet: its images go to several layers"):
+    with pytest.raises(UserError, match="pipeline_stage' = 2 does not go with a vision-language model whose images"):
         check_vision(config(*PIPELINE))
     for changes in ((), SHARDED):
         check_vision(config(*changes))
@@ -100,7 +111,7 @@ def test_config_check_refuses_too(directory, capsys):
     assert "is frozen so far" in errors("--kind", "sft", *offline, "run.device=ascend", "model.train_vision=all")
     for kind in ("sft", "dpo"):
         assert "such a model sharded yet" in errors("--kind", kind, *offline, *SHARDED)
-    assert "takes no adapters" in errors("--kind", "sft", *offline, "lora.rank=4")
+    assert "adapters are of text models" in errors("--kind", "sft", *offline, "lora.rank=4")
     assert "sees images" not in errors("--kind", "dpo", *offline)
     assert "mindrlhf reward-model does not train yet" in errors("--kind", "reward-model", *offline)
 

@@ -1,1 +1,1 @@
-"""The schedules of sampling: within the step, off-policy by some steps, in segments, or asynchronously."""
+"""When samples are made, and from which prompts."""

@@ -1,4 +1,4 @@
-"""Where the samples of a step come from: prompts in the order of the stream, generated and scored within the step.
+"""Where the samples of a step come from: prompts in the order of the stream, generated and scored whole.
 
 With dynamic sampling, prompts are sampled until all groups teach something: DAPO, Yu et al. 2025 (arXiv:2503.14476),
 section 3.2. What is sampled beyond a step's needs is left over for the next.
@@ -21,7 +21,7 @@ from mindrlhf.observe.timing import StageTimer
 from mindrlhf.rollout.samples import Sample, Sampler
 from mindrlhf.rollout.types import Generator, SamplingParams
 from mindrlhf.training.checkpoints.run import Progress
-from mindrlhf.training.loop.leftover import from_leftover, to_leftover
+from mindrlhf.training.loop.leftover import from_leftover, pack_steps, to_leftover, unpack_steps
 from mindrlhf.training.loop.step import StepSamples
 
 MAX_PROMPTS_IN_MEMORY = 10_000
@@ -49,52 +49,56 @@ class Rollout:
     more_held_out: Mapping[str, HeldOut] = field(default_factory=dict)
 
 
-class SamplingInStep:
-    """Samples when a step needs it, with the weights that the step begins with.
+class WholeSteps:
+    """Makes the samples of steps, one step after the other, each in one go.
 
-    Args:
-        rollout: makes the samples.
-        progress: of the run; holds what dynamic sampling leaves over.
-        needs_greedy: whether to generate the likeliest responses as well.
+    Attributes:
+        next_step: the first whose samples are not complete, from 0.
     """
 
-    sleeps = True  # the generator, while the ranks compute
-
-    def __init__(self, rollout: Rollout, progress: Progress, *, needs_greedy: bool):
-        self._rollout = rollout
+    def __init__(
+        self, config: GrpoConfig, prompts: "PromptSampling", progress: Progress, num_steps: int, *, needs_greedy: bool
+    ):
+        self._prompts = prompts
         self._progress = progress
         self._needs_greedy = needs_greedy
+        self._lag = config.rollout.off_policy_steps
+        self._is_dynamic = config.algorithm.dynamic_sampling
+        self._leftover: list[Sample] = []
+        self.next_step = progress.step
 
-    def load(self, version: int, bucket: int) -> None:
-        """Have the generator take the bucket of the weights that is in the weight buffer."""
-        if bucket == 0:
-            self._rollout.generator.wake()
-        self._rollout.generator.update_weights(version)
+    def advance(self, version: int) -> list[StepSamples]:
+        """Generate something with these weights; return what ``take`` takes of each step that is complete by it."""
+        samples = self._prompts.sample(self.next_step, self._leftover, needs_greedy=self._needs_greedy)
+        versions = {sample.completion.weights_version for sample in (*samples.generated, *samples.greedy)}
+        assert not self._lag or versions <= {version}, (
+            f"samples of step {self.next_step + 1} must be of weights {version}, but are of {versions}"
+        )
+        self._leftover = samples.leftover
+        self.next_step += 1
+        return [dataclasses.replace(samples, version=version)]
 
-    def sample(self, index: int) -> StepSamples:
-        """Return the samples of step ``index``, from 0.
+    def take(self, step: StepSamples, version: int) -> StepSamples:
+        """Return the samples of a step that begins with these weights."""
+        return step
 
-        Raises:
-            StopRequested: the run was asked to end, and the step has changed nothing yet.
-        """
-        leftover = from_leftover(self._progress.leftover)
-        samples = self._rollout.prompts.sample(index, leftover, needs_greedy=self._needs_greedy)
-        self._rollout.generator.sleep()
-        return dataclasses.replace(samples, version=self._progress.weights_version)
+    def save(self, ready: Sequence[StepSamples]) -> None:
+        """Put what is not trained on into ``Progress``; ``ready`` are complete steps that nobody has taken."""
+        if self._lag:
+            self._progress.leftover, self._progress.algorithm.ahead = pack_steps(ready)
+        elif self._is_dynamic:
+            self._progress.leftover = to_leftover(self._leftover)
 
-    def keep_leftover(self, samples: StepSamples) -> None:
-        """Keep what dynamic sampling left over in a step that is done."""
-        self._progress.leftover = to_leftover(samples.leftover)
-
-    def free_buffer(self, next_step: int) -> None:
-        """Return when the weights in the weight buffer may be replaced by those that step ``next_step`` begins with."""
-
-    def settle(self) -> None:
-        """Return when the generator does nothing, and ``progress`` holds all samples not yet trained on."""
-
-    def metrics(self, timings: Mapping[str, float]) -> dict[str, float]:
-        """Return how busy ranks and servers were in a step of which ``timings`` tells the ranks' stages, in seconds."""
-        return {}
+    def restore(self) -> list[StepSamples]:
+        """Take up what is in ``Progress``; return the steps that are complete."""
+        leftover, state = self._progress.leftover, self._progress.algorithm.ahead
+        if not self._lag:
+            self._leftover = from_leftover(leftover)
+            return []
+        ready = unpack_steps(leftover, state) if state else []
+        self._leftover = ready[-1].leftover if ready else []
+        self.next_step += len(ready)
+        return ready
 
     def close(self) -> None:
         """End what is still going on."""
@@ -125,7 +129,7 @@ class PromptSampling:
         self._config = config
         self._prompts = prompts
         self.stream = stream
-        self._sampler = sampler
+        self.sampler = sampler
         self._timer = timer
         self.interruptible = interruptible
         self._groups = GroupSampling(config)
@@ -150,6 +154,7 @@ class PromptSampling:
         Its times are of no stage of the loop, and no request to end breaks it off.
         """
         other = copy.copy(self)
+        other.sampler = self.sampler.without_model()
         other._timer = StageTimer()
         other.interruptible = contextlib.nullcontext
         return other
@@ -195,7 +200,7 @@ class PromptSampling:
         self, records: Sequence[Prompt], index: int, num_samples: int, sampling: SamplingParams, first_group: int
     ) -> list[Sample]:
         with self.generating():
-            return self._sampler.sample(
+            return self.sampler.sample(
                 records,
                 num_samples,
                 sampling,

@@ -1,9 +1,15 @@
-"""The record of an asynchronous run from which it can be repeated; see :mod:`.asynchronous`."""
+"""The record of an asynchronous run from which it can be repeated, bit for bit.
+
+One thing alone is up to the clock: before which round of segments the weights of a step were loaded. All else follows
+from it.
+"""
 
 from pathlib import Path
 
+from mindrlhf.checkpoint.algorithm_state import AsynchronousState
+from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import UserError
-from mindrlhf.observe.records import read_jsonl
+from mindrlhf.observe.records import JsonlWriter, read_jsonl
 
 ORDER_NAME = "rollout_order.jsonl"
 
@@ -23,3 +29,43 @@ def read_order(run: str) -> dict[int, int] | None:
             "run with rollout.asynchronous"
         )
     return {line["step"]: line["round"] for line in read_jsonl(path)}
+
+
+class LoadOrder:
+    """Writes the order of a run, of which ``num_rounds`` are done, and follows that of another in a replay."""
+
+    def __init__(self, config: GrpoConfig, state: AsynchronousState | None):
+        state = state or AsynchronousState(num_rounds=0, version=0)
+        self.num_rounds = state.num_rounds
+        self._restored_version = state.version
+        self._replayed = read_order(config.rollout.replay_order)
+        self.is_replay = self._replayed is not None
+        self._writer = JsonlWriter(Path(config.run.output_dir) / ORDER_NAME, first_step=state.version)
+
+    def may_load(self, version: int) -> bool:
+        """Whether weights may be loaded before the next round.
+
+        Raises:
+            UserError: the run that is repeated had loaded them before.
+        """
+        if self._replayed is None or version == self._restored_version:
+            return True
+        due = self._replayed.get(version - 1, self.num_rounds)
+        if due < self.num_rounds:
+            raise UserError(
+                f"'rollout.replay_order': step {version} of that run began after {due} rounds, here {self.num_rounds} "
+                "are done: give the run of this config, from its beginning"
+            )
+        return due == self.num_rounds
+
+    def waits_for_next(self, version: int) -> bool:
+        """Whether the weights after ``version`` come before the next round."""
+        return self.is_replay and self._replayed.get(version) == self.num_rounds
+
+    def note(self, version: int) -> None:
+        """Write that weights are loaded."""
+        if version != self._restored_version:  # else it stands there already, with the rounds of then
+            self._writer.write({"step": version - 1, "round": self.num_rounds})
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,92 @@
+"""What does not go together, each with its reason: the one table of which the checks and docs/async.md are made.
+
+What is not in it goes together: tools, environments, adapters, images, dynamic sampling, reward models, critics, ReMax
+and nodes for rollout only, in step, off-policy, by segments and asynchronously.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Set
+from typing import NamedTuple
+
+from mindrlhf.config.keys import RunConfig
+from mindrlhf.errors import Rules
+
+# What a run has beside its keys: whoever checks knows.
+IMAGES = "a vision-language model"
+DEEP_IMAGES = "a vision-language model whose images go to several layers"
+ELASTIC = "--elastic"
+SHARDED = "a model sharded over ranks"
+SPANNING = "servers that lie over several nodes"
+REPLAY = "training.replay_routing"  # a key, but judged with the model: configs of other stacks are imported with it
+_SETTINGS = (IMAGES, DEEP_IMAGES, ELASTIC, SHARDED, SPANNING, REPLAY)
+
+
+class Refusal(NamedTuple):
+    """Features that are refused together: keys away from their default, or at the value behind "=", or settings."""
+
+    features: tuple[str, ...]  # the first is what the message names
+    reason: str
+    fix: str
+
+
+_BUFFER, _LAG, _MODEL = "rollout.weight_buffer_gib", "rollout.off_policy_steps", "reward.model_path"
+REFUSALS = tuple(
+    Refusal(*one)
+    for one in (
+        ((_BUFFER, _LAG), "new weights wait for the servers, so that the buffer must hold all of them", "set it to 0"),
+        (
+            ("algorithm.dynamic_sampling", _MODEL, _LAG),
+            "whether a group teaches is decided while the ranks, on which a reward model scores, are busy",
+            "set one of them to its default, or score with verifiers",
+        ),
+        (("memory.offload_optimizer", _LAG), "no generator takes turns with training on its devices", "remove it"),
+        (("profiler.vllm", _LAG), "servers work on several steps at once, and a trace is of one", "set it to false"),
+        ((_MODEL, IMAGES), "a reward model reads text only", "use verifiers"),
+        (("training.packing=shared_prompts", IMAGES), "image positions are of whole sequences", "set it to best_fit"),
+        (("parallel_config.pipeline_stage", DEEP_IMAGES), "stages hand no images on to each other", "set it to 1"),
+        (("lora.rank", IMAGES), "adapters are of text models so far", "remove it"),
+        ((REPLAY, "run.device=ascend"), "MindFormers' routers for Ascend take none", "set it to false"),
+        ((REPLAY, "rollout.tensor_parallel"), "experts are recorded in a server of one process", "set it to false"),
+        ((REPLAY, "rollout.draft_tokens"), "experts of mere guesses would be recorded", "set it to false"),
+        ((REPLAY, "msprobe.level=L0"), "single cells are run without it", "set one of them otherwise"),
+        ((_BUFFER, ELASTIC), "a node that joins takes the weights from a whole buffer", "set it to 0"),
+        ((SHARDED, ELASTIC), "rank 0, from which nodes take the weights, has a part of them", "leave out --elastic"),
+        ((SPANNING, ELASTIC), "a node comes and goes with its servers", "set rollout.tensor_parallel to its ranks"),
+    )
+)
+
+
+def refusal_rules(config: RunConfig, settings: Set[str] = frozenset()) -> Rules:
+    """Rules of the table: those of keys alone; with ``settings``, of the constants above, those that need some."""
+    for features, reason, fix in REFUSALS:
+        needed = {one for one in features if one in _SETTINGS}
+        if bool(needed) == bool(settings) and needed <= settings:
+            shown = [_shown(config, one) for one in features]
+            first, *others = shown
+            is_together = all(one is not None for one in shown)
+            yield is_together, f"{first} does not go with {' and '.join(map(str, others))}: {reason}; {fix}"
+
+
+def _shown(config: RunConfig, feature: str) -> str | None:
+    """Return how a message shows a feature, None where the run has not got it."""
+    if feature in _SETTINGS:
+        return feature
+    key, _, value = feature.partition("=")
+    section_name, _, name = key.partition(".")
+    section = getattr(config, section_name, None)
+    if section is None:  # training on fixed data has fewer
+        return None
+    given = getattr(section, name)
+    default = next(one.default for one in dataclasses.fields(section) if one.name == name)
+    is_on = str(given) == value if value else given != default
+    return f"'{key}' = {given if isinstance(given, str) else json.dumps(given)}" if is_on else None
+
+
+def refusal_table() -> Iterator[str]:
+    """Yield the lines of the table in Markdown, as docs/async.md has it."""
+    yield "| not together | because | instead |"
+    yield "|---|---|---|"
+    for features, reason, fix in REFUSALS:
+        names = [f"`{one.replace('=', ': ')}`" if "." in one else one for one in features]
+        yield f"| {', '.join(names)} | {reason} | {fix} |"
