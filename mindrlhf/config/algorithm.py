@@ -34,6 +34,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
     # Gao et al. 2025 (arXiv:2511.20347)
     "sapo": {"loss": "sapo", "aggregation": "sequence_mean"},
+    # Liu et al. 2026 (arXiv:2602.05261), section 5.1: GSPO whose responses count by their lengths; the constant length
+    # that `sequence_sum` divides by is a factor of the learning rate
+    "luspo": {"loss": "gspo", "aggregation": "sequence_sum", "clip_low": 2e-3, "clip_high": 2.5e-3},
+    # Zhao et al. 2025 (arXiv:2507.20673)
+    "gmpo": {"loss": "gmpo", "aggregation": "sequence_mean", "clip_low": 0.4, "clip_high": 0.4},
+    # Qi et al. 2026 (arXiv:2602.04879)
+    "dppo": {"loss": "dppo_tv", "clip_low": 0.15, "clip_high": 0.15},
+    # Shen et al. 2026 (arXiv:2602.10693)
+    "vespo": {"loss": "vespo"},
     # Ahmadian et al. 2024 (arXiv:2402.14740)
     "rloo": {
         "advantage": "rloo",
@@ -58,6 +67,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "kimi": {"advantage": "dr_grpo", "loss": "kimi", "aggregation": "sequence_sum"},
     # Chen et al. 2025 (arXiv:2508.10751)
     "pass_at_k": {"advantage": "pass_at_k"},
+    # Tajwar et al. 2026 (arXiv:2602.02710)
+    "maxrl": {"advantage": "maxrl", "clip_high": 0.2},
+    # Liu et al. 2026 (arXiv:2601.05242)
+    "gdpo": {"advantage": "gdpo", "clip_high": 0.2},
+    # Liu et al. 2025 (arXiv:2508.08221): vanilla PPO's loss, a mean over tokens
+    "lite_ppo": {"advantage": "lite_ppo", "clip_high": 0.2},
     # On-policy distillation with reverse KL, Agarwal et al. 2024 (arXiv:2306.13649); the teacher is the reference model
     "distill": {"advantage": "distill", "clip_high": 0.2, "beta": 1.0, "kl_in": "reward", "kl_estimator": "k1"},
 }
@@ -103,13 +118,23 @@ class AlgorithmSection:
     )
     loss: str = key("ppo_clip", "policy loss", choices=policy_losses.names())
     aggregation: str = key("token_mean", "how token losses become one number", choices=AGGREGATIONS)
-    clip_low: float = key(0.2, "the probability ratio is clipped below at 1 - clip_low", minimum=0, maximum=1)
-    clip_high: float = key(0.28, "the probability ratio is clipped above at 1 + clip_high", minimum=0)
+    clip_low: float = key(
+        0.2,
+        "the probability ratio is clipped below at 1 - clip_low; gmpo bounds its logarithm, dppo_tv and dppo_kl the "
+        "divergence of a token",
+        minimum=0,
+        maximum=1,
+    )
+    clip_high: float = key(0.28, "the same above, at 1 + clip_high", minimum=0)
     dual_clip: float = key(3.0, "the loss dual_clip bounds the ratio of bad tokens here", minimum=1)
     sapo_tau_positive: float = key(
         1.0, "temperature of the loss sapo where the advantage is positive", minimum=0, exclusive_minimum=True
     )
     sapo_tau_negative: float = key(1.05, "temperature of the loss sapo elsewhere", minimum=0, exclusive_minimum=True)
+    vespo_k_positive: float = key(2.0, "exponent k of the loss vespo where the advantage is positive", minimum=0)
+    vespo_lambda_positive: float = key(3.0, "decay lambda of the loss vespo where the advantage is positive", minimum=0)
+    vespo_k_negative: float = key(3.0, "exponent k of the loss vespo elsewhere", minimum=0)
+    vespo_lambda_negative: float = key(2.0, "decay lambda of the loss vespo elsewhere", minimum=0)
     mirror_tau: float = key(0.1, "weight of the square that the loss kimi holds a response with", minimum=0)
     beta: float = key(0.0, "weight of the KL term against the reference model; 0 loads no reference model", minimum=0)
     kl_in: str = key("loss", "where the KL term is added", choices=("loss", "reward"))
@@ -213,6 +238,7 @@ def algorithm_rules(config: RunConfig, given: frozenset[str]) -> Rules:
     """Rules of the sections `algorithm`, `distillation` and `correction`; ``given`` are the keys the user changed."""
     algorithm = config.algorithm
     yield from _estimator_rules(algorithm)
+    yield from _shape_rules(algorithm)
     yield from _teacher_rules(config)
     yield from _kl_rules(algorithm)
     yield algorithm.sync_ref_model and algorithm.beta == 0, (
@@ -250,6 +276,19 @@ def _estimator_rules(algorithm: AlgorithmSection) -> Rules:
     yield not is_alone and algorithm.advantage == "pass_at_k" and k >= count, (
         f"'algorithm.pass_k' is {k}, but the best of {k} can only differ within groups of more samples: set "
         f"'algorithm.num_generations' above {k} (it is {count}), or lower pass_k"
+    )
+
+
+def _shape_rules(algorithm: AlgorithmSection) -> Rules:
+    """Nothing is taken off the rewards of an estimator that reads more in them than their differences."""
+    name, takes_kl = algorithm.advantage, algorithm.kl_in == "reward" and algorithm.beta > 0
+    yield name in ("maxrl", "gdpo") and takes_kl, (
+        f"'algorithm.kl_in' is reward, but the advantages of {name} read the rewards of verifiers as they are: set it "
+        "to loss"
+    )
+    yield name == "maxrl" and algorithm.overlong_buffer > 0, (
+        f"'algorithm.overlong_buffer' is {algorithm.overlong_buffer:g}, but the advantages of maxrl divide by the mean "
+        "of successes, from which nothing may be taken: set it to 0"
     )
 
 
@@ -315,7 +354,7 @@ def _level_rules(algorithm: AlgorithmSection) -> Rules:
     penalised = algorithm.kl_in == "reward" and algorithm.beta > 0 and not algorithm.distill_top_k
     varies = per_token == "always" or (per_token == "penalised" and penalised)
     why = " with KL in the reward" if per_token == "penalised" else ""
-    yield varies and algorithm.loss in ("gspo", "sequence_clip"), (
+    yield varies and policy_losses.traits(algorithm.loss).constant_advantage, (
         f"'algorithm.loss' is {algorithm.loss}, which treats a response as one action, but the advantages of "
         f"{algorithm.advantage}{why} differ from token to token: set it to gspo_token or ppo_clip"
     )

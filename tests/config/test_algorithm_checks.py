@@ -36,6 +36,26 @@ RULES = {
         ["'algorithm.num_generations' is 1", "rloo", "set it to 2 or more"],
         ["algorithm.num_generations=2"],
     ),
+    "penalties in rewards that are successes": (
+        ["algorithm.name=maxrl", "algorithm.beta=0.1", "algorithm.kl_in=reward"],
+        ["'algorithm.kl_in' is reward", "maxrl", "set it to loss"],
+        ["algorithm.kl_in=loss"],
+    ),
+    "penalties in rewards that are normalised apart": (
+        ["algorithm.name=gdpo", "algorithm.beta=0.1", "algorithm.kl_in=reward"],
+        ["'algorithm.kl_in' is reward", "gdpo", "set it to loss"],
+        ["algorithm.kl_in=loss"],
+    ),
+    "lengths in rewards that are successes": (
+        ["algorithm.name=maxrl", "algorithm.overlong_buffer=0.2"],
+        ["'algorithm.overlong_buffer' is 0.2", "maxrl", "set it to 0"],
+        ["algorithm.overlong_buffer=0"],
+    ),
+    "advantages of tokens under a geometric mean": (
+        ["algorithm.name=gmpo", "algorithm.advantage=gae", "critic.path=c"],
+        ["'algorithm.loss' is gmpo", "differ from token to token"],
+        ["algorithm.loss=ppo_clip"],
+    ),
     "no teacher": (
         ["algorithm.name=distill"],
         ["'algorithm.advantage' is distill", "there is no teacher", "'model.reference_path'"],

@@ -2,8 +2,8 @@
 
 Each module states in literals what it takes, and has one function:
 
-    NEEDS: what must be there: "group" (several samples per prompt), "baselines" or "values" of :class:`RewardBatch`,
-        "teacher" (penalties of a reference model that is another than the start)
+    NEEDS: what must be there: "group" (several samples per prompt), "baselines", "values" or "parts" of
+        :class:`RewardBatch`, "teacher" (penalties of a reference model that is another than the start)
     OPTIONS: the keys of the config's `algorithm` section that it reads, which are its keyword arguments
     PER_TOKEN: advantages differ within a response: "always", "penalised" (with KL in the reward) or "never"
     estimate(batch: RewardBatch, **options) -> list of float64 [response], one for each sample
@@ -19,6 +19,8 @@ import numpy as np
 
 # Below this standard deviation rewards count as equal: what is left is rounding.
 EQUAL_REWARDS_STD = 1e-8
+# What is added to a standard deviation that something is divided by.
+EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class RewardBatch:
     penalties: Sequence[np.ndarray] | None = None  # float64 [response] each: what the KL in the reward takes off
     baselines: np.ndarray | None = None  # float64 [samples]: reward of the greedy response to the same prompt
     values: Sequence[np.ndarray] | None = None  # float64 [response] each: the critic's value before each token
+    # The summands of the rewards: each a weight and float64 [samples], NaN where it does not apply to the prompt.
+    parts: Sequence[tuple[float, np.ndarray]] | None = None
 
     def __post_init__(self):
         count = len(self.rewards)
@@ -95,6 +99,11 @@ def centred(batch: RewardBatch) -> np.ndarray:
         if len(group) > 1 and rewards.std(ddof=1) > EQUAL_REWARDS_STD:
             result[group] = rewards - rewards.mean()
     return result
+
+
+def scaled(values: np.ndarray, std: float) -> np.ndarray:
+    """Return values over a standard deviation + 1e-6; 0 where the deviation is rounding."""
+    return values / (std + EPSILON) if std > EQUAL_REWARDS_STD else np.zeros(len(values))
 
 
 def whitened(advantages: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -23,6 +23,9 @@ _IN_STEP = "samples are made within the step"
 _END_TOKENS = "responses end by their end tokens"
 _ONE_DIALECT = "calls are read in the form of its own templates"
 _ONE_LOSS = "there is one loss"
+_NO_VESPO = "the loss vespo is not there"
+_VESPO = "algorithm.vespo_k_positive algorithm.vespo_lambda_positive algorithm.vespo_k_negative "
+_VESPO += "algorithm.vespo_lambda_negative"
 _BY_FUNCTION = "rewards are functions of the user, or of the data set"
 _OF_OURS = "a switch of the cells here"
 _LAYOUT = "the layout is that of FSDP or DeepSpeed"
@@ -73,6 +76,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "observe.samples_per_step memory.logit_positions",
     },
     "mindspeed-rl": {
+        _NO_VESPO: _VESPO,
         _END_TOKENS: "rollout.stop",
         _ONE_DIALECT: "tools.dialect",
         "weights are as in the checkpoint": "model.param_dtype",
@@ -102,6 +106,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "steps of its profiler are a range": "profiler.steps",
     },
     "mindrlhf": {
+        _NO_VESPO: _VESPO,
         _END_TOKENS: "rollout.stop",
         _ONE_DIALECT: "tools.dialect",
         "types are those of the model file": "model.param_dtype model.compute_dtype rollout.dtype",
@@ -139,6 +144,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "steps of its profiler are a range": "profiler.steps",
     },
     "verl": {
+        _NO_VESPO: _VESPO,
         _END_TOKENS: "rollout.stop",
         "verifiers are chosen by the data's source": "reward.verifier_weight reward.timeout_s",
         "the number of devices says it": "rollout.num_replicas",
@@ -188,6 +194,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "profilers are callbacks": "profiler.steps",
     },
     "openrlhf": {
+        _NO_VESPO: _VESPO,
         _END_TOKENS: "rollout.stop",
         _ONE_DIALECT: "tools.dialect",
         "the reference is the starting model": "model.reference_path",
@@ -220,6 +227,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "profilers are outside": "profiler.steps",
     },
     "slime": {
+        _NO_VESPO: _VESPO,
         _ONE_DIALECT: "tools.dialect",
         "weights are as in the checkpoint": "model.param_dtype rollout.dtype",
         "what is trained is told by the names of parameters": "model.train_vision",

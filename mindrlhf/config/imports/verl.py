@@ -60,10 +60,12 @@ _ADVANTAGES = {
         "algorithm.advantage": "reinforce_pp_baseline",
     },
     "remax": {"algorithm.name": "remax", "algorithm.advantage": "remax"},
+    "gdpo": {"algorithm.name": "gdpo", "algorithm.advantage": "gdpo"},
     "grpo_passk": {"algorithm.name": "pass_at_k", "algorithm.advantage": "pass_at_k"},
 }
 # verl's plain loss is PPO's with the second clip of Ye et al. 2020 (arXiv:1912.09729) at `clip_ratio_c`.
-_LOSSES = {"vanilla": "dual_clip", "gspo": "gspo", "sapo": "sapo", "cispo": "cispo"}
+_LOSSES = {"vanilla": "dual_clip", "geo_mean": "gmpo"}
+_LOSSES |= {name: name for name in ("gspo", "sapo", "cispo", "dppo_tv", "dppo_kl")}
 _AGGREGATIONS = {
     "token-mean": "token_mean",
     "seq-mean-token-mean": "sequence_mean",

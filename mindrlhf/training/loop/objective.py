@@ -12,7 +12,8 @@ from mindrlhf.algorithms.overlong import complete, soft_punishment
 from mindrlhf.config.derived import is_corrected, is_on_policy, skips_zero_advantages
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
-from mindrlhf.rollout.samples import Sample
+from mindrlhf.rewards.selection import part_weights
+from mindrlhf.rollout.samples import Sample, reward_matrix
 from mindrlhf.training.batch import RowOptions, make_update_batch
 from mindrlhf.training.distillation.assignment import TeacherAssignment
 from mindrlhf.training.loop.step import Step
@@ -32,6 +33,7 @@ class Objective:
         self._bypass = config.correction.bypass
         self.is_corrected = is_corrected(config)
         self._estimator = advantages.find(config.algorithm.advantage)
+        self._part_weights = part_weights(config.reward)
         self._teachers = TeacherAssignment(config)
         self.kl = KlController(config.algorithm.beta, config.algorithm.kl_target, config.algorithm.kl_gain)
         # A single update computes the log-probabilities before it changes the weights: they are the old ones.
@@ -111,10 +113,20 @@ class Objective:
         """Return the rewards that advantages are computed from, float64 [samples]."""
         rewards = np.array([sample.reward.total for sample in samples], np.float64)
         if self._algorithm.overlong_buffer:
-            buffer = max(1, round(self._algorithm.overlong_buffer * self._max_length))
-            lengths = np.array([len(sample.completion.token_ids) for sample in samples])
-            rewards += self._algorithm.overlong_penalty * soft_punishment(lengths, self._max_length, buffer)
+            rewards += self._algorithm.overlong_penalty * self._punishment(samples)
         return rewards
+
+    def _punishment(self, samples: Sequence[Sample]) -> np.ndarray:
+        buffer = max(1, round(self._algorithm.overlong_buffer * self._max_length))
+        lengths = np.array([len(sample.completion.token_ids) for sample in samples])
+        return soft_punishment(lengths, self._max_length, buffer)
+
+    def _parts(self, samples: Sequence[Sample]) -> list[tuple[float, np.ndarray]]:
+        """Return the summands of ``rewards``, each with its weight."""
+        parts = [(weight, reward_matrix(samples, 1, name)[:, 0]) for name, weight in self._part_weights.items()]
+        if self._algorithm.overlong_buffer:
+            parts.append((self._algorithm.overlong_penalty, self._punishment(samples)))
+        return parts
 
     def sequences(
         self, samples: Sequence[Sample], advantages: Sequence[np.ndarray] | None = None
@@ -200,4 +212,5 @@ class Objective:
             penalties=penalties,
             baselines=baselines,
             values=values,
+            parts=self._parts(samples) if "parts" in self._estimator.NEEDS else None,
         )

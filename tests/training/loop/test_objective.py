@@ -1,8 +1,10 @@
 """The host's part of the algorithm over scored samples, by hand."""
 
+import dataclasses
+
 import numpy as np
 import pytest
-from made_samples import make_sample, with_completion
+from made_samples import make_sample, with_completion, with_reward
 
 from mindrlhf.config.algorithm import AlgorithmSection, CorrectionSection
 from mindrlhf.config.model import ModelSection
@@ -64,6 +66,22 @@ def test_cut_responses_are_filtered_out_of_the_loss_but_stay_in_the_baseline():
     # 24 tokens; three responses are left.
     np.testing.assert_allclose([part[0] for part in weights], [24 / (3 * 2), 24 / (3 * 9), 0.0, 24 / (3 * 3)])
     assert filtered.advantages(SAMPLES)[3][0] == 0.0
+
+
+def test_rewards_normalised_apart_are_those_of_each_verifier_by_weight():
+    """GDPO by hand: in a group of two, a part that differs gives +-1/sqrt(2), whatever its scale."""
+    rewards = RewardSection(verifier_function=("length", "half"), verifier_weight=(1.0, 3.0))
+    one = objective(advantage="gdpo", overlong_buffer=0.4)
+    gdpo = Objective(dataclasses.replace(one._config, reward=rewards))
+    parts = [{"length": 5.0, "half": 0.0}, {"length": 1.0, "half": 0.1}, {"length": 2.0}, {"length": 2.0}]
+    samples = [
+        with_reward(with_completion(sample(0.0, 2, group), token_ids=np.arange(length)), parts=part)
+        for group, length, part in zip((0, 0, 1, 1), (2, 2, 2, 10), parts)
+    ]
+    # 1 - 3 and its opposite; the last loses 1 to its length alone: over the standard deviation of the four.
+    sums = np.array([-2.0, 2.0, 1.0, -1.0]) / 2**0.5
+    expected = sums / np.std(sums, ddof=1)
+    np.testing.assert_allclose([part[0] for part in gdpo.advantages(samples)], expected, rtol=1e-4)
 
 
 def test_kl_in_the_reward():
