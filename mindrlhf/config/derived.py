@@ -64,7 +64,7 @@ def skips_zero_advantages(config: RunConfig) -> bool:
 def is_corrected(config: RunConfig) -> bool:
     """Return whether the loss weighs or masks tokens for the mismatch between generator and trainer."""
     correction = config.correction
-    return correction_weight(config) != "none" or correction.mask != "none" or correction.veto > 0
+    return correction_weight(config) != "none" or correction.mask != "none" or correction.veto + correction.off_policy_mask > 0
 
 
 def reference_paths(config: RunConfig) -> tuple[str, ...]:

@@ -147,8 +147,11 @@ def aggregate(losses, mode, max_length, kept=None):
     return np.mean([part.sum() / max_length for part in chosen])
 
 
-def correction(old, rollout, weight="none", max_weight=2.0, mask="none", mask_low=0.5, mask_high=2.0, veto=0.0):
-    """The weight of each token of one response, written with probabilities."""
+def correction(
+    item, old, weight="none", max_weight=2.0, mask="none", mask_low=0.5, mask_high=2.0, veto=0.0, drift=0.0
+):
+    """The weight of each token of a response under the old log-probs ``old``, written with probabilities."""
+    rollout, here, advantages = item.rollout, item.logprobs, item.advantages
     ratio = np.exp(old) / np.exp(rollout)
     product, mean = np.prod(ratio), np.prod(ratio) ** (1 / len(ratio))
     weights = {"none": np.ones_like(ratio), "token": ratio, "sequence": np.full_like(ratio, product)}[weight]
@@ -158,4 +161,8 @@ def correction(old, rollout, weight="none", max_weight=2.0, mask="none", mask_lo
         weights = np.where((measure >= mask_low) & (measure <= mask_high), weights, 0.0)
     if veto and (ratio < veto).any():
         weights = np.zeros_like(weights)
+    if drift:
+        # M of arXiv:2512.02556: the mean log-quotient of the response, and the sign of each token's advantage
+        divergence = sum(before - now for before, now in zip(rollout, here)) / len(here)
+        weights = np.where((advantages < 0) & (divergence > drift), 0.0, weights)
     return weights

@@ -310,3 +310,4 @@ def test_correction_is_on_where_the_numerics_differ(load):
     assert not is_corrected(load(*BFLOAT16, "correction.bypass=true"))
     assert is_corrected(load("correction.mask=geometric", "correction.mask_low=0.9"))
     assert is_corrected(load("correction.veto=0.001"))
+    assert is_corrected(load("correction.off_policy_mask=0.5"))

@@ -94,7 +94,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "the reference stays": "algorithm.sync_ref_model algorithm.ref_model_sync_steps",
         _NO_CORRECTION: (
             "correction.weight correction.max_weight correction.mask correction.mask_low correction.mask_high "
-            "correction.bypass training.replay_routing"
+            "correction.off_policy_mask correction.bypass training.replay_routing"
         ),
         "a run has a number of steps": "training.epochs",
         "a warm-up is a share of the steps": "optimizer.warmup_steps",
@@ -132,7 +132,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         _NO_TEACHER: "algorithm.distill_reward_weight algorithm.distill_top_k distillation.teachers",
         _NO_CORRECTION: (
             "correction.weight correction.max_weight correction.mask correction.mask_low correction.mask_high "
-            "correction.bypass training.replay_routing"
+            "correction.off_policy_mask correction.bypass training.replay_routing"
         ),
         "one update in each pass": "training.num_minibatches",
         "gradients are scaled to the norm 1": "optimizer.max_grad_norm",
@@ -144,6 +144,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "steps of its profiler are a range": "profiler.steps",
     },
     "verl": {
+        "drift is masked on both sides": "correction.off_policy_mask",
         _NO_VESPO: _VESPO,
         _END_TOKENS: "rollout.stop",
         "verifiers are chosen by the data's source": "reward.verifier_weight reward.timeout_s",
@@ -194,6 +195,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "profilers are callbacks": "profiler.steps",
     },
     "openrlhf": {
+        "drift is masked on both sides": "correction.off_policy_mask",
         _NO_VESPO: _VESPO,
         _END_TOKENS: "rollout.stop",
         _ONE_DIALECT: "tools.dialect",

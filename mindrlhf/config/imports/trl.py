@@ -289,7 +289,7 @@ RULES: dict[str, Rule] = {
     "sync_ref_model": into(_reference, "algorithm.sync_ref_model", "algorithm.ref_model_sync_steps"),
     "ref_model_*": without("goes with sync_ref_model"),
     "top_entropy_quantile": only(1, otherwise="all tokens take part in the loss"),
-    "off_policy_mask_threshold": by_hand("see `correction.mask`"),
+    "off_policy_mask_threshold": to("correction.off_policy_mask"),
     "max_tool_calling_iterations": to("tools.max_turns"),
     "eval_strategy": into(_evaluation, "evaluation.every_steps", "data.eval_file"),
     "eval_steps": without("goes with eval_strategy"),
