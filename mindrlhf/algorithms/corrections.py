@@ -17,8 +17,8 @@ and set to 0 by a mask:
     sequence   of responses whose prod_t rho_t leaves the bounds, Liu and Li 2025
     geometric  of responses whose (prod_t rho_t)^(1/n) leaves the bounds, Liu and Li 2025
     veto       of responses with any rho_t below ``veto``, Liu and Li 2025
-    drift      of tokens of negative advantage in responses with 1/n sum_t log(pi_rollout / pi) above ``drift``, pi being
-               the policy as it is now: off-policy sequence masking, DeepSeek-V3.2 (arXiv:2512.02556)
+    drift      of tokens of negative advantage in responses whose 1/n sum_t log(pi_rollout / pi) is above ``drift``, pi
+               being the policy as it is now: off-policy sequence masking, DeepSeek-V3.2 (arXiv:2512.02556)
 
 What the losses are divided by stays what it is without correction.
 """

@@ -56,6 +56,16 @@ RULES = {
         ["'algorithm.loss' is gmpo", "differ from token to token"],
         ["algorithm.loss=ppo_clip"],
     ),
+    "covariances that no token has": (
+        ["algorithm.name=clip_cov", "algorithm.clip_cov_low=6"],
+        ["'algorithm.clip_cov_low' is 6", "above clip_cov_high = 5"],
+        ["algorithm.clip_cov_high=7"],
+    ),
+    "tokens left out of a response that is one action": (
+        ["algorithm.name=gspo", "algorithm.clip_cov_ratio=0.001"],
+        ["'algorithm.loss' is gspo", "with clip_cov_ratio differ from token to token"],
+        ["algorithm.loss=gspo_token"],
+    ),
     "no teacher": (
         ["algorithm.name=distill"],
         ["'algorithm.advantage' is distill", "there is no teacher", "'model.reference_path'"],

@@ -26,6 +26,8 @@ _ONE_LOSS = "there is one loss"
 _NO_VESPO = "the loss vespo is not there"
 _VESPO = "algorithm.vespo_k_positive algorithm.vespo_lambda_positive algorithm.vespo_k_negative "
 _VESPO += "algorithm.vespo_lambda_negative"
+_NO_COV = "no tokens are left out by their covariance"
+_COV = "algorithm.clip_cov_ratio algorithm.clip_cov_low algorithm.clip_cov_high"
 _BY_FUNCTION = "rewards are functions of the user, or of the data set"
 _OF_OURS = "a switch of the cells here"
 _LAYOUT = "the layout is that of FSDP or DeepSpeed"
@@ -76,6 +78,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "observe.samples_per_step memory.logit_positions",
     },
     "mindspeed-rl": {
+        _NO_COV: _COV,
         _NO_VESPO: _VESPO,
         _END_TOKENS: "rollout.stop",
         _ONE_DIALECT: "tools.dialect",
@@ -106,6 +109,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "steps of its profiler are a range": "profiler.steps",
     },
     "mindrlhf": {
+        _NO_COV: _COV,
         _NO_VESPO: _VESPO,
         _END_TOKENS: "rollout.stop",
         _ONE_DIALECT: "tools.dialect",
@@ -162,6 +166,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "weights go in buckets of megabytes within the engine": "rollout.weight_buffer_gib",
     },
     "trl": {
+        _NO_COV: _COV,
         _END_TOKENS: "rollout.stop",
         _ONE_DIALECT: "tools.dialect",
         "the reference is the starting model": "model.reference_path",
@@ -195,6 +200,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "profilers are callbacks": "profiler.steps",
     },
     "openrlhf": {
+        _NO_COV: _COV,
         "drift is masked on both sides": "correction.off_policy_mask",
         _NO_VESPO: _VESPO,
         _END_TOKENS: "rollout.stop",
@@ -229,6 +235,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "profilers are outside": "profiler.steps",
     },
     "slime": {
+        _NO_COV: _COV,
         _NO_VESPO: _VESPO,
         _ONE_DIALECT: "tools.dialect",
         "weights are as in the checkpoint": "model.param_dtype rollout.dtype",

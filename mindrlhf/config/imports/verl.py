@@ -362,6 +362,9 @@ RULES: dict[str, Rule] = {
     f"{_ACTOR}.policy_loss.loss_mode": choice("algorithm.loss", _LOSSES),
     f"{_ACTOR}.policy_loss.tau_pos": to("algorithm.sapo_tau_positive"),
     f"{_ACTOR}.policy_loss.tau_neg": to("algorithm.sapo_tau_negative"),
+    f"{_ACTOR}.policy_loss.clip_cov_*": without(
+        "goes with the loss clip_cov: algorithm.clip_cov_ratio, algorithm.clip_cov_low and algorithm.clip_cov_high"
+    ),
     f"{_ACTOR}.policy_loss.*": without("settings of losses that are not here"),
     f"{_ACTOR}.loss_agg_mode": choice("algorithm.aggregation", _AGGREGATIONS),
     f"{_ACTOR}.loss_scale_factor": without("sequence_sum divides by rollout.max_response_length"),

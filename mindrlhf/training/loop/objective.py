@@ -188,7 +188,13 @@ class Objective:
             values: float64 [response] each, the critic's value before each token.
         """
         options = {name: getattr(self._algorithm, name) for name in self._estimator.OPTIONS}
-        return self._estimator.estimate(self._batch(samples, penalties, baselines, values), **options)
+        found = self._estimator.estimate(self._batch(samples, penalties, baselines, values), **options)
+        if not self._algorithm.clip_cov_ratio:
+            return found
+        bounds = {"low": self._algorithm.clip_cov_low, "high": self._algorithm.clip_cov_high}
+        logprobs = [sample.completion.logprobs for sample in samples]
+        ratio, seed = self._algorithm.clip_cov_ratio, self._config.run.seed
+        return advantages.clip_cov(found, logprobs, ratio=ratio, seed=seed, **bounds)
 
     def have_gradient(self, samples: Sequence[Sample], advantages: Sequence[np.ndarray]) -> np.ndarray:
         """Return which samples of a step have a gradient, bool, where the loss has no term without advantages."""

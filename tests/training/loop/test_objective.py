@@ -84,6 +84,17 @@ def test_rewards_normalised_apart_are_those_of_each_verifier_by_weight():
     np.testing.assert_allclose([part[0] for part in gdpo.advantages(samples)], expected, rtol=1e-4)
 
 
+def test_tokens_of_high_covariance_are_left_out_of_the_loss():
+    """Of 24 tokens 12 of those whose covariance is positive; the rest keep what they had."""
+    plain = np.concatenate(objective().advantages(SAMPLES))
+    found = objective(clip_cov_ratio=0.5, clip_cov_low=1e-9).advantages(SAMPLES)
+    assert [len(part) for part in found] == [2, 9, 10, 3]
+    changed = np.concatenate(found) != plain
+    logprobs = np.concatenate([one.completion.logprobs for one in SAMPLES]).astype(float)
+    positive = (logprobs - logprobs.mean()) * (plain - plain.mean()) > 1e-9
+    assert 0 < changed.sum() <= 12 and positive[changed].all() and not np.concatenate(found)[changed].any()
+
+
 def test_kl_in_the_reward():
     with_kl = objective(advantage="reinforce_pp", beta=0.1, kl_in="reward", kl_estimator="k1")
     assert with_kl.needs_reference and with_kl.needs_old_logprobs and with_kl.kl_in_reward
