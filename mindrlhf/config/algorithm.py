@@ -67,6 +67,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "kimi": {"advantage": "dr_grpo", "loss": "kimi", "aggregation": "sequence_sum"},
     # Chen et al. 2025 (arXiv:2508.10751)
     "pass_at_k": {"advantage": "pass_at_k"},
+    # Process supervision of Shao et al. 2024 (arXiv:2402.03300), section 4.1.3
+    "turn_grpo": {"advantage": "turn_grpo"},
     # Tajwar et al. 2026 (arXiv:2602.02710)
     "maxrl": {"advantage": "maxrl", "clip_high": 0.2},
     # Liu et al. 2026 (arXiv:2601.05242)
@@ -264,7 +266,7 @@ def algorithm_rules(config: RunConfig, given: frozenset[str]) -> Rules:
     yield "algorithm.ref_model_sync_steps" in given and not algorithm.sync_ref_model, (
         "'algorithm.ref_model_sync_steps' is set, but not used: set 'algorithm.sync_ref_model' to true"
     )
-    yield from _level_rules(algorithm)
+    yield from _level_rules(config)
     yield algorithm.clip_cov_low > algorithm.clip_cov_high, (
         f"'algorithm.clip_cov_low' is {algorithm.clip_cov_low:g}, above clip_cov_high = {algorithm.clip_cov_high:g}: "
         "lower the one or raise the other"
@@ -369,12 +371,15 @@ def _kl_rules(algorithm: AlgorithmSection) -> Rules:
     )
 
 
-def _level_rules(algorithm: AlgorithmSection) -> Rules:
+def _level_rules(config: RunConfig) -> Rules:
     """No advantages that vary within a response under a loss that has one ratio for all of it."""
+    algorithm = config.algorithm
+    by_turn = bool(config.tools.environment) and algorithm.advantage != "distill"
     per_token = advantages.find(algorithm.advantage).PER_TOKEN
     penalised = algorithm.kl_in == "reward" and algorithm.beta > 0 and not algorithm.distill_top_k
-    varies = per_token == "always" or (per_token == "penalised" and penalised) or algorithm.clip_cov_ratio > 0
-    why = " with KL in the reward" if per_token == "penalised" else ""
+    varies = per_token == "always" or (per_token == "penalised" and (penalised or by_turn))
+    varies |= algorithm.clip_cov_ratio > 0
+    why = (" with KL in the reward" if penalised else " of an environment") if per_token == "penalised" else ""
     why = " with clip_cov_ratio" if algorithm.clip_cov_ratio else why
     yield varies and policy_losses.traits(algorithm.loss).constant_advantage, (
         f"'algorithm.loss' is {algorithm.loss}, which treats a response as one action, but the advantages of "

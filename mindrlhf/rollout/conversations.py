@@ -65,6 +65,7 @@ class _Conversation:
     end: str | None = None  # of the last turn, see ``TurnTexts.end_of``
     episode: int = 0  # number of it among all episodes
     episode_return: float | None = None
+    step_rewards: list[float] = field(default_factory=list)  # of the environment, for each action
 
     def add_turn(self, completion: Completion) -> None:
         self.tokens += completion.token_ids.tolist()
@@ -102,8 +103,16 @@ class _Conversation:
             num_tool_failures=self.num_failures,
             num_malformed_calls=self.num_malformed,
             episode_return=self.episode_return,
+            turn_rewards=self._turn_rewards(),
             num_neutralised_answers=self.num_neutralised,
         )
+
+    def _turn_rewards(self) -> tuple[tuple[int, float], ...]:
+        """Of an episode; a turn that was no action has earned nothing."""
+        if self.episode_return is None or math.isnan(self.episode_return):
+            return ()
+        lengths = map(len, self.logprobs)
+        return tuple(itertools.zip_longest(lengths, self.step_rewards, fillvalue=0.0))
 
 
 class Conversations:
@@ -279,6 +288,7 @@ class Episodes(Conversations):
             print(f"mindrlhf: an episode has ended early: {step.failure[:500]}", file=sys.stderr, flush=True)
             return "stop"
         conversation.episode_return += step.reward
+        conversation.step_rewards.append(step.reward)
         if step.is_over:
             return "stop"
         if conversation.num_turns >= self._limits.max_turns:

@@ -134,6 +134,8 @@ class Sampler:
             texts[place] = self._tokenizer.decode(completion.token_ids.tolist())
             if self._rewards is not None:
                 waiting = self._reward_input(place, completion, texts[place], prompts, records)
+                if self._rewards.reads_steps:
+                    waiting = dataclasses.replace(waiting, **self._step_texts(completion))
                 self._submit(waiting, unscored, num_samples)
         if self._rewards is not None:
             with timeline.span("waiting for the verifiers"):
@@ -175,6 +177,15 @@ class Sampler:
             completions = tuple(other.completion for other in sorted(group, key=lambda other: other.index))
             for member in unscored.pop(one.index // num_samples):
                 self._rewards.submit(dataclasses.replace(member, completions=completions))
+
+    def _step_texts(self, completion: Completion) -> dict[str, tuple[str, ...]]:
+        """The texts of what a verifier may reward apart, special tokens included."""
+        ids = completion.token_ids if completion.is_generated is None else completion.token_ids[completion.is_generated]
+        turns = np.split(ids, np.cumsum(completion.turn_lengths)[:-1])
+        return {
+            name: tuple(self._tokenizer.decode(part.tolist(), skip_special_tokens=False) for part in parts)
+            for name, parts in (("turn_texts", turns), ("token_texts", ids.reshape(-1, 1)))
+        }
 
     def token_values(self, sample: Sample, values: Mapping[str, np.ndarray]) -> dict[str, list]:
         """Return the response token by token, as ``SampleRecord.tokens`` has it.
@@ -244,6 +255,31 @@ def reward_matrix(samples: Iterable[Sample], num_samples: int, verifier: str = "
     """
     values = [sample.reward.parts.get(verifier, np.nan) if verifier else sample.reward.total for sample in samples]
     return np.asarray(values, np.float64).reshape(-1, num_samples)
+
+
+def step_rewards(sample: Sample, weights: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray]:
+    """Return what of a sample's reward was given on the way: by verifiers that reward steps, or by its environment.
+
+    Args:
+        weights: of the parts of the reward, by name.
+
+    Returns:
+        Places of the last tokens of the steps, of those that the model wrote, and their weighted rewards: of its turns
+        or, where one verifier rewards tokens, of all tokens. Both are empty where the reward is of the whole.
+    """
+    completion, reward = sample.completion, sample.reward
+    given = dict(reward.steps)
+    if completion.turn_rewards and reward.parts.get("environment_reward") == completion.episode_return:
+        given["environment_reward"] = [value for _, value in completion.turn_rewards]
+    if not given:
+        return np.zeros(0, int), np.zeros(0)
+    ends = turns = np.cumsum(completion.turn_lengths) - 1
+    tokens = np.zeros(sample.num_generated)
+    for name, values in given.items():
+        places = turns if len(values) == len(turns) else np.arange(len(tokens))
+        tokens[places] += weights[name] * np.asarray(values, np.float64)
+        ends = ends if places is turns else places
+    return ends, tokens[ends]
 
 
 def sample_record(sample: Sample, step: int) -> SampleRecord:

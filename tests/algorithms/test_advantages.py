@@ -17,7 +17,13 @@ from mindrlhf.algorithms.advantages.pass_at_k import group_advantages
 from mindrlhf.errors import UserError
 
 
-def draw(seed: int, *, penalised: bool = False, sizes=(4, 3, 1, 5), discrete: bool = False) -> RewardBatch:
+def draw_steps(stream, lengths):
+    for length in lengths:
+        ends = np.flatnonzero(stream.integers(0, 2, length))
+        yield ends, stream.standard_normal(len(ends))
+
+
+def draw(seed: int, *, penalised=False, sizes=(4, 3, 1, 5), discrete=False, stepped=False) -> RewardBatch:
     """Return ragged groups, their samples mixed, with everything that any estimator takes."""
     stream = np.random.default_rng(seed)
     group_ids = stream.permutation(np.repeat(np.arange(len(sizes)) * 7 + 2, sizes))
@@ -35,6 +41,7 @@ def draw(seed: int, *, penalised: bool = False, sizes=(4, 3, 1, 5), discrete: bo
             (1.0, stream.integers(0, 2, count).astype(float)),
             (-0.5, np.where(group_ids == 9, np.nan, stream.standard_normal(count))),
         ],
+        steps=list(draw_steps(stream, lengths)) if stepped else None,
     )
 
 
@@ -77,11 +84,7 @@ def rloo(batch):
 
 
 def to_go(batch):
-    result = []
-    for index, reward in enumerate(batch.rewards):
-        penalty = batch.penalties[index] if batch.penalties else np.zeros(batch.lengths[index])
-        result.append([reward - math.fsum(penalty[start:]) for start in range(batch.lengths[index])])
-    return result
+    return [[math.fsum(part[start:]) for start in range(len(part))] for part in token_rewards(batch)]
 
 
 def whiten(nested):
@@ -107,8 +110,7 @@ def gae(batch, gamma=0.9, gae_lambda=0.8, whiten_advantages=True):
     result = []
     for index, values in enumerate(batch.values):
         length = batch.lengths[index]
-        penalty = batch.penalties[index] if batch.penalties else np.zeros(length)
-        rewards = [-penalty[t] + (batch.rewards[index] if t == length - 1 else 0.0) for t in range(length)]
+        rewards = token_rewards(batch)[index]
         following = [*values[1:], 0.0]
         deltas = [rewards[t] + gamma * following[t] - values[t] for t in range(length)]
         result.append(
@@ -168,6 +170,41 @@ def gdpo(batch):
     return [[(value - mean) / (std + 1e-6)] * length for value, length in zip(sums, batch.lengths)]
 
 
+def token_rewards(batch):
+    """Penalties, rewards of steps where they end, and what is left at the last token."""
+    result = []
+    for index, length in enumerate(batch.lengths):
+        rewards = [-value for value in batch.penalties[index]] if batch.penalties else [0.0] * length
+        ends, given = batch.steps[index] if batch.steps else ((), ())
+        rewards[-1] += batch.rewards[index] - math.fsum(given)
+        for end, value in zip(ends, given):
+            rewards[end] += value
+        result.append(rewards)
+    return result
+
+
+def turn_grpo(batch):
+    """R as the paper lists it: the rewards of the steps of all responses of a group, a step being tokens in a row."""
+    steps = []
+    for index, rewards in enumerate(token_rewards(batch)):
+        ends = sorted({*(batch.steps[index][0] if batch.steps else ()), batch.lengths[index] - 1})
+        starts = [0, *(end + 1 for end in ends[:-1])]
+        steps.append([(end, math.fsum(rewards[start : end + 1])) for start, end in zip(starts, ends)])
+    result = []
+    for index in range(len(batch.rewards)):
+        every = [reward for other in siblings(batch, index) for _, reward in steps[other]]
+        std = statistics.stdev(every) if len(every) > 1 else 0.0
+        scale = 0.0 if std <= 1e-8 else 1 / (std + 1e-6)
+        mean = statistics.fmean(every)
+        result.append(
+            [
+                math.fsum((reward - mean) * scale for end, reward in steps[index] if end >= token)
+                for token in range(batch.lengths[index])
+            ]
+        )
+    return result
+
+
 OPTIONS = {
     "distill": [{"distill_reward_weight": 0.0}, {"distill_reward_weight": 0.5}],
     "grpo": [{"scale_rewards": True}, {"scale_rewards": False}],
@@ -181,10 +218,10 @@ CASES = [(name, options) for name in advantages.names() for options in OPTIONS.g
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10_000), penalised=st.booleans(), discrete=st.booleans())
+@given(seed=st.integers(0, 10_000), penalised=st.booleans(), discrete=st.booleans(), stepped=st.booleans())
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
-def test_equals_the_paper(name, options, seed, penalised, discrete):
-    batch = draw(seed, penalised=penalised, discrete=discrete)
+def test_equals_the_paper(name, options, seed, penalised, discrete, stepped):
+    batch = draw(seed, penalised=penalised, discrete=discrete, stepped=stepped)
     batch = non_negative(batch) if name == "maxrl" else batch
     actual = advantages.find(name).estimate(batch, **options)
     expected = globals()[name](batch, **options)
@@ -201,10 +238,12 @@ def test_modules_state_what_they_take(name):
     assert set(module.OPTIONS) == set(options)
     assert set(module.NEEDS) <= {"group", "baselines", "values", "parts", "teacher"}
     assert module.PER_TOKEN in ("always", "penalised", "never")
+    batch = dataclasses.replace(batch, steps=draw(0, stepped=True).steps) if name == "turn_grpo" else batch
     varies = any(np.ptp(part) > 1e-9 for part in module.estimate(batch, **options))
     assert varies == (module.PER_TOKEN == "always")
     if name != "maxrl":  # which refuses penalties
-        varies = any(np.ptp(part) > 1e-9 for part in module.estimate(draw(0, penalised=True), **options))
+        batch = draw(0, penalised=True, stepped=name == "turn_grpo")
+        varies = any(np.ptp(part) > 1e-9 for part in module.estimate(batch, **options))
         assert varies == (module.PER_TOKEN != "never")
 
 
@@ -307,6 +346,43 @@ def test_gdpo_of_one_reward_is_grpo_and_of_scaled_ones_itself(seed, scale):
     )
     np.testing.assert_allclose(found * np.std(plain, ddof=1), plain, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(rescaled, found, rtol=1e-2, atol=1e-4)
+
+
+def test_turns_by_hand():
+    """Two responses of two turns of two tokens, rewards 1, 0 and 0, 0: mean 1/4, standard deviation 1/2."""
+    turns = [(np.array([1, 3]), np.array([1.0, 0.0])), (np.array([1, 3]), np.array([0.0, 0.0]))]
+    batch = RewardBatch(np.array([1.0, 0.0]), np.zeros(2, int), np.array([4, 4]), steps=turns)
+    first, second = advantages.find("turn_grpo").estimate(batch)
+    np.testing.assert_allclose(first, [1.0, 1.0, -0.5, -0.5], rtol=1e-5)
+    np.testing.assert_allclose(second, [-1.0, -1.0, -0.5, -0.5], rtol=1e-5)
+    # Later turns of REINFORCE++ have no share of what was earned before.
+    first, second = advantages.find("reinforce_pp").estimate(batch)
+    assert first[0] == first[1] > first[2] == first[3] == second[0] == second[3]
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 1000), penalised=st.booleans())
+def test_responses_of_one_step_have_the_advantages_of_grpo(seed, penalised):
+    batch = draw(seed, penalised=penalised)
+    found, plain = (np.concatenate(advantages.find(name).estimate(batch)) for name in ("turn_grpo", "grpo"))
+    np.testing.assert_allclose(found, plain, rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 1000))
+def test_steps_move_rewards_and_make_none(seed):
+    batch = draw(seed, penalised=True, stepped=True)
+    plain = dataclasses.replace(batch, steps=None)
+    np.testing.assert_allclose([part.sum() for part in batch.token_rewards()], plain.totals(), atol=1e-12)
+    np.testing.assert_allclose(batch.totals(), plain.totals())
+
+
+@pytest.mark.parametrize(
+    "step", [([0, 0], [1.0, 1.0]), ([2], [1.0]), ([-1], [1.0]), ([0], [np.nan]), ([0, 1], [1.0])]
+)
+def test_steps_that_are_none_are_an_error(step):
+    with pytest.raises(ValueError, match="steps of sample 0 must be ascending places in it, and finite rewards"):
+        RewardBatch(np.ones(1), np.zeros(1, int), np.array([2]), steps=[tuple(map(np.array, step))])
 
 
 def test_reinforce_pp_of_equal_rewards_is_zero():

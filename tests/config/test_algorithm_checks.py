@@ -66,6 +66,16 @@ RULES = {
         ["'algorithm.loss' is gspo", "with clip_cov_ratio differ from token to token"],
         ["algorithm.loss=gspo_token"],
     ),
+    "advantages of turns under a loss of responses": (
+        [
+            "algorithm.name=reinforce_pp",
+            "algorithm.loss=gspo",
+            "tools.environment=gymnasium",
+            "rollout.max_response_length=512",
+        ],
+        ["'algorithm.loss' is gspo", "reinforce_pp of an environment differ from token to token"],
+        ["algorithm.loss=gspo_token"],
+    ),
     "no teacher": (
         ["algorithm.name=distill"],
         ["'algorithm.advantage' is distill", "there is no teacher", "'model.reference_path'"],

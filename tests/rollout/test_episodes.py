@@ -72,6 +72,8 @@ def test_an_episode_by_hand(pool):
     assert (won.episode_return, won.num_turns, won.finish_reason) == (8.0, 3, "stop")
     assert (lucky.episode_return, lucky.num_turns, lucky.num_tool_calls) == (10.0, 1, 1)
     assert len(won.logprobs) == 6
+    assert won.turn_rewards == ((2, -1.0), (2, -1.0), (2, 10.0)) and won.turn_lengths == [2, 2, 2]
+    assert lucky.turn_rewards == ((2, 10.0),)
 
 
 def test_tokens_go_in_as_they_came_out(pool):
@@ -97,6 +99,7 @@ def test_limits_end_an_episode_with_what_it_has_earned(pool):
     assert (found[0, 0].finish_reason, found[0, 0].episode_return, found[0, 0].num_turns) == ("length", -3.0, 3)
     found, _ = run(pool, {"a": ["1", "2222222"]}, [("a?", "6")], limit=14)
     assert (found[0, 0].finish_reason, found[0, 0].episode_return) == ("length", -1.0), "half an action is none"
+    assert found[0, 0].turn_rewards == ((2, -1.0), (len(found[0, 0].logprobs) - 2, 0.0))
     found, _ = run(pool, {"a": ["1", "2"]}, [("a?", "6")], limit=8)
     assert (found[0, 0].finish_reason, len(found[0, 0].token_ids)) == ("length", 2), "no room for what it would see"
 
@@ -112,6 +115,7 @@ def test_an_environment_that_breaks_down_ends_its_episode_only(environment, acti
     with EpisodePool(environment, 1, 2.0, 1024) as pool:
         found, _ = run(pool, {"a": [action]}, [("a?", "6")])
         assert math.isnan(found[0, 0].episode_return) and found[0, 0].num_tool_failures == 1
+        assert found[0, 0].turn_rewards == ()
         assert "an episode has ended early" in capfd.readouterr().err
         found, _ = run(pool, {"b": ["6"]}, [("b?", "6")])
         assert found[0, 0].episode_return == 10.0

@@ -40,10 +40,13 @@ class RewardBatch:
     values: Sequence[np.ndarray] | None = None  # float64 [response] each: the critic's value before each token
     # The summands of the rewards: each a weight and float64 [samples], NaN where it does not apply to the prompt.
     parts: Sequence[tuple[float, np.ndarray]] | None = None
+    # What of each reward was given on the way: int, places of the last tokens of the steps, ascending, and float64,
+    # their rewards. The rest of the reward stands at the last token.
+    steps: Sequence[tuple[np.ndarray, np.ndarray]] | None = None
 
     def __post_init__(self):
         count = len(self.rewards)
-        for name in ("group_ids", "lengths", "penalties", "baselines", "values"):
+        for name in ("group_ids", "lengths", "penalties", "baselines", "values", "steps"):
             part = getattr(self, name)
             if part is not None and len(part) != count:
                 raise ValueError(f"{name} has {len(part)} entries for {count} rewards")
@@ -61,6 +64,11 @@ class RewardBatch:
                         f"{name} of sample {sample} must be {self.lengths[sample]} finite numbers, one for each token"
                     )
 
+        for sample, (ends, given) in enumerate(self.steps or ()):
+            is_placed = np.all(np.diff(ends) > 0) and np.all((ends >= 0) & (ends < self.lengths[sample]))
+            if len(ends) != len(given) or not is_placed or not np.isfinite(given).all():
+                raise ValueError(f"steps of sample {sample} must be ascending places in it, and finite rewards")
+
     def totals(self) -> np.ndarray:
         """Return the reward of each response as a whole, its penalties taken off; float64 [samples]."""
         rewards = np.asarray(self.rewards, np.float64)
@@ -69,12 +77,16 @@ class RewardBatch:
         return rewards - [penalty.sum() for penalty in self.penalties]
 
     def token_rewards(self) -> list[np.ndarray]:
-        """Return the reward of each token: its penalty, and at the last token the response's reward."""
+        """Return the reward of each token: its penalty, its step's reward, at the last token the rest of the reward."""
         result = [np.zeros(length) for length in self.lengths]
         for index, rewards in enumerate(result):
             if self.penalties is not None:
                 rewards -= self.penalties[index]
             rewards[-1] += self.rewards[index]
+            if self.steps is not None:
+                ends, given = self.steps[index]
+                rewards[-1] -= np.sum(given)
+                rewards[ends] += given
         return result
 
     def rewards_to_go(self) -> list[np.ndarray]:

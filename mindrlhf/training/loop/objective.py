@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mindrlhf.algorithms import advantages
+from mindrlhf.algorithms import advantages, policy_losses
 from mindrlhf.algorithms.advantages import RewardBatch
 from mindrlhf.algorithms.aggregation import token_weights
 from mindrlhf.algorithms.kl_control import KlController, kl_estimate
@@ -12,8 +12,9 @@ from mindrlhf.algorithms.overlong import complete, soft_punishment
 from mindrlhf.config.derived import is_corrected, is_on_policy, skips_zero_advantages
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
+from mindrlhf.errors import UserError
 from mindrlhf.rewards.selection import part_weights
-from mindrlhf.rollout.samples import Sample, reward_matrix
+from mindrlhf.rollout.samples import Sample, reward_matrix, step_rewards
 from mindrlhf.training.batch import RowOptions, make_update_batch
 from mindrlhf.training.distillation.assignment import TeacherAssignment
 from mindrlhf.training.loop.step import Step
@@ -128,6 +129,22 @@ class Objective:
             parts.append((self._algorithm.overlong_penalty, self._punishment(samples)))
         return parts
 
+    def _steps(self, samples: Sequence[Sample]) -> list[tuple[np.ndarray, np.ndarray]] | None:
+        """Return what of the rewards was given on the way; None where nothing was.
+
+        Raises:
+            UserError: the loss has one advantage for a whole response.
+        """
+        found = [step_rewards(sample, self._part_weights) for sample in samples]
+        if not any(len(ends) for ends, _ in found):
+            return None
+        if policy_losses.traits(self._algorithm.loss).constant_advantage:
+            raise UserError(
+                f"'algorithm.loss' is {self._algorithm.loss}, which treats a response as one action, but a verifier or "
+                "the environment rewards its steps: set it to gspo_token or ppo_clip"
+            )
+        return found
+
     def sequences(
         self, samples: Sequence[Sample], advantages: Sequence[np.ndarray] | None = None
     ) -> list[TokenSequence]:
@@ -219,4 +236,5 @@ class Objective:
             baselines=baselines,
             values=values,
             parts=self._parts(samples) if "parts" in self._estimator.NEEDS else None,
+            steps=None if self._estimator.PER_TOKEN == "never" else self._steps(samples),
         )

@@ -13,6 +13,7 @@ from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.training import TrainingSection
+from mindrlhf.errors import UserError
 from mindrlhf.training.loop.objective import Objective
 
 MAX_LENGTH = 10
@@ -93,6 +94,43 @@ def test_tokens_of_high_covariance_are_left_out_of_the_loss():
     logprobs = np.concatenate([one.completion.logprobs for one in SAMPLES]).astype(float)
     positive = (logprobs - logprobs.mean()) * (plain - plain.mean()) > 1e-9
     assert 0 < changed.sum() <= 12 and positive[changed].all() and not np.concatenate(found)[changed].any()
+
+
+def stepped(group, rewards, **more):
+    turns = tuple((2, reward) for reward in rewards)
+    one = sample(sum(rewards) + 1.0, 2 * len(rewards), group)
+    one = with_completion(one, turn_rewards=turns, episode_return=sum(rewards), **more)
+    return with_reward(one, parts={"environment_reward": sum(rewards), "length": 1.0})
+
+
+def in_environment(**algorithm):
+    plain = objective(**algorithm)
+    reward = RewardSection(verifier_function=("environment_reward", "length"))
+    return Objective(dataclasses.replace(plain._config, reward=reward))
+
+
+def test_turns_earn_what_came_of_them_and_what_came_later():
+    samples = [stepped(0, [3.0, -1.0]), stepped(0, [0.0])]
+    # To go: 3 - 1 + 1 before the first turn, -1 + 1 before the second, and 0 + 1; whitened over six tokens.
+    to_go = np.array([3.0, 3.0, 0.0, 0.0, 1.0, 1.0])
+    expected = (to_go - to_go.mean()) / to_go.std()
+    found = np.concatenate(in_environment(advantage="reinforce_pp").advantages(samples))
+    np.testing.assert_allclose(found, expected)
+    # Rewards of turns 3, 0 (-1 and 1 of the whole response) and 1: mean 4/3.
+    turns = np.array([3.0, 0.0, 1.0])
+    normalised = (turns - turns.mean()) / turns.std(ddof=1)
+    expected = np.repeat([normalised[0] + normalised[1], normalised[1], normalised[2]], 2)
+    found = np.concatenate(in_environment(advantage="turn_grpo").advantages(samples))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    # GRPO takes each response as a whole.
+    found = in_environment().advantages(samples)
+    np.testing.assert_allclose([part[0] for part in found], [0.5**0.5, -(0.5**0.5)], rtol=1e-5)
+
+
+def test_rewards_of_steps_need_a_loss_of_tokens():
+    with pytest.raises(UserError, match="'algorithm.loss' is gspo, which treats a response as one action"):
+        in_environment(advantage="reinforce_pp", loss="gspo").advantages([stepped(0, [1.0, 2.0])])
+    in_environment(advantage="grpo", loss="gspo").advantages([stepped(0, [1.0, 2.0])] * 2)
 
 
 def test_kl_in_the_reward():
