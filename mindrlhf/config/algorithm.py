@@ -170,6 +170,22 @@ class AlgorithmSection:
     max_oversampling: int = key(
         10, "a step with `dynamic_sampling` samples at most this many times its number of prompts", minimum=1
     )
+    rest_epochs: int = key(
+        0,
+        "epochs in which a prompt is left out whose samples were too easy or hopeless when it was last drawn; 0 leaves "
+        "none out",
+        minimum=0,
+    )
+    rest_easy: float = key(
+        1.0,
+        "a prompt is too easy from this pass rate on, the mean of what the first verifier gave",
+        minimum=0,
+        maximum=1,
+    )
+    rest_hopeless: float = key(0.0, "a prompt is hopeless up to this pass rate", minimum=0, maximum=1)
+    curriculum: str = key(
+        "", "kept column of numbers by which the prompts of the first epoch are ordered, the lowest first; empty: none"
+    )
     overlong_buffer: float = key(
         0.0,
         "last share of `rollout.max_response_length` in which longer responses lose reward, up to `overlong_penalty`; "
@@ -285,6 +301,7 @@ def algorithm_rules(config: RunConfig, given: frozenset[str]) -> Rules:
         f"'algorithm.dynamic_sampling' leaves samples over for the next step, but the loss {algorithm.loss} has no "
         "ratio that would account for the update in between: set it to false, or loss to ppo_clip"
     )
+    yield from _difficulty_rules(config)
     yield from _correction_rules(config)
     yield from _unread_rules(config, given)
 
@@ -387,6 +404,27 @@ def _level_rules(config: RunConfig) -> Rules:
     )
 
 
+def _difficulty_rules(config: RunConfig) -> Rules:
+    """Rules of prompts that rest, and of their order in the first epoch."""
+    algorithm, rests = config.algorithm, config.algorithm.rest_epochs > 0
+    yield rests and not config.reward.verifier_function, (
+        f"'algorithm.rest_epochs' is {algorithm.rest_epochs}, but reward.verifier_function names no verifier whose "
+        "rewards were pass rates: set it to 0, or name one"
+    )
+    yield rests and config.rollout.segment_tokens > 0, (
+        f"'algorithm.rest_epochs' is {algorithm.rest_epochs}, but with rollout.segment_tokens prompts are drawn before "
+        "those of earlier steps are scored: set it to 0, or segment_tokens to 0"
+    )
+    yield rests and algorithm.rest_hopeless >= algorithm.rest_easy, (
+        f"'algorithm.rest_hopeless' is {algorithm.rest_hopeless:g}, not below rest_easy = {algorithm.rest_easy:g}, so "
+        "that every prompt would rest: lower it"
+    )
+    yield algorithm.curriculum and not config.data.shuffle, (
+        f"'algorithm.curriculum' is {algorithm.curriculum}, but data.shuffle is false, which keeps the file's order: "
+        "set it to true, or remove the curriculum"
+    )
+
+
 def _correction_rules(config: RunConfig) -> Rules:
     correction, loss = config.correction, config.algorithm.loss
     ratio, weight = policy_losses.traits(loss).ratio, correction_weight(config)
@@ -445,6 +483,8 @@ def _unread(config: RunConfig) -> dict[str, str]:
         "algorithm.kl_gain": (algorithm.kl_target is not None, "an algorithm.kl_target, and there is none"),
         "algorithm.clip_cov_low": (algorithm.clip_cov_ratio > 0, "an algorithm.clip_cov_ratio above 0, not 0"),
         "algorithm.clip_cov_high": (algorithm.clip_cov_ratio > 0, "an algorithm.clip_cov_ratio above 0, not 0"),
+        "algorithm.rest_easy": (algorithm.rest_epochs > 0, "an algorithm.rest_epochs above 0, not 0"),
+        "algorithm.rest_hopeless": (algorithm.rest_epochs > 0, "an algorithm.rest_epochs above 0, not 0"),
         "algorithm.max_oversampling": (algorithm.dynamic_sampling, "algorithm.dynamic_sampling true, not false"),
         "algorithm.overlong_penalty": (algorithm.overlong_buffer > 0, "an algorithm.overlong_buffer above 0, not 0"),
         "rollout.max_segments": (is_partial, partial),

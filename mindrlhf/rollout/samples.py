@@ -14,6 +14,7 @@ from mindrlhf.errors import RunFailure
 from mindrlhf.observe.fingerprint import digest_arrays, digest_json
 from mindrlhf.observe.samples import SampleRecord
 from mindrlhf.rewards.pool import RewardPool
+from mindrlhf.rewards.registry import part_name
 from mindrlhf.rewards.selection import split_choice
 from mindrlhf.rewards.types import RewardInput, RewardResult
 from mindrlhf.rollout.types import Completion, CompletionSource, GenerationRequest, SamplingParams
@@ -255,6 +256,11 @@ def reward_matrix(samples: Iterable[Sample], num_samples: int, verifier: str = "
     """
     values = [sample.reward.parts.get(verifier, np.nan) if verifier else sample.reward.total for sample in samples]
     return np.asarray(values, np.float64).reshape(-1, num_samples)
+
+
+def pass_rates(samples: Sequence[Sample], num_samples: int, verifier: str) -> np.ndarray:
+    """Return the mean of what a verifier gave to the samples of each prompt, within 0 and 1; float64 [prompts]."""
+    return np.clip(reward_matrix(samples, num_samples, part_name(verifier)), 0.0, 1.0).mean(axis=1)
 
 
 def step_rewards(sample: Sample, weights: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray]:

@@ -76,6 +76,26 @@ RULES = {
         ["'algorithm.loss' is gspo", "reinforce_pp of an environment differ from token to token"],
         ["algorithm.loss=gspo_token"],
     ),
+    "pass rates of no verifier": (
+        ["algorithm.rest_epochs=2", "reward.verifier_function=[]", "reward.model_path=r"],
+        ["'algorithm.rest_epochs' is 2", "names no verifier"],
+        ["algorithm.rest_epochs=0"],
+    ),
+    "prompts that rest and segments": (
+        ["algorithm.rest_epochs=2", "rollout.segment_tokens=8"],
+        ["'algorithm.rest_epochs' is 2", "rollout.segment_tokens"],
+        ["rollout.segment_tokens=0"],
+    ),
+    "prompts that all rest": (
+        ["algorithm.rest_epochs=2", "algorithm.rest_easy=0.5", "algorithm.rest_hopeless=0.5"],
+        ["'algorithm.rest_hopeless' is 0.5", "every prompt would rest"],
+        ["algorithm.rest_hopeless=0.4"],
+    ),
+    "a curriculum in the file's order": (
+        ["algorithm.curriculum=level", "data.shuffle=false"],
+        ["'algorithm.curriculum' is level", "keeps the file's order"],
+        ["data.shuffle=true"],
+    ),
     "no teacher": (
         ["algorithm.name=distill"],
         ["'algorithm.advantage' is distill", "there is no teacher", "'model.reference_path'"],

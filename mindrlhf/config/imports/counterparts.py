@@ -51,6 +51,9 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "tools have no limits of their own": "tools.timeout_s tools.num_workers tools.memory_limit_mib",
         "programs run elsewhere, or without a sandbox": "sandbox.allow_weak",
         "the k is fixed": "algorithm.pass_k",
+        "prompts are drawn whatever they earn": (
+            "algorithm.rest_epochs algorithm.rest_easy algorithm.rest_hopeless algorithm.curriculum"
+        ),
         "the loss kimi is not there": "algorithm.mirror_tau",
         "settings are given one by one": "correction.preset",
         "no response is left out for one token": "correction.veto",
