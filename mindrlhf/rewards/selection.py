@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mindrlhf.config.reward import REWARD_MODEL_NAME
 from mindrlhf.errors import UserError
 from mindrlhf.rewards import registry
 
@@ -14,13 +13,6 @@ if TYPE_CHECKING:
 
 # Rewards and weights beyond it would overflow the float32 of training when they are multiplied.
 MAX_MAGNITUDE = 1e15
-
-
-def part_weights(reward: "RewardSection") -> dict[str, float]:
-    """Return the weight of each part of the reward, by the name that it is reported under."""
-    weights = reward.verifier_weight or (1.0,) * len(reward.verifier_function)
-    found = dict(zip(map(registry.part_name, reward.verifier_function), weights))
-    return found | ({REWARD_MODEL_NAME: reward.model_weight} if reward.model_path else {})
 
 
 @dataclass(frozen=True)

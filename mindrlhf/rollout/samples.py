@@ -14,7 +14,6 @@ from mindrlhf.errors import RunFailure
 from mindrlhf.observe.fingerprint import digest_arrays, digest_json
 from mindrlhf.observe.samples import SampleRecord
 from mindrlhf.rewards.pool import RewardPool
-from mindrlhf.rewards.registry import part_name
 from mindrlhf.rewards.selection import split_choice
 from mindrlhf.rewards.types import RewardInput, RewardResult
 from mindrlhf.rollout.types import Completion, CompletionSource, GenerationRequest, SamplingParams
@@ -256,36 +255,6 @@ def reward_matrix(samples: Iterable[Sample], num_samples: int, verifier: str = "
     """
     values = [sample.reward.parts.get(verifier, np.nan) if verifier else sample.reward.total for sample in samples]
     return np.asarray(values, np.float64).reshape(-1, num_samples)
-
-
-def pass_rates(samples: Sequence[Sample], num_samples: int, verifier: str) -> np.ndarray:
-    """Return the mean of what a verifier gave to the samples of each prompt, within 0 and 1; float64 [prompts]."""
-    return np.clip(reward_matrix(samples, num_samples, part_name(verifier)), 0.0, 1.0).mean(axis=1)
-
-
-def step_rewards(sample: Sample, weights: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray]:
-    """Return what of a sample's reward was given on the way: by verifiers that reward steps, or by its environment.
-
-    Args:
-        weights: of the parts of the reward, by name.
-
-    Returns:
-        Places of the last tokens of the steps, of those that the model wrote, and their weighted rewards: of its turns
-        or, where one verifier rewards tokens, of all tokens. Both are empty where the reward is of the whole.
-    """
-    completion, reward = sample.completion, sample.reward
-    given = dict(reward.steps)
-    if completion.turn_rewards and reward.parts.get("environment_reward") == completion.episode_return:
-        given["environment_reward"] = [value for _, value in completion.turn_rewards]
-    if not given:
-        return np.zeros(0, int), np.zeros(0)
-    ends = turns = np.cumsum(completion.turn_lengths) - 1
-    tokens = np.zeros(sample.num_generated)
-    for name, values in given.items():
-        places = turns if len(values) == len(turns) else np.arange(len(tokens))
-        tokens[places] += weights[name] * np.asarray(values, np.float64)
-        ends = ends if places is turns else places
-    return ends, tokens[ends]
 
 
 def sample_record(sample: Sample, step: int) -> SampleRecord:

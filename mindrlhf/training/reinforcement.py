@@ -18,7 +18,7 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.training import is_split
 from mindrlhf.data.metadata import add_generation
 from mindrlhf.data.mindrecord import PromptFile
-from mindrlhf.data.stream import DifficultyStream, PromptStream, Rest, read_levels
+from mindrlhf.data.stream import PromptStream
 from mindrlhf.debugging.dump_files import dump_dir
 from mindrlhf.evaluation.comparison import summary_text, write_summary
 from mindrlhf.evaluation.heldout import HeldOut, accuracy_verifier
@@ -47,6 +47,7 @@ from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.checkpoints.shards import export_adapter
 from mindrlhf.training.distillation.models import as_one
 from mindrlhf.training.loop.alarms import LearningAlarm
+from mindrlhf.training.loop.difficulty import difficulty_stream
 from mindrlhf.training.loop.dump import StepDump
 from mindrlhf.training.loop.guards import Guards, Observers
 from mindrlhf.training.loop.policy import Policy
@@ -307,11 +308,8 @@ def _prompt_order(config: GrpoConfig, inputs: RunInputs) -> PromptStream:
     # How many prompts such a step takes is not known before: the number of steps is what ends the run.
     is_open = config.algorithm.dynamic_sampling or config.rollout.segment_tokens > 0
     num_epochs = None if is_open else config.training.epochs
-    algorithm = config.algorithm
-    if algorithm.rest_epochs or algorithm.curriculum:
-        levels = read_levels(inputs.prompts, algorithm.curriculum) if algorithm.curriculum else None
-        rest = Rest(algorithm.rest_epochs, algorithm.rest_easy, algorithm.rest_hopeless)
-        return DifficultyStream(len(inputs.prompts), config.run.seed, config.data.shuffle, rest, levels)
+    if config.algorithm.rest_epochs or config.algorithm.curriculum:
+        return difficulty_stream(config, inputs.prompts)
     return PromptStream(len(inputs.prompts), config.run.seed, config.data.shuffle, num_epochs)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindrlhf.algorithms.advantages import clip_cov
+from mindrlhf.algorithms.clip_cov import clip_cov
 
 BOUNDS = {"low": 1.0, "high": 5.0, "seed": 7}
 

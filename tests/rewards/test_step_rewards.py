@@ -3,7 +3,7 @@
 import pytest
 
 from mindrlhf.rewards.pool import RewardPool
-from mindrlhf.rewards.selection import Selection, part_weights
+from mindrlhf.rewards.selection import Selection
 from mindrlhf.rewards.types import RewardInput, RewardResult
 
 pytestmark = pytest.mark.timeout(120)
@@ -82,6 +82,7 @@ def test_no_texts_are_made_for_verifiers_that_read_none(verifier):
 
 def test_weights_are_by_the_name_of_the_part():
     from mindrlhf.config.reward import RewardSection
+    from mindrlhf.training.loop.signals import part_weights
 
     two = RewardSection(verifier_function=("length", "a/b.py:f"), verifier_weight=(2.0, 3.0), model_path="m")
     assert part_weights(two) == {"length": 2.0, "f": 3.0, "reward_model": 1.0}

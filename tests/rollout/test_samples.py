@@ -12,8 +12,9 @@ from mindrlhf.errors import RunFailure
 from mindrlhf.images.pixels import encode_png
 from mindrlhf.observe.samples import SampleRecord
 from mindrlhf.rewards.types import RewardResult
-from mindrlhf.rollout.samples import Sampler, reward_matrix, sample_parts, sample_record, step_rewards
+from mindrlhf.rollout.samples import Sampler, reward_matrix, sample_parts, sample_record
 from mindrlhf.rollout.types import Completion, SamplingParams
+from mindrlhf.training.loop.signals import step_rewards
 
 SAMPLING = SamplingParams(max_tokens=6, stop_token_ids=(0,))
 

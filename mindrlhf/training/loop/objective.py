@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mindrlhf.algorithms import advantages, policy_losses
+from mindrlhf.algorithms import advantages
 from mindrlhf.algorithms.advantages import RewardBatch
 from mindrlhf.algorithms.aggregation import token_weights
 from mindrlhf.algorithms.kl_control import KlController, kl_estimate
@@ -12,11 +12,10 @@ from mindrlhf.algorithms.overlong import complete, soft_punishment
 from mindrlhf.config.derived import is_corrected, is_on_policy, skips_zero_advantages
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
-from mindrlhf.errors import UserError
-from mindrlhf.rewards.selection import part_weights
-from mindrlhf.rollout.samples import Sample, reward_matrix, step_rewards
+from mindrlhf.rollout.samples import Sample
 from mindrlhf.training.batch import RowOptions, make_update_batch
 from mindrlhf.training.distillation.assignment import TeacherAssignment
+from mindrlhf.training.loop.signals import clipped, reward_parts, steps_of
 from mindrlhf.training.loop.step import Step
 
 
@@ -34,7 +33,6 @@ class Objective:
         self._bypass = config.correction.bypass
         self.is_corrected = is_corrected(config)
         self._estimator = advantages.find(config.algorithm.advantage)
-        self._part_weights = part_weights(config.reward)
         self._teachers = TeacherAssignment(config)
         self.kl = KlController(config.algorithm.beta, config.algorithm.kl_target, config.algorithm.kl_gain)
         # A single update computes the log-probabilities before it changes the weights: they are the old ones.
@@ -114,36 +112,10 @@ class Objective:
         """Return the rewards that advantages are computed from, float64 [samples]."""
         rewards = np.array([sample.reward.total for sample in samples], np.float64)
         if self._algorithm.overlong_buffer:
-            rewards += self._algorithm.overlong_penalty * self._punishment(samples)
+            buffer = max(1, round(self._algorithm.overlong_buffer * self._max_length))
+            lengths = np.array([len(sample.completion.token_ids) for sample in samples])
+            rewards += self._algorithm.overlong_penalty * soft_punishment(lengths, self._max_length, buffer)
         return rewards
-
-    def _punishment(self, samples: Sequence[Sample]) -> np.ndarray:
-        buffer = max(1, round(self._algorithm.overlong_buffer * self._max_length))
-        lengths = np.array([len(sample.completion.token_ids) for sample in samples])
-        return soft_punishment(lengths, self._max_length, buffer)
-
-    def _parts(self, samples: Sequence[Sample]) -> list[tuple[float, np.ndarray]]:
-        """Return the summands of ``rewards``, each with its weight."""
-        parts = [(weight, reward_matrix(samples, 1, name)[:, 0]) for name, weight in self._part_weights.items()]
-        if self._algorithm.overlong_buffer:
-            parts.append((self._algorithm.overlong_penalty, self._punishment(samples)))
-        return parts
-
-    def _steps(self, samples: Sequence[Sample]) -> list[tuple[np.ndarray, np.ndarray]] | None:
-        """Return what of the rewards was given on the way; None where nothing was.
-
-        Raises:
-            UserError: the loss has one advantage for a whole response.
-        """
-        found = [step_rewards(sample, self._part_weights) for sample in samples]
-        if not any(len(ends) for ends, _ in found):
-            return None
-        if policy_losses.traits(self._algorithm.loss).constant_advantage:
-            raise UserError(
-                f"'algorithm.loss' is {self._algorithm.loss}, which treats a response as one action, but a verifier or "
-                "the environment rewards its steps: set it to gspo_token or ppo_clip"
-            )
-        return found
 
     def sequences(
         self, samples: Sequence[Sample], advantages: Sequence[np.ndarray] | None = None
@@ -206,12 +178,7 @@ class Objective:
         """
         options = {name: getattr(self._algorithm, name) for name in self._estimator.OPTIONS}
         found = self._estimator.estimate(self._batch(samples, penalties, baselines, values), **options)
-        if not self._algorithm.clip_cov_ratio:
-            return found
-        bounds = {"low": self._algorithm.clip_cov_low, "high": self._algorithm.clip_cov_high}
-        logprobs = [sample.completion.logprobs for sample in samples]
-        ratio, seed = self._algorithm.clip_cov_ratio, self._config.run.seed
-        return advantages.clip_cov(found, logprobs, ratio=ratio, seed=seed, **bounds)
+        return clipped(found, samples, self._config) if self._algorithm.clip_cov_ratio else found
 
     def have_gradient(self, samples: Sequence[Sample], advantages: Sequence[np.ndarray]) -> np.ndarray:
         """Return which samples of a step have a gradient, bool, where the loss has no term without advantages."""
@@ -235,6 +202,6 @@ class Objective:
             penalties=penalties,
             baselines=baselines,
             values=values,
-            parts=self._parts(samples) if "parts" in self._estimator.NEEDS else None,
-            steps=None if self._estimator.PER_TOKEN == "never" else self._steps(samples),
+            parts=reward_parts(samples, self._config) if "parts" in self._estimator.NEEDS else None,
+            steps=None if self._estimator.PER_TOKEN == "never" else steps_of(samples, self._config),
         )

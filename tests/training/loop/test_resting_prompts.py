@@ -14,10 +14,9 @@ from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.training import TrainingSection
 from mindrlhf.data.mindrecord import Prompt
-from mindrlhf.data.stream import DifficultyStream, Rest, read_levels
 from mindrlhf.errors import UserError
 from mindrlhf.observe.timing import StageTimer
-from mindrlhf.rollout.samples import pass_rates
+from mindrlhf.training.loop.difficulty import DifficultyStream, Rest, pass_rates, read_levels
 from mindrlhf.training.loop.sampling.in_step import PromptSampling
 
 # Of six prompts: hopeless, four with a lesson, easy.

@@ -18,9 +18,10 @@ from mindrlhf.data.mindrecord import Prompt, PromptFile
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.evaluation.heldout import HeldOut
 from mindrlhf.observe.timing import StageTimer
-from mindrlhf.rollout.samples import Sample, Sampler, pass_rates
+from mindrlhf.rollout.samples import Sample, Sampler
 from mindrlhf.rollout.types import Generator, SamplingParams
 from mindrlhf.training.checkpoints.run import Progress
+from mindrlhf.training.loop.difficulty import pass_rates
 from mindrlhf.training.loop.leftover import from_leftover, to_leftover
 from mindrlhf.training.loop.step import StepSamples
 

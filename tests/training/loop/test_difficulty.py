@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindrlhf.data.stream import DifficultyStream, PromptStream, Rest
+from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import UserError
+from mindrlhf.training.loop.difficulty import DifficultyStream, Rest
 
 RATES = st.sampled_from([0.0, 0.25, 0.5, 1.0, float("nan")])
 
