@@ -24,6 +24,7 @@ from mindrlhf.errors import UserError
 from mindrlhf.rollout.turn_texts import TurnTexts
 from mindrlhf.rollout.types import Completion, CompletionSource, GenerationRequest, SamplingParams
 from mindrlhf.tools.calls import ToolAnswer, ToolCall, dialect_of, parse_calls
+from mindrlhf.tools.environments import CHOICE
 from mindrlhf.tools.episodes import EpisodePool, read_step
 from mindrlhf.tools.pool import ToolPool
 
@@ -367,4 +368,14 @@ def tool_metrics(samples: Sequence["Sample"]) -> dict[str, float]:
         "tools/neutralised": float(sum(sample.completion.num_neutralised_answers for sample in samples)),
         "tools/tokens": float(sum(len(sample.completion.token_ids) - sample.num_generated for sample in samples)),
         "turns/mean": float(np.mean([sample.completion.num_turns for sample in samples])),
-    }
+    } | _returns(samples)
+
+
+def _returns(samples: Sequence["Sample"]) -> dict[str, float]:
+    """Return the mean return of each environment by name, where records choose one; episodes that broke down aside."""
+    found: dict[str, list[float]] = {}
+    for sample in samples:
+        name, earned = sample.prompt.extra.get(CHOICE), sample.completion.episode_return
+        if isinstance(name, str) and earned is not None and not math.isnan(earned):
+            found.setdefault(f"environments/{name}", []).append(earned)
+    return {name: float(np.mean(returns)) for name, returns in found.items()}

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from made_samples import make_sample, with_prompt
 from test_conversations import END, TOKENIZER, Script
 
 from mindrlhf.data.mindrecord import Prompt
@@ -13,7 +14,7 @@ from mindrlhf.rewards.selection import Selection
 from mindrlhf.rollout.conversations import ConversationLimits, Episodes, tool_metrics
 from mindrlhf.rollout.samples import Sampler
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
-from mindrlhf.tools.environments import check_environment
+from mindrlhf.tools.environments import check_columns, check_environment
 from mindrlhf.tools.episodes import EpisodePool
 
 pytestmark = pytest.mark.timeout(120)
@@ -145,7 +146,8 @@ def test_the_return_is_a_reward_like_any_other(pool):
 def test_environments_are_checked_before_the_run(tmp_path):
     (tmp_path / "half.py").write_text("class Half:\n    def reset(self, answer): ...\n")
     for name, message in (
-        ("guess", "write gymnasium, or path/to/file.py:Class"),
+        ("games/a.py:Guess, games/b.py:Guess", "two are called the same"),
+        ("guess", "write gymnasium, textarena, or path/to/file.py:Class"),
         ("gone.py:Guess", "there is no file gone.py"),
     ):
         with pytest.raises(UserError, match=message):
@@ -155,3 +157,22 @@ def test_environments_are_checked_before_the_run(tmp_path):
         check_environment("", ["environment_reward"])
     with pytest.raises(UserError, match="has no method step"):
         EpisodePool(f"{tmp_path / 'half.py'}:Half", 1, 5.0, 1024)
+
+
+def test_a_record_must_be_able_to_choose_among_several(tmp_path):
+    names = f"{tmp_path / 'a.py'}:One, {tmp_path / 'b.py'}:Two"
+    for name in "ab":
+        (tmp_path / f"{name}.py").write_text("class One: pass\nclass Two: pass\n")
+    with pytest.raises(UserError, match="has One, Two, but prompts have no column 'environment' that chooses"):
+        check_columns(names, ("level",), "prompts")
+    check_columns(names, ("environment",), "prompts")
+
+
+def test_returns_are_told_by_environment():
+    def played(name, earned):
+        one = make_sample([1], [2], episode_return=earned)
+        return with_prompt(one, extra={"environment": name} if name else {})
+
+    samples = [played("a", 1.0), played("a", 3.0), played("b", -1.0), played("b", math.nan), played("", 9.0)]
+    found = {name: value for name, value in tool_metrics(samples).items() if name.startswith("environments/")}
+    assert found == {"environments/a": 2.0, "environments/b": -1.0}
