@@ -69,6 +69,8 @@ class RewardWorker(WorkerProcess):
             sample = task.sample
             self.tasks[task.sequence] = task
             context = {name: getattr(sample, name) for name in self.reads.context}
+            if "turn_texts" in context and not sample.turn_texts:  # of a file of completions
+                context["turn_texts"] = (sample.completion,)
             columns = self.reads.of_columns(sample.extra)
             texts = (sample.completion, sample.answer)
             messages.append([task.sequence, list(task.failures), task.skipped, *texts, context, columns])

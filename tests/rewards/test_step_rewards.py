@@ -68,6 +68,11 @@ def test_one_that_may_reward_steps_may_reward_the_whole(verifier):
     assert result == RewardResult(7, {"some": 3.0}, 3.0)
 
 
+def test_a_completion_of_a_file_is_one_turn(verifier):
+    _, result = score(RewardInput(0, "abcd", "b"), verifier("by_turn"))
+    assert result.steps == {"by_turn": [4.0]} and result.total == 4.0
+
+
 def test_a_gate_is_open_where_its_steps_earned_something_together(verifier):
     names = (verifier("by_token"), verifier("by_turn"))
     for answer, expected in (("b", 5.0), ("z", -9.0)):
