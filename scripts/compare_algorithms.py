@@ -7,8 +7,9 @@
     OMP_NUM_THREADS=1 .venv/bin/python scripts/compare_algorithms.py --table schedules
 
 The tables: each algorithm's recipe; when samples are drawn (docs/async.md); all weights and adapters (docs/lora.md);
-AdamW and Muon; a model with experts that are routed anew or as the generator did (examples/experts); a teacher's
-verdict on the sampled token, its top-k tokens, and rewards (examples/distill).
+AdamW and Muon; further presets of docs/algorithms.md (three seeds each: 30 runs); a model with experts that are routed
+anew or as the generator did (examples/experts); a teacher's verdict on the sampled token, its top-k tokens, and rewards
+(examples/distill).
 One run of one rank after another. A finished run stays in its directory and is read, not repeated, the next time; when
 its config is no longer the recipe's, that is an error. A run that was broken off starts again. The Markdown table goes
 to stdout, progress to stderr.
@@ -81,7 +82,17 @@ _DISTILLATION = {
     "rewards": (_QUICKSTART, ("run.max_steps=50", "evaluation.every_steps=10")),
 }
 _OPTIMIZERS = {**_GRPO, "Muon": (_QUICKSTART, (*_SHORT, "optimizer.type=muon"))}
+# The presets that are one key away, by the quickstart's model from the same start and for as long as GRPO.
+_PRESETS = {
+    **_GRPO,
+    **{
+        name: (_QUICKSTART, (*_SHORT, f"algorithm.name={name}"))
+        for name in ("dppo", "gmpo", "luspo", "vespo", "maxrl", "gdpo", "lite_ppo", "clip_cov")
+    },
+    "off-policy mask": (_QUICKSTART, (*_SHORT, "correction.off_policy_mask=0.5")),
+}
 TABLES = {
+    "presets": _PRESETS,
     "algorithms": _ALGORITHMS,
     "schedules": _SCHEDULES,
     "adapters": _ADAPTERS,
@@ -89,7 +100,7 @@ TABLES = {
     "experts": _EXPERTS,
     "distillation": _DISTILLATION,
 }
-RECIPES = _ALGORITHMS | _SCHEDULES | _ADAPTERS | _OPTIMIZERS | _EXPERTS | _DISTILLATION
+RECIPES = _PRESETS | _ALGORITHMS | _SCHEDULES | _ADAPTERS | _OPTIMIZERS | _EXPERTS | _DISTILLATION
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ and set to 0 by a mask:
     sequence   of responses whose prod_t rho_t leaves the bounds, Liu and Li 2025
     geometric  of responses whose (prod_t rho_t)^(1/n) leaves the bounds, Liu and Li 2025
     veto       of responses with any rho_t below ``veto``, Liu and Li 2025
+    drift      of tokens of negative advantage in responses whose 1/n sum_t log(pi_rollout / pi) is above ``drift``, pi
+               being the policy as it is now: off-policy sequence masking, DeepSeek-V3.2 (arXiv:2512.02556)
 
 What the losses are divided by stays what it is without correction.
 """
@@ -30,7 +32,7 @@ MAX_LOG_RATIO = 20.0
 
 
 class RolloutCorrection(nn.Cell):
-    """Weights of the tokens; see the module. ``mask`` "none" and ``veto`` 0 leave these out.
+    """Weights of the tokens; see the module. ``mask`` "none", ``veto`` 0 and ``drift`` 0 leave these out.
 
     Args:
         weight: "none", "token" or "sequence".
@@ -38,15 +40,26 @@ class RolloutCorrection(nn.Cell):
         mask: "none", "token", "sequence" or "geometric".
         mask_low, mask_high: what is kept.
         veto: smallest ratio of a token that a response may have.
+        drift: nats per token that a bad response may have lost.
     """
 
-    def __init__(self, *, weight: str, max_weight: float, mask: str, mask_low: float, mask_high: float, veto: float):
+    def __init__(
+        self,
+        *,
+        weight: str,
+        max_weight: float,
+        mask: str,
+        mask_low: float,
+        mask_high: float,
+        veto: float,
+        drift: float = 0.0,
+    ):
         super().__init__(auto_prefix=False)
         self.weight, self.max_weight = weight, max_weight
         self.mask_mode, self.mask_low, self.mask_high = mask, mask_low, mask_high
-        self.veto = veto
+        self.veto, self.drift = veto, drift
 
-    def construct(self, old_logprobs, rollout_logprobs, mask, segment_ids):
+    def construct(self, logprobs, old_logprobs, rollout_logprobs, advantages, mask, segment_ids):
         """Return the weights, float32 [rows, length], and 1 where truncation or a mask changed them."""
         log_ratio = ops.clip_by_value((old_logprobs - rollout_logprobs) * mask, -MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = ops.exp(log_ratio)
@@ -59,6 +72,10 @@ class RolloutCorrection(nn.Cell):
         if self.veto > 0:
             refused = ops.cast(ratio < self.veto, ms.float32) * mask
             weights = weights * ops.cast(sequence_sums(refused, segment_ids) == 0, ms.float32)
+        if self.drift > 0:
+            lost = sequence_means(rollout_logprobs - logprobs, mask, segment_ids)
+            refused = ops.logical_and(lost > self.drift, advantages < 0)
+            weights = weights * (1.0 - ops.cast(refused, ms.float32))
         changed = ops.cast(weights != plain, ms.float32) * mask
         return ops.stop_gradient(weights), ops.stop_gradient(changed)
 

@@ -122,7 +122,8 @@ class PolicyLoss(Loss):
         per_token, low, high = self.surrogate(logprobs, log_ratio, advantages, mask, segment_ids, *further)
         correction, corrected, kl = mask, ops.zeros_like(mask), ops.zeros_like(mask)
         if self.correction is not None:
-            correction, corrected = self.correction(old_logprobs, rollout_logprobs, mask, segment_ids)
+            arrays = (logprobs, old_logprobs, rollout_logprobs, advantages, mask, segment_ids)
+            correction, corrected = self.correction(*arrays)
             per_token = per_token * correction
         if self.kl_estimator:
             kl = kl_per_token(logprobs, reference_logprobs, self.kl_estimator) * mask

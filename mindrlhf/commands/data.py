@@ -31,11 +31,15 @@ def register(subparsers) -> None:
     allow_json(show)
     show.add_argument("--images", metavar="DIR", help="write the images of these records there, as PNG")
     show.set_defaults(run=run_show)
-    register_get(actions, DATASETS, "fetch a data set from Hugging Face or ModelScope", "openai/gsm8k")
+    summary = "fetch a data set from Hugging Face or ModelScope, or make one of reasoning-gym or textarena"
+    examples = "openai/gsm8k, reasoning-gym:chain_sum or textarena:GuessTheNumber-v0"
+    get = register_get(actions, DATASETS, summary, examples)
+    get.add_argument("--size", type=int, default=1000, metavar="N", help="records that are made (default: 1000)")
+    get.add_argument("--seed", type=int, default=0, metavar="N", help="of the records that are made (default: 0)")
 
 
-def register_get(actions, kind: str, summary: str, example: str) -> None:
-    """Add ``get``, which fetches what is of a ``kind``."""
+def register_get(actions, kind: str, summary: str, example: str) -> argparse.ArgumentParser:
+    """Add ``get``, which fetches what is of a ``kind``, and return its parser."""
     get = actions.add_parser("get", help=summary)
     get.add_argument("name", metavar="OWNER/NAME", help=f"name on the hub, such as {example}")
     get.add_argument(
@@ -48,6 +52,7 @@ def register_get(actions, kind: str, summary: str, example: str) -> None:
     get.add_argument("--revision", default="", metavar="NAME", help="branch, tag or commit (default: the hub's)")
     get.add_argument("--output", default="", metavar="DIR", help="put it there (default: into the hub's cache)")
     get.set_defaults(run=run_get, kind=kind, says="fetching")
+    return get
 
 
 def _register_build(actions) -> None:
@@ -308,8 +313,40 @@ def run_get(arguments: argparse.Namespace) -> int:
     """Fetch a model or a data set and print its directory."""
     from mindrlhf.hub.fetch import fetch, size_bytes
 
+    if arguments.kind == DATASETS and arguments.name.startswith(("reasoning-gym:", "textarena:")):
+        return _make_tasks(arguments)
     options = {"revision": arguments.revision, "output": arguments.output}
     directory = fetch(arguments.name, arguments.kind, arguments.hub, **options)
     print(f"{arguments.name}: {size_bytes(directory) / 1e9:.2f} GB", file=sys.stderr)
     print(directory)
+    return 0
+
+
+def _make_tasks(arguments: argparse.Namespace) -> int:
+    from mindrlhf.system.files import whole_file
+    from mindrlhf.tools.environments import check_environment
+
+    package, _, name = arguments.name.partition(":")
+    if arguments.size < 1:
+        raise UserError(f"--size {arguments.size}: at least 1 record is made")
+    if package == "textarena":
+        check_environment(package)
+        from mindrlhf.tools.textarena_text import make_games as make
+
+        use = "set tools.environment to textarena and the verifier to environment_reward"
+    else:
+        from mindrlhf.rewards.verifiers.reasoning_gym import make_tasks as make
+
+        use = "score them with reasoning_gym_score"
+    path = Path(arguments.output or ".") / f"{name}-{arguments.size}-seed{arguments.seed}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path, "w") as file:
+        for record in make(name, arguments.size, arguments.seed):
+            file.write(json.dumps(record) + "\n")
+    print(
+        f"{arguments.name}: {arguments.size} records; build them with --handler map_keys --map "
+        f"question=question,answer=answer, and {use}",
+        file=sys.stderr,
+    )
+    print(path)
     return 0

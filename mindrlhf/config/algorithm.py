@@ -34,6 +34,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
     # Gao et al. 2025 (arXiv:2511.20347)
     "sapo": {"loss": "sapo", "aggregation": "sequence_mean"},
+    # Liu et al. 2026 (arXiv:2602.05261), section 5.1: GSPO whose responses count by their lengths; the constant length
+    # that `sequence_sum` divides by is a factor of the learning rate
+    "luspo": {"loss": "gspo", "aggregation": "sequence_sum", "clip_low": 2e-3, "clip_high": 2.5e-3},
+    # Zhao et al. 2025 (arXiv:2507.20673)
+    "gmpo": {"loss": "gmpo", "aggregation": "sequence_mean", "clip_low": 0.4, "clip_high": 0.4},
+    # Qi et al. 2026 (arXiv:2602.04879)
+    "dppo": {"loss": "dppo_tv", "clip_low": 0.15, "clip_high": 0.15},
+    # Shen et al. 2026 (arXiv:2602.10693)
+    "vespo": {"loss": "vespo"},
     # Ahmadian et al. 2024 (arXiv:2402.14740)
     "rloo": {
         "advantage": "rloo",
@@ -58,6 +67,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     "kimi": {"advantage": "dr_grpo", "loss": "kimi", "aggregation": "sequence_sum"},
     # Chen et al. 2025 (arXiv:2508.10751)
     "pass_at_k": {"advantage": "pass_at_k"},
+    # Process supervision of Shao et al. 2024 (arXiv:2402.03300), section 4.1.3
+    "turn_grpo": {"advantage": "turn_grpo"},
+    # Tajwar et al. 2026 (arXiv:2602.02710)
+    "maxrl": {"advantage": "maxrl", "clip_high": 0.2},
+    # Liu et al. 2026 (arXiv:2601.05242)
+    "gdpo": {"advantage": "gdpo", "clip_high": 0.2},
+    # Liu et al. 2025 (arXiv:2508.08221): vanilla PPO's loss, a mean over tokens
+    "lite_ppo": {"advantage": "lite_ppo", "clip_high": 0.2},
+    # Cui et al. 2025 (arXiv:2505.22617), section 4.2
+    "clip_cov": {"clip_high": 0.2, "clip_cov_ratio": 2e-4},
     # On-policy distillation with reverse KL, Agarwal et al. 2024 (arXiv:2306.13649); the teacher is the reference model
     "distill": {"advantage": "distill", "clip_high": 0.2, "beta": 1.0, "kl_in": "reward", "kl_estimator": "k1"},
 }
@@ -103,14 +122,33 @@ class AlgorithmSection:
     )
     loss: str = key("ppo_clip", "policy loss", choices=policy_losses.names())
     aggregation: str = key("token_mean", "how token losses become one number", choices=AGGREGATIONS)
-    clip_low: float = key(0.2, "the probability ratio is clipped below at 1 - clip_low", minimum=0, maximum=1)
-    clip_high: float = key(0.28, "the probability ratio is clipped above at 1 + clip_high", minimum=0)
+    clip_low: float = key(
+        0.2,
+        "the probability ratio is clipped below at 1 - clip_low; gmpo bounds its logarithm, dppo_tv and dppo_kl the "
+        "divergence of a token",
+        minimum=0,
+        maximum=1,
+    )
+    clip_high: float = key(0.28, "the same above, at 1 + clip_high", minimum=0)
     dual_clip: float = key(3.0, "the loss dual_clip bounds the ratio of bad tokens here", minimum=1)
     sapo_tau_positive: float = key(
         1.0, "temperature of the loss sapo where the advantage is positive", minimum=0, exclusive_minimum=True
     )
     sapo_tau_negative: float = key(1.05, "temperature of the loss sapo elsewhere", minimum=0, exclusive_minimum=True)
+    vespo_k_positive: float = key(2.0, "exponent k of the loss vespo where the advantage is positive", minimum=0)
+    vespo_lambda_positive: float = key(3.0, "decay lambda of the loss vespo where the advantage is positive", minimum=0)
+    vespo_k_negative: float = key(3.0, "exponent k of the loss vespo elsewhere", minimum=0)
+    vespo_lambda_negative: float = key(2.0, "decay lambda of the loss vespo elsewhere", minimum=0)
     mirror_tau: float = key(0.1, "weight of the square that the loss kimi holds a response with", minimum=0)
+    clip_cov_ratio: float = key(
+        0.0,
+        "share of tokens that are left out of the loss, of those whose log-probability and advantage covary most "
+        "(Clip-Cov); 0 leaves none out",
+        minimum=0,
+        maximum=1,
+    )
+    clip_cov_low: float = key(1.0, "smallest covariance of a token that may be left out", minimum=0)
+    clip_cov_high: float = key(5.0, "largest covariance of a token that may be left out", minimum=0)
     beta: float = key(0.0, "weight of the KL term against the reference model; 0 loads no reference model", minimum=0)
     kl_in: str = key("loss", "where the KL term is added", choices=("loss", "reward"))
     kl_estimator: str = key("k3", "estimate of the KL divergence per token", choices=KL_ESTIMATORS)
@@ -131,6 +169,22 @@ class AlgorithmSection:
     )
     max_oversampling: int = key(
         10, "a step with `dynamic_sampling` samples at most this many times its number of prompts", minimum=1
+    )
+    rest_epochs: int = key(
+        0,
+        "epochs in which a prompt is left out whose samples were too easy or hopeless when it was last drawn; 0 leaves "
+        "none out",
+        minimum=0,
+    )
+    rest_easy: float = key(
+        1.0,
+        "a prompt is too easy from this pass rate on, the mean of what the first verifier gave",
+        minimum=0,
+        maximum=1,
+    )
+    rest_hopeless: float = key(0.0, "a prompt is hopeless up to this pass rate", minimum=0, maximum=1)
+    curriculum: str = key(
+        "", "kept column of numbers by which the prompts of the first epoch are ordered, the lowest first; empty: none"
     )
     overlong_buffer: float = key(
         0.0,
@@ -182,6 +236,12 @@ class CorrectionSection:
     mask_low: float = key(0.5, "smallest ratio that the mask keeps", minimum=0)
     mask_high: float = key(5.0, "largest ratio that the mask keeps", minimum=0)
     veto: float = key(0.0, "leave out responses with a token whose ratio is smaller; 0 leaves none out", minimum=0)
+    off_policy_mask: float = key(
+        0.0,
+        "leave out responses of negative advantage that became less likely than when they were generated by more than "
+        "this, in nats per token; 0 leaves none out",
+        minimum=0,
+    )
     bypass: bool = key(False, "take the generator's log-probabilities for the old ones, instead of computing those")
 
 
@@ -213,6 +273,7 @@ def algorithm_rules(config: RunConfig, given: frozenset[str]) -> Rules:
     """Rules of the sections `algorithm`, `distillation` and `correction`; ``given`` are the keys the user changed."""
     algorithm = config.algorithm
     yield from _estimator_rules(algorithm)
+    yield from _shape_rules(algorithm)
     yield from _teacher_rules(config)
     yield from _kl_rules(algorithm)
     yield algorithm.sync_ref_model and algorithm.beta == 0, (
@@ -221,7 +282,11 @@ def algorithm_rules(config: RunConfig, given: frozenset[str]) -> Rules:
     yield "algorithm.ref_model_sync_steps" in given and not algorithm.sync_ref_model, (
         "'algorithm.ref_model_sync_steps' is set, but not used: set 'algorithm.sync_ref_model' to true"
     )
-    yield from _level_rules(algorithm)
+    yield from _level_rules(config)
+    yield algorithm.clip_cov_low > algorithm.clip_cov_high, (
+        f"'algorithm.clip_cov_low' is {algorithm.clip_cov_low:g}, above clip_cov_high = {algorithm.clip_cov_high:g}: "
+        "lower the one or raise the other"
+    )
     buffer = algorithm.overlong_buffer
     yield buffer and "overlong_penalty" in config.reward.verifier_function, (
         f"'algorithm.overlong_buffer' is {buffer:g}, which takes reward from long responses, and "
@@ -236,6 +301,7 @@ def algorithm_rules(config: RunConfig, given: frozenset[str]) -> Rules:
         f"'algorithm.dynamic_sampling' leaves samples over for the next step, but the loss {algorithm.loss} has no "
         "ratio that would account for the update in between: set it to false, or loss to ppo_clip"
     )
+    yield from _difficulty_rules(config)
     yield from _correction_rules(config)
     yield from _unread_rules(config, given)
 
@@ -250,6 +316,19 @@ def _estimator_rules(algorithm: AlgorithmSection) -> Rules:
     yield not is_alone and algorithm.advantage == "pass_at_k" and k >= count, (
         f"'algorithm.pass_k' is {k}, but the best of {k} can only differ within groups of more samples: set "
         f"'algorithm.num_generations' above {k} (it is {count}), or lower pass_k"
+    )
+
+
+def _shape_rules(algorithm: AlgorithmSection) -> Rules:
+    """Nothing is taken off the rewards of an estimator that reads more in them than their differences."""
+    name, takes_kl = algorithm.advantage, algorithm.kl_in == "reward" and algorithm.beta > 0
+    yield name in ("maxrl", "gdpo") and takes_kl, (
+        f"'algorithm.kl_in' is reward, but the advantages of {name} read the rewards of verifiers as they are: set it "
+        "to loss"
+    )
+    yield name == "maxrl" and algorithm.overlong_buffer > 0, (
+        f"'algorithm.overlong_buffer' is {algorithm.overlong_buffer:g}, but the advantages of maxrl divide by the mean "
+        "of successes, from which nothing may be taken: set it to 0"
     )
 
 
@@ -309,15 +388,40 @@ def _kl_rules(algorithm: AlgorithmSection) -> Rules:
     )
 
 
-def _level_rules(algorithm: AlgorithmSection) -> Rules:
+def _level_rules(config: RunConfig) -> Rules:
     """No advantages that vary within a response under a loss that has one ratio for all of it."""
+    algorithm = config.algorithm
+    by_turn = bool(config.tools.environment) and algorithm.advantage != "distill"
     per_token = advantages.find(algorithm.advantage).PER_TOKEN
     penalised = algorithm.kl_in == "reward" and algorithm.beta > 0 and not algorithm.distill_top_k
-    varies = per_token == "always" or (per_token == "penalised" and penalised)
-    why = " with KL in the reward" if per_token == "penalised" else ""
-    yield varies and algorithm.loss in ("gspo", "sequence_clip"), (
+    varies = per_token == "always" or (per_token == "penalised" and (penalised or by_turn))
+    varies |= algorithm.clip_cov_ratio > 0
+    why = (" with KL in the reward" if penalised else " of an environment") if per_token == "penalised" else ""
+    why = " with clip_cov_ratio" if algorithm.clip_cov_ratio else why
+    yield varies and policy_losses.traits(algorithm.loss).constant_advantage, (
         f"'algorithm.loss' is {algorithm.loss}, which treats a response as one action, but the advantages of "
         f"{algorithm.advantage}{why} differ from token to token: set it to gspo_token or ppo_clip"
+    )
+
+
+def _difficulty_rules(config: RunConfig) -> Rules:
+    """Rules of prompts that rest, and of their order in the first epoch."""
+    algorithm, rests = config.algorithm, config.algorithm.rest_epochs > 0
+    yield rests and not config.reward.verifier_function, (
+        f"'algorithm.rest_epochs' is {algorithm.rest_epochs}, but reward.verifier_function names no verifier whose "
+        "rewards were pass rates: set it to 0, or name one"
+    )
+    yield rests and config.rollout.segment_tokens > 0, (
+        f"'algorithm.rest_epochs' is {algorithm.rest_epochs}, but with rollout.segment_tokens prompts are drawn before "
+        "those of earlier steps are scored: set it to 0, or segment_tokens to 0"
+    )
+    yield rests and algorithm.rest_hopeless >= algorithm.rest_easy, (
+        f"'algorithm.rest_hopeless' is {algorithm.rest_hopeless:g}, not below rest_easy = {algorithm.rest_easy:g}, so "
+        "that every prompt would rest: lower it"
+    )
+    yield algorithm.curriculum and not config.data.shuffle, (
+        f"'algorithm.curriculum' is {algorithm.curriculum}, but data.shuffle is false, which keeps the file's order: "
+        "set it to true, or remove the curriculum"
     )
 
 
@@ -377,6 +481,10 @@ def _unread(config: RunConfig) -> dict[str, str]:
         "algorithm.kl_in": (algorithm.beta > 0, above_0),
         "algorithm.kl_estimator": (algorithm.beta > 0, above_0),
         "algorithm.kl_gain": (algorithm.kl_target is not None, "an algorithm.kl_target, and there is none"),
+        "algorithm.clip_cov_low": (algorithm.clip_cov_ratio > 0, "an algorithm.clip_cov_ratio above 0, not 0"),
+        "algorithm.clip_cov_high": (algorithm.clip_cov_ratio > 0, "an algorithm.clip_cov_ratio above 0, not 0"),
+        "algorithm.rest_easy": (algorithm.rest_epochs > 0, "an algorithm.rest_epochs above 0, not 0"),
+        "algorithm.rest_hopeless": (algorithm.rest_epochs > 0, "an algorithm.rest_epochs above 0, not 0"),
         "algorithm.max_oversampling": (algorithm.dynamic_sampling, "algorithm.dynamic_sampling true, not false"),
         "algorithm.overlong_penalty": (algorithm.overlong_buffer > 0, "an algorithm.overlong_buffer above 0, not 0"),
         "rollout.max_segments": (is_partial, partial),

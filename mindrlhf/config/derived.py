@@ -64,7 +64,8 @@ def skips_zero_advantages(config: RunConfig) -> bool:
 def is_corrected(config: RunConfig) -> bool:
     """Return whether the loss weighs or masks tokens for the mismatch between generator and trainer."""
     correction = config.correction
-    return correction_weight(config) != "none" or correction.mask != "none" or correction.veto > 0
+    masks = correction.mask != "none" or correction.veto > 0 or correction.off_policy_mask > 0
+    return masks or correction_weight(config) != "none"
 
 
 def reference_paths(config: RunConfig) -> tuple[str, ...]:

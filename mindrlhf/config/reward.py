@@ -58,7 +58,11 @@ class ToolSection:
         "how the model writes calls: auto takes what its chat template teaches; see docs/tools.md",
         choices=(AUTO_DIALECT, "hermes", "qwen3_coder", "glm", "deepseek", "mistral", "llama3"),
     )
-    environment: str = key("", "what it acts in, in the place of tools: gymnasium, or path/to/file.py:Class")
+    environment: str = key(
+        "",
+        "what it acts in, in the place of tools: gymnasium, textarena, or path/to/file.py:Class; several with commas "
+        "between, of which the kept column `environment` chooses",
+    )
     max_turns: int = key(4, "most turns of the model in one response, the last included", minimum=2)
     max_calls: int = key(8, "most calls in one response; further ones are answered with an error", minimum=1)
     timeout_s: float = key(5.0, "time limit of one call, in seconds", minimum=0, exclusive_minimum=True)

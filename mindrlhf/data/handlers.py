@@ -20,6 +20,7 @@ _CALLS, _THOUGHTS = ("tool_calls", "function_call"), ("reasoning_content", "thin
 MAPPED_FIELDS = ("question", "answer", "response", "rejected", "verifier", "images", "source")
 # What reward functions are given of every sample: a kept column cannot have such a name.
 SAMPLE_NAMES = ("completion", "answer", "prompt", "finish_reason", "num_tokens", "completions", "episode_return")
+SAMPLE_NAMES += ("turn_texts", "token_texts")
 # Where an image stands in a text, and under which keys data sets keep one.
 IMAGE_MARK = "<image>"
 IMAGE_KEYS = ("bytes", "image", "image_url", "url", "path", "base64")

@@ -67,7 +67,7 @@ class PromptStream:
             taken = self._order[self._position : self._position + count - len(indices)]
             indices += taken.tolist()
             self._position += len(taken)
-            if self._position == self.num_records:
+            if self._position == len(self._order):
                 self._go_to(self.epoch + 1, 0)
         return indices
 
@@ -95,7 +95,7 @@ class PromptStream:
         check_same_order(state, {name: getattr(self, name) for name in ("num_records", "seed", "shuffle")})
         epoch, position = state.get("epoch"), state.get("position")
         is_position = isinstance(epoch, int) and isinstance(position, int)
-        if not is_position or epoch < 0 or not 0 <= position < self.num_records:
+        if not is_position or epoch < 0 or not 0 <= position < len(self._order):
             raise UserError(f"cannot resume the data order: epoch {epoch}, position {position} is not a place in it")
         self._go_to(epoch, position)
 

@@ -25,6 +25,7 @@ def check_tokens_only(config: GrpoConfig, context_parallel: int) -> None:
         "'correction.weight' is sequence": (correction_weight(config) == "sequence", "token or none"),
         f"'correction.mask' is {correction.mask}": (correction.mask in ("sequence", "geometric"), "token or none"),
         f"'correction.veto' is {correction.veto:g}": (correction.veto > 0, "0"),
+        f"'correction.off_policy_mask' is {correction.off_policy_mask:g}": (correction.off_policy_mask > 0, "0"),
     }
     refuse(
         (

@@ -69,6 +69,8 @@ class RewardWorker(WorkerProcess):
             sample = task.sample
             self.tasks[task.sequence] = task
             context = {name: getattr(sample, name) for name in self.reads.context}
+            if "turn_texts" in context and not sample.turn_texts:  # of a file of completions
+                context["turn_texts"] = (sample.completion,)
             columns = self.reads.of_columns(sample.extra)
             texts = (sample.completion, sample.answer)
             messages.append([task.sequence, list(task.failures), task.skipped, *texts, context, columns])
@@ -112,6 +114,8 @@ def _is_count(name: str, number: Any) -> bool:
 
 
 def _is_outcome(outcome: Any, position: int, task: Task) -> bool:
+    if isinstance(outcome, list):
+        return math.fsum(map(abs, outcome)) <= MAX_MAGNITUDE
     if isinstance(outcome, float):
         return abs(outcome) <= MAX_MAGNITUDE
     if outcome is None:
@@ -313,10 +317,13 @@ class Dispatcher(threading.Thread):
             self.finished.put(results)
 
     def _finish(self, task: Task, outcomes: Sequence[Any]) -> tuple[int, RewardResult]:
-        parts, failures, weighted = {}, {}, []
+        parts, failures, steps, weighted = {}, {}, {}, []
         for position, (name, weight, outcome) in enumerate(zip(self._part_names, self._weights, outcomes)):
             if position in task.skipped:
                 continue
+            if isinstance(outcome, list):
+                steps[name] = outcome
+                outcome = math.fsum(outcome)
             if not isinstance(outcome, float):
                 failures[name] = outcome["failed"] if outcome else task.failures[position]
                 outcome = self._failure_value
@@ -325,7 +332,7 @@ class Dispatcher(threading.Thread):
         if failures and self._failure_log is not None:
             self._failure_log.write(task.sample, failures)
         total = math.fsum(weighted)
-        return task.sequence, RewardResult(task.sample.index, parts, total, failures)
+        return task.sequence, RewardResult(task.sample.index, parts, total, failures, steps)
 
     def _check_health(self, worker: RewardWorker) -> None:
         if not worker.is_ready and time.monotonic() - worker.started_at_s > START_LIMIT_S:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mindrlhf.errors import UserError
 from mindrlhf.rewards.dispatcher import Dispatcher, Task
 from mindrlhf.rewards.failure_log import FailureLog
-from mindrlhf.rewards.registry import COMPLETIONS, check_columns
+from mindrlhf.rewards.registry import COMPLETIONS, STEP_TEXTS, check_columns
 from mindrlhf.rewards.selection import MAX_MAGNITUDE, Selection
 from mindrlhf.rewards.types import RewardInput, RewardResult
 
@@ -91,6 +91,11 @@ class RewardPool:
     def compares(self) -> bool:
         """Whether a verifier reads ``RewardInput.completions``."""
         return any(COMPLETIONS in reads.context for reads in self._reads)
+
+    @property
+    def reads_steps(self) -> bool:
+        """Whether a verifier reads the texts of turns or of tokens."""
+        return any(name in reads.context for reads in self._reads for name in STEP_TEXTS)
 
     def take_counts(self) -> dict[str, float]:
         """Return what judges have taken since this was last asked, summed over the samples (``judges.accounting``).

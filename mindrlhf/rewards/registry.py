@@ -1,6 +1,8 @@
 """Verifiers by name: the built-in ones, and a user's own by ``path/to/file.py:function``.
 
-A verifier is ``def f(completion: str, answer: str, **context) -> float``. Of the context (``prompt``,
+A verifier is ``def f(completion: str, answer: str, **context) -> float``, or a list of floats where it rewards steps:
+one for each turn of the model, whose texts are ``turn_texts``, or for each token that it wrote, ``token_texts``; one of
+the two is a parameter then. Of the context (``prompt``,
 ``finish_reason``, ``num_tokens``) it is given the keywords that its signature names, or all of them if it takes
 ``**context``; ``completions``, the texts of all samples of the prompt, and ``episode_return``, the sum of an
 environment's rewards, only if it names them. So it is with the columns that a prompt file keeps (``Prompt.extra``): a
@@ -30,7 +32,8 @@ from mindrlhf.sandbox.signatures import declared_signature
 
 COMPLETIONS = "completions"
 # What only those get that name it: it is large, or not there in most runs.
-_BY_NAME = frozenset({COMPLETIONS, "episode_return"})
+STEP_TEXTS = ("turn_texts", "token_texts")
+_BY_NAME = frozenset({COMPLETIONS, "episode_return", *STEP_TEXTS})
 CONTEXT_KEYWORDS = tuple(name for name in SAMPLE_NAMES if name not in ("completion", "answer"))
 
 _registered: dict[str, Callable[..., float]] = {}

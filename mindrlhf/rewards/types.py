@@ -18,6 +18,8 @@ class RewardInput:
     verifiers: tuple[str, ...] = ()  # names of the chosen verifiers, for those that apply by choice only
     completions: tuple[str, ...] = ()  # of all samples of the prompt, for verifiers that compare them
     episode_return: float | None = None  # sum of an environment's rewards; NaN where it broke down; None without one
+    turn_texts: tuple[str, ...] = ()  # of the model's turns, for verifiers that read them
+    token_texts: tuple[str, ...] = ()  # of the tokens that the model wrote, for verifiers that read them
     extra: Mapping[str, Any] = field(default_factory=dict)  # kept columns of the prompt, JSON values by name
 
 
@@ -29,3 +31,5 @@ class RewardResult:
     parts: dict[str, float]  # by name of the verifiers that apply to the prompt, unweighted
     total: float  # sum of weight * part
     failures: dict[str, str] = field(default_factory=dict)  # reason, by name of the verifier that gave no value
+    # What makes up a part, by name of a verifier that rewards each turn, or each token that the model wrote.
+    steps: dict[str, list[float]] = field(default_factory=dict)

@@ -3,8 +3,8 @@
 In: first the fields of ``WorkerSettings``, then batches of samples ``[[sequence, failed positions, skipped positions,
 completion, answer, context, columns], ...]``, the last two by name. Out: first ``{"reads": [Reads of each verifier]}``
 or ``{"error": message}``, then batches of ``[[sequence, [outcome of each verifier, ...], counts], ...]``, where an
-outcome is a number, null (failed before, or skipped) or ``{"failed": reason}``, and counts say what it took
-(``judges.accounting``).
+outcome is a number, a list of them for steps, null (failed before, or skipped) or ``{"failed": reason}``, and counts
+say what it took (``judges.accounting``).
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import Any
 
 from mindrlhf.errors import UserError
 from mindrlhf.rewards.judges import accounting
-from mindrlhf.rewards.registry import Verifier, resolve
+from mindrlhf.rewards.registry import STEP_TEXTS, Verifier, resolve
 from mindrlhf.rewards.selection import MAX_MAGNITUDE
 from mindrlhf.sandbox.worker import PoolConnection
 
@@ -81,15 +81,18 @@ def _score_batch(
     pool.send(finished)
 
 
-def _is_open(outcome: float | dict[str, str] | None) -> bool:
-    return isinstance(outcome, float) and outcome > 0
+def _is_open(outcome: float | list[float] | dict[str, str] | None) -> bool:
+    return math.fsum(outcome) > 0 if isinstance(outcome, list) else isinstance(outcome, float) and outcome > 0
 
 
-def _outcome(verifier: Verifier, sample: list[Any]) -> float | dict[str, str]:
+def _outcome(verifier: Verifier, sample: list[Any]) -> float | list[float] | dict[str, str]:
     try:
         value = verifier(*sample)
     except BaseException as error:  # SystemExit too: a verifier must not end its worker
         return {"failed": f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]}
+    steps = [len(sample[2][name]) for name in STEP_TEXTS if name in verifier.reads.context]
+    if steps and isinstance(value, (list, tuple)):
+        return _step_outcome(value, steps)
     try:
         # NumPy scalars are converted; text that happens to spell a number is not a reward.
         reward = math.nan if isinstance(value, (str, bytes)) else float(value)
@@ -98,6 +101,18 @@ def _outcome(verifier: Verifier, sample: list[Any]) -> float | dict[str, str]:
     if abs(reward) <= MAX_MAGNITUDE:
         return reward
     return {"failed": f"returned {_describe(value)}, which is no finite number"}
+
+
+def _step_outcome(values: Sequence[Any], allowed: Sequence[int]) -> list[float] | dict[str, str]:
+    if len(values) not in allowed:
+        return {"failed": f"returned {len(values)} numbers for {' or '.join(map(str, allowed))} turns or tokens"}
+    try:
+        rewards = [math.nan if isinstance(value, (str, bytes)) else float(value) for value in values]
+    except Exception:
+        rewards = [math.nan]
+    if math.fsum(map(abs, rewards)) <= MAX_MAGNITUDE:
+        return rewards
+    return {"failed": f"returned {_describe(values)}, which are no finite numbers"}
 
 
 def _describe(value: Any) -> str:

@@ -24,6 +24,7 @@ from mindrlhf.errors import UserError
 from mindrlhf.rollout.turn_texts import TurnTexts
 from mindrlhf.rollout.types import Completion, CompletionSource, GenerationRequest, SamplingParams
 from mindrlhf.tools.calls import ToolAnswer, ToolCall, dialect_of, parse_calls
+from mindrlhf.tools.environments import CHOICE
 from mindrlhf.tools.episodes import EpisodePool, read_step
 from mindrlhf.tools.pool import ToolPool
 
@@ -106,6 +107,7 @@ class _Conversation:
     end: str | None = None  # of the last turn, see ``TurnTexts.end_of``
     episode: int | None = None  # number of it among all episodes
     episode_return: float | None = None
+    step_rewards: list[float] = field(default_factory=list)  # of the environment, for each action
 
     @classmethod
     def taken_up(cls, request: GenerationRequest) -> "_Conversation":
@@ -178,10 +180,18 @@ class _Conversation:
             num_tool_failures=self.num_failures,
             num_malformed_calls=self.num_malformed,
             episode_return=self.episode_return,
+            turn_rewards=self._turn_rewards(),
             num_neutralised_answers=self.num_neutralised,
             spans=self.spans,
             experts=self.experts,
         )
+
+    def _turn_rewards(self) -> tuple[tuple[int, float], ...]:
+        """Of an episode; a turn that was no action has earned nothing."""
+        if self.episode_return is None or math.isnan(self.episode_return):
+            return ()
+        lengths = map(len, self.logprobs)
+        return tuple(itertools.zip_longest(lengths, self.step_rewards, fillvalue=0.0))
 
 
 class Conversations:
@@ -407,6 +417,7 @@ class Episodes(Conversations):
             print(f"mindrlhf: an episode has ended early: {step.failure[:500]}", file=sys.stderr, flush=True)
             return "stop"
         conversation.episode_return += step.reward
+        conversation.step_rewards.append(step.reward)
         if step.is_over:
             return "stop"
         if conversation.num_turns >= self._limits.max_turns:
@@ -485,4 +496,14 @@ def tool_metrics(samples: Sequence["Sample"]) -> dict[str, float]:
         "tools/neutralised": float(sum(sample.completion.num_neutralised_answers for sample in samples)),
         "tools/tokens": float(sum(len(sample.completion.token_ids) - sample.num_generated for sample in samples)),
         "turns/mean": float(np.mean([sample.completion.num_turns for sample in samples])),
-    }
+    } | _returns(samples)
+
+
+def _returns(samples: Sequence["Sample"]) -> dict[str, float]:
+    """Return the mean return of each environment by name, where records choose one; episodes that broke down aside."""
+    found: dict[str, list[float]] = {}
+    for sample in samples:
+        name, earned = sample.prompt.extra.get(CHOICE), sample.completion.episode_return
+        if isinstance(name, str) and earned is not None and not math.isnan(earned):
+            found.setdefault(f"environments/{name}", []).append(earned)
+    return {name: float(np.mean(returns)) for name, returns in found.items()}

@@ -134,6 +134,8 @@ class Sampler:
             texts[place] = self._tokenizer.decode(completion.token_ids.tolist())
             if self._rewards is not None:
                 waiting = self._reward_input(place, completion, texts[place], prompts, records)
+                if self._rewards.reads_steps:
+                    waiting = dataclasses.replace(waiting, **self._step_texts(completion))
                 self._submit(waiting, unscored, num_samples)
         if self._rewards is not None:
             with timeline.span("waiting for the verifiers"):
@@ -183,6 +185,15 @@ class Sampler:
             completions = tuple(other.completion for other in sorted(group, key=lambda other: other.index))
             for member in unscored.pop(one.index // num_samples):
                 self._rewards.submit(dataclasses.replace(member, completions=completions))
+
+    def _step_texts(self, completion: Completion) -> dict[str, tuple[str, ...]]:
+        """The texts of what a verifier may reward apart, special tokens included."""
+        ids = completion.token_ids if completion.is_generated is None else completion.token_ids[completion.is_generated]
+        turns = np.split(ids, np.cumsum(completion.turn_lengths)[:-1])
+        return {
+            name: tuple(self._tokenizer.decode(part.tolist(), skip_special_tokens=False) for part in parts)
+            for name, parts in (("turn_texts", turns), ("token_texts", ids.reshape(-1, 1)))
+        }
 
     def token_values(self, sample: Sample, values: Mapping[str, np.ndarray]) -> dict[str, list]:
         """Return the response token by token, as ``SampleRecord.tokens`` has it.

@@ -78,6 +78,15 @@ class Completion:
     # but the last, which it never read; None where it does not say.
     experts: np.ndarray | None = None
     episode_return: float | None = None  # sum of an environment's rewards; NaN where it broke down; None without one
+    turn_rewards: tuple[tuple[int, float], ...] = ()  # of an environment: (tokens that the model wrote, reward) by turn
+
+    @property
+    def turn_lengths(self) -> list[int]:
+        """Tokens that the model wrote in each of its turns."""
+        if self.turn_rewards or self.is_generated is None:
+            return [length for length, _ in self.turn_rewards] or [len(self.token_ids)]
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], self.is_generated.astype(np.int8), [0]])))
+        return (edges[1::2] - edges[::2]).tolist()
 
 
 class Cancelled(Exception):

@@ -1,4 +1,4 @@
-"""Environments that a model acts in, one episode for each response: a user's class, or one of gymnasium.
+"""Environments that a model acts in, one episode for each response: a user's class, or one of a package.
 
 A class given as ``path/to/file.py:Class`` is made anew for each episode and has
 
@@ -8,6 +8,9 @@ A class given as ``path/to/file.py:Class`` is made anew for each episode and has
 - ``step(self, action: str) -> tuple[str, float, bool]``: what the model sees next, the reward of its action, and
   whether the episode is over.
 - ``close(self)``, if it has anything to give back.
+
+Where a run has several, separated by commas, the column ``environment`` of a record says which is its own: the name of
+the package or of the class.
 
 Episodes live in tool processes, which call them by the functions of ``episode_tools``.
 """
@@ -23,44 +26,72 @@ from mindrlhf.sandbox.signatures import declared_signature
 from mindrlhf.tools.loading import load_named
 
 PREFIX = "environment:"  # of what tool processes are told
-GYMNASIUM = "gymnasium"
+# Package -> the module and the class that tell its environments in words.
+PACKAGES = {
+    "gymnasium": ("mindrlhf.tools.gymnasium_text", "GymnasiumText"),
+    "textarena": ("mindrlhf.tools.textarena_text", "TextArenaText"),
+}
+CHOICE = "environment"  # the column that chooses
 # As JSON, an answer of a tool process is never cut: a character takes six at the most.
 MAX_OBSERVATION_CHARS = 3000
 MAX_REWARD = 1e15
 
 
-def check_environment(name: str, verifiers: Sequence[str] = ()) -> None:
-    """Check what can be known without running a user's file; ``name`` is empty where there is no environment.
+def split_names(names: str) -> dict[str, str]:
+    """Return the environments of ``tools.environment`` by what a record calls them."""
+    return {name.rpartition(":")[2]: name for name in map(str.strip, names.split(",")) if name}
+
+
+def check_environment(names: str, verifiers: Sequence[str] = ()) -> None:
+    """Check what can be known without running a user's file; ``names`` is empty where there is no environment.
 
     Raises:
-        UserError: no such file, gymnasium is not installed, or a verifier needs an environment and there is none.
+        UserError: no such file, a package is not installed, two are called the same, or a verifier needs an environment
+            and there is none.
     """
-    if not name:
-        if "environment_reward" in verifiers:
-            raise UserError("verifier environment_reward needs 'tools.environment': set it, or leave the verifier out")
-        return
-    if name == GYMNASIUM:
-        if importlib.util.find_spec("gymnasium") is None:
-            raise UserError("environment 'gymnasium' is not installed: python -m pip install 'mindrlhf[environments]'")
+    if not names and "environment_reward" in verifiers:
+        raise UserError("verifier environment_reward needs 'tools.environment': set it, or leave the verifier out")
+    found = split_names(names)
+    if len(found) < len([name for name in names.split(",") if name.strip()]):
+        raise UserError(f"environments '{names}': two are called the same, so that no record could choose; rename one")
+    for name in found.values():
+        _check_one(name)
+
+
+def _check_one(name: str) -> None:
+    if name in PACKAGES:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"environment '{name}' is not installed: python -m pip install 'mindrlhf[environments]'")
         return
     path, colon, class_name = name.rpartition(":")
     if not colon or not class_name.isidentifier():
-        raise UserError(f"environment '{name}': write gymnasium, or path/to/file.py:Class")
+        raise UserError(f"environment '{name}': write {', '.join(PACKAGES)}, or path/to/file.py:Class")
     if not Path(path).is_file():
         raise UserError(f"environment '{name}': there is no file {path}")
 
 
-def check_columns(name: str, columns: Collection[str], where: str) -> None:
-    """Check that ``reset`` of a user's environment gets a value for each parameter; the file is read, not run.
+def check_columns(names: str, columns: Collection[str], where: str) -> None:
+    """Check that ``reset`` of users' environments gets a value for each parameter; the files are read, not run.
 
     Args:
-        name: the environment, "" for none.
+        names: the environments, "" for none.
         columns: names of the columns that the prompts keep.
         where: whose columns they are, for messages.
 
     Raises:
-        UserError: one has none, and no default.
+        UserError: one has none, and no default; or there are several, and nothing chooses.
     """
+    found = split_names(names)
+    if len(found) > 1 and CHOICE not in columns:
+        raise UserError(
+            f"'tools.environment' has {', '.join(found)}, but {where} have no column '{CHOICE}' that chooses: keep it "
+            f"with 'mindrlhf data build --keep {CHOICE}', or name one environment"
+        )
+    for name in found.values():
+        _check_reset(name, columns, where)
+
+
+def _check_reset(name: str, columns: Collection[str], where: str) -> None:
     path, _, class_name = name.rpartition(":")
     signature = declared_signature(Path(path), f"{class_name}.reset") if path else None
     for parameter in [*signature.parameters.values()][2:] if signature else ():  # after self and the answer
@@ -73,36 +104,40 @@ def check_columns(name: str, columns: Collection[str], where: str) -> None:
             )
 
 
-def episode_tools(name: str) -> dict[str, Callable[..., Any]]:
-    """Return the functions by which a tool process runs episodes of an environment: reset, step and end.
+def episode_tools(names: str) -> dict[str, Callable[..., Any]]:
+    """Return the functions by which a tool process runs episodes of environments: reset, step and end.
 
     Raises:
         UserError: as ``check_environment``; a file that does not load, or a class without the methods.
     """
-    check_environment(name)
-    if name == GYMNASIUM:
-        from mindrlhf.tools.gymnasium_text import GymnasiumText as environment
-    else:
-        path, _, class_name = name.rpartition(":")
-        environment = load_named(Path(path), class_name)
-        missing = [method for method in ("reset", "step") if not callable(getattr(environment, method, None))]
-        if missing:
-            raise UserError(f"environment '{name}' has no method {missing[0]}(self, ...)")
-    episodes = _Episodes(environment)
+    check_environment(names)
+    episodes = _Episodes({label: _load(name) for label, name in split_names(names).items()})
     return {"reset": episodes.reset, "step": episodes.step, "end": episodes.end}
+
+
+def _load(name: str) -> Callable[[], Any]:
+    if name in PACKAGES:
+        module, class_name = PACKAGES[name]
+        return getattr(importlib.import_module(module), class_name)
+    path, _, class_name = name.rpartition(":")
+    environment = load_named(Path(path), class_name)
+    missing = [method for method in ("reset", "step") if not callable(getattr(environment, method, None))]
+    if missing:
+        raise UserError(f"environment '{name}' has no method {missing[0]}(self, ...)")
+    return environment
 
 
 class _Episodes:
     """The episodes under way in one process, by number."""
 
-    def __init__(self, environment: Callable[[], Any]):
-        self._environment = environment
+    def __init__(self, environments: Mapping[str, Callable[[], Any]]):
+        self._environments = environments
         self._running: dict[int, Any] = {}
         self._failures: dict[int, str] = {}  # why an episode did not begin
 
     def reset(self, episode: int, answer: str, extra: Mapping[str, Any]) -> None:
         try:
-            environment = self._environment()
+            environment = self._choose(extra)()
             text, *own = inspect.signature(environment.reset).parameters.values()
             takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in own)
             names = {*extra} if takes_all else {parameter.name for parameter in own}
@@ -111,6 +146,15 @@ class _Episodes:
             self._failures[episode] = f"{type(error).__name__}: {error}"
             raise
         self._running[episode] = environment
+
+    def _choose(self, extra: Mapping[str, Any]) -> Callable[[], Any]:
+        """Return the class of a record's environment."""
+        if len(self._environments) == 1:
+            return next(iter(self._environments.values()))
+        chosen = extra.get(CHOICE)
+        if chosen not in self._environments:
+            raise ValueError(f"the record chooses {chosen!r}, and there are {', '.join(self._environments)}")
+        return self._environments[chosen]
 
     def step(self, episode: int, action: str) -> list[Any]:
         """Return observation, reward and whether the episode is over."""

@@ -76,6 +76,56 @@ def kimi(logp, frozen, old, advantages, mirror_tau):
     return losses
 
 
+def dppo_tv(logp, frozen, old, advantages, clip_low, clip_high):
+    losses = []
+    for new, here, before, advantage in zip(logp, frozen, old, advantages):
+        distance = abs(np.exp(here) - np.exp(before))
+        leaves = (advantage > 0 and here > before and distance > clip_high) or (
+            advantage < 0 and here < before and distance > clip_low
+        )
+        losses.append(0.0 if leaves else -np.exp(new - before) * advantage)
+    return np.array(losses)
+
+
+def dppo_kl(logp, frozen, old, advantages, clip_low, clip_high):
+    losses = []
+    for new, here, before, advantage in zip(logp, frozen, old, advantages):
+        mu, pi = np.array([np.exp(before), 1 - np.exp(before)]), np.array([np.exp(here), 1 - np.exp(here)])
+        divergence = (mu * np.log(mu / pi)).sum()  # KL of two Bernoulli distributions
+        leaves = divergence > (clip_high if advantage > 0 else clip_low)
+        leaves &= (here > before) == (advantage > 0) and here != before
+        losses.append(0.0 if leaves else -np.exp(new - before) * advantage)
+    return np.array(losses)
+
+
+def gmpo(logp, frozen, old, advantages, clip_low, clip_high):
+    # As the paper writes it, with powers of the sign s of A: (prod_t min(w^s, clip(w^s))^s)^(1/n) A
+    advantage, product = advantages[0], 1.0
+    sign = 1 if advantage > 0 else -1
+    bound = np.exp(clip_high if sign > 0 else clip_low)
+    for new, before in zip(logp, old):
+        powered = (np.exp(new) / np.exp(before)) ** sign
+        product *= min(powered, np.clip(powered, 1 / bound, bound)) ** sign
+    return np.full(len(logp), -(product ** (1 / len(logp))) * advantage)
+
+
+def vespo(
+    logp, frozen, old, advantages, vespo_k_positive, vespo_lambda_positive, vespo_k_negative, vespo_lambda_negative
+):
+    ratio = np.prod(np.exp(frozen) / np.exp(old))
+    is_good = advantages[0] >= 0
+    k = vespo_k_positive if is_good else vespo_k_negative
+    decay = vespo_lambda_positive if is_good else vespo_lambda_negative
+    return -(ratio**k) * np.exp(decay * (1 - ratio)) * advantages * logp
+
+
+def luspo(logp, old, advantages, clip_low, clip_high):
+    """The loss of one response as arXiv:2602.05261 writes it: GSPO's, times its length."""
+    ratio = np.exp((logp - old).mean())
+    advantage = advantages[0]
+    return -len(logp) * min(ratio * advantage, np.clip(ratio, 1 - clip_low, 1 + clip_high) * advantage)
+
+
 def kl(estimator, logp, reference):
     log_quotient = logp - reference  # log(pi / pi_ref)
     quotient = np.exp(reference) / np.exp(logp)  # pi_ref / pi
@@ -97,8 +147,11 @@ def aggregate(losses, mode, max_length, kept=None):
     return np.mean([part.sum() / max_length for part in chosen])
 
 
-def correction(old, rollout, weight="none", max_weight=2.0, mask="none", mask_low=0.5, mask_high=2.0, veto=0.0):
-    """The weight of each token of one response, written with probabilities."""
+def correction(
+    item, old, weight="none", max_weight=2.0, mask="none", mask_low=0.5, mask_high=2.0, veto=0.0, drift=0.0
+):
+    """The weight of each token of a response under the old log-probs ``old``, written with probabilities."""
+    rollout, here, advantages = item.rollout, item.logprobs, item.advantages
     ratio = np.exp(old) / np.exp(rollout)
     product, mean = np.prod(ratio), np.prod(ratio) ** (1 / len(ratio))
     weights = {"none": np.ones_like(ratio), "token": ratio, "sequence": np.full_like(ratio, product)}[weight]
@@ -108,4 +161,8 @@ def correction(old, rollout, weight="none", max_weight=2.0, mask="none", mask_lo
         weights = np.where((measure >= mask_low) & (measure <= mask_high), weights, 0.0)
     if veto and (ratio < veto).any():
         weights = np.zeros_like(weights)
+    if drift:
+        # M of arXiv:2512.02556: the mean log-quotient of the response, and the sign of each token's advantage
+        divergence = sum(before - now for before, now in zip(rollout, here)) / len(here)
+        weights = np.where((advantages < 0) & (divergence > drift), 0.0, weights)
     return weights

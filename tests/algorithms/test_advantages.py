@@ -1,5 +1,6 @@
 """Every advantage estimator against float64 references written from the papers, one group or token at a time."""
 
+import dataclasses
 import itertools
 import math
 import statistics
@@ -13,9 +14,16 @@ from mindrlhf.algorithms import advantages
 from mindrlhf.algorithms.advantages import RewardBatch
 from mindrlhf.algorithms.advantages.gae import discounted_sums
 from mindrlhf.algorithms.advantages.pass_at_k import group_advantages
+from mindrlhf.errors import UserError
 
 
-def draw(seed: int, *, penalised: bool = False, sizes=(4, 3, 1, 5), discrete: bool = False) -> RewardBatch:
+def draw_steps(stream, lengths):
+    for length in lengths:
+        ends = np.flatnonzero(stream.integers(0, 2, length))
+        yield ends, stream.standard_normal(len(ends))
+
+
+def draw(seed: int, *, penalised=False, sizes=(4, 3, 1, 5), discrete=False, stepped=False) -> RewardBatch:
     """Return ragged groups, their samples mixed, with everything that any estimator takes."""
     stream = np.random.default_rng(seed)
     group_ids = stream.permutation(np.repeat(np.arange(len(sizes)) * 7 + 2, sizes))
@@ -28,7 +36,18 @@ def draw(seed: int, *, penalised: bool = False, sizes=(4, 3, 1, 5), discrete: bo
         penalties=[0.1 * stream.standard_normal(length) for length in lengths] if penalised else None,
         baselines=stream.standard_normal(count),
         values=[stream.standard_normal(length) for length in lengths],
+        # One that applies to every prompt, and one that does not to the second group's.
+        parts=[
+            (1.0, stream.integers(0, 2, count).astype(float)),
+            (-0.5, np.where(group_ids == 9, np.nan, stream.standard_normal(count))),
+        ],
+        steps=list(draw_steps(stream, lengths)) if stepped else None,
     )
+
+
+def non_negative(batch):
+    """The batch with rewards and without penalties that make one negative."""
+    return dataclasses.replace(batch, rewards=np.abs(batch.rewards), penalties=None)
 
 
 def totals(batch):
@@ -65,11 +84,7 @@ def rloo(batch):
 
 
 def to_go(batch):
-    result = []
-    for index, reward in enumerate(batch.rewards):
-        penalty = batch.penalties[index] if batch.penalties else np.zeros(batch.lengths[index])
-        result.append([reward - math.fsum(penalty[start:]) for start in range(batch.lengths[index])])
-    return result
+    return [[math.fsum(part[start:]) for start in range(len(part))] for part in token_rewards(batch)]
 
 
 def whiten(nested):
@@ -95,8 +110,7 @@ def gae(batch, gamma=0.9, gae_lambda=0.8, whiten_advantages=True):
     result = []
     for index, values in enumerate(batch.values):
         length = batch.lengths[index]
-        penalty = batch.penalties[index] if batch.penalties else np.zeros(length)
-        rewards = [-penalty[t] + (batch.rewards[index] if t == length - 1 else 0.0) for t in range(length)]
+        rewards = token_rewards(batch)[index]
         following = [*values[1:], 0.0]
         deltas = [rewards[t] + gamma * following[t] - values[t] for t in range(length)]
         result.append(
@@ -129,6 +143,68 @@ def distill(batch, distill_reward_weight=0.0):
     return result
 
 
+def lite_ppo(batch):
+    std = statistics.stdev(totals(batch))
+    return [[value / (std + 1e-6) for value in part] for part in dr_grpo(batch)]
+
+
+def maxrl(batch):
+    rewards, result = totals(batch), []
+    for index, reward in enumerate(rewards):
+        group = [rewards[other] for other in siblings(batch, index)]
+        mean = statistics.fmean(group)
+        is_flat = mean < 1e-8 or max(group) - min(group) < 1e-8
+        result.append([0.0 if is_flat else reward / mean - 1] * batch.lengths[index])
+    return result
+
+
+def gdpo(batch):
+    """Each part by GRPO's own formula, weighted, over the standard deviation of the sums."""
+    sums = [0.0] * len(batch.rewards)
+    for weight, values in batch.parts:
+        for index, value in enumerate(values):
+            group = [values[other] for other in siblings(batch, index)]
+            if not any(map(math.isnan, group)) and len(group) > 1 and statistics.stdev(group) > 1e-8:
+                sums[index] += weight * (value - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6)
+    mean, std = statistics.fmean(sums), statistics.stdev(sums)
+    return [[(value - mean) / (std + 1e-6)] * length for value, length in zip(sums, batch.lengths)]
+
+
+def token_rewards(batch):
+    """Penalties, rewards of steps where they end, and what is left at the last token."""
+    result = []
+    for index, length in enumerate(batch.lengths):
+        rewards = [-value for value in batch.penalties[index]] if batch.penalties else [0.0] * length
+        ends, given = batch.steps[index] if batch.steps else ((), ())
+        rewards[-1] += batch.rewards[index] - math.fsum(given)
+        for end, value in zip(ends, given):
+            rewards[end] += value
+        result.append(rewards)
+    return result
+
+
+def turn_grpo(batch):
+    """R as the paper lists it: the rewards of the steps of all responses of a group, a step being tokens in a row."""
+    steps = []
+    for index, rewards in enumerate(token_rewards(batch)):
+        ends = sorted({*(batch.steps[index][0] if batch.steps else ()), batch.lengths[index] - 1})
+        starts = [0, *(end + 1 for end in ends[:-1])]
+        steps.append([(end, math.fsum(rewards[start : end + 1])) for start, end in zip(starts, ends)])
+    result = []
+    for index in range(len(batch.rewards)):
+        every = [reward for other in siblings(batch, index) for _, reward in steps[other]]
+        std = statistics.stdev(every) if len(every) > 1 else 0.0
+        scale = 0.0 if std <= 1e-8 else 1 / (std + 1e-6)
+        mean = statistics.fmean(every)
+        result.append(
+            [
+                math.fsum((reward - mean) * scale for end, reward in steps[index] if end >= token)
+                for token in range(batch.lengths[index])
+            ]
+        )
+    return result
+
+
 OPTIONS = {
     "distill": [{"distill_reward_weight": 0.0}, {"distill_reward_weight": 0.5}],
     "grpo": [{"scale_rewards": True}, {"scale_rewards": False}],
@@ -142,10 +218,11 @@ CASES = [(name, options) for name in advantages.names() for options in OPTIONS.g
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10_000), penalised=st.booleans(), discrete=st.booleans())
+@given(seed=st.integers(0, 10_000), penalised=st.booleans(), discrete=st.booleans(), stepped=st.booleans())
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
-def test_equals_the_paper(name, options, seed, penalised, discrete):
-    batch = draw(seed, penalised=penalised, discrete=discrete)
+def test_equals_the_paper(name, options, seed, penalised, discrete, stepped):
+    batch = draw(seed, penalised=penalised, discrete=discrete, stepped=stepped)
+    batch = non_negative(batch) if name == "maxrl" else batch
     actual = advantages.find(name).estimate(batch, **options)
     expected = globals()[name](batch, **options)
     assert [part.dtype for part in actual] == [np.float64] * len(batch.rewards)
@@ -156,21 +233,24 @@ def test_equals_the_paper(name, options, seed, penalised, discrete):
 @pytest.mark.parametrize("name", advantages.names())
 def test_modules_state_what_they_take(name):
     module = advantages.find(name)
-    batch = draw(0)
+    batch = non_negative(draw(0))
     options = {key: value for case, values in CASES if case == name for key, value in values.items()}
     assert set(module.OPTIONS) == set(options)
-    assert set(module.NEEDS) <= {"group", "baselines", "values", "teacher"}
+    assert set(module.NEEDS) <= {"group", "baselines", "values", "parts", "teacher"}
     assert module.PER_TOKEN in ("always", "penalised", "never")
+    batch = dataclasses.replace(batch, steps=draw(0, stepped=True).steps) if name == "turn_grpo" else batch
     varies = any(np.ptp(part) > 1e-9 for part in module.estimate(batch, **options))
     assert varies == (module.PER_TOKEN == "always")
-    varies = any(np.ptp(part) > 1e-9 for part in module.estimate(draw(0, penalised=True), **options))
-    assert varies == (module.PER_TOKEN != "never")
+    if name != "maxrl":  # which refuses penalties
+        batch = draw(0, penalised=True, stepped=name == "turn_grpo")
+        varies = any(np.ptp(part) > 1e-9 for part in module.estimate(batch, **options))
+        assert varies == (module.PER_TOKEN != "never")
 
 
 def batch_of(*groups, length=3):
     rewards = np.concatenate(groups).astype(float)
     ids = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-    return RewardBatch(rewards, ids, np.full(len(rewards), length))
+    return RewardBatch(rewards, ids, np.full(len(rewards), length), parts=[(1.0, rewards)])
 
 
 def firsts(parts):
@@ -210,6 +290,7 @@ def test_pass_at_k_is_the_closed_form_of_the_paper_for_right_and_wrong():
 @pytest.mark.parametrize("value", [0.0, 0.3, -5.0, 1e6])
 def test_groups_without_signal_give_exactly_zero(name, value):
     """All equal, up to rounding, and of one sample; beside a group that has a signal."""
+    value = abs(value) if name == "maxrl" else value
     options = {"pass_k": 2} if name == "pass_at_k" else {}
     estimate = advantages.find(name).estimate
     plain = batch_of([value] * 4, [value], [value, value + 1e-16])
@@ -221,13 +302,98 @@ def test_groups_without_signal_give_exactly_zero(name, value):
     np.testing.assert_allclose(beside[:4] + beside[8:], 0.0, atol=1e-12)
 
 
+def test_newer_estimators_by_hand():
+    batch = batch_of([1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0])
+    # Means 1/4 and 1/2: a success of the harder prompt counts 3, of the easier one 1.
+    np.testing.assert_allclose(firsts(advantages.find("maxrl").estimate(batch)), [3, -1, -1, -1, 1, 1, -1, -1])
+    # Eight rewards, three of them 1: variance (3 * 25 + 5 * 9) / 64 / 7 = 15 / 56.
+    expected = np.array([0.75, -0.25, -0.25, -0.25, 0.5, 0.5, -0.5, -0.5]) / (15 / 56) ** 0.5
+    np.testing.assert_allclose(firsts(advantages.find("lite_ppo").estimate(batch)), expected, rtol=1e-5)
+
+
+def test_maxrl_weighs_a_right_sample_by_the_number_of_right_ones():
+    """But for the control variate, every right sample of a group has 1 / K, K of them: the estimator of the paper."""
+    for right in range(1, 9):
+        group = np.array([1.0] * right + [0.0] * (8 - right))
+        found = np.array(firsts(advantages.find("maxrl").estimate(batch_of(group))))
+        np.testing.assert_allclose((found + (right < 8)) / 8, group / right if right < 8 else 0, atol=1e-15)
+
+
+def test_maxrl_refuses_what_is_no_success():
+    with pytest.raises(UserError, match="'algorithm.advantage' is maxrl.*a sample earned -0.5"):
+        advantages.find("maxrl").estimate(batch_of([1.0, -0.5]))
+
+
+def test_gdpo_tells_samples_apart_whose_sums_agree():
+    """Figure 2 of arXiv:2601.05242: two binary rewards; for GRPO sums of 1 are alike, here the rarer reward is more."""
+    first, second = np.array([1.0, 0.0, 0.0, 0.0]), np.array([0.0, 1.0, 1.0, 0.0])
+    batch = dataclasses.replace(batch_of(first + second), parts=[(1.0, first), (1.0, second)])
+    apart, summed = (firsts(advantages.find(name).estimate(batch)) for name in ("gdpo", "grpo"))
+    assert summed[0] == summed[1] and apart[0] > apart[1] == apart[2] > apart[3]
+    assert np.mean(apart) == pytest.approx(0.0, abs=1e-12) and np.std(apart, ddof=1) == pytest.approx(1.0, rel=1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 1000), scale=st.floats(0.01, 100))
+def test_gdpo_of_one_reward_is_grpo_and_of_scaled_ones_itself(seed, scale):
+    batch = draw(seed)
+    values = batch.parts[0][1] + np.linspace(0, 0.1, len(batch.rewards))
+    one = dataclasses.replace(batch, rewards=values, parts=[(1.0, values)])
+    other = dataclasses.replace(one, parts=[(1.0, scale * values)])
+    found, rescaled, plain = (
+        np.array(firsts(advantages.find(name).estimate(each)))
+        for name, each in (("gdpo", one), ("gdpo", other), ("grpo", one))
+    )
+    np.testing.assert_allclose(found * np.std(plain, ddof=1), plain, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(rescaled, found, rtol=1e-2, atol=1e-4)
+
+
+def test_turns_by_hand():
+    """Two responses of two turns of two tokens, rewards 1, 0 and 0, 0: mean 1/4, standard deviation 1/2."""
+    turns = [(np.array([1, 3]), np.array([1.0, 0.0])), (np.array([1, 3]), np.array([0.0, 0.0]))]
+    batch = RewardBatch(np.array([1.0, 0.0]), np.zeros(2, int), np.array([4, 4]), steps=turns)
+    first, second = advantages.find("turn_grpo").estimate(batch)
+    np.testing.assert_allclose(first, [1.0, 1.0, -0.5, -0.5], rtol=1e-5)
+    np.testing.assert_allclose(second, [-1.0, -1.0, -0.5, -0.5], rtol=1e-5)
+    # Later turns of REINFORCE++ have no share of what was earned before.
+    first, second = advantages.find("reinforce_pp").estimate(batch)
+    assert first[0] == first[1] > first[2] == first[3] == second[0] == second[3]
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 1000), penalised=st.booleans())
+def test_responses_of_one_step_have_the_advantages_of_grpo(seed, penalised):
+    batch = draw(seed, penalised=penalised)
+    found, plain = (np.concatenate(advantages.find(name).estimate(batch)) for name in ("turn_grpo", "grpo"))
+    np.testing.assert_allclose(found, plain, rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 1000))
+def test_steps_move_rewards_and_make_none(seed):
+    batch = draw(seed, penalised=True, stepped=True)
+    plain = dataclasses.replace(batch, steps=None)
+    np.testing.assert_allclose([part.sum() for part in batch.token_rewards()], plain.totals(), atol=1e-12)
+    np.testing.assert_allclose(batch.totals(), plain.totals())
+
+
+@pytest.mark.parametrize(
+    "step", [([0, 0], [1.0, 1.0]), ([2], [1.0]), ([-1], [1.0]), ([0], [np.nan]), ([0, 1], [1.0])]
+)
+def test_steps_that_are_none_are_an_error(step):
+    with pytest.raises(ValueError, match="steps of sample 0 must be ascending places in it, and finite rewards"):
+        RewardBatch(np.ones(1), np.zeros(1, int), np.array([2]), steps=[tuple(map(np.array, step))])
+
+
 def test_reinforce_pp_of_equal_rewards_is_zero():
     assert all((part == 0.0).all() for part in advantages.find("reinforce_pp").estimate(batch_of([0.7] * 5)))
 
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 1000), shift=st.integers(-1000, 1000))
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "pass_at_k"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "pass_at_k", "lite_ppo"]
+)
 def test_a_shift_of_all_rewards_changes_nothing(name, seed, shift):
     batch = draw(seed, discrete=True)
     moved = RewardBatch(batch.rewards + shift, batch.group_ids, batch.lengths)

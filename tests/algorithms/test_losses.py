@@ -16,6 +16,7 @@ CORRECTIONS = {
     "sequence mask": {"weight": "token", "max_weight": 1.3, "mask": "sequence", "mask_low": 0.3, "mask_high": 3.0},
     "geometric mask": {"mask": "geometric", "mask_low": 0.9, "mask_high": 1.2},
     "veto": {"weight": "sequence", "max_weight": 2.0, "veto": 0.4},
+    "off-policy mask": {"weight": "token", "max_weight": 1.3, "drift": 0.05},
 }
 if RUNS_SLOW_TESTS:  # a part of the last one
     CORRECTIONS["sequence truncation"] = {"weight": "sequence", "max_weight": 1.5}
@@ -33,7 +34,7 @@ def objective(responses, *, on_policy=False, kl_estimator="", kl_unbiased=False,
             old = item.logprobs if on_policy else item.old
             part = references.ppo_clip(new, item.logprobs, old, item.advantages, **CLIP)
             if correction is not None:
-                part = part * references.correction(old, item.rollout, **correction)
+                part = part * references.correction(item, old, **correction)
             if kl_estimator:
                 kl = references.kl(kl_estimator, new, item.reference)
                 part = part + KL_COEFFICIENT * (kl * np.exp(new) / np.exp(old) if kl_unbiased else kl)
@@ -140,9 +141,9 @@ def test_corrections_equal_the_formula(name, on_policy):
     weights, untouched = [], []
     for item in responses:
         old = item.logprobs if on_policy else item.old
-        weights.append(references.correction(old, item.rollout, **correction))
+        weights.append(references.correction(item, old, **correction))
         ratio = {"weight": correction.get("weight", "none"), "max_weight": np.inf}
-        untouched.append(references.correction(old, item.rollout, **ratio))
+        untouched.append(references.correction(item, old, **ratio))
     changed = np.abs(np.concatenate(weights) - np.concatenate(untouched)) > 1e-9
     assert statistics["correction"] == pytest.approx(np.concatenate(weights).sum(), rel=1e-5)
     assert statistics["corrected"] == changed.sum()

@@ -7,6 +7,7 @@ import pytest
 from slow_tests import RUNS_SLOW_TESTS, SLOW
 
 from mindrlhf.algorithms import aggregation, policy_losses
+from mindrlhf.config.algorithm import PRESETS
 from mindrlhf.training.batch import RowOptions
 
 OPTIONS = {
@@ -19,9 +20,18 @@ OPTIONS = {
     "sapo": {"sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05},
     "reinforce": {},
     "kimi": {"mirror_tau": 0.3},
+    "dppo_tv": {"clip_low": 0.05, "clip_high": 0.07},
+    "dppo_kl": {"clip_low": 0.02, "clip_high": 0.03},
+    "gmpo": {"clip_low": 0.3, "clip_high": 0.4},
+    "vespo": {
+        "vespo_k_positive": 2.0,
+        "vespo_lambda_positive": 3.0,
+        "vespo_k_negative": 3.0,
+        "vespo_lambda_negative": 2.0,
+    },
 }
 # Their one loss per response needs one advantage per response.
-CONSTANT_ADVANTAGES = ("gspo", "sequence_clip")
+CONSTANT_ADVANTAGES = ("gmpo", "gspo", "sequence_clip", "vespo")
 # Of the shape that the other tests have, whose graphs are compiled already: ranks whose rows are partly empty.
 CUTTINGS = {
     "one response a row": RowOptions((cases.LONGEST,), 8, 1, False),
@@ -41,7 +51,11 @@ ON_POLICY = ("ppo_clip", "gspo", "kimi")
 
 
 def draw(loss, seed=3, **more):
-    return cases.draw(seed, constant=loss in CONSTANT_ADVANTAGES, **more)
+    responses = cases.draw(seed, constant=loss in CONSTANT_ADVANTAGES, **more)
+    if loss.startswith("dppo"):  # which reads the probabilities themselves
+        for item in responses:
+            item.old[:] = np.minimum(item.old, np.float32(-0.05))
+    return responses
 
 
 def objective(loss, responses, mode, on_policy=False):
@@ -113,7 +127,7 @@ def test_filtered_responses_count_nowhere(mode):
     cases.assert_close([part for part, keep in zip(actual[2], kept) if keep], expected[2])
 
 
-@pytest.mark.parametrize("loss", ["ppo_clip", "dual_clip", "gspo", "sequence_clip"])
+@pytest.mark.parametrize("loss", ["ppo_clip", "dual_clip", "gspo", "sequence_clip", "gmpo", "dppo_tv"])
 def test_clipped_tokens_are_counted_and_have_no_gradient(loss):
     responses = draw(loss, seed=6, spread=0.8, lengths=[1, 2, 3, 4] * 6)
     _, statistics, gradient, _ = cases.run(responses, loss, options=OPTIONS[loss])
@@ -126,6 +140,10 @@ def test_clipped_tokens_are_counted_and_have_no_gradient(loss):
         elif loss == "sequence_clip":
             log_ratio = np.full(len(item), log_ratio.sum())
         ratio = np.exp(log_ratio)
+        if loss == "gmpo":
+            ratio = 1 + log_ratio
+        elif loss == "dppo_tv":
+            ratio = 1 + np.exp(item.logprobs) - np.exp(item.old)
         is_low, is_high = (ratio < lower) & (item.advantages < 0), (ratio > upper) & (item.advantages > 0)
         if loss == "dual_clip":
             is_high |= (ratio > OPTIONS[loss]["dual_clip"]) & (item.advantages < 0)
@@ -150,6 +168,46 @@ def test_gspo_token_with_one_advantage_a_response_is_gspo():
     one, other = (cases.run(responses, loss, mode="sequence_mean", options=options) for loss in ("gspo", "gspo_token"))
     assert one[0] == pytest.approx(other[0], rel=1e-6)
     cases.assert_close(other[2], one[2])
+
+
+def test_luspo_is_gspo_whose_responses_count_by_their_lengths():
+    """The preset's loss and aggregation, times the fixed length that `sequence_sum` divides by."""
+    preset = PRESETS["luspo"]
+    assert set(preset) == {"loss", "aggregation", "clip_low", "clip_high"}
+    responses = draw("gspo", seed=13, spread=0.05)
+    clips = {name: preset[name] for name in ("clip_low", "clip_high")}
+
+    def expected(logprobs):
+        losses = [references.luspo(new, item.old, item.advantages, **clips) for new, item in zip(logprobs, responses)]
+        return np.mean(losses) / cases.MAX_RESPONSE_LENGTH
+
+    value, statistics, gradient, _ = cases.run(responses, preset["loss"], mode=preset["aggregation"], options=clips)
+    assert statistics["clipped_low"] + statistics["clipped_high"] > 0
+    assert value == pytest.approx(expected([item.logprobs for item in responses]), rel=1e-5)
+    cases.assert_close(gradient, cases.central_differences(expected, responses))
+
+
+def test_a_rare_token_moves_freely_under_dppo_and_a_likely_one_does_not():
+    """Under PPO's clip it is the other way round: 1e-4 to 1e-3 is a ratio of 10, 0.6 to 0.7 one of 1.17."""
+    responses = cases.draw(0, lengths=(2,))
+    responses[0].old[:] = np.log(np.float32([1e-4, 0.6]))
+    responses[0].logprobs[:] = np.log(np.float32([1e-3, 0.7])).astype(np.float32)
+    responses[0].advantages[:] = 1.0
+    moves = {}
+    for loss, options in (("dppo_tv", OPTIONS["dppo_tv"]), ("ppo_clip", OPTIONS["ppo_clip"])):
+        moves[loss] = (cases.run(responses, loss, options=options)[2][0] != 0).tolist()
+    assert moves == {"dppo_tv": [True, False], "ppo_clip": [False, True]}
+
+
+@pytest.mark.parametrize("loss", ["gmpo", "vespo", "dppo_tv", "dppo_kl"])
+def test_the_first_update_of_newer_losses_is_the_policy_gradient(loss):
+    responses = draw(loss, seed=9)
+    for item in responses:
+        item.old[:] = item.logprobs
+        if loss.startswith("dppo"):
+            item.logprobs[:] = item.old[:] = np.minimum(item.old, np.float32(-0.05))
+    gradient = cases.run(responses, loss, options=OPTIONS[loss])[2]
+    cases.assert_close(gradient, [-item.advantages / sum(map(len, responses)) for item in responses])
 
 
 def test_the_first_update_of_most_losses_is_the_policy_gradient():

@@ -26,7 +26,7 @@ def score(path, *more):
 def test_list_names_every_verifier(capsys):
     assert main(["rewards", "list"]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert len(lines) == 19
+    assert len(lines) == 20
     assert lines["qwen_accuracy_reward"].startswith("1 if the content of the last \\boxed{...} equals answer")
 
 
@@ -42,7 +42,7 @@ def test_show_tells_options_and_context(capsys):
 def test_verifiers_and_findings_as_json(tmp_path, capsys):
     assert main(["rewards", "list", "--json"]) == 0
     names = json.loads(capsys.readouterr().out)
-    assert len(names) == 19 and names["qwen_accuracy_reward"].startswith("1 if the content")
+    assert len(names) == 20 and names["qwen_accuracy_reward"].startswith("1 if the content")
     assert main(["rewards", "show", "overlong_penalty", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["reads"] == ["num_tokens"] and shown["options"]["max_length"] == {"required": True, "default": None}

@@ -36,6 +36,66 @@ RULES = {
         ["'algorithm.num_generations' is 1", "rloo", "set it to 2 or more"],
         ["algorithm.num_generations=2"],
     ),
+    "penalties in rewards that are successes": (
+        ["algorithm.name=maxrl", "algorithm.beta=0.1", "algorithm.kl_in=reward"],
+        ["'algorithm.kl_in' is reward", "maxrl", "set it to loss"],
+        ["algorithm.kl_in=loss"],
+    ),
+    "penalties in rewards that are normalised apart": (
+        ["algorithm.name=gdpo", "algorithm.beta=0.1", "algorithm.kl_in=reward"],
+        ["'algorithm.kl_in' is reward", "gdpo", "set it to loss"],
+        ["algorithm.kl_in=loss"],
+    ),
+    "lengths in rewards that are successes": (
+        ["algorithm.name=maxrl", "algorithm.overlong_buffer=0.2"],
+        ["'algorithm.overlong_buffer' is 0.2", "maxrl", "set it to 0"],
+        ["algorithm.overlong_buffer=0"],
+    ),
+    "advantages of tokens under a geometric mean": (
+        ["algorithm.name=gmpo", "algorithm.advantage=gae", "critic.path=c"],
+        ["'algorithm.loss' is gmpo", "differ from token to token"],
+        ["algorithm.loss=ppo_clip"],
+    ),
+    "covariances that no token has": (
+        ["algorithm.name=clip_cov", "algorithm.clip_cov_low=6"],
+        ["'algorithm.clip_cov_low' is 6", "above clip_cov_high = 5"],
+        ["algorithm.clip_cov_high=7"],
+    ),
+    "tokens left out of a response that is one action": (
+        ["algorithm.name=gspo", "algorithm.clip_cov_ratio=0.001"],
+        ["'algorithm.loss' is gspo", "with clip_cov_ratio differ from token to token"],
+        ["algorithm.loss=gspo_token"],
+    ),
+    "advantages of turns under a loss of responses": (
+        [
+            "algorithm.name=reinforce_pp",
+            "algorithm.loss=gspo",
+            "tools.environment=gymnasium",
+            "rollout.max_response_length=512",
+        ],
+        ["'algorithm.loss' is gspo", "reinforce_pp of an environment differ from token to token"],
+        ["algorithm.loss=gspo_token"],
+    ),
+    "pass rates of no verifier": (
+        ["algorithm.rest_epochs=2", "reward.verifier_function=[]", "reward.model_path=r"],
+        ["'algorithm.rest_epochs' is 2", "names no verifier"],
+        ["algorithm.rest_epochs=0"],
+    ),
+    "prompts that rest and segments": (
+        ["algorithm.rest_epochs=2", "rollout.segment_tokens=8"],
+        ["'algorithm.rest_epochs' is 2", "rollout.segment_tokens"],
+        ["rollout.segment_tokens=0"],
+    ),
+    "prompts that all rest": (
+        ["algorithm.rest_epochs=2", "algorithm.rest_easy=0.5", "algorithm.rest_hopeless=0.5"],
+        ["'algorithm.rest_hopeless' is 0.5", "every prompt would rest"],
+        ["algorithm.rest_hopeless=0.4"],
+    ),
+    "a curriculum in the file's order": (
+        ["algorithm.curriculum=level", "data.shuffle=false"],
+        ["'algorithm.curriculum' is level", "keeps the file's order"],
+        ["data.shuffle=true"],
+    ),
     "no teacher": (
         ["algorithm.name=distill"],
         ["'algorithm.advantage' is distill", "there is no teacher", "'model.reference_path'"],
@@ -290,3 +350,4 @@ def test_correction_is_on_where_the_numerics_differ(load):
     assert not is_corrected(load(*BFLOAT16, "correction.bypass=true"))
     assert is_corrected(load("correction.mask=geometric", "correction.mask_low=0.9"))
     assert is_corrected(load("correction.veto=0.001"))
+    assert is_corrected(load("correction.off_policy_mask=0.5"))

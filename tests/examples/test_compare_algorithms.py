@@ -62,6 +62,16 @@ def test_recipes_are_the_algorithms_they_are_called(script, at_root, tmp_path):
     assert {config.training.num_minibatches for config in configs.values()} == {4}
 
 
+def test_presets_change_the_objective_and_nothing_else(script, at_root, tmp_path):
+    plain = dataclasses.asdict(script.Run("GRPO", 0, tmp_path).config())
+    recipes = [name for name in script.TABLES["presets"] if name != "GRPO"]
+    assert len(recipes) == 9
+    for recipe in recipes:
+        config = dataclasses.asdict(script.Run(recipe, 0, tmp_path).config())
+        differing = {name for name in plain if config[name] != plain[name]} - {"run"}
+        assert differing and differing <= {"algorithm", "correction"}, recipe
+
+
 def test_schedules_adapters_and_optimizers_change_nothing_else(script, at_root, tmp_path):
     changed = {"schedules": ("in step", {"rollout"}), "adapters": ("GRPO", {"lora", "optimizer"})}
     changed["optimizers"] = ("GRPO", {"optimizer"})

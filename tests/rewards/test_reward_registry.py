@@ -19,6 +19,7 @@ BUILT_IN = [
     "pairwise_judge",
     "qwen_accuracy_reward",
     "ranking_judge",
+    "reasoning_gym_score",
     "reasoning_steps",
     "repetition_penalty",
     "rubric_judge",

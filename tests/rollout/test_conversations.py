@@ -200,6 +200,7 @@ def test_failures_are_told_to_the_model_and_counted():
 
 class Rewards:
     compares = False
+    reads_steps = False
 
     def __init__(self):
         self.inputs, self.waiting = {}, deque()

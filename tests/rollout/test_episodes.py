@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from made_samples import make_sample, with_prompt
 from test_conversations import END, TOKENIZER, Script
 
 from mindrlhf.data.mindrecord import Prompt
@@ -13,7 +14,7 @@ from mindrlhf.rewards.selection import Selection
 from mindrlhf.rollout.conversations import ConversationLimits, Episodes, tool_metrics
 from mindrlhf.rollout.samples import Sampler
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
-from mindrlhf.tools.environments import check_environment
+from mindrlhf.tools.environments import check_columns, check_environment
 from mindrlhf.tools.episodes import EpisodePool
 
 pytestmark = pytest.mark.timeout(120)
@@ -72,6 +73,8 @@ def test_an_episode_by_hand(pool):
     assert (won.episode_return, won.num_turns, won.finish_reason) == (8.0, 3, "stop")
     assert (lucky.episode_return, lucky.num_turns, lucky.num_tool_calls) == (10.0, 1, 1)
     assert len(won.logprobs) == 6
+    assert won.turn_rewards == ((2, -1.0), (2, -1.0), (2, 10.0)) and won.turn_lengths == [2, 2, 2]
+    assert lucky.turn_rewards == ((2, 10.0),)
 
 
 def test_tokens_go_in_as_they_came_out(pool):
@@ -97,6 +100,7 @@ def test_limits_end_an_episode_with_what_it_has_earned(pool):
     assert (found[0, 0].finish_reason, found[0, 0].episode_return, found[0, 0].num_turns) == ("length", -3.0, 3)
     found, _ = run(pool, {"a": ["1", "2222222"]}, [("a?", "6")], limit=14)
     assert (found[0, 0].finish_reason, found[0, 0].episode_return) == ("length", -1.0), "half an action is none"
+    assert found[0, 0].turn_rewards == ((2, -1.0), (len(found[0, 0].logprobs) - 2, 0.0))
     found, _ = run(pool, {"a": ["1", "2"]}, [("a?", "6")], limit=8)
     assert (found[0, 0].finish_reason, len(found[0, 0].token_ids)) == ("length", 2), "no room for what it would see"
 
@@ -112,6 +116,7 @@ def test_an_environment_that_breaks_down_ends_its_episode_only(environment, acti
     with EpisodePool(environment, 1, 2.0, 1024) as pool:
         found, _ = run(pool, {"a": [action]}, [("a?", "6")])
         assert math.isnan(found[0, 0].episode_return) and found[0, 0].num_tool_failures == 1
+        assert found[0, 0].turn_rewards == ()
         assert "an episode has ended early" in capfd.readouterr().err
         found, _ = run(pool, {"b": ["6"]}, [("b?", "6")])
         assert found[0, 0].episode_return == 10.0
@@ -141,7 +146,8 @@ def test_the_return_is_a_reward_like_any_other(pool):
 def test_environments_are_checked_before_the_run(tmp_path):
     (tmp_path / "half.py").write_text("class Half:\n    def reset(self, answer): ...\n")
     for name, message in (
-        ("guess", "write gymnasium, or path/to/file.py:Class"),
+        ("games/a.py:Guess, games/b.py:Guess", "two are called the same"),
+        ("guess", "write gymnasium, textarena, or path/to/file.py:Class"),
         ("gone.py:Guess", "there is no file gone.py"),
     ):
         with pytest.raises(UserError, match=message):
@@ -151,3 +157,22 @@ def test_environments_are_checked_before_the_run(tmp_path):
         check_environment("", ["environment_reward"])
     with pytest.raises(UserError, match="has no method step"):
         EpisodePool(f"{tmp_path / 'half.py'}:Half", 1, 5.0, 1024)
+
+
+def test_a_record_must_be_able_to_choose_among_several(tmp_path):
+    names = f"{tmp_path / 'a.py'}:One, {tmp_path / 'b.py'}:Two"
+    for name in "ab":
+        (tmp_path / f"{name}.py").write_text("class One: pass\nclass Two: pass\n")
+    with pytest.raises(UserError, match="has One, Two, but prompts have no column 'environment' that chooses"):
+        check_columns(names, ("level",), "prompts")
+    check_columns(names, ("environment",), "prompts")
+
+
+def test_returns_are_told_by_environment():
+    def played(name, earned):
+        one = make_sample([1], [2], episode_return=earned)
+        return with_prompt(one, extra={"environment": name} if name else {})
+
+    samples = [played("a", 1.0), played("a", 3.0), played("b", -1.0), played("b", math.nan), played("", 9.0)]
+    found = {name: value for name, value in tool_metrics(samples).items() if name.startswith("environments/")}
+    assert found == {"environments/a": 2.0, "environments/b": -1.0}

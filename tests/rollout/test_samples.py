@@ -14,6 +14,7 @@ from mindrlhf.observe.samples import SampleRecord
 from mindrlhf.rewards.types import RewardResult
 from mindrlhf.rollout.samples import Sampler, reward_matrix, sample_parts, sample_record
 from mindrlhf.rollout.types import Completion, SamplingParams
+from mindrlhf.training.loop.signals import step_rewards
 
 SAMPLING = SamplingParams(max_tokens=6, stop_token_ids=(0,))
 
@@ -55,6 +56,7 @@ class Counter:
     """A reward pool: two verifiers, the weighted sum of which is length + 10 * correct; results in reverse."""
 
     compares = False
+    reads_steps = False
 
     def __init__(self):
         self.inputs = []
@@ -73,6 +75,10 @@ class Counter:
 
 class Comparing(Counter):
     compares = True
+
+
+class Stepwise(Counter):
+    reads_steps = True
 
 
 RECORDS = [
@@ -113,6 +119,53 @@ def test_a_response_without_tokens_ends_the_run_in_one_line(monkeypatch):
     monkeypatch.setattr(generator, "generate", lambda *arguments: iter([*whole(*arguments), empty]))
     with pytest.raises(RunFailure, match="empty response to the prompt 'e'"):
         Sampler(generator, None, Letters()).sample(RECORDS, 3, SAMPLING, (11, 4))
+
+
+def test_verifiers_of_steps_read_turns_and_tokens_with_what_ends_them():
+    pool = Stepwise()
+    Sampler(Script(), pool, Letters()).sample(RECORDS[:1], 2, SAMPLING, (11, 4))
+    given = {one.index: (one.turn_texts, one.token_texts) for one in pool.inputs}
+    assert given == {0: (("a`",), ("a", "`")), 1: (("aa`",), ("a", "a", "`"))}
+
+
+EPISODE = {
+    "is_generated": np.array([True, True, False, True, False, True]),
+    "turn_rewards": ((2, 1.0), (1, 0.0), (1, -3.0)),
+    "episode_return": -2.0,
+}
+
+
+def episode(parts, **changed):
+    return make_sample([1], range(6), 5.0, parts, logprobs=np.zeros(4), **(EPISODE | changed))
+
+
+def test_rewards_of_an_environment_stand_where_its_turns_end():
+    ends, given = step_rewards(episode({"environment_reward": -2.0, "length": 7.0}), {"environment_reward": 0.5})
+    assert (ends.tolist(), given.tolist()) == ([1, 2, 3], [0.5, 0.0, -1.5])
+    # A gate was closed, so that the part is not the environment's; nobody asked for it; there is none.
+    for other in (
+        episode({"environment_reward": 0.0}),
+        episode({"length": 1.0}),
+        episode({"length": 1.0}, turn_rewards=(), episode_return=None),
+    ):
+        ends, given = step_rewards(other, {"environment_reward": 0.5})
+        assert len(ends) == len(given) == 0
+
+
+def test_rewards_of_turns_and_of_tokens_add_up():
+    plain = episode({"turns": 3.0, "environment_reward": -2.0})
+    weights = {"turns": 1.0, "tokens": 10.0, "environment_reward": 2.0}
+    both = with_reward(plain, steps={"turns": [1.0, 1.0, 1.0]})
+    ends, given = step_rewards(both, weights)
+    assert (ends.tolist(), given.tolist()) == ([1, 2, 3], [3.0, 1.0, -5.0])
+    ends, given = step_rewards(with_reward(both, steps={"tokens": [0.0, 1.0, 2.0, 3.0]} | both.reward.steps), weights)
+    assert (ends.tolist(), given.tolist()) == ([0, 1, 2, 3], [0.0, 13.0, 21.0, 25.0])
+
+
+def test_turns_of_tools_are_the_runs_of_what_the_model_wrote():
+    tools = with_completion(episode({}), turn_rewards=(), episode_return=None)
+    assert tools.completion.turn_lengths == [2, 1, 1]
+    assert make_sample([1], range(6)).completion.turn_lengths == [6]
 
 
 def test_verifiers_are_told_what_they_may_ask(sampled):

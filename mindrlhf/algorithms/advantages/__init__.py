@@ -2,8 +2,8 @@
 
 Each module states in literals what it takes, and has one function:
 
-    NEEDS: what must be there: "group" (several samples per prompt), "baselines" or "values" of :class:`RewardBatch`,
-        "teacher" (penalties of a reference model that is another than the start)
+    NEEDS: what must be there: "group" (several samples per prompt), "baselines", "values" or "parts" of
+        :class:`RewardBatch`, "teacher" (penalties of a reference model that is another than the start)
     OPTIONS: the keys of the config's `algorithm` section that it reads, which are its keyword arguments
     PER_TOKEN: advantages differ within a response: "always", "penalised" (with KL in the reward) or "never"
     estimate(batch: RewardBatch, **options) -> list of float64 [response], one for each sample
@@ -19,6 +19,8 @@ import numpy as np
 
 # Below this standard deviation rewards count as equal: what is left is rounding.
 EQUAL_REWARDS_STD = 1e-8
+# What is added to a standard deviation that something is divided by.
+EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,15 @@ class RewardBatch:
     penalties: Sequence[np.ndarray] | None = None  # float64 [response] each: what the KL in the reward takes off
     baselines: np.ndarray | None = None  # float64 [samples]: reward of the greedy response to the same prompt
     values: Sequence[np.ndarray] | None = None  # float64 [response] each: the critic's value before each token
+    # The summands of the rewards: each a weight and float64 [samples], NaN where it does not apply to the prompt.
+    parts: Sequence[tuple[float, np.ndarray]] | None = None
+    # What of each reward was given on the way: int, places of the last tokens of the steps, ascending, and float64,
+    # their rewards. The rest of the reward stands at the last token.
+    steps: Sequence[tuple[np.ndarray, np.ndarray]] | None = None
 
     def __post_init__(self):
         count = len(self.rewards)
-        for name in ("group_ids", "lengths", "penalties", "baselines", "values"):
+        for name in ("group_ids", "lengths", "penalties", "baselines", "values", "steps"):
             part = getattr(self, name)
             if part is not None and len(part) != count:
                 raise ValueError(f"{name} has {len(part)} entries for {count} rewards")
@@ -56,6 +63,11 @@ class RewardBatch:
                         f"{name} of sample {sample} must be {self.lengths[sample]} finite numbers, one for each token"
                     )
 
+        for sample, (ends, given) in enumerate(self.steps or ()):
+            is_placed = np.all(np.diff(ends) > 0) and np.all((ends >= 0) & (ends < self.lengths[sample]))
+            if len(ends) != len(given) or not is_placed or not np.isfinite(given).all():
+                raise ValueError(f"steps of sample {sample} must be ascending places in it, and finite rewards")
+
     def totals(self) -> np.ndarray:
         """Return the reward of each response as a whole, its penalties taken off; float64 [samples]."""
         rewards = np.asarray(self.rewards, np.float64)
@@ -64,12 +76,16 @@ class RewardBatch:
         return rewards - [penalty.sum() for penalty in self.penalties]
 
     def token_rewards(self) -> list[np.ndarray]:
-        """Return the reward of each token: its penalty, and at the last token the response's reward."""
+        """Return the reward of each token: its penalty, its step's reward, at the last token the rest of the reward."""
         result = [np.zeros(length) for length in self.lengths]
         for index, rewards in enumerate(result):
             if self.penalties is not None:
                 rewards -= self.penalties[index]
             rewards[-1] += self.rewards[index]
+            if self.steps is not None:
+                ends, given = self.steps[index]
+                rewards[-1] -= np.sum(given)
+                rewards[ends] += given
         return result
 
     def rewards_to_go(self) -> list[np.ndarray]:
@@ -95,6 +111,11 @@ def centred(batch: RewardBatch) -> np.ndarray:
         if len(group) > 1 and rewards.std(ddof=1) > EQUAL_REWARDS_STD:
             result[group] = rewards - rewards.mean()
     return result
+
+
+def scaled(values: np.ndarray, std: float) -> np.ndarray:
+    """Return values over a standard deviation + 1e-6; 0 where the deviation is rounding."""
+    return values / (std + EPSILON) if std > EQUAL_REWARDS_STD else np.zeros(len(values))
 
 
 def whitened(advantages: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -9,13 +9,11 @@ A group of one sample, or whose rewards are all equal, has advantage 0.
 
 import numpy as np
 
-from mindrlhf.algorithms.advantages import RewardBatch, centred
+from mindrlhf.algorithms.advantages import EPSILON, RewardBatch, centred
 
 NEEDS = ("group",)
 OPTIONS = ("scale_rewards",)
 PER_TOKEN = "never"
-
-EPSILON = 1e-6
 
 
 def estimate(batch: RewardBatch, *, scale_rewards: bool = True) -> list[np.ndarray]:

@@ -5,6 +5,7 @@ Each module states in literals what the config must know before MindSpore may be
     RATIO: what the probability ratio spans: "token", "sequence", or "none" when there is none
     OPTIONS: the keys of the config's `algorithm` section that it reads, which are its keyword arguments
     NEEDS_ADVANTAGE: False where a token of advantage 0 has a gradient too (True where it is not stated)
+    CONSTANT_ADVANTAGE: True where all tokens of a response must have one advantage (False where it is not stated)
 
 and has one cell, ``Surrogate(**options)``, whose ``construct(logprobs, log_ratio, advantages, mask, segment_ids)``
 returns three float32 [rows, length]: the loss of each token, and 1 where a lower or an upper bound removed its
@@ -24,7 +25,7 @@ Aggregation, KL, entropy and off-policy correction are added by :class:`mindrlhf
 import ast
 import importlib
 import pkgutil
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 
@@ -34,7 +35,8 @@ class Traits:
 
     ratio: str
     options: tuple[str, ...]
-    needs_advantage: bool
+    needs_advantage: bool = True
+    constant_advantage: bool = False
 
 
 def names() -> tuple[str, ...]:
@@ -46,12 +48,13 @@ def traits(name: str) -> Traits:
     """Read a module's literals from its source, since importing it would import MindSpore."""
     assert name in names(), f"there is no policy loss {name!r}"
     tree = ast.parse((Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8"))
+    known = {field.name.upper() for field in fields(Traits)}
     literals = {
-        statement.targets[0].id: ast.literal_eval(statement.value)
+        statement.targets[0].id.lower(): ast.literal_eval(statement.value)
         for statement in tree.body
-        if isinstance(statement, ast.Assign) and statement.targets[0].id in ("RATIO", "OPTIONS", "NEEDS_ADVANTAGE")
+        if isinstance(statement, ast.Assign) and statement.targets[0].id in known
     }
-    return Traits(literals["RATIO"], literals["OPTIONS"], literals.get("NEEDS_ADVANTAGE", True))
+    return Traits(**literals)
 
 
 def surrogate(name: str, **options: float):

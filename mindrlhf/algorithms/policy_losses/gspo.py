@@ -14,6 +14,7 @@ from mindrlhf.algorithms.sequences import sequence_means
 
 RATIO = "sequence"
 OPTIONS = ("clip_low", "clip_high")
+CONSTANT_ADVANTAGE = True
 
 
 class Surrogate(nn.Cell):

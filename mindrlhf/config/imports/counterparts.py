@@ -23,6 +23,11 @@ _IN_STEP = "samples are made within the step"
 _END_TOKENS = "responses end by their end tokens"
 _ONE_DIALECT = "calls are read in the form of its own templates"
 _ONE_LOSS = "there is one loss"
+_NO_VESPO = "the loss vespo is not there"
+_VESPO = "algorithm.vespo_k_positive algorithm.vespo_lambda_positive algorithm.vespo_k_negative "
+_VESPO += "algorithm.vespo_lambda_negative"
+_NO_COV = "no tokens are left out by their covariance"
+_COV = "algorithm.clip_cov_ratio algorithm.clip_cov_low algorithm.clip_cov_high"
 _BY_FUNCTION = "rewards are functions of the user, or of the data set"
 _OF_OURS = "a switch of the cells here"
 _LAYOUT = "the layout is that of FSDP or DeepSpeed"
@@ -46,6 +51,9 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "tools have no limits of their own": "tools.timeout_s tools.num_workers tools.memory_limit_mib",
         "programs run elsewhere, or without a sandbox": "sandbox.allow_weak",
         "the k is fixed": "algorithm.pass_k",
+        "prompts are drawn whatever they earn": (
+            "algorithm.rest_epochs algorithm.rest_easy algorithm.rest_hopeless algorithm.curriculum"
+        ),
         "the loss kimi is not there": "algorithm.mirror_tau",
         "settings are given one by one": "correction.preset",
         "no response is left out for one token": "correction.veto",
@@ -73,6 +81,8 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "observe.samples_per_step memory.logit_positions",
     },
     "mindspeed-rl": {
+        _NO_COV: _COV,
+        _NO_VESPO: _VESPO,
         _END_TOKENS: "rollout.stop",
         _ONE_DIALECT: "tools.dialect",
         "weights are as in the checkpoint": "model.param_dtype",
@@ -90,7 +100,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "the reference stays": "algorithm.sync_ref_model algorithm.ref_model_sync_steps",
         _NO_CORRECTION: (
             "correction.weight correction.max_weight correction.mask correction.mask_low correction.mask_high "
-            "correction.bypass training.replay_routing"
+            "correction.off_policy_mask correction.bypass training.replay_routing"
         ),
         "a run has a number of steps": "training.epochs",
         "a warm-up is a share of the steps": "optimizer.warmup_steps",
@@ -102,6 +112,8 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "steps of its profiler are a range": "profiler.steps",
     },
     "mindrlhf": {
+        _NO_COV: _COV,
+        _NO_VESPO: _VESPO,
         _END_TOKENS: "rollout.stop",
         _ONE_DIALECT: "tools.dialect",
         "types are those of the model file": "model.param_dtype model.compute_dtype rollout.dtype",
@@ -127,7 +139,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         _NO_TEACHER: "algorithm.distill_reward_weight algorithm.distill_top_k distillation.teachers",
         _NO_CORRECTION: (
             "correction.weight correction.max_weight correction.mask correction.mask_low correction.mask_high "
-            "correction.bypass training.replay_routing"
+            "correction.off_policy_mask correction.bypass training.replay_routing"
         ),
         "one update in each pass": "training.num_minibatches",
         "gradients are scaled to the norm 1": "optimizer.max_grad_norm",
@@ -139,6 +151,8 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "steps of its profiler are a range": "profiler.steps",
     },
     "verl": {
+        "drift is masked on both sides": "correction.off_policy_mask",
+        _NO_VESPO: _VESPO,
         _END_TOKENS: "rollout.stop",
         "verifiers are chosen by the data's source": "reward.verifier_weight reward.timeout_s",
         "the number of devices says it": "rollout.num_replicas",
@@ -155,6 +169,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "weights go in buckets of megabytes within the engine": "rollout.weight_buffer_gib",
     },
     "trl": {
+        _NO_COV: _COV,
         _END_TOKENS: "rollout.stop",
         _ONE_DIALECT: "tools.dialect",
         "the reference is the starting model": "model.reference_path",
@@ -188,6 +203,9 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "profilers are callbacks": "profiler.steps",
     },
     "openrlhf": {
+        _NO_COV: _COV,
+        "drift is masked on both sides": "correction.off_policy_mask",
+        _NO_VESPO: _VESPO,
         _END_TOKENS: "rollout.stop",
         _ONE_DIALECT: "tools.dialect",
         "the reference is the starting model": "model.reference_path",
@@ -220,6 +238,8 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "profilers are outside": "profiler.steps",
     },
     "slime": {
+        _NO_COV: _COV,
+        _NO_VESPO: _VESPO,
         _ONE_DIALECT: "tools.dialect",
         "weights are as in the checkpoint": "model.param_dtype rollout.dtype",
         "what is trained is told by the names of parameters": "model.train_vision",

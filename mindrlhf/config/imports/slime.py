@@ -237,7 +237,7 @@ RULES: dict[str, Rule] = {
     "use_routing_replay": only(False, otherwise="training.replay_routing replays the generator's choices"),
     "use_opd": by_hand("set algorithm.name: distill, with the teacher as model.reference_path: docs/algorithms.md"),
     "opd_*": without("goes with use_opd"),
-    "use_opsm": by_hand("see `correction.mask`"),
+    "use_opsm": by_hand("set correction.off_policy_mask to opsm_delta"),
     "opsm_delta": without("goes with use_opsm"),
     "gamma": only_of_gae("advantage_estimator", "algorithm.gamma", "ppo"),
     "lambd": only_of_gae("advantage_estimator", "algorithm.gae_lambda", "ppo"),

@@ -31,6 +31,8 @@ _AGGREGATIONS = {
     "dr_grpo": "sequence_sum",
     "cispo": "token_mean",
     "sapo": "sequence_mean",
+    "luspo": "sequence_sum",
+    "vespo": "token_mean",
 }
 NUM_PROCESSES = "num_processes"  # not of the file: given with the command
 
@@ -61,10 +63,12 @@ def _loss(value: Any, source: Source) -> Values:
     if value == "cispo":
         return values | {"algorithm.loss": "cispo", "algorithm.clip_low": 1.0, "algorithm.clip_high": float(high) - 1}
     values |= {"algorithm.clip_low": float(source.get("epsilon")), "algorithm.clip_high": float(high)}
-    if value == "sapo":
-        return values | {"algorithm.loss": "sapo"}
+    if value in ("sapo", "vespo"):
+        return values | {"algorithm.loss": value}
     if source.get("importance_sampling_level", "token") == "sequence":
         return values | {"algorithm.loss": "gspo"}
+    if value == "luspo":
+        raise NoCounterpartError("luspo with ratios of tokens: set importance_sampling_level to sequence")
     if source.get("delta") is not None:  # bounds the ratio of bad tokens, as the second clip does
         return values | {"algorithm.loss": "dual_clip", "algorithm.dual_clip": float(source.get("delta"))}
     return values | {"algorithm.loss": "ppo_clip"}
@@ -75,7 +79,7 @@ def _scale(value: Any, source: Source) -> Values:
         return {"algorithm.scale_rewards": True}
     if value in (False, "none"):
         return {"algorithm.scale_rewards": False}
-    raise NoCounterpartError(f"{value!r} has no counterpart: advantages are scaled by group or not at all")
+    raise NoCounterpartError(f"{value!r} has no counterpart here: by batch is `algorithm.advantage` lite_ppo")
 
 
 def _correction(value: Any, source: Source) -> Values:
@@ -273,15 +277,19 @@ RULES: dict[str, Rule] = {
     "importance_sampling_level": without("goes with loss_type: `algorithm.loss`"),
     "sapo_temperature_pos": to("algorithm.sapo_tau_positive"),
     "sapo_temperature_neg": to("algorithm.sapo_tau_negative"),
+    "vespo_k_pos": to("algorithm.vespo_k_positive"),
+    "vespo_lambda_pos": to("algorithm.vespo_lambda_positive"),
+    "vespo_k_neg": to("algorithm.vespo_k_negative"),
+    "vespo_lambda_neg": to("algorithm.vespo_lambda_negative"),
     "scale_rewards": into(_scale, "algorithm.scale_rewards"),
     "reward_funcs": by_hand("set reward.verifier_function: `mindrlhf rewards list`, or path/to/file.py:function"),
     "reward_weights": to("reward.verifier_weight"),
-    "multi_objective_aggregation": only("sum_then_normalize", otherwise="rewards are summed, then normalised"),
+    "multi_objective_aggregation": only("sum_then_normalize", otherwise="set `algorithm.advantage` to gdpo"),
     "mask_truncated_completions": to("algorithm.overlong_filter"),
     "sync_ref_model": into(_reference, "algorithm.sync_ref_model", "algorithm.ref_model_sync_steps"),
     "ref_model_*": without("goes with sync_ref_model"),
     "top_entropy_quantile": only(1, otherwise="all tokens take part in the loss"),
-    "off_policy_mask_threshold": by_hand("see `correction.mask`"),
+    "off_policy_mask_threshold": to("correction.off_policy_mask"),
     "max_tool_calling_iterations": to("tools.max_turns"),
     "eval_strategy": into(_evaluation, "evaluation.every_steps", "data.eval_file"),
     "eval_steps": without("goes with eval_strategy"),

@@ -60,10 +60,12 @@ _ADVANTAGES = {
         "algorithm.advantage": "reinforce_pp_baseline",
     },
     "remax": {"algorithm.name": "remax", "algorithm.advantage": "remax"},
+    "gdpo": {"algorithm.name": "gdpo", "algorithm.advantage": "gdpo"},
     "grpo_passk": {"algorithm.name": "pass_at_k", "algorithm.advantage": "pass_at_k"},
 }
 # verl's plain loss is PPO's with the second clip of Ye et al. 2020 (arXiv:1912.09729) at `clip_ratio_c`.
-_LOSSES = {"vanilla": "dual_clip", "gspo": "gspo", "sapo": "sapo", "cispo": "cispo"}
+_LOSSES = {"vanilla": "dual_clip", "geo_mean": "gmpo"}
+_LOSSES |= {name: name for name in ("gspo", "sapo", "cispo", "dppo_tv", "dppo_kl")}
 _AGGREGATIONS = {
     "token-mean": "token_mean",
     "seq-mean-token-mean": "sequence_mean",
@@ -360,6 +362,9 @@ RULES: dict[str, Rule] = {
     f"{_ACTOR}.policy_loss.loss_mode": choice("algorithm.loss", _LOSSES),
     f"{_ACTOR}.policy_loss.tau_pos": to("algorithm.sapo_tau_positive"),
     f"{_ACTOR}.policy_loss.tau_neg": to("algorithm.sapo_tau_negative"),
+    f"{_ACTOR}.policy_loss.clip_cov_*": without(
+        "goes with the loss clip_cov: algorithm.clip_cov_ratio, algorithm.clip_cov_low and algorithm.clip_cov_high"
+    ),
     f"{_ACTOR}.policy_loss.*": without("settings of losses that are not here"),
     f"{_ACTOR}.loss_agg_mode": choice("algorithm.aggregation", _AGGREGATIONS),
     f"{_ACTOR}.loss_scale_factor": without("sequence_sum divides by rollout.max_response_length"),

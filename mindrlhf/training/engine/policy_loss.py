@@ -56,4 +56,5 @@ def _build_correction(config: GrpoConfig) -> RolloutCorrection:
         mask_low=correction.mask_low,
         mask_high=correction.mask_high,
         veto=correction.veto,
+        drift=correction.off_policy_mask,
     )

@@ -15,6 +15,7 @@ from mindrlhf.data.packing import TokenSequence
 from mindrlhf.rollout.samples import Sample
 from mindrlhf.training.batch import RowOptions, make_update_batch
 from mindrlhf.training.distillation.assignment import TeacherAssignment
+from mindrlhf.training.loop.signals import clipped, reward_parts, steps_of
 from mindrlhf.training.loop.step import Step
 
 
@@ -176,7 +177,8 @@ class Objective:
             values: float64 [response] each, the critic's value before each token.
         """
         options = {name: getattr(self._algorithm, name) for name in self._estimator.OPTIONS}
-        return self._estimator.estimate(self._batch(samples, penalties, baselines, values), **options)
+        found = self._estimator.estimate(self._batch(samples, penalties, baselines, values), **options)
+        return clipped(found, samples, self._config) if self._algorithm.clip_cov_ratio else found
 
     def have_gradient(self, samples: Sequence[Sample], advantages: Sequence[np.ndarray]) -> np.ndarray:
         """Return which samples of a step have a gradient, bool, where the loss has no term without advantages."""
@@ -200,4 +202,6 @@ class Objective:
             penalties=penalties,
             baselines=baselines,
             values=values,
+            parts=reward_parts(samples, self._config) if "parts" in self._estimator.NEEDS else None,
+            steps=None if self._estimator.PER_TOKEN == "never" else steps_of(samples, self._config),
         )

@@ -73,4 +73,4 @@ class RewardModel:
             failures = {**failures, REWARD_MODEL_NAME: f"returned {score}, not a finite number"}
             score = self._failure_value
         parts, total = {**before.parts, REWARD_MODEL_NAME: score}, before.total + self._weight * score
-        return dataclasses.replace(sample, reward=RewardResult(before.index, parts, total, failures))
+        return dataclasses.replace(sample, reward=RewardResult(before.index, parts, total, failures, before.steps))

@@ -164,7 +164,7 @@ def test_a_script_with_overrides_is_read(tmp_path):
         ("verl", "actor_rollout_ref: {actor: {ppo_mini_batch_size: 100}}", None, "1024 is no multiple of 100"),
         ("verl", "actor_rollout_ref: {actor: {policy_loss: {loss_mode: clip_cov}}}", None, "clip_cov has no"),
         ("verl", "actor_rollout_ref: {rollout: {name: sglang}}", "actor_rollout_ref.rollout.name", "vLLM"),
-        ("trl", "loss_type: luspo", "loss_type", "no loss 'luspo'"),
+        ("trl", "loss_type: newest", "loss_type", "no loss 'newest'"),
         ("trl", "scale_rewards: batch", "scale_rewards", "no counterpart"),
         ("trl", "num_generations: [1]", "num_generations", None),
         ("mindspeed-rl", "rl_config: {kl_penalty: full}", "rl_config.kl_penalty", "no estimate 'full'"),

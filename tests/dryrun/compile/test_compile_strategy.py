@@ -82,6 +82,7 @@ def test_impossible_layouts_are_explained_before_compiling(config, tmp_path, ove
         ("algorithm.name=rloo", r"'algorithm.loss' is sequence_clip"),
         ("correction.weight=sequence", r"'correction.weight' is sequence, .* token or none"),
         ("correction.mask=geometric", r"'correction.mask' is geometric"),
+        ("correction.off_policy_mask=0.1", r"'correction.off_policy_mask' is 0.1, .* to 0"),
         ("correction.veto=0.0001", r"'correction.veto' is 0.0001, .* to 0"),
     ],
 )

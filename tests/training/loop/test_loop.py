@@ -91,6 +91,7 @@ class Rewards:
     """Reward: length of the response, but a constant for prompt 0, whose group has no signal."""
 
     compares = False
+    reads_steps = False
 
     def __init__(self):
         self.waiting = deque()

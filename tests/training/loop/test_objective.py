@@ -1,8 +1,10 @@
 """The host's part of the algorithm over scored samples, by hand."""
 
+import dataclasses
+
 import numpy as np
 import pytest
-from made_samples import make_sample, with_completion
+from made_samples import make_sample, with_completion, with_reward
 
 from mindrlhf.config.algorithm import AlgorithmSection, CorrectionSection
 from mindrlhf.config.model import ModelSection
@@ -11,6 +13,7 @@ from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.training import TrainingSection
+from mindrlhf.errors import UserError
 from mindrlhf.training.loop.objective import Objective
 
 MAX_LENGTH = 10
@@ -64,6 +67,70 @@ def test_cut_responses_are_filtered_out_of_the_loss_but_stay_in_the_baseline():
     # 24 tokens; three responses are left.
     np.testing.assert_allclose([part[0] for part in weights], [24 / (3 * 2), 24 / (3 * 9), 0.0, 24 / (3 * 3)])
     assert filtered.advantages(SAMPLES)[3][0] == 0.0
+
+
+def test_rewards_normalised_apart_are_those_of_each_verifier_by_weight():
+    """GDPO by hand: in a group of two, a part that differs gives +-1/sqrt(2), whatever its scale."""
+    rewards = RewardSection(verifier_function=("length", "half"), verifier_weight=(1.0, 3.0))
+    one = objective(advantage="gdpo", overlong_buffer=0.4)
+    gdpo = Objective(dataclasses.replace(one._config, reward=rewards))
+    parts = [{"length": 5.0, "half": 0.0}, {"length": 1.0, "half": 0.1}, {"length": 2.0}, {"length": 2.0}]
+    samples = [
+        with_reward(with_completion(sample(0.0, 2, group), token_ids=np.arange(length)), parts=part)
+        for group, length, part in zip((0, 0, 1, 1), (2, 2, 2, 10), parts)
+    ]
+    # 1 - 3 and its opposite; the last loses 1 to its length alone: over the standard deviation of the four.
+    sums = np.array([-2.0, 2.0, 1.0, -1.0]) / 2**0.5
+    expected = sums / np.std(sums, ddof=1)
+    np.testing.assert_allclose([part[0] for part in gdpo.advantages(samples)], expected, rtol=1e-4)
+
+
+def test_tokens_of_high_covariance_are_left_out_of_the_loss():
+    """Of 24 tokens 12 of those whose covariance is positive; the rest keep what they had."""
+    plain = np.concatenate(objective().advantages(SAMPLES))
+    found = objective(clip_cov_ratio=0.5, clip_cov_low=1e-9).advantages(SAMPLES)
+    assert [len(part) for part in found] == [2, 9, 10, 3]
+    changed = np.concatenate(found) != plain
+    logprobs = np.concatenate([one.completion.logprobs for one in SAMPLES]).astype(float)
+    positive = (logprobs - logprobs.mean()) * (plain - plain.mean()) > 1e-9
+    assert 0 < changed.sum() <= 12 and positive[changed].all() and not np.concatenate(found)[changed].any()
+
+
+def stepped(group, rewards, **more):
+    turns = tuple((2, reward) for reward in rewards)
+    one = sample(sum(rewards) + 1.0, 2 * len(rewards), group)
+    one = with_completion(one, turn_rewards=turns, episode_return=sum(rewards), **more)
+    return with_reward(one, parts={"environment_reward": sum(rewards), "length": 1.0})
+
+
+def in_environment(**algorithm):
+    plain = objective(**algorithm)
+    reward = RewardSection(verifier_function=("environment_reward", "length"))
+    return Objective(dataclasses.replace(plain._config, reward=reward))
+
+
+def test_turns_earn_what_came_of_them_and_what_came_later():
+    samples = [stepped(0, [3.0, -1.0]), stepped(0, [0.0])]
+    # To go: 3 - 1 + 1 before the first turn, -1 + 1 before the second, and 0 + 1; whitened over six tokens.
+    to_go = np.array([3.0, 3.0, 0.0, 0.0, 1.0, 1.0])
+    expected = (to_go - to_go.mean()) / to_go.std()
+    found = np.concatenate(in_environment(advantage="reinforce_pp").advantages(samples))
+    np.testing.assert_allclose(found, expected)
+    # Rewards of turns 3, 0 (-1 and 1 of the whole response) and 1: mean 4/3.
+    turns = np.array([3.0, 0.0, 1.0])
+    normalised = (turns - turns.mean()) / turns.std(ddof=1)
+    expected = np.repeat([normalised[0] + normalised[1], normalised[1], normalised[2]], 2)
+    found = np.concatenate(in_environment(advantage="turn_grpo").advantages(samples))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    # GRPO takes each response as a whole.
+    found = in_environment().advantages(samples)
+    np.testing.assert_allclose([part[0] for part in found], [0.5**0.5, -(0.5**0.5)], rtol=1e-5)
+
+
+def test_rewards_of_steps_need_a_loss_of_tokens():
+    with pytest.raises(UserError, match="'algorithm.loss' is gspo, which treats a response as one action"):
+        in_environment(advantage="reinforce_pp", loss="gspo").advantages([stepped(0, [1.0, 2.0])])
+    in_environment(advantage="grpo", loss="gspo").advantages([stepped(0, [1.0, 2.0])] * 2)
 
 
 def test_kl_in_the_reward():

@@ -21,6 +21,7 @@ from mindrlhf.observe.timing import StageTimer
 from mindrlhf.rollout.samples import Sample, Sampler
 from mindrlhf.rollout.types import Generator, SamplingParams
 from mindrlhf.training.checkpoints.run import Progress
+from mindrlhf.training.loop.difficulty import pass_rates
 from mindrlhf.training.loop.leftover import from_leftover, pack_steps, to_leftover, unpack_steps
 from mindrlhf.training.loop.step import StepSamples
 
@@ -173,9 +174,13 @@ class PromptSampling:
         records: list[Prompt] = []
 
         def sample_round(num_prompts: int, first_group: int) -> list[Sample]:
-            new = self.read(self.stream.next(num_prompts))
+            indices, count = self.stream.next(num_prompts), self._config.algorithm.num_generations
+            new = self.read(indices)
             records.extend(new)
-            return self._generate(new, index, self._config.algorithm.num_generations, self.sampling, first_group)
+            samples = self._generate(new, index, count, self.sampling, first_group)
+            if self._config.algorithm.rest_epochs:
+                self.stream.note(indices, pass_rates(samples, count, self._config.reward.verifier_function[0]))
+            return samples
 
         samples = self._groups.collect(sample_round, leftover)
         if not needs_greedy:

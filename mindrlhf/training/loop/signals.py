@@ -1,0 +1,84 @@
+"""What else the rewards of samples tell, for the estimators that ask: their parts, and where they were earned."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from mindrlhf.algorithms import policy_losses
+from mindrlhf.algorithms.clip_cov import clip_cov
+from mindrlhf.algorithms.overlong import soft_punishment
+from mindrlhf.config.reward import REWARD_MODEL_NAME, RewardSection
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.errors import UserError
+from mindrlhf.rewards.registry import part_name
+from mindrlhf.rollout.samples import Sample, reward_matrix
+
+
+def part_weights(reward: RewardSection) -> dict[str, float]:
+    """Return the weight of each part of the reward, by the name that it is reported under."""
+    weights = reward.verifier_weight or (1.0,) * len(reward.verifier_function)
+    found = dict(zip(map(part_name, reward.verifier_function), weights))
+    return found | ({REWARD_MODEL_NAME: reward.model_weight} if reward.model_path else {})
+
+
+def reward_parts(samples: Sequence[Sample], config: GrpoConfig) -> list[tuple[float, np.ndarray]]:
+    """Return the summands of the rewards, each a weight and float64 [samples]."""
+    algorithm, longest = config.algorithm, config.rollout.max_response_length
+    weights = part_weights(config.reward)
+    parts = [(weight, reward_matrix(samples, 1, name)[:, 0]) for name, weight in weights.items()]
+    if algorithm.overlong_buffer:
+        lengths = np.array([len(sample.completion.token_ids) for sample in samples])
+        buffer = max(1, round(algorithm.overlong_buffer * longest))
+        parts.append((algorithm.overlong_penalty, soft_punishment(lengths, longest, buffer)))
+    return parts
+
+
+def steps_of(samples: Sequence[Sample], config: GrpoConfig) -> list[tuple[np.ndarray, np.ndarray]] | None:
+    """Return what of the rewards was given on the way, see ``step_rewards``; None where nothing was.
+
+    Raises:
+        UserError: the loss has one advantage for a whole response.
+    """
+    weights, loss = part_weights(config.reward), config.algorithm.loss
+    found = [step_rewards(sample, weights) for sample in samples]
+    if not any(len(ends) for ends, _ in found):
+        return None
+    if policy_losses.traits(loss).constant_advantage:
+        raise UserError(
+            f"'algorithm.loss' is {loss}, which treats a response as one action, but a verifier or the environment "
+            "rewards its steps: set it to gspo_token or ppo_clip"
+        )
+    return found
+
+
+def step_rewards(sample: Sample, weights: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray]:
+    """Return what of a sample's reward was given on the way: by verifiers that reward steps, or by its environment.
+
+    Args:
+        weights: of the parts of the reward, by name.
+
+    Returns:
+        Places of the last tokens of the steps, of those that the model wrote, and their weighted rewards: of its turns
+        or, where one verifier rewards tokens, of all tokens. Both are empty where the reward is of the whole.
+    """
+    completion, reward = sample.completion, sample.reward
+    given = dict(reward.steps)
+    if completion.turn_rewards and reward.parts.get("environment_reward") == completion.episode_return:
+        given["environment_reward"] = [value for _, value in completion.turn_rewards]
+    if not given:
+        return np.zeros(0, int), np.zeros(0)
+    ends = turns = np.cumsum(completion.turn_lengths) - 1
+    tokens = np.zeros(sample.num_generated)
+    for name, values in given.items():
+        places = turns if len(values) == len(turns) else np.arange(len(tokens))
+        tokens[places] += weights[name] * np.asarray(values, np.float64)
+        ends = ends if places is turns else places
+    return ends, tokens[ends]
+
+
+def clipped(advantages: Sequence[np.ndarray], samples: Sequence[Sample], config: GrpoConfig) -> list[np.ndarray]:
+    """Return the advantages of a step's samples after Clip-Cov."""
+    algorithm = config.algorithm
+    bounds = {"low": algorithm.clip_cov_low, "high": algorithm.clip_cov_high}
+    logprobs = [sample.completion.logprobs for sample in samples]
+    return clip_cov(advantages, logprobs, ratio=algorithm.clip_cov_ratio, seed=config.run.seed, **bounds)

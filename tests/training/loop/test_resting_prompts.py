@@ -1,0 +1,111 @@
+"""Sampling notes the pass rates of its prompts, so that those without a lesson rest; a resumed run draws the same."""
+
+import contextlib
+import json
+
+import numpy as np
+import pytest
+from made_samples import make_sample
+
+from mindrlhf.config.algorithm import AlgorithmSection
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.reward import RewardSection
+from mindrlhf.config.run import DataSection
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.training import TrainingSection
+from mindrlhf.data.mindrecord import Prompt
+from mindrlhf.errors import UserError
+from mindrlhf.observe.timing import StageTimer
+from mindrlhf.training.loop.difficulty import DifficultyStream, Rest, pass_rates, read_levels
+from mindrlhf.training.loop.sampling.in_step import PromptSampling
+
+# Of six prompts: hopeless, four with a lesson, easy.
+RIGHT = {0: (0, 0), 1: (1, 0), 2: (0, 1), 3: (1, 0), 4: (0, 1), 5: (1, 1)}
+
+
+class Prompts:
+    path = "train.mindrecord"
+
+    class header:
+        images = None
+        columns = ("level",)
+
+    def __len__(self):
+        return 6
+
+    def read(self, indices):
+        nothing = np.zeros(0, np.int32)
+        return [Prompt(np.array([i], np.int32), nothing, "a", "s:1", extra={"level": 6 - i}) for i in indices]
+
+
+class Sampler:
+    def __init__(self):
+        self.drawn = []
+
+    def sample(self, records, num_samples, sampling, seed_path, chunk_size, first_group):
+        numbers = [int(record.prompt_ids[0]) for record in records]
+        self.drawn.append(numbers)
+        return [
+            make_sample([number], [1], 9.0, {"right": float(value), "length": 9.0}, group=first_group + place)
+            for place, number in enumerate(numbers)
+            for value in RIGHT[number]
+        ]
+
+
+def sampling(stream):
+    config = GrpoConfig(
+        model=ModelSection(path="model"),
+        data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
+        reward=RewardSection(verifier_function=("file.py:right", "length")),
+        algorithm=AlgorithmSection(num_generations=2, rest_epochs=1),
+        training=TrainingSection(chunk_size=2, num_rollouts=1),
+    )
+    return PromptSampling(config, Prompts(), stream, Sampler(), (0,), StageTimer(), contextlib.nullcontext)
+
+
+def draw(prompts, steps):
+    for step in steps:
+        prompts.sample(step, [], needs_greedy=False)
+    return prompts._sampler.drawn
+
+
+def test_hopeless_and_easy_prompts_rest_for_an_epoch():
+    stream = DifficultyStream(6, 0, True, Rest(1))
+    drawn = draw(sampling(stream), range(8))
+    epochs = [sum(drawn[:3], []), sum(drawn[3:5], [])]
+    assert sorted(epochs[0]) == [0, 1, 2, 3, 4, 5]
+    # What the last step of an epoch finds out is known when the next epoch has begun.
+    late = {*drawn[2]} & {0, 5}
+    assert {*epochs[1]} >= {1, 2, 3, 4} - {*drawn[5]} and not {*epochs[1]} & ({0, 5} - late)
+    assert stream.rates[0][0] == 0.0 and stream.rates[5][0] == 1.0 and stream.rates[1][0] == 0.5
+
+
+@pytest.mark.parametrize("stopped", range(1, 7))
+def test_a_run_that_is_resumed_at_any_step_draws_the_same(stopped):
+    whole = draw(sampling(DifficultyStream(6, 0, True, Rest(1))), range(9))
+    first = DifficultyStream(6, 0, True, Rest(1))
+    draw(sampling(first), range(stopped))
+    second = DifficultyStream(6, 0, True, Rest(1))
+    second.restore(json.loads(json.dumps(first.state())))
+    assert draw(sampling(second), range(stopped, 9)) == whole[stopped:]
+
+
+def test_the_pass_rate_is_the_mean_of_the_first_verifier_within_0_and_1():
+    parts = [{"f": 0.25}, {"f": 0.75}, {"f": -1.0}, {"f": 3.0}, {"g": 1.0}, {"g": 1.0}]
+    samples = [make_sample([1], [1], 0.0, part, group=place // 2) for place, part in enumerate(parts)]
+    np.testing.assert_array_equal(pass_rates(samples, 2, "a/b.py:f"), [0.5, 0.5, np.nan])
+
+
+def test_a_curriculum_is_read_from_a_kept_column():
+    assert read_levels(Prompts(), "level").tolist() == [6, 5, 4, 3, 2, 1]
+    with pytest.raises(UserError, match="'algorithm.curriculum' is grade.*--keep grade"):
+        read_levels(Prompts(), "grade")
+
+
+@pytest.mark.parametrize("value", ["3", None, True, float("nan"), [1]])
+def test_a_column_that_holds_no_numbers_is_no_curriculum(value, monkeypatch):
+    records = Prompts().read(range(2))
+    records[1].extra["level"] = value
+    monkeypatch.setattr(Prompts, "read", lambda self, indices: records)
+    with pytest.raises(UserError, match="record 1 of train.mindrecord has .* there: give every record a number"):
+        read_levels(Prompts(), "level")
