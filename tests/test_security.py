@@ -320,6 +320,9 @@ def test_nothing_listens_but_rank_0_and_between_nodes_node_0():
     # The launcher only looks for a free port of the local machine.
     assert found == {
         ("mindrlhf/training/team.py", "create_server("),
+        # Each rank of more than two, for the rank that passes rows on to it: from other machines, and from its own.
+        ("mindrlhf/training/relay.py", "create_server("),
+        ("mindrlhf/training/relay.py", "AF_UNIX"),
         ("mindrlhf/launch/launch.py", ".bind(("),
         # With --nodes: the launcher of node 0, and rank 0 while the other nodes' rollout servers are connected.
         ("mindrlhf/launch/nodes/first.py", "create_server("),
