@@ -168,7 +168,7 @@ class Relay:
 
 
 def _readable(star: socket.socket, *sources: socket.socket, end_s: float | None = None) -> list[socket.socket]:
-    """Wait until there is something to read, but no longer than rank 0 is there and says nothing; return where it is."""
+    """Return where there is something to read; wait for it while rank 0 is there and says nothing."""
     poller = select.poll()
     for one in (star, *sources):
         poller.register(one, select.POLLIN)

@@ -32,9 +32,6 @@ class Worker:
     def take(self, **arguments) -> None:
         self.taken.append(arguments)
 
-    def change(self, rows, **others) -> None:
-        rows[:] = -1
-
 
 class Counting:
     """A socket that counts what is sent, whoever counts it."""
@@ -68,11 +65,12 @@ def ranks_on(machines, monkeypatch, workers=None):
         return relay
 
     laid = relays.lay_out
-    monkeypatch.setattr(
-        relays,
-        "lay_out",
-        lambda arrays: (counts.setdefault("memory", []).append(sum(map(np.size, arrays.values()))), laid(arrays))[1],
-    )
+
+    def lay_out(arrays):
+        counts.setdefault("memory", []).append(sum(array.nbytes for array in arrays.values()))
+        return laid(arrays)
+
+    monkeypatch.setattr(relays, "lay_out", lay_out)
     monkeypatch.setenv("MS_SCHED_HOST", "127.0.0.1")
     all_relays = [relay_of(rank) for rank in range(len(machines))]
     pairs = [socket.socketpair() for _ in machines[1:]]
@@ -150,11 +148,8 @@ def test_rows_leave_rank_0_once_for_each_replica(layout, machines, monkeypatch):
                 same(worker.taken[step], sent[replica] | {"lr": 0.5})
         all_rows = 3 * sum(map(size_of, sent))
         # To other ranks, and into the memory of its machine for the rest of its own replica.
-        is_shared = any(
-            layout.coordinates(rank).data == layout.coordinates(0).data and machines[rank] == machines[0]
-            for rank in range(1, len(machines))
-        )
-        in_memory = 3 * size_of(sent[0]) if is_shared else 0
+        own = [rank for rank in range(1, len(machines)) if layout.coordinates(rank).data == layout.coordinates(0).data]
+        in_memory = 3 * size_of(sent[0]) if any(machines[rank] == machines[0] for rank in own) else 0
         assert counts[0] + in_memory <= 1.1 * all_rows
         # No rank sends more than its replica's rows: to the next machine.
         assert all(number <= 1.1 * 3 * size_of(sent[0]) for rank, number in counts.items() if rank not in (0, "memory"))
@@ -184,17 +179,6 @@ def test_what_is_small_or_for_one_other_rank_goes_straight(monkeypatch):
             np.testing.assert_array_equal(worker.taken[0]["rows"], np.arange(100))
             same(worker.taken[1], rows_of(rank // 2))
     assert len(counts["memory"]) == 1  # of ranks 2 and 3; rank 1 is the only one beside rank 0 that needs its rows
-
-
-class Dying(Worker):
-    """A rank whose process is gone as soon as a call comes: its connections end, without a word."""
-
-    def __init__(self, connections):
-        super().__init__()
-        self._connections = connections
-
-    def take(self, **arguments):
-        raise SystemExit
 
 
 @pytest.mark.parametrize("machines", ["aaaa", "abcd"])
