@@ -57,7 +57,7 @@ WORKER = """
     rows = np.random.default_rng(0).integers(0, 1 << 30, (16, 65536), np.int32)
     sent[:] = [0, 0]
     replicas.call("take", per_rank=[{"rows": rows}])
-    report = {"sent": sent, "rows": rows.nbytes, "digest": hashlib.sha256(rows.tobytes()).hexdigest()}
+    report = {"sent": list(sent), "rows": rows.nbytes, "digest": hashlib.sha256(rows.tobytes()).hexdigest()}
     if "dies_reading" in spec:
         try:
             replicas.call("take", per_rank=[{"rows": rows}])
