@@ -16,10 +16,12 @@ import functools
 import json
 import os
 import resource
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +30,12 @@ import numpy as np
 NUM_PROMPTS = 1319  # of an evaluation: GSM8K's test set
 LONG_TEXT = 20_000  # characters of a completion
 LONGEST_SAMPLE, LONGEST_PROMPT = 16_384, 1024  # tokens
+ROOT = Path(__file__).resolve().parents[1]
+TOKENIZER = ROOT / "examples" / "quickstart" / "checkpoint"
+RIGHT = {
+    "integers": ("accuracy_reward", "so N more are #### N", "N"),
+    "expressions": ("qwen_accuracy_reward", r"so it is \boxed{(x+N)(x+1)}", "x^2+(N+1)x+N"),
+}
 SAMPLES_PER_STEP = 2  # the default of observe.samples_per_step
 
 Measured = Callable[[], int]
@@ -143,6 +151,183 @@ def packing(way: str, distribution: str, size: int, directory: Path) -> Measured
     return run
 
 
+def data_build(size: int, directory: Path) -> Measured:
+    """`mindrlhf data build` of so many prompts with their answers, in one process."""
+    from mindrlhf.data.build import build_prompts
+
+    rng = np.random.default_rng(0)
+    words = ["a", "box", "of", "apples", "pens", "costs", "holds", "how", "many", "more", "are", "there", "in", "each"]
+    with (directory / "raw.jsonl").open("w") as file:
+        for number in range(size):
+            question = f"{number}: " + " ".join(rng.choice(words, rng.integers(20, 70)))
+            file.write(json.dumps({"question": question, "answer": f"It is so. #### {number}"}) + "\n")
+    output = directory / "prompts.mindrecord"
+
+    def run() -> int:
+        build_prompts(
+            [directory / "raw.jsonl"], output, TOKENIZER, template="plain", num_workers=1, show_progress=False
+        )
+        return sum(path.stat().st_size for path in directory.glob("prompts.mindrecord*"))
+
+    return run
+
+
+def prompt_stream(size: int, directory: Path) -> Measured:
+    """The order of so many prompts, shuffled, taken to the end of an epoch 1,024 at a time."""
+    from mindrlhf.data.stream import PromptStream
+
+    def run() -> int:
+        stream = PromptStream(size, seed=0, num_epochs=1)
+        return 8 * sum(len(stream.next(1024)) for _ in range(-(-size // 1024)))
+
+    return run
+
+
+def rewards(verifier: str, completion: str, answer: str, size: int, directory: Path) -> Measured:
+    """So many samples, each with a number of its own for N, go through the pool with one worker."""
+    from mindrlhf.rewards.pool import RewardPool
+    from mindrlhf.rewards.selection import Selection
+    from mindrlhf.rewards.types import RewardInput
+
+    samples = [
+        RewardInput(number, completion.replace("N", str(number)), answer.replace("N", str(number)))
+        for number in range(1, size + 1)
+    ]
+
+    def run() -> int:
+        with RewardPool(Selection((verifier,), (1.0,)), 1) as pool:
+            if any(result.total != 1.0 for result in pool.score(samples)):
+                raise SystemExit(f"{verifier} takes a right answer for wrong")
+        return sum(len(sample.completion) for sample in samples)
+
+    return run
+
+
+def weight_buffer(size: int, directory: Path) -> Measured:
+    """Four versions of so many MiB of weights are published and verified."""
+    from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer
+
+    tensor = np.random.default_rng(0).standard_normal((1024, 1024)).astype(np.float32)
+    infos = [TensorInfo(f"weight {number}", "float32", tensor.shape) for number in range(size // 4)]
+
+    def run() -> int:
+        with WeightBuffer.create(infos) as buffer:
+            for version in range(1, 5):
+                buffer.begin(version)
+                for info in infos:
+                    buffer.write(info.name, tensor)
+                buffer.commit()
+                buffer.verify(version)
+        return 4 * len(infos) * tensor.nbytes
+
+    return run
+
+
+def report(size: int, directory: Path) -> Measured:
+    """The report of a run of so many steps with short samples."""
+    from mindrlhf.observe.report import write_report
+
+    rng, names = np.random.default_rng(0), ("reward/std", "response_length/mean", "entropy", "loss", "grad_norm", "lr")
+    stages = ("rollout", "pack", "old_log_p", "update", "reshard_to_infer")
+    with (directory / "metrics.jsonl").open("w") as file:
+        for step in range(1, size + 1):
+            line = {name: float(value) for name, value in zip(names, rng.random(len(names)))}
+            line |= {f"timing/{stage}": float(value) for stage, value in zip(stages, rng.random(len(stages)))}
+            line |= {"step": step, "reward/mean": float(rng.random()), "timing/all": 6.0}
+            file.write(json.dumps(line) + "\n")
+    with (directory / "samples.jsonl").open("w") as file:
+        for number in range(size * SAMPLES_PER_STEP):
+            sample = {
+                "step": number // SAMPLES_PER_STEP + 1,
+                "prompt": f"{number}?",
+                "completion": "so 4",
+                "answer": "4",
+            }
+            file.write(json.dumps({**sample, "reward": 1.0, "rewards": {"a": 1.0}, "finish_reason": "stop"}) + "\n")
+    return lambda: write_report(directory).stat().st_size
+
+
+def plan(size: int, directory: Path) -> Measured:
+    """`mindrlhf plan` of a 32B model on so many devices."""
+    from mindrlhf.dryrun.plan.report import PlanOptions, report_plan
+
+    layout = {"rollout.num_replicas": size // 8, "parallel_config.data_parallel": size // 16}
+    batch = {"training.chunk_size": size, "training.num_rollouts": 1}
+    overrides = [f"{key}={value}" for key, value in {**layout, **batch}.items()]
+    return lambda: len(report_plan("examples/grpo/qwen2_5_32b_16npu.yaml", overrides, PlanOptions(world_size=size))[0])
+
+
+def shards(size: int, directory: Path) -> Measured:
+    """A model of 29 million parameters for so many data-parallel copies, without a sharded optimiser."""
+    from mindrlhf.shards.shard import shard_directory
+    from mindrlhf.weights.convert import export_hf, random_hf_weights
+
+    config = json.loads((Path(TOKENIZER) / "config.json").read_text())
+    config |= {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "vocab_size": 8000}
+    config |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+    export_hf(random_hf_weights(config, 0), config, directory / "model", dtype="float32")
+
+    def run() -> int:
+        shard_directory(directory / "model", directory / "shards", parallel=f"dp={size}", num_workers=1)
+        held = {path.stat().st_ino: path.stat().st_size for path in (directory / "shards").rglob("*") if path.is_file()}
+        return sum(held.values())
+
+    return run
+
+
+class Held:
+    """A rank of ``messages``: keeps what it is given."""
+
+    def receive(self, arrays: list) -> None:
+        self.arrays = arrays
+
+
+def messages(num_replicas: int, num_ranks: int, num_rows: int) -> Measured:
+    """Rank 0 gives all ranks their rows, as before an update: six arrays of 4,096 places; bytes that leave it."""
+    from mindrlhf.layout.layout import Layout
+    from mindrlhf.training import relay
+    from mindrlhf.training.replica_team import ReplicaTeam
+    from mindrlhf.training.team import Star, Team, serve
+
+    sent, laid = [0], relay.lay_out
+
+    class Counted(socket.socket):
+        def sendmsg(self, *arguments):
+            number = super().sendmsg(*arguments)
+            sent[0] += number
+            return number
+
+    def lay_out(arrays):
+        if threading.current_thread() is threading.main_thread():  # rank 0's
+            sent[0] += sum(array.nbytes for array in arrays.values())
+        return laid(arrays)
+
+    relay.lay_out = lay_out
+    world_size = num_replicas * num_ranks
+    pairs = [socket.socketpair() for _ in range(world_size - 1)]
+    relays = [relay.Relay(rank, [0]) for rank in range(world_size)]
+    star = Star(Counted(fileno=ours.detach()) for ours, _ in pairs)
+    star.relay, star.places = relays[0], {rank: one.place for rank, one in enumerate(relays)}
+    threads = [
+        threading.Thread(target=serve, args=(Held(), theirs, one), daemon=True)
+        for (_, theirs), one in zip(pairs, relays[1:])
+    ]
+    for thread in threads:
+        thread.start()
+    team = Team(Held(), star)
+    replicas = ReplicaTeam(team, Layout(data_parallel=num_replicas, model_parallel=num_ranks))
+    rows = [np.zeros((num_rows // num_replicas, 4096), np.int32) for _ in range(6)]
+
+    def run() -> int:
+        replicas.call("receive", per_rank=[{"arrays": list(rows)} for _ in range(num_replicas)])
+        team.close()
+        for thread in threads:
+            thread.join()
+        return sent[0]
+
+    return run
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """What is measured; ``limit`` says what its cost is made of."""
@@ -154,6 +339,23 @@ class Case:
 
 
 CASES = {
+    "data build": Case("prompts", 2000, data_build, "tokenizing, one process"),
+    "prompt stream": Case("prompts", 65_536, prompt_stream, "a sort of the epoch"),
+    "plan": Case("devices", 64, plan, "groups and memory of each rank"),
+    **{
+        f"rewards, {kind}": Case("samples", number, functools.partial(rewards, *RIGHT[kind]), limit)
+        for kind, number, limit in (
+            ("integers", 4096, "messages to the worker"),
+            ("expressions", 128, "SymPy; divided by reward.num_workers"),
+        )
+    },
+    "weight buffer": Case("MiB", 64, weight_buffer, "copies and sums"),
+    "report": Case("steps of short samples", 400, report, "JSON of each line"),
+    "messages, ranks": Case(
+        "ranks of a replica", 4, lambda size, _: messages(1, size, 1024), "one copy, which the ranks of a machine map"
+    ),
+    "messages, rows": Case("rows of 4,096 places", 256, lambda size, _: messages(4, 4, size), "copies of the rows"),
+    "shards": Case("copies of a model", 4, shards, "one copy; a link for each rank"),
     "checkpoints": Case("evaluations, a checkpoint each", 16, checkpoints, "JSON of each new evaluation; fsync"),
     "resume": Case("steps of long samples", 400, resume, "the steps that are cut"),
     "view": Case("steps of long samples", 400, view, "JSON of each sample, read twice"),
@@ -190,11 +392,10 @@ def measure_here(case: Case, size: int) -> dict[str, float]:
 
 def measure(name: str, size: int) -> dict[str, float]:
     """Measure once, in a process of its own."""
-    root = Path(__file__).resolve().parents[1]
-    paths = [str(root), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    command = [sys.executable, __file__, "--one", name, str(size)]
-    ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    command = [sys.executable, str(Path(__file__).resolve()), "--one", name, str(size)]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(ended.stdout.splitlines()[-1])
 
 

@@ -10,7 +10,8 @@ from mindrlhf.observe.run_data import RunData
 from mindrlhf.observe.series import Series
 
 # The stages of a step in the order in which they happen; stages not named here follow by name.
-STAGES = ("data", "rollout", "reward", "pack", "distribute", "old_log_p", "reference_model", "update")
+REWARD_SHARE = "timing/reward_share"
+STAGES = ("data", "rollout", "reward_wait", "pack", "distribute", "old_log_p", "reference_model", "update")
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,11 @@ def _timings(run: RunData) -> Chart | None:
     stages = {
         name.removeprefix("timing/"): _at_steps(series, steps)
         for name, series in run.series.items()
-        if name.startswith("timing/") and name != "timing/all"
+        if name.startswith("timing/") and name not in ("timing/all", REWARD_SHARE)
     }
+    if REWARD_SHARE in run.series and "rollout" in stages:  # which it is part of
+        waited_s = _at_steps(run.series[REWARD_SHARE], steps) * whole_s
+        stages |= {"rollout": stages["rollout"] - waited_s, "reward_wait": waited_s}
     largest = sorted(stages, key=lambda name: -stages[name].sum())[: NUM_COLOURS - 1]
     largest.sort(key=lambda name: (STAGES.index(name) if name in STAGES else len(STAGES), name))
     layers = {name: stages[name] for name in largest}

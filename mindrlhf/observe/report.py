@@ -16,7 +16,7 @@ from markupsafe import Markup
 import mindrlhf
 from mindrlhf.observe.axes import compact, with_unit
 from mindrlhf.observe.charts import Chart, interval_plot
-from mindrlhf.observe.panels import Panel, build_panels
+from mindrlhf.observe.panels import REWARD_SHARE, Panel, build_panels
 from mindrlhf.observe.records import replace_file
 from mindrlhf.observe.run_data import RunData, read_run
 from mindrlhf.observe.samples import IMAGES_NAME, question_of
@@ -104,6 +104,7 @@ def _facts(run: RunData) -> list[tuple[str, str, str, str]]:
     if total := _total_time(run, step_times):
         facts.append(("Total time", *total))
     for name, metric, unit, statistic, remark in (
+        ("Waiting for rewards", REWARD_SHARE, "of a step", np.mean, "mean; see reward.num_workers"),
         ("Throughput", "e2e_tps", "tokens/s", np.median, "median, per device"),
         ("Log-prob gap", "rollout_diff/max_abs", "nats", np.max, "rollout to training, largest"),
         ("Peak memory", "memory/peak_rss_gb", "GB", np.max, "resident, largest rank"),

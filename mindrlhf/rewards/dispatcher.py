@@ -127,6 +127,8 @@ MAX_BATCH_SAMPLES = 64
 MAX_BATCH_CHARS = 1 << 20
 # How often the workers' health is looked at when nothing else happens.
 CHECK_INTERVAL_S = 0.25
+# How long samples wait before there are more workers to take them.
+PATIENCE_S = 0.25
 START_LIMIT_S = 120.0
 # Deaths in a row that no sample is to blame for, before the pool gives up.
 MAX_UNEXPLAINED_DEATHS = 3
@@ -144,7 +146,7 @@ class Dispatcher(threading.Thread):
     def __init__(
         self,
         selection: Selection,
-        num_workers: int,
+        num_workers: int | None,
         timeout_s: float,
         failure_value: float,
         memory_limit_bytes: int,
@@ -163,7 +165,9 @@ class Dispatcher(threading.Thread):
         )
         self._part_names = selection.names
         self._weights = list(selection.weights)
-        self._num_workers = num_workers
+        self._num_workers = num_workers or len(os.sched_getaffinity(0))
+        self._num_at_start = num_workers or 1
+        self._waiting_since_s: float | None = None  # samples, without a pause
         self._timeout_s = timeout_s
         self._failure_value = failure_value
         self._failure_log = failure_log
@@ -192,7 +196,7 @@ class Dispatcher(threading.Thread):
     def run(self) -> None:
         try:
             self._selector.register(self._wake_fd, selectors.EVENT_READ)
-            for _ in range(self._num_workers):
+            for _ in range(self._num_at_start):
                 self._start_worker()
             while not self._is_stopping:
                 self._serve_once()
@@ -232,6 +236,24 @@ class Dispatcher(threading.Thread):
         for worker in list(self._workers):
             self._check_health(worker)
         self._hand_out()
+        self._start_more()
+
+    def _start_more(self) -> None:
+        """Double the workers, up to the most there may be, where samples have waited for one for some time.
+
+        How many there are changes no result, so that clocks may decide.
+        """
+        now_s = time.monotonic()
+        if not self._incoming or not all(worker.is_ready for worker in self._workers):
+            self._waiting_since_s = None
+            return
+        if self._waiting_since_s is None:
+            self._waiting_since_s = now_s
+        if now_s - self._waiting_since_s >= PATIENCE_S:
+            num_workers = len(self._workers)
+            for _ in range(min(num_workers, self._num_workers - num_workers, len(self._incoming))):
+                self._start_worker()
+            self._waiting_since_s = None
 
     def _time_to_next_check_s(self) -> float:
         now_s = time.monotonic()

@@ -26,9 +26,11 @@ class RewardPool:
     allocate (0: no limit). A verifier that takes longer, raises, returns no finite number, or brings its process
     down gives the sample ``failure_value`` for its part, with the reason in ``RewardResult.failures``
     (``"timeout"``, ``"ValueError: ..."``, ``"returned nan, ..."``, ``"worker died: ..."``) and, with the sample, in
-    the file ``failure_log``. A worker that hung is killed with all it has started, and replaced. The other
-    verifiers' parts of the sample are computed all the same (the ones already done, once more), as are the other
-    samples the worker held.
+    the file ``failure_log``. With ``num_workers`` None there is one worker at first, and while samples wait there are
+    more, up to one for each core that this process may use.
+
+    A worker that hung is killed with all it has started, and replaced. The other verifiers' parts of
+    the sample are computed all the same (the ones already done, once more), as are the other samples the worker held.
 
     For use from one thread, best as a context manager. After an error, and after ``close``, the pool is of no
     further use.
@@ -41,14 +43,14 @@ class RewardPool:
     def __init__(
         self,
         selection: Selection,
-        num_workers: int = 1,
+        num_workers: int | None = 1,
         timeout_s: float = 10.0,
         failure_value: float = 0.0,
         memory_limit_mib: int = DEFAULT_MEMORY_LIMIT_MIB,
         failure_log: Path | None = None,
     ):
         selection.check()
-        if num_workers < 1:
+        if num_workers is not None and num_workers < 1:
             raise UserError(f"{num_workers} reward workers: at least 1 is needed")
         if not (timeout_s > 0 and math.isfinite(timeout_s)):
             raise UserError(f"the time limit of rewards is {timeout_s} s: it must be positive and finite")

@@ -1,6 +1,7 @@
 """From prompts to scored samples: generation and verification, overlapped."""
 
 import dataclasses
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -66,6 +67,7 @@ class Sampler:
         self._rewards = rewards
         self._tokenizer = tokenizer
         self.reward_model = reward_model
+        self._reward_wait_s = 0.0
 
     def sample(
         self,
@@ -138,8 +140,10 @@ class Sampler:
                     waiting = dataclasses.replace(waiting, **self._step_texts(completion))
                 self._submit(waiting, unscored, num_samples)
         if self._rewards is not None:
+            start_s = time.perf_counter()
             with timeline.span("waiting for the verifiers"):
                 results = {result.index: result for result in self._rewards.results()}
+            self._reward_wait_s += time.perf_counter() - start_s
         else:
             results = {place: RewardResult(place, parts={}, total=0.0) for place in completions}
         expected = len(records) * num_samples
@@ -173,6 +177,14 @@ class Sampler:
     def take_judge_counts(self) -> dict[str, float]:
         """Return what judges took since this was last asked; see ``RewardPool.take_counts``."""
         return {} if self._rewards is None else self._rewards.take_counts()
+
+    def take_reward_wait_s(self) -> float | None:
+        """Return the seconds, since this was last asked, in which all responses were there and verifiers still at work.
+
+        None without verifiers.
+        """
+        waited_s, self._reward_wait_s = self._reward_wait_s, 0.0
+        return None if self._rewards is None else waited_s
 
     def _submit(self, one: RewardInput, unscored: dict[int, list[RewardInput]], num_samples: int) -> None:
         """Have a sample verified; where a verifier compares, when the prompt's last sample is there."""

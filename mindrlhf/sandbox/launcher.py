@@ -75,6 +75,7 @@ class Launch:
     channel: socket.socket
     descriptors: list[int]  # 0, 1, 2 of the program, and its link
     layers: set[str]
+    seccomp_filter: bytes  # where there is one
     work_dir: str = namespaces.WORK_DIR
     request: dict = dataclasses.field(default_factory=dict)  # read by the first process of the program's namespaces
 
@@ -89,6 +90,9 @@ def main() -> Started | None:
     while os.open(os.devnull, os.O_RDWR) <= LINK_FD:
         pass
     layers = _take_layers(set(settings["without"]))
+    seccomp_filter = b""
+    if "seccomp" in layers:
+        seccomp_filter = seccomp.build("namespaces" in layers, not layers & {"namespaces", "user"})
     for name in WARM_MODULES.split():
         __import__(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the watches
@@ -106,7 +110,7 @@ def main() -> Started | None:
             control.close()
             channel = socket.socket(fileno=descriptors.pop(0))
             try:
-                return _be_watch(Launch(channel, descriptors, layers))
+                return _be_watch(Launch(channel, descriptors, layers, seccomp_filter))
             except BaseException as error:  # of the watch or the first process: what the program raises is later
                 with contextlib.suppress(OSError):
                     _tell(channel, failure=f"{type(error).__name__}: {error}")
@@ -177,15 +181,16 @@ def _be_first_process(launch: Launch) -> Started:
     def limit_passed() -> str:
         if "watcher" not in launch.layers:
             return ""
+        most_bytes = launch.request["memory_bytes"]
         if is_isolated:
             pids = [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
             disk = os.statvfs(launch.work_dir)
-            num_bytes = watch.memory_bytes(pids) + (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+            most_bytes -= (disk.f_blocks - disk.f_bfree) * disk.f_frsize
         else:
-            num_bytes = watch.memory_bytes(watch.descendants(os.getpid()))
+            pids = watch.descendants(os.getpid())
             if watch.is_directory_full(launch.work_dir, launch.request["disk_bytes"]):
                 return "disk limit"
-        return "memory limit" if num_bytes > launch.request["memory_bytes"] else ""
+        return "memory limit" if watch.hold_more(pids, most_bytes) else ""
 
     ending = watch.wait(program, launch.channel.fileno(), limit_passed)
     with contextlib.suppress(OSError):
@@ -225,8 +230,7 @@ def _become_program(launch: Launch) -> Started:
         if "landlock" in launch.layers:
             _restrict_files(launch)
         if "seccomp" in launch.layers:
-            shields_others = not launch.layers & {"namespaces", "user"}
-            seccomp.install(seccomp.build("namespaces" in launch.layers, shields_others))
+            seccomp.install(launch.seccomp_filter)
     except OSError as error:
         _tell(launch.channel, failure=f"the sandbox cannot start the program: {error}")
         os._exit(CANNOT_START_EXIT_CODE)

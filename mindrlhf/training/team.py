@@ -5,7 +5,6 @@ and results as JSON and plain NumPy arrays, and it closes the moment a process d
 """
 
 import contextlib
-import hmac
 import secrets
 import socket
 import time
@@ -19,6 +18,7 @@ from mindrlhf.system import heartbeat, timeline
 from mindrlhf.system.handshake import keep_alive, receive_hello
 from mindrlhf.system.messages import decode, encode
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, rank_0_host, receive_message, send_message
+from mindrlhf.training.relay import RELAYED_BYTES, Relay, is_admitted, route_of
 from mindrlhf.training.runtime import Rank
 
 _ADMISSION_TIMEOUT_S = 60.0
@@ -26,6 +26,18 @@ _HELLO_TIMEOUT_S = 5.0  # an unauthenticated peer that says nothing keeps the ra
 _TOKEN_WORDS = 4
 
 Results = list[Any]  # the records that the ranks returned from one call, by rank; None where they return nothing
+
+
+class Star(list[socket.socket]):
+    """The connections of a rank: on rank 0 to each other rank in order, elsewhere the one to rank 0.
+
+    Attributes:
+        relay: by which ranks pass on what several are given alike; None where there are two or fewer.
+        places: of the relays, by rank; on rank 0.
+    """
+
+    relay: Relay | None = None
+    places: Mapping[int, Any] = {}
 
 
 class Team:
@@ -37,7 +49,7 @@ class Team:
 
     def __init__(self, worker: Any, connections: Sequence[socket.socket] = ()):
         self.rank_0 = worker
-        self._connections = list(connections)
+        self._connections = connections if isinstance(connections, Star) else Star(connections)
 
     @property
     def world_size(self) -> int:
@@ -60,16 +72,21 @@ class Team:
         Args:
             method: a public method of the worker; it takes records, arrays and JSON values by name, and returns a
                 record (:mod:`mindrlhf.training.batch`) or nothing.
-            per_rank: arguments of their own for each rank.
+            per_rank: arguments of their own for each rank; arrays of what is the same object for several ranks leave
+                rank 0 once (:mod:`mindrlhf.training.relay`).
             common: arguments that all ranks get.
 
         Raises:
             RunFailure: a rank died or failed; the message names it.
         """
-        arguments = [{**common, **own} for own in per_rank] if per_rank else [common] * self.world_size
-        for rank, connection in enumerate(self._connections, start=1):
-            self._guard(rank, _send, connection, {"method": method}, arguments[rank])
-        results = [getattr(self.rank_0, method)(**arguments[0])]
+        own = per_rank or [{}] * self.world_size
+        alike: dict[int, list[int]] = {}
+        for rank, arguments in enumerate(own):
+            alike.setdefault(id(arguments), []).append(rank)
+        for ranks in alike.values():
+            if ranks != [0]:
+                self._send(ranks, method, {**common, **own[ranks[0]]})
+        results = [getattr(self.rank_0, method)(**{**common, **own[0]})]
         with timeline.span("waiting for the other ranks", method=method):
             results += [self._result_of(rank) for rank in range(1, self.world_size)]
         heartbeat.tick()
@@ -79,9 +96,32 @@ class Team:
         """Tell the other ranks that the run is over."""
         for connection in self._connections:
             with contextlib.suppress(ConnectionClosed, OSError):  # a rank that is gone need not be told
-                _send(connection, {"method": "close"}, {})
+                send_message(connection, {"method": "close", "values": {}})
             connection.close()
-        self._connections = []
+        if self._connections.relay:
+            self._connections.relay.close()
+        self._connections = Star()
+
+    def _send(self, ranks: Sequence[int], method: str, arguments: Mapping[str, Any]) -> None:
+        """Send ranks a call whose arguments are the same for all of them; rank 0 among them has them already."""
+        encoded, arrays = encode(arguments)
+        header = {"method": method, "values": encoded}
+        size_bytes = sum(array.nbytes for array in arrays.values())
+        relay, places = self._connections.relay, self._connections.places
+        others = [rank for rank in ranks if rank]
+        if not relay or len(others) < 2 or size_bytes < RELAYED_BYTES:
+            for rank in others:
+                self._guard(rank, send_message, self._connections[rank - 1], header, arrays)
+            return
+        order = route_of(ranks, places)
+        after = [*([rank, places[rank]] for rank in order[1:]), None]
+        for before, rank, following in zip([None, *order], order, after):
+            if rank:
+                own, own_arrays = (header, arrays) if before is None else ({"method": method}, {})
+                own = own | {"route": {"before": before, "after": following}}
+                self._guard(rank, send_message, self._connections[rank - 1], own, own_arrays)
+        if order[0] == 0:
+            relay.pass_on(encoded, arrays, after[0])
 
     def _result_of(self, rank: int) -> Any:
         header, values = self._guard(rank, _receive, self._connections[rank - 1])
@@ -97,7 +137,7 @@ class Team:
             raise RunFailure(f"rank {rank} died ({error}); see worker_{rank}.log in the log directory") from None
 
 
-def serve(worker: Any, connection: socket.socket) -> None:
+def serve(worker: Any, connection: socket.socket, relay: Relay | None = None) -> None:
     """Do what rank 0 asks until it closes the team; the loop of every other rank.
 
     Raises:
@@ -105,13 +145,16 @@ def serve(worker: Any, connection: socket.socket) -> None:
     """
     while True:
         heartbeat.enter("waiting for rank 0")
-        header, arguments = _with_rank_0(_receive, connection)
+        header, arrays = _with_rank_0(receive_message, connection)
         heartbeat.enter(header["method"])
         if header["method"] == "close":
             connection.close()
             return
         try:
-            result = getattr(worker, header["method"])(**arguments)
+            values = header.get("values")
+            if "route" in header:
+                values, arrays = relay.take(header, arrays, connection)
+            result = getattr(worker, header["method"])(**decode(values, arrays))
         except Exception as error:
             message = " ".join(str(error).split()) or type(error).__name__
             with contextlib.suppress(ConnectionClosed, OSError):  # what went wrong here matters more
@@ -127,29 +170,32 @@ def _with_rank_0(function: Any, *arguments: Any) -> Any:
         raise RunFailure(f"rank 0 died ({error}); see worker_0.log in the log directory") from None
 
 
-def connect(rank: Rank) -> list[socket.socket]:
-    """Open the star: on rank 0, a connection to each other rank in order; elsewhere, the one to rank 0.
+def connect(rank: Rank) -> Star:
+    """Open the star.
 
     The address of rank 0 and a random token travel by a device broadcast, so only the ranks of this run can join.
     """
     if rank.world_size == 1:
-        return []
+        return Star()
     if rank.is_rank_0:
         return _admit(rank)
     port, *token = _broadcast(np.zeros(1 + _TOKEN_WORDS, np.int32))
     connection = socket.create_connection((rank_0_host(), int(port)), timeout=_ADMISSION_TIMEOUT_S)
     connection.settimeout(None)
     keep_alive(connection)
-    send_message(connection, {"rank": rank.index, "token": [int(word) for word in token]})
-    return [connection]
+    star, words = Star([connection]), [int(word) for word in token]
+    star.relay = Relay(rank.index, words) if rank.world_size > 2 else None
+    send_message(connection, {"rank": rank.index, "token": words, "place": star.relay and star.relay.place})
+    return star
 
 
-def _admit(rank: Rank) -> list[socket.socket]:
+def _admit(rank: Rank) -> Star:
     token = [secrets.randbits(31) for _ in range(_TOKEN_WORDS)]
     with socket.create_server((rank_0_host(), 0), backlog=rank.world_size) as listener:
         _broadcast(np.array([listener.getsockname()[1], *token], np.int32))
         end_s = time.monotonic() + _ADMISSION_TIMEOUT_S  # for all of them: unauthenticated peers may come without end
         connections: dict[int, socket.socket] = {}
+        places = {}
         while len(connections) < rank.world_size - 1:
             listener.settimeout(max(0.001, end_s - time.monotonic()))
             connection = _accept(listener, rank.world_size - 1 - len(connections))
@@ -157,16 +203,15 @@ def _admit(rank: Rank) -> list[socket.socket]:
                 header = receive_hello(connection, _HELLO_TIMEOUT_S)
             except (ConnectionClosed, ProtocolError, TimeoutError):
                 header = {}
-            if not _is_admitted(header, token):  # an unauthenticated peer
+            if not is_admitted(header, token):  # an unauthenticated peer
                 connection.close()
                 continue
-            connections[header["rank"]] = connection
-    return [connections[index] for index in range(1, rank.world_size)]
-
-
-def _is_admitted(header: Mapping[str, Any], token: Sequence[int]) -> bool:
-    """Compare the token of a first message in a time that tells nothing about where it differs."""
-    return hmac.compare_digest(repr(header.get("token")).encode(errors="replace"), repr(token).encode())
+            connections[header["rank"]], places[header["rank"]] = connection, header.get("place")
+    star = Star(connections[index] for index in range(1, rank.world_size))
+    if rank.world_size > 2:
+        star.relay = Relay(0, token)
+        star.places = places | {0: star.relay.place}
+    return star
 
 
 def _accept(listener: socket.socket, num_missing: int) -> socket.socket:

@@ -241,6 +241,15 @@ def test_small_stages_join_the_rest_of_the_step(tmp_path):
     assert values["other"] == [11.0] and values["s9"] == [9.0]
 
 
+def test_the_wait_for_rewards_is_drawn_beside_the_rest_of_the_rollout(tmp_path):
+    lines = [{"step": step, "timing/rollout": 4.0, "timing/reward_share": 0.25, "timing/all": 8.0} for step in (1, 2)]
+    directory = make_run(tmp_path, lines)
+    (chart,) = build_panels(read_run(directory))[0].charts
+    values = {series["name"]: series["values"] for series in chart.hover["series"]}
+    assert values == {"rollout": [2.0, 2.0], "reward_wait": [2.0, 2.0], "other": [4.0, 4.0]}
+    assert "Waiting for rewards" in write_report(directory).read_text()
+
+
 def test_first_and_last_samples(tmp_path):
     samples = [sample(step, f"s{step}-{number}") for step in (1, 5, 9) for number in range(8)]
     run = read_run(make_run(tmp_path, training_records(1), samples))

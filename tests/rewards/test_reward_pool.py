@@ -188,6 +188,33 @@ def test_workers_run_side_by_side(verifier_file, tmp_path):
     assert all(wait_until_gone(int(pid)) for pid in pids)
 
 
+@pytest.fixture
+def cores(monkeypatch):
+    """Have this process count so many cores: ``cores(number)``."""
+    return lambda number: monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(number)))
+
+
+def test_while_samples_wait_there_are_more_workers_up_to_one_for_each_core(verifier_file, tmp_path, cores):
+    cores(3)
+    place = tmp_path / "place"
+    place.mkdir()
+    # The first sample is not done before a second worker comes; the last ones keep three at work.
+    with open_pool([f"{verifier_file}:meeting"], [1.0], num_workers=None, timeout_s=60.0) as pool:
+        assert pool._dispatcher._num_at_start == 1
+        assert len({result.total for result in pool.score(inputs(*"abcd", answer=str(place)))}) == 2
+    with open_pool([f"{verifier_file}:obedient"], [1.0], num_workers=None, timeout_s=60.0) as pool:
+        results = pool.score(inputs(*["nap"] * 100))
+        assert [result.total for result in results] == [3.0] * 100
+        assert 2 <= len(pool._dispatcher._workers) <= 3
+
+
+def test_verifiers_that_keep_up_have_one_worker(verifier_file, cores, monkeypatch):
+    cores(8)
+    monkeypatch.setattr("mindrlhf.rewards.dispatcher.PATIENCE_S", 60.0)  # however busy the machine of the test
+    with open_pool([f"{verifier_file}:pid"], [1.0], num_workers=None) as pool:
+        assert len({result.total for result in pool.score(inputs(*["x"] * 300))}) == 1
+
+
 @pytest.mark.parametrize("completion", ["hang", "compute"])
 def test_a_hanging_verifier_costs_its_part_and_its_time_only(verifier_file, completion):
     samples = inputs("a", "bb", completion, "ccc", completion, "dddd")

@@ -112,6 +112,25 @@ def test_samples_come_in_order_with_their_own_rewards(sampled):
     assert samples[1].reward.failures == {"correct": "timeout"} and not samples[0].reward.failures
 
 
+def test_the_wait_for_verifiers_counts_from_the_last_response_on(monkeypatch):
+    """One second passes with each look at the clock, and ten in the verifiers after the last response."""
+    clock = iter(range(1000))
+    monkeypatch.setattr("mindrlhf.rollout.samples.time.perf_counter", lambda: float(next(clock)))
+
+    class Slow(Counter):
+        def results(self):
+            for _ in range(9):
+                next(clock)
+            yield from super().results()
+
+    sampler = Sampler(Script(), Slow(), Letters())
+    for _ in range(2):
+        sampler.sample(RECORDS, 3, SAMPLING, (11, 4))
+    assert sampler.take_reward_wait_s() == 20.0
+    assert sampler.take_reward_wait_s() == 0.0
+    assert Sampler(Script(), None, Letters()).take_reward_wait_s() is None
+
+
 def test_a_response_without_tokens_ends_the_run_in_one_line(monkeypatch):
     empty = Completion(1, 2, np.zeros(0, np.int32), np.zeros(0, np.float32), "stop", weights_version=1)
     generator = Script()

@@ -74,7 +74,7 @@ def main(directory: Path) -> None:
             _Rank0(spec, job, lowered, ranks, own_directory, load_file(directory / BATCHES_NAME)).run()
             ranks.close()
         else:
-            serve(lowered.actor, connections[0])
+            serve(lowered.actor, connections[0], connections.relay)
         report = {
             "losses": lowered.update.losses,
             "written_bytes": _written_bytes(lowered.actor),

@@ -54,7 +54,7 @@ class Flow:
     """Where the program's values get to in a test, whatever the order of its statements."""
 
     def __init__(self, tree, programs, keeps_arguments):
-        self._tree = tree
+        self._nodes = list(ast.walk(tree))
         self._names = dict(programs)  # what stands for something of the program
         self._add_parameters()
         self._touched = set()  # variables that hold values of the program, or that it may have changed
@@ -62,11 +62,11 @@ class Flow:
         size = -1
         while size != len(self._touched) + len(self._results):
             size = len(self._touched) + len(self._results)
-            for node in ast.walk(tree):
+            for node in self._nodes:
                 self._follow(node, keeps_arguments)
 
     def reason(self):
-        for node in ast.walk(self._tree):
+        for node in self._nodes:
             if any(map(self.touches, _caught(node))):
                 return "the test catches an exception class of the program's own"
             if any(all(map(self.touches, pair)) for pair in _compared(node)):
@@ -81,8 +81,8 @@ class Flow:
 
     def _add_parameters(self):
         """Let parameters stand for what calls in the test give them, as in ``check(solution)``."""
-        functions = {node.name: node for node in ast.walk(self._tree) if isinstance(node, ast.FunctionDef)}
-        for node in ast.walk(self._tree):
+        functions = {node.name: node for node in self._nodes if isinstance(node, ast.FunctionDef)}
+        for node in self._nodes:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions:
                 parameters = functions[node.func.id].args.args
                 for parameter, argument in zip(parameters, node.args):

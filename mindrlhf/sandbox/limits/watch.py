@@ -6,10 +6,15 @@ the moment. Standard library only.
 
 import contextlib
 import os
+import re
 import select
 from collections.abc import Callable
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_NUM_CPUS = os.cpu_count() or 1
+# linux/percpu_counter.c: each processor adds up so many pages before they are in the sum; there are four such sums.
+_UNCOUNTED_BYTES = 4 * _NUM_CPUS * max(32, 2 * _NUM_CPUS) * _PAGE_BYTES
+_SHARED_MAPPING = re.compile(rb"^\S+ ...s .*$", re.M)
 # Between two counts; a new program is looked at early, then at this interval.
 _FIRST_WAIT_MS, _INTERVAL_MS = 5, 20
 # Without a memory disk of limited size: a directory with more files, or this many bytes above the limit, is too full.
@@ -40,6 +45,26 @@ def wait(program: int, hang_up_fd: int, limit_passed: Callable[[], str]) -> int 
         if limit := limit_passed():
             return limit
         wait_ms = _INTERVAL_MS
+
+
+def hold_more(pids: list[int], limit_bytes: int) -> bool:
+    """Whether processes hold more than so many bytes; what costs much to count is counted where they may only."""
+    return most_bytes(pids) > limit_bytes and memory_bytes(pids) > limit_bytes
+
+
+def most_bytes(pids: list[int]) -> int:
+    """Return a number that ``memory_bytes`` is no greater than: resident and swapped pages, and shared objects.
+
+    The kernel counts these pages for each processor apart, so that their sums may be behind.
+    """
+    num_bytes, shared_bytes = 0, {}
+    for pid in pids:
+        with contextlib.suppress(OSError, ValueError):
+            with open(f"/proc/{pid}/status", "rb") as file:
+                held = re.findall(rb"^Vm(?:RSS|Swap):\s+(\d+) kB", file.read(), re.M)
+            num_bytes += 1024 * sum(map(int, held)) + _UNCOUNTED_BYTES
+            _add_shared(pid, shared_bytes)
+    return num_bytes + sum(shared_bytes.values())
 
 
 def memory_bytes(pids: list[int]) -> int:
@@ -92,10 +117,12 @@ def is_directory_full(path: str, limit_bytes: int) -> bool:
 def _add_shared(pid: int, sizes: dict[bytes, int]) -> None:
     """Note the size of each shared memory object that a process has mapped, by its inode."""
     with open(f"/proc/{pid}/maps", "rb") as file:
-        for line in file:
+        maps = file.read()
+    if b"-s " in maps or b"xs " in maps:  # few programs have any
+        for line in _SHARED_MAPPING.findall(maps):
             # proc(5): address, permissions, offset, device, inode, path
-            address, permissions, offset, _, inode, *path = line.split(maxsplit=5)
-            if permissions[3:4] == b"s" and path and not path[0].startswith(b"/dev/null"):
+            address, _, offset, _, inode, *path = line.split(maxsplit=5)
+            if path and not path[0].startswith(b"/dev/null"):
                 begin, end = (int(part, 16) for part in address.split(b"-"))
                 sizes[inode] = max(sizes.get(inode, 0), int(offset, 16) + end - begin)
 

@@ -3,7 +3,9 @@
 Each alarm is an event of ``guards.jsonl`` and a warning when it begins, and once more a warning when the run ends.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -21,6 +23,7 @@ from mindrlhf.training.loop.step import Step
 
 MIN_STEPS = 5  # or all of a shorter run
 NEAR_ONE = 0.95
+SLOW_SHARE = 0.2  # of the time of a step, spent waiting for verifiers
 _SHOWN_CHARS = 60
 # Verifiers that compare with no reference; and those that take something off, to which 0 is what all is well with.
 _WITHOUT_REFERENCES = ("format", "length_reward", "reasoning_steps", "environment_reward")
@@ -191,3 +194,46 @@ def _has_signal(samples: Iterable[Sample]) -> bool:
     if len(np.unique(groups)) == len(groups):
         groups = np.zeros_like(groups)
     return bool(groups_with_signal(rewards, groups)[1].any())
+
+
+class SlowRewards:
+    """Measures how long steps wait for verifiers, and says once when that is a large part of them.
+
+    Args:
+        num_workers: `reward.num_workers`.
+    """
+
+    def __init__(self, num_workers: int | None):
+        self._num_workers = num_workers
+        self._last: deque[tuple[float, float]] = deque(maxlen=MIN_STEPS)  # seconds waited and all, of a step
+        self._is_said = False
+
+    def review(self, step: int, waited_s: float | None, timings: Mapping[str, float]) -> dict[str, float]:
+        """Return the share of a step in which the ranks waited for verifiers, all responses being there.
+
+        Where samples are made beside the loop, it counts where the ranks waited for samples.
+
+        Args:
+            step: its number.
+            waited_s: for verifiers; None without any.
+            timings: seconds of the stages of the step.
+        """
+        if waited_s is None:
+            return {}
+        whole_s = timings["timing/all"]
+        waited_s = min(waited_s, timings.get("timing/rollout", timings.get("timing/rollout_wait", 0.0)))
+        self._last.append((waited_s, whole_s))
+        share = float(np.divide(*np.sum(self._last, axis=0)))
+        if share > SLOW_SHARE and len(self._last) == MIN_STEPS and not self._is_said:
+            self._is_said = True
+            warn(f"step {step}: {share:.0%} of the last {MIN_STEPS} steps was waiting for verifiers: {self._remedy()}")
+        return {"timing/reward_share": waited_s / whole_s}
+
+    def _remedy(self) -> str:
+        cores = len(os.sched_getaffinity(0))
+        if self._num_workers is not None and self._num_workers < cores:
+            return f"'reward.num_workers' is {self._num_workers}: give {cores}, one for each core, or leave it out"
+        return (
+            f"'reward.num_workers' is {self._num_workers or cores}, with {cores} cores: take a faster verifier, or "
+            "where it asks a server more workers; 'mindrlhf rewards check' says how fast it is"
+        )

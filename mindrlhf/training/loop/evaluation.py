@@ -1,5 +1,6 @@
 """The evaluations of a run: when one is due, what it finds, and whether the run has stopped getting better."""
 
+import copy
 import sys
 from collections.abc import Callable
 
@@ -37,9 +38,10 @@ class Evaluations:
             return {}
         rollout, step, choice = self._rollout, self._progress.step, self._config
         settle()
+        sampler = copy.copy(rollout.sampler)  # which has a step's wait for rewards to itself
         with self._timer.stage("evaluation"):
-            evaluation = rollout.held_out.run(rollout.sampler, step)
-            more = {name: one.run(rollout.sampler, step) for name, one in rollout.more_held_out.items()}
+            evaluation = rollout.held_out.run(sampler, step)
+            more = {name: one.run(sampler, step) for name, one in rollout.more_held_out.items()}
         if choice.best_by != ACCURACY:
             judge = more[choice.best_set] if choice.best_set else evaluation
             evaluation = evaluation.judged_on(judge, choice.best_set, choice.best_metric)

@@ -19,6 +19,7 @@ from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, sample_part
 from mindrlhf.rollout.stop_strings import stop_string_fraction
 from mindrlhf.training.batch import Batch
 from mindrlhf.training.checkpoints.run import Progress
+from mindrlhf.training.loop.alarms import SlowRewards
 from mindrlhf.training.loop.guards import Observers
 from mindrlhf.training.loop.leftover import SampleLedger
 from mindrlhf.training.loop.objective import Objective
@@ -50,6 +51,7 @@ class StepReport:
         self._sampler = sampler
         self._progress = progress
         self._ledger = SampleLedger(progress.algorithm.samples)
+        self._slow_rewards = SlowRewards(config.reward.num_workers)
 
     def write(self, step: Step, timings: Mapping[str, float], busy: Mapping[str, float]) -> dict[str, float]:
         """Have a step that is done written down and reviewed; return its metrics, with those that it has already.
@@ -68,8 +70,9 @@ class StepReport:
         )
         measured = step_metrics(config, self._objective, step)
         performance = performance_metrics(config, timings, samples, self._num_devices)
+        waits = self._slow_rewards.review(step.number, self._sampler.take_reward_wait_s(), timings)
         if config.observe.performance_stats:
-            performance |= busy
+            performance |= {**busy, **waits}
         judges = {f"judge/{name}": count for name, count in self._sampler.take_judge_counts().items()}
         metrics = measure.combine_metrics(measured, performance) | step.metrics
         if config.algorithm.dynamic_sampling:

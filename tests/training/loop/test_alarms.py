@@ -21,7 +21,7 @@ from mindrlhf.evaluation.heldout import Evaluation
 from mindrlhf.observe.report import render_report
 from mindrlhf.observe.run_data import read_run
 from mindrlhf.training.checkpoints.run import Progress
-from mindrlhf.training.loop.alarms import MIN_STEPS, LearningAlarm, LossAlarm
+from mindrlhf.training.loop.alarms import MIN_STEPS, LearningAlarm, LossAlarm, SlowRewards
 from mindrlhf.training.loop.guards import Events, Guards
 from mindrlhf.training.offline.run import OfflineSteps
 
@@ -317,3 +317,29 @@ def test_the_alarms_are_those_of_a_look_at_the_whole_run(tmp_path_factory, steps
     if not any(sum(group[0]) != sum(group[1]) for groups in steps for group in groups):
         wanted.add("no_signal")
     assert raised == (wanted if len(steps) >= MIN_STEPS else set())
+
+
+def review_waits(capsys, num_workers, waits, stage="timing/rollout", ):
+    """Return the shares and the warnings of steps of 10 s, of which the stage takes 5, with so many seconds waited."""
+    alarm = SlowRewards(num_workers)
+    shares = [alarm.review(number, wait, {stage: 5.0, "timing/all": 10.0}) for number, wait in enumerate(waits, 1)]
+    return shares, capsys.readouterr().err.splitlines()
+
+
+def test_steps_that_wait_for_verifiers_are_told_so_once_with_the_key(capsys, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    shares, warnings = review_waits(capsys, 2, [0.0, 2.0, 3.0, 4.0, 1.5, 4.0, 4.0])
+    assert [share["timing/reward_share"] for share in shares] == pytest.approx([0, 0.2, 0.3, 0.4, 0.15, 0.4, 0.4])
+    (warning,) = warnings  # 10.5 of 50 s
+    assert warning.startswith("warning: step 5: 21% of the last 5 steps")
+    assert "'reward.num_workers' is 2: give 8" in warning
+    assert review_waits(capsys, 2, [2.0] * 9)[1] == [], "a fifth is no more than a fifth"
+    (warning,) = review_waits(capsys, None, [4.0] * 9)[1]
+    assert "'reward.num_workers' is 8, with 8 cores: take a faster verifier" in warning
+    assert review_waits(capsys, None, [None] * 9) == ([{}] * 9, []), "there are no verifiers"
+
+
+def test_what_is_scored_beside_the_loop_counts_where_the_ranks_waited(capsys):
+    shares, _ = review_waits(capsys, 2, [9.0], stage="timing/rollout_wait")
+    assert shares == [{"timing/reward_share": 0.5}]
+    assert review_waits(capsys, 2, [9.0] * 9, stage="timing/update") == ([{"timing/reward_share": 0.0}] * 9, [])
