@@ -31,8 +31,19 @@ COMMANDS = (
     "completion",
 )
 _MAX_SHOWN_CHARS = 60
+# Of options that are counts.
+_COUNTS = ("--workers", "--world-size", "--nodes", "--node-size", "--processes", "--threads", "--tensor-parallel")
+_COUNTS += ("--max-prompt-length", "--max-length", "--num-samples")
+_COUNTS += ("--min-pixels", "--max-pixels")
+LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys(
+    ("--port", "--seed", "--num", "--max-restarts", "--spares", "--max-prompts", "--max-rescored"), 0
+)
 _CLOSED_PIPE = 141  # of a program that SIGPIPE ends, as a shell sees it
 _DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"  # what becomes of -- in word processors and on web pages
+
+
+class BadCount(Exception):
+    """An option is a count below the least that it takes; no ValueError, which argparse words itself."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,6 +59,9 @@ class Parser(argparse.ArgumentParser):
         if isinstance(value, (int, float)) and not abs(value) <= most:
             shown = text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
             raise argparse.ArgumentError(action, f"{shown} is no number from {-most:.10g} to {most:.10g}")
+        least = LEAST.get(action.option_strings[0]) if action.option_strings else None
+        if least is not None and isinstance(value, int) and value < least:
+            raise BadCount(f"{action.option_strings[0]} is {value}: give {least} or more")
         return value
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
@@ -71,7 +85,11 @@ def build_parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; expected failures print one line each, not a traceback."""
-    arguments = _parse(argv)
+    try:
+        arguments = _parse(argv)
+    except BadCount as error:
+        print(f"mindrlhf {' '.join((sys.argv[1:] if argv is None else argv)[:1])}: error: {error}", file=sys.stderr)
+        return UserError.exit_code
     try:
         with _signs_of_life(getattr(arguments, "says", None)):
             code = arguments.run(arguments) or 0
@@ -104,6 +122,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = build_parser()
     _check_options(parser, words)
     arguments, rest = parser.parse_known_args(words)
+    old_names = vars(arguments).pop("old_names", {})
+    for old in dict.fromkeys(word.partition("=")[0] for word in words):
+        if old in old_names:
+            new = old_names[old].option_strings[0]
+            print(f"mindrlhf {arguments.command}: {old} is called {new} now", file=sys.stderr)
     if rest:
         chosen, _ = _chosen_parser(parser, words)
         if "overrides" not in arguments:

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from mindrlhf.commands.vocabulary import add_overrides, add_workers, allow_json, write_text
+from mindrlhf.commands.vocabulary import add_aliases, add_overrides, add_ranks, allow_json, count_ranks, write_text
 
 TASKS = ("train", "sft", "dpo", "reward-model")
 STACK_NAMES = ("mindspeed-rl", "mindrlhf", "verl", "trl", "openrlhf", "slime")
@@ -18,13 +18,13 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     check.add_argument("config", help="YAML file; config.yaml of an output directory will do")
     add_overrides(check)
     check.add_argument("--kind", choices=TASKS, help="command the config is for (default: told from its sections)")
-    add_workers(check, "ranks it is to run on (default: 1)")
-    check.add_argument("--nodes", type=int, default=1, metavar="N", help="machines that they are on (default: 1)")
+    add_ranks(check)
     check.add_argument("--elastic", action="store_true", help="nodes for rollout only may join the run")
     allow_json(check)
     check.set_defaults(run=_check)
     new = actions.add_parser("new", help="print a commented starting config after a few choices")
-    new.add_argument("--task", choices=TASKS, default="train", help="what kind of run (default: train)")
+    kind = new.add_argument("--kind", choices=TASKS, default="train", help="what kind of run (default: train)")
+    add_aliases(new, kind, "--task")
     new.add_argument("--model", required=True, metavar="DIR", help="Hugging Face directory, with its tokenizer")
     new.add_argument("--npus", type=int, default=0, metavar="N", help="NPUs it will run on (default: 0, the CPU)")
     new.add_argument("--data", default="train.mindrecord", metavar="FILE", help="made by `mindrlhf data build`")
@@ -40,13 +40,14 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "file", type=Path, help="its YAML file, or the shell script that starts it (trl: or its program)"
     )
     taken.add_argument("--output", default="-", metavar="FILE", help="where to write it (default: -, standard output)")
-    taken.add_argument(
-        "--workers",
+    ranks = taken.add_argument(
+        "--world-size",
         type=int,
         default=0,
         metavar="N",
-        help="ranks it ran on; TRL counts batches by them (default: the script's)",
+        help="ranks it ran on (default: the script's); for TRL's batches",
     )
+    add_aliases(taken, ranks, "--workers")
     taken.set_defaults(run=_import)
 
     docs = actions.add_parser("docs", help="print the reference page (docs/config.md)")
@@ -58,12 +59,9 @@ def _check(arguments: argparse.Namespace) -> int:
 
     from mindrlhf.config.load import tasks_of
     from mindrlhf.config.parse import read_yaml
-    from mindrlhf.errors import UserError
     from mindrlhf.training.preflight.run import check_run
 
-    path, num_ranks, num_nodes = arguments.config, arguments.workers, arguments.nodes
-    if num_nodes < 1 or num_ranks % num_nodes:
-        raise UserError(f"--nodes is {num_nodes}: give a number that divides the {num_ranks} of --workers")
+    path, (num_ranks, num_nodes) = arguments.config, count_ranks(arguments)
     task = arguments.kind or next(iter(tasks_of(read_yaml(path))), "train")
     sizes = {"num_ranks": num_ranks, "num_nodes": num_nodes}
     checked = check_run(task, path, arguments.overrides, **sizes, is_elastic=arguments.elastic)
@@ -80,7 +78,8 @@ def _check(arguments: argparse.Namespace) -> int:
         print(f"mindrlhf config: here it would not start: {obstacle}", file=sys.stderr)
     checked.mistakes.raise_if_any()
     command = "" if task == "train" else f"mindrlhf {task}, "
-    print(f"{path}: ok for {command}{num_ranks} rank{'s' if num_ranks > 1 else ''}")
+    on_nodes = f", {num_ranks // num_nodes} on each of {num_nodes} machines" if num_nodes > 1 else ""
+    print(f"{path}: ok for {command}{num_ranks} rank{'s' if num_ranks > 1 else ''}{on_nodes}")
     if checked.memory is not None:
         print(checked.memory)
     return 0
@@ -97,9 +96,9 @@ def _new(arguments: argparse.Namespace) -> int:
     ):
         if value < 0:
             raise UserError(f"--{name} is {value}: give {hint}")
-    facts = read_facts(arguments.task, arguments.model, arguments.data, arguments.eval_data)
+    facts = read_facts(arguments.kind, arguments.model, arguments.data, arguments.eval_data)
     choices = Choices(
-        arguments.task,
+        arguments.kind,
         arguments.model,
         arguments.data,
         arguments.eval_data,
@@ -118,7 +117,7 @@ def _new(arguments: argparse.Namespace) -> int:
 def _import(arguments: argparse.Namespace) -> int:
     from mindrlhf.config.imports.convert import convert
 
-    text, result = convert(arguments.stack, arguments.file, arguments.workers)
+    text, result = convert(arguments.stack, arguments.file, arguments.world_size)
     write_text(arguments.output, text)
     for name, advice in result.for_user.items():
         print(f"mindrlhf config: {name}: {advice}", file=sys.stderr)

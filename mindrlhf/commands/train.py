@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mindrlhf.launch.nodes.place import Place
     from mindrlhf.training.preflight.run import CheckedRun
 
-from mindrlhf.commands.vocabulary import add_overrides, add_workers
+from mindrlhf.commands.vocabulary import WORKERS_HELP, add_overrides
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -27,7 +27,7 @@ def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> Non
     parser = subparsers.add_parser(name, help=summary)
     parser.add_argument("config", help="YAML file; docs/config.md lists its keys")
     add_overrides(parser)
-    add_workers(parser, "trainer ranks on each machine (default: 1)")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help=f"{WORKERS_HELP} (default: 1)")
     parser.add_argument(
         "--nodes",
         metavar="N|auto",
