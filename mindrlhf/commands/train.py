@@ -92,11 +92,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from mindrlhf.launch.launch import launch
         from mindrlhf.launch.nodes.over_ssh import hold_on_to_lifeline
         from mindrlhf.system.processes import NUM_NODES_VARIABLE
-        from mindrlhf.training.checkpoints.run import newest_checkpoint
+        from mindrlhf.training.facts import check_resumes
         from mindrlhf.training.preflight.run import check_run
 
-    command = arguments.command
-    overrides, is_resumed = _resumption(arguments)
+    command, (overrides, is_resumed) = arguments.command, _resumption(arguments)
     if arguments.hostfile:
         return _run_over_ssh(arguments, overrides, is_resumed)
     hold_on_to_lifeline()
@@ -107,15 +106,15 @@ def _run(arguments: argparse.Namespace) -> int:
     sizes = {"num_ranks": arguments.workers * num_nodes, "num_nodes": num_nodes}
     options = {"resume": is_resumed, "oversubscribe": arguments.oversubscribe, "is_elastic": arguments.elastic}
     with says():
-        node = place.node if place else 0
-        checked = check_run(command, arguments.config, overrides, node=node, **sizes, **options)
+        checked = check_run(command, arguments.config, overrides, node=place.node if place else 0, **sizes, **options)
     config = checked.config
     _check_spare_disks(arguments, config)
     log_dir = Path(config.run.output_dir, "logs", *([f"node_{place.node}"] if place and place.node else []))
 
+    advisers = _advisers(config, _again(arguments, overrides, place))
+
     def start(resume: bool, **peers: Any) -> int:
-        ranks = f"{arguments.workers} rank{'s' if arguments.workers > 1 else ''}"
-        print(f"mindrlhf: starting {ranks}; logs: {log_dir}", flush=True)
+        print(f"mindrlhf: starting {_counted(arguments.workers, 'rank')}; logs: {log_dir}", flush=True)
         return launch(
             ["-m", "mindrlhf.training.main", command, arguments.config, *overrides, *["--resume"] * resume],
             arguments.workers,
@@ -125,7 +124,7 @@ def _run(arguments: argparse.Namespace) -> int:
             start_timeout_s=config.run.start_timeout_s,
             computes_on_cpu=config.run.device == "cpu",
             rank_0_signals=(signal.SIGTERM, signal.SIGUSR1),
-            advice=lambda: _advice(newest_checkpoint(config), _again(arguments, overrides, place)),
+            **advisers,
             env={**_terminal_width(), NUM_NODES_VARIABLE: str(num_nodes)},
             says_stages=True,
             **peers,
@@ -133,15 +132,20 @@ def _run(arguments: argparse.Namespace) -> int:
 
     run = _Run(command, config, log_dir, is_resumed, arguments.max_restarts, start)
 
+    facts = _facts_of(arguments, config, place) if place else None
     if place and place.is_for_rollout:
-        return run.on_rollout_node(place, checked.raise_if_any, _facts_of(arguments, config, place), sizes["num_ranks"])
+        return run.on_rollout_node(place, checked.raise_if_any, facts, sizes["num_ranks"])
     if place and place.node:
-        return run.on_other_node(place, checked.raise_if_any, _facts_of(arguments, config, place))
+        return run.on_other_node(place, checked.raise_if_any, facts)
     checked.raise_if_any()
+    if is_resumed:
+        check_resumes(config)
     _tell(checked)
-    if place is None:
-        return run.on_one_machine()
-    return run.on_first_node(place, _facts_of(arguments, config, place))
+    return run.on_first_node(place, facts) if place else run.on_one_machine()
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' if number != 1 else ''}"
 
 
 def _still_limit_s(config: Any) -> float:
@@ -394,7 +398,35 @@ def _resumption(arguments: argparse.Namespace) -> tuple[list[str], bool]:
     return overrides, arguments.resume is not None
 
 
-def _advice(checkpoint: object, again: str) -> str:
+def _advisers(config: Any, again: str) -> dict[str, Callable[[], str]]:
+    from mindrlhf.training.checkpoints.run import newest_checkpoint
+
+    begun_with = newest_checkpoint(config)
+    return {
+        "advice": lambda: _advice(newest_checkpoint(config), again),
+        "advice_after_mistake": lambda: _advice(
+            newest_checkpoint(config), again, is_mistake=True, begun_with=begun_with
+        ),
+    }
+
+
+def _advice(checkpoint: Path | None, again: str, *, is_mistake: bool = False, begun_with: Path | None = None) -> str:
+    """Return how a run that has ended goes on.
+
+    Args:
+        checkpoint: the newest.
+        again: the command line that started the run; that of a mistake is no advice before the mistake is mended.
+        is_mistake: the run ended for what the user can mend.
+        begun_with: the checkpoint that was the newest when it started.
+    """
+    if is_mistake and checkpoint == begun_with:
+        what = "nothing is saved yet" if checkpoint is None else f"{checkpoint} is as it was"
+        return f"{what}: mend what the error names, then start the run again"
     if checkpoint is None:
-        return f"there is no checkpoint to resume from; to start again: {again}"
-    return f"to resume from {checkpoint}: {again} --resume"
+        return (
+            "there is no checkpoint to resume from (kill -TERM saves one before the run ends; see "
+            f"checkpoint.every_steps); to start again: {again}"
+        )
+    first = "mend what the error names; then, " if is_mistake else ""
+    number = checkpoint.name.rpartition("_")[2].lstrip("0") or "0"
+    return f"step {number} is saved; {first}to resume from {checkpoint}: {again} --resume"

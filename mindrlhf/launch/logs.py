@@ -73,7 +73,11 @@ class LogFollower:
         self._traceback_lines_left = dict.fromkeys(log_paths, 0)
         self._stages = stages
         self._has_news = False
-        self._shown: deque[str] = deque(maxlen=_NUM_REMEMBERED_LINES)
+        self.shown: deque[str] = deque(maxlen=_NUM_REMEMBERED_LINES)  # the last lines, without the ranks before them
+
+    def shows_all_of(self, rank: str) -> bool:
+        """Whether every line of a rank ("rank 0") is shown, not only its news."""
+        return rank == "rank 0" and 0 in self._tails
 
     def poll(self, *, final: bool = False, activity: str | None = None) -> None:
         """Show what was written since the last call; ``final`` shows an unfinished last line too.
@@ -94,10 +98,10 @@ class LogFollower:
             self._traceback_lines_left[rank] = 0
             return
         if rank == 0:
-            self._shown.append(line)
+            self.shown.append(line)
             self._write(line)
-        elif self._is_news(rank, line) and line not in self._shown:
-            self._shown.append(line)
+        elif self._is_news(rank, line) and line not in self.shown:
+            self.shown.append(line)
             self._write(f"[rank {rank}] {line}")
 
     def _write(self, line: str) -> None:

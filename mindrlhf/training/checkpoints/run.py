@@ -13,6 +13,7 @@ from typing import Any
 from mindrlhf.checkpoint.algorithm_state import AlgorithmState
 from mindrlhf.checkpoint.background import BackgroundWriter
 from mindrlhf.checkpoint.leftover import LeftoverSample, leftover_records, load_leftover, save_leftover
+from mindrlhf.checkpoint.manifest import DamagedDirectory
 from mindrlhf.checkpoint.resume import check_resumable, check_same_teachers
 from mindrlhf.checkpoint.state import (
     CRITIC_NAME,
@@ -138,6 +139,36 @@ def newest_checkpoint(config: AnyConfig) -> Path | None:
     return store.path(steps[-1]) if steps else None
 
 
+def check_continues(config: AnyConfig, data: dict[str, Any], teachers: dict[str, str]) -> None:
+    """Compare a run with what the checkpoint that it is to continue remembers, before anything starts.
+
+    Args:
+        config: of the run.
+        data, teachers: fingerprints as in :class:`RunCheckpoints`.
+
+    Raises:
+        UserError: config, data or teachers differ in what matters.
+    """
+    store = CheckpointStore(save_dir(config), config.checkpoint.keep_last) if save_dir(config).is_dir() else None
+    for step in reversed(store.steps() if store else []):
+        try:
+            state = read_state(store.path(step))
+        except DamagedDirectory:
+            continue  # the run takes the one before, too
+        _check_same_run(state, _plain(config), data, teachers)
+        return
+
+
+def _plain(config: AnyConfig) -> dict[str, Any]:
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def _check_same_run(state: RunState, config: dict[str, Any], data: dict[str, Any], teachers: dict[str, str]) -> None:
+    same = check_same_data(state.data, state.config.get("data", {}), data, config["data"])
+    check_resumable(state.config, config, same)
+    check_same_teachers(state.teachers, teachers)
+
+
 class RunCheckpoints:
     """The checkpoints of one run: written when they are due, in the background, and read when it resumes.
 
@@ -158,7 +189,7 @@ class RunCheckpoints:
         teachers: dict[str, str] | None = None,
     ):
         self._section = config.checkpoint
-        self._config = json.loads(json.dumps(dataclasses.asdict(config)))
+        self._config = _plain(config)
         self._data = data or {}
         self._teachers = teachers or {}
         self._seed = config.run.seed
@@ -255,9 +286,7 @@ class RunCheckpoints:
         if directory is None:
             raise _nothing_to_resume(self._store.save_dir)
         state = read_state(directory)
-        data, old_data = self._config["data"], state.config.get("data", {})
-        check_resumable(state.config, self._config, check_same_data(state.data, old_data, self._data, data))
-        check_same_teachers(state.teachers, self._teachers)
+        _check_same_run(state, self._config, self._data, self._teachers)
         leftover = load_leftover(directory, state.carried)
         algorithm = AlgorithmState.from_json(state.algorithm_state, str(directory / STATE_NAME))
         self._team.call("restore", directory=str(directory))

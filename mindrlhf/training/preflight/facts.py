@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mindrlhf.config.derived import is_base, reference_paths
-from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.derived import is_base, needs_critic, reference_paths
+from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.starting import Facts
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.tokenizers import load_tokenizer
@@ -29,6 +29,8 @@ GIB = 2**30
 # below. MindSpore with its graphs, and Python with PyTorch and vLLM.
 TRAINER_BASE_BYTES, SERVER_BASE_BYTES = int(1.4 * GIB), int(1.3 * GIB)
 _FLOAT_BYTES = 4
+
+AnyConfig = GrpoConfig | SftConfig | DpoConfig | RewardModelConfig
 
 
 def read_facts(task: str, model_dir: str, train_file: str, eval_file: str = "") -> Facts:
@@ -89,6 +91,33 @@ def _model(model_dir: str) -> tuple[ModelSpec, ModelDims]:
     return spec, spec.dims(hf_config)
 
 
+def checkpoint_bytes(config: AnyConfig) -> int:
+    """Return the size of a checkpoint: weights, and AdamW's moments of what is trained, in float32.
+
+    A reference model is saved where it follows the policy, and a critic.
+    """
+    num_parameters, num_trained = _num_parameters(config)
+    element = 2 if config.model.param_dtype == "bfloat16" else _FLOAT_BYTES
+    size_bytes = (num_trained if config.lora.rank is not None else num_parameters) * element
+    size_bytes += 2 * num_trained * _FLOAT_BYTES
+    if isinstance(config, GrpoConfig):
+        if config.algorithm.sync_ref_model:
+            size_bytes += num_parameters * element
+        if needs_critic(config) and config.critic.path:
+            size_bytes += _size(hf_shapes(*_model(config.critic.path)).values()) * (element + 2 * _FLOAT_BYTES)
+    return size_bytes
+
+
+def _num_parameters(config: AnyConfig) -> tuple[int, int]:
+    """Return the parameters of the policy, and those of them, or of its adapters, that are trained."""
+    spec, dims = _model(config.model.path)
+    num_parameters = num_trained = _size(hf_shapes(spec, dims).values())
+    if config.lora.options is not None:
+        found = adapters(spec, dims, config.lora.options)
+        num_trained = _size(shape for one in found for rule in (one.down, one.up) for shape in rule.shape(dims))
+    return num_parameters, num_trained
+
+
 def _size(shapes: Iterable[Sequence[int]]) -> int:
     return sum(prod(shape) for shape in shapes)
 
@@ -122,11 +151,8 @@ def host_memory(config: GrpoConfig, row_length: int, max_model_len: int, num_ran
         max_model_len: longest sequence of a server, in tokens.
         num_ranks: trainers.
     """
-    spec, dims = _model(config.model.path)
-    num_parameters = num_trained = _size(hf_shapes(spec, dims).values())
-    if config.lora.options is not None:
-        found = adapters(spec, dims, config.lora.options)
-        num_trained = _size(shape for one in found for rule in (one.down, one.up) for shape in rule.shape(dims))
+    _, dims = _model(config.model.path)
+    num_parameters, num_trained = _num_parameters(config)
     weights = num_parameters * _FLOAT_BYTES
     references = [path for path in reference_paths(config) if not is_base(config, path)]
     tokens = config.training.micro_batch_size * row_length

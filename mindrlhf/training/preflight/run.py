@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindrlhf.checkpoint.store import check_space
 from mindrlhf.config.load import read_config
 from mindrlhf.config.renamed import renaming
 from mindrlhf.config.schema import GrpoConfig
@@ -14,9 +15,10 @@ from mindrlhf.observe.trackers import check_trackers
 from mindrlhf.rollout.replicas import find_rollout_python
 from mindrlhf.rollout.vllm_options import check_python
 from mindrlhf.system.run_lock import refuse_held
+from mindrlhf.system.sizes import format_size
 from mindrlhf.training.checkpoints.run import AnyConfig, refuse_taken, save_dir
 from mindrlhf.training.preflight import check_grpo_inputs, check_offline_inputs, check_sandbox
-from mindrlhf.training.preflight.facts import HostMemory, host_memory
+from mindrlhf.training.preflight.facts import HostMemory, checkpoint_bytes, host_memory
 from mindrlhf.training.preflight.features import check_elastic
 
 
@@ -88,6 +90,7 @@ def check_run(
     obstacles = Mistakes()
     num_here = num_ranks // num_nodes
     remark = obstacles.check(lambda: check_ranks(config.run.device, num_here, oversubscribe=oversubscribe))
+    remarks = (remark,)
     obstacles.check(check_launcher, num_ranks)
     if isinstance(config, GrpoConfig):
         obstacles.check(check_python, find_rollout_python(config.rollout.python))
@@ -97,8 +100,28 @@ def check_run(
     if node == 0:
         obstacles.check(check_trackers, config.observe.sinks)
         obstacles.check(_refuse_taken, config, resume)
-    remarks = (remark,) if remark else ()
+        remarks += (obstacles.check(_check_room, config),) if not mistakes.messages else ()
+    remarks = tuple(filter(None, remarks))
     return CheckedRun(config, mistakes, obstacles, remarks, memory=memory, renaming=renaming(reading.old_names))
+
+
+def _check_room(config: AnyConfig) -> str:
+    """Return a line where the disk has room for a checkpoint, but not for as many as are kept; empty otherwise.
+
+    Raises:
+        UserError: it has no room for one.
+    """
+    if config.checkpoint.node_local:  # a node's part is for the node to look at
+        return ""
+    size_bytes, directory = checkpoint_bytes(config), save_dir(config)
+    free_bytes, num_kept = check_space(directory, size_bytes), config.checkpoint.keep_last + 1
+    if not config.checkpoint.every_steps or num_kept * size_bytes <= free_bytes:
+        return ""
+    return (
+        f"a checkpoint takes {format_size(size_bytes)}, and {num_kept} stand side by side while the oldest of "
+        f"checkpoint.keep_last + 1 is replaced, but {directory} has {format_size(free_bytes)} free: make room, lower "
+        "checkpoint.keep_last, or set checkpoint.save_dir to another disk"
+    )
 
 
 def _refuse_taken(config: AnyConfig, resume: bool) -> None:
