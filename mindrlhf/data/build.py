@@ -343,12 +343,14 @@ def _look(settings: EncoderSettings, tally: _Tally, spool: Path) -> dict[str, An
 
     Keys: ``deduplicated`` (records left out), ``duplicates`` (records that equal an earlier one), ``repeated`` (prompts
     that stand more than once, the records they stand in, how often the most frequent does and where it comes first),
-    ``contradictory`` (prompts with different answers, and two such records), ``without_answer``; by name how many
-    records have it: ``scripts``, ``unread`` (columns that nothing read), ``template`` (what it left out), ``notes``
-    (how values were read), ``bad`` (reasons); ``prompt_tokens`` and ``response_tokens`` (quantiles).
+    ``contradictory`` (prompts with different answers, and two such records), ``without_answer``, or ``no_answers``
+    where all lack one; by name how many records have it: ``scripts``, ``unread`` (columns that nothing read),
+    ``template`` (what it left out), ``notes`` (how values were read), ``bad`` (reasons); ``prompt_tokens`` and
+    ``response_tokens`` (quantiles).
     """
     look, repeats = tally.look, tally.look.repeats()
-    has_answers = settings.task == "prompts" and look.num_without_answer < tally.num_kept
+    num_without = look.num_without_answer if settings.task == "prompts" else 0
+    has_answers = num_without < tally.num_kept
     repeated = {"prompts": repeats.num_prompts, "records": repeats.num_records, "most": repeats.most}
     places = _source_ids(spool, [repeats.most_at, *repeats.contradiction]) if repeats.num_prompts else {}
     values = {
@@ -356,7 +358,8 @@ def _look(settings: EncoderSettings, tally: _Tally, spool: Path) -> dict[str, An
         "duplicates": repeats.num_duplicates,
         "repeated": repeated | {"first": places[repeats.most_at][0]} if repeats.num_prompts else {},
         "contradictory": _contradiction(repeats, places),
-        "without_answer": look.num_without_answer if has_answers else 0,
+        "without_answer": num_without if has_answers else 0,
+        "no_answers": 0 if has_answers else num_without,
         "scripts": look.scripts,
         "unread": look.unread,
         "template": look.unrendered,

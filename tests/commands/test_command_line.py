@@ -1,15 +1,19 @@
 """What every command has in common: one vocabulary, old names, pipes, completion."""
 
 import argparse
+import ast
 import io
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import mindrlhf
 from mindrlhf import cli
 from mindrlhf.cli import LEAST, _parse, build_parser, main
 from mindrlhf.commands.vocabulary import OVERRIDES_HELP, WORKERS_HELP, count_ranks
@@ -257,3 +261,44 @@ def test_no_option_takes_a_number_that_nobody_means(path, option, kind, capsys):
         assert ended.value.code == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert f"argument {option}" in line and len(line) < 5300
+
+
+NAMED = re.compile(r"mindrlhf ([a-z][\w-]*)((?: [a-z][\w-]*)?)((?:[^'`\n;.]*? --[a-z-]+)*)")
+
+
+def literals() -> Iterator[tuple[Path, str]]:
+    """Every text in the sources; what a format puts in is an ellipsis."""
+    for path in sorted(Path(mindrlhf.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield path, node.value
+            elif isinstance(node, ast.JoinedStr):
+                parts = (one.value if isinstance(one, ast.Constant) else "\u2026" for one in node.values)
+                yield path, "".join(parts)
+
+
+def unknown_commands(text: str) -> list[str]:
+    """Return those of the commands in quotes or after a colon that do not exist, or not with their options."""
+    found = []
+    for quoted in re.findall(r"['`]mindrlhf [^'`]*['`]|: mindrlhf .*", text):
+        match = NAMED.search(quoted)
+        if match is None or match[1] == "\u2026":
+            continue
+        path = match[1] + match[2] if match[1] + match[2] in PARSERS else match[1]
+        if path not in PARSERS or (PARSERS[path]._subparsers and match[2]):
+            found.append(quoted)
+            continue
+        options = re.findall(r" (--[a-z][\w-]*)", match[3])
+        known = {
+            option for name, parser in PARSERS.items() if name.startswith(path) for option in shown_options(parser)
+        }
+        found += [f"{quoted}: {option}" for option in options if option not in known]
+    return found
+
+
+def test_every_command_that_a_message_names_exists():
+    texts = list(literals())
+    assert [(path.name, one) for path, text in texts for one in unknown_commands(text)] == []
+    assert sum("mindrlhf " in text and bool(NAMED.search(text)) for _, text in texts) > 60
+    assert unknown_commands("'mindrlhf rewards lint' tries it") and unknown_commands("see `mindrlhf trian`")
+    assert unknown_commands("'mindrlhf data build --kept x'") and not unknown_commands("'mindrlhf data build --keep x'")
