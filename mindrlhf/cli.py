@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import difflib
+import errno
 import importlib
 import os
 import re
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import mindrlhf
-from mindrlhf.config.keys import MAX_INTEGER, MAX_NUMBER
+from mindrlhf.config.keys import MAX_INTEGER, MAX_NUMBER, nearest_choice
 from mindrlhf.errors import RunFailure, UserError, messages_of
 
 COMMANDS = (
@@ -31,6 +32,7 @@ COMMANDS = (
     "completion",
 )
 _MAX_SHOWN_CHARS = 60
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 # Of options that are counts.
 _COUNTS = ("--workers", "--world-size", "--nodes", "--node-size", "--processes", "--threads", "--tensor-parallel")
 _COUNTS += ("--max-prompt-length", "--max-length", "--num-samples")
@@ -42,8 +44,8 @@ _CLOSED_PIPE = 141  # of a program that SIGPIPE ends, as a shell sees it
 _DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"  # what becomes of -- in word processors and on web pages
 
 
-class BadCount(Exception):
-    """An option is a count below the least that it takes; no ValueError, which argparse words itself."""
+class BadWord(Exception):
+    """A word of the command line is refused; no ValueError, which argparse words itself."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,15 +63,15 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"{shown} is no number from {-most:.10g} to {most:.10g}")
         least = LEAST.get(action.option_strings[0]) if action.option_strings else None
         if least is not None and isinstance(value, int) and value < least:
-            raise BadCount(f"{action.option_strings[0]} is {value}: give {least} or more")
+            raise BadWord(f"{action.option_strings[0]} is {value}: give {least} or more")
         return value
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         choices = [str(choice) for choice in action.choices or ()]
         if not choices or value in action.choices:
             return
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(choices)} is expected"
+        near = nearest_choice(value, choices)
+        hint = f"did you mean {near}?" if near else f"one of {', '.join(choices)} is expected"
         raise argparse.ArgumentError(action, f"'{value}' is not known; {hint}")
 
 
@@ -87,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; expected failures print one line each, not a traceback."""
     try:
         arguments = _parse(argv)
-    except BadCount as error:
+    except BadWord as error:
         print(f"mindrlhf {' '.join((sys.argv[1:] if argv is None else argv)[:1])}: error: {error}", file=sys.stderr)
         return UserError.exit_code
     try:
@@ -103,10 +105,21 @@ def main(argv: list[str] | None = None) -> int:
         print(f"mindrlhf {arguments.command}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read the output has gone, as `head` does. What is still buffered must go nowhere when Python ends.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # whoever read it has gone, as `head` does
         return _CLOSED_PIPE
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        _drop_output()
+        where = error.filename or "the output"
+        print(f"mindrlhf {arguments.command}: error: {where} cannot be written: {error.strerror}", file=sys.stderr)
+        return UserError.exit_code
+
+
+def _drop_output() -> None:
+    """Have what standard output still holds go nowhere when Python ends."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _signs_of_life(what: str | None) -> contextlib.AbstractContextManager[None]:
@@ -121,6 +134,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     words = sys.argv[1:] if argv is None else list(argv)
     parser = build_parser()
     _check_options(parser, words)
+    _check_spaces(parser, words)
     arguments, rest = parser.parse_known_args(words)
     old_names = vars(arguments).pop("old_names", {})
     for old in dict.fromkeys(word.partition("=")[0] for word in words):
@@ -164,6 +178,25 @@ def _check_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> Non
         if name not in known and not (name.startswith("--") and any(one.startswith(name) for one in known)):
             following = words[index + 1] if index + 1 < len(words) else ""
             chosen.error(f"unrecognized arguments: {word}{_meant(word, following, chosen)}")
+
+
+def _check_spaces(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Refuse spaces around the sign of an override, which a shell makes words of their own of."""
+    chosen, number = _chosen_parser(parser, words)
+    if not any(action.dest == "overrides" for action in chosen._actions):
+        return
+    rest = words[number:]
+    for index, word in enumerate(rest):
+        before, after = (rest[place] if 0 <= place < len(rest) else "" for place in (index - 1, index + 1))
+        is_value = bool(after) and "=" not in after and not after.startswith("--")
+        is_key = "." in before and "=" not in before and re.fullmatch(r"[\w.]+", before)
+        if word == "=" or (word.startswith("=") and is_key):
+            meant = f"{before}={word[1:] or after}"
+        elif re.fullmatch(r"\w+\.[\w.]+=", word) and is_value and not after.endswith((".yaml", ".yml")):
+            meant = f"{word}{after}"
+        else:
+            continue
+        raise BadWord(f"'{word}' stands apart: write {meant}, without spaces around =")
 
 
 def _meant(word: str, following: str, parser: argparse.ArgumentParser) -> str:

@@ -67,7 +67,8 @@ def _check(arguments: argparse.Namespace) -> int:
     checked = check_run(task, path, arguments.overrides, **sizes, is_elastic=arguments.elastic)
     if checked.renaming:
         print(f"mindrlhf config: {checked.renaming}", file=sys.stderr)
-    mistakes, obstacles = checked.mistakes.messages, checked.obstacles.messages
+    mistakes = checked.mistakes.messages
+    obstacles = [one for one in checked.obstacles.messages if one not in mistakes]
     if arguments.json:
         found = {"command": task, "workers": num_ranks, "mistakes": mistakes, "obstacles": obstacles}
         if checked.memory is not None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from mindrlhf.config.keys import MAX_INTEGER, MAX_NUMBER, MAX_SECONDS, MIN_NUMBER
+from mindrlhf.config.keys import MAX_INTEGER, MAX_NUMBER, MAX_SECONDS, MIN_NUMBER, nearest_choice
 from mindrlhf.config.renamed import RENAMED, both_given, current_names, old_names
 from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.hub.cache import local_directory
@@ -43,7 +43,8 @@ def read_yaml(path: str | Path) -> dict:
     check_path("the config file", str(path))
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"config file '{path}' does not exist")
+        what = "is a directory: name the YAML file in it" if path.is_dir() else "does not exist"
+        raise UserError(f"config file '{path}' {what}")
     try:
         if (size := path.stat().st_size) > MAX_FILE_BYTES:
             raise UserError(f"has {size} bytes, and a config at most {MAX_FILE_BYTES}: is it one?")
@@ -431,8 +432,8 @@ def check_path(what: str, value: str) -> None:
 def _check_range(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
     choices, minimum, maximum = metadata["choices"], metadata["minimum"], metadata["maximum"]
     if choices and value not in choices:
-        near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
+        near = nearest_choice(value, choices) if isinstance(value, str) else None
+        hint = f"; did you mean '{near}'?" if near else ""
         raise UserError(f"'{name}' is {_shown(value)}, but must be one of {', '.join(map(str, choices))}{hint}")
     if minimum is not None and isinstance(value, (int, float)):
         below = not (value > minimum if metadata["exclusive_minimum"] else value >= minimum)

@@ -271,9 +271,11 @@ def _check_numbers(task: str, max_prompt_length: int, max_length: int | None, nu
     if num_workers is not None and num_workers < 1:
         raise UserError(f"the number of workers must be 1 or more, got {num_workers}")
     if task == "prompts" and max_length is not None:
-        raise UserError("max_length bounds prompt + response, which task prompts lacks: use max_prompt_length")
+        raise UserError(
+            "max_length bounds prompt + response, which task prompts lacks: give --max-prompt-length alone"
+        )
     if task != "prompts" and max_length is None:
-        raise UserError(f"task {task} needs max_length: the most tokens of prompt + response")
+        raise UserError(f"task {task} needs max_length: give --max-length, the most tokens of prompt + response")
     if max_length is not None and max_length < 2:
         raise UserError(f"max_length must be 2 or more, got {max_length}")
 

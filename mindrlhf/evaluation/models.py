@@ -24,6 +24,7 @@ from mindrlhf.rollout.samples import Sample, Sampler, sample_record
 from mindrlhf.rollout.types import SamplingParams
 from mindrlhf.sandbox.server import check_for
 from mindrlhf.tools.environments import check_columns
+from mindrlhf.weights.hf import read_hf_config
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ def evaluate_models(job: EvaluationJob, model_dirs: Sequence[str], out_dir: Path
     """
     held_out, tokenizer, file = job.held_out()
     reward, tools = job.config.reward, job.config.tools
+    for model_dir in model_dirs:
+        read_hf_config(model_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     evaluations = []
     check_for((*reward.verifier_function, *tools.names), job.config.sandbox.allow_weak)

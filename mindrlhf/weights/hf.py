@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mindrlhf.errors import UserError
-from mindrlhf.hub.cache import advice
+from mindrlhf.hub.cache import no_directory
 from mindrlhf.system.sizes import read_bounded
 from mindrlhf.weights.safetensors_file import SafetensorsFile
 from mindrlhf.weights.tensors import STORAGE_DTYPES, TensorInfo, convert_dtype
@@ -33,7 +33,7 @@ def read_hf_config(model_dir: str | os.PathLike) -> dict:
         name = str(model_dir)
         if name.endswith(GGUF_ENDING):
             raise UserError(f"{name} is no directory: make one of it with mindrlhf weights convert {name} --output DIR")
-        raise UserError(f"model directory {name!r} does not exist: give a Hugging Face model directory{advice(name)}")
+        raise UserError(no_directory(name))
     if not path.is_file():
         raise UserError(f"{model_dir} has no config.json: give a Hugging Face model directory")
     return read_json_object(path)
@@ -111,7 +111,7 @@ class SafetensorsDirectory(TensorDirectory):
     def __init__(self, model_dir: str | os.PathLike, dtypes: Iterable[str] = STORAGE_DTYPES):
         self.directory, self._dtypes = Path(model_dir), tuple(dtypes)
         if not self.directory.is_dir():
-            raise UserError(f"model directory {str(model_dir)!r} does not exist: give a model directory")
+            raise UserError(no_directory(str(model_dir)))
         _check_one_model(self.directory)
         self._files: dict[str, SafetensorsFile] = {}
         index_path = self.directory / INDEX_NAME

@@ -57,7 +57,8 @@ def convert(stack: str, path: Path, num_processes: int = 0) -> tuple[str, Transl
     source = Source(reading.given, module.DEFAULTS, reading.unknown, aliases)
     result = translate(source, module.RULES)
     if not any(find(module.RULES, name) for name in [*source.given, *source.unknown] if name != trl.NUM_PROCESSES):
-        raise UserError(f"{path} has no key of {stack}: is it one of {', '.join(name for name in STACKS)}?")
+        others = ", ".join(name for name in STACKS if name != stack)
+        raise UserError(f"{path} has no key of {stack}: is it one of {others}?")
     result.for_user |= reading.remarks
     task = _task(module)
     for name, value in _PLACEHOLDERS.items():

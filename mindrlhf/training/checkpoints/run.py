@@ -119,12 +119,18 @@ def refuse_taken(config: AnyConfig, *, resume: bool) -> None:
         raise _nothing_to_resume(directory)
 
 
+def check_no_file(key: str, directory: Path) -> None:
+    """Check that no file stands where a key names a directory, or on the way to it."""
+    first = next((parent for parent in (directory, *directory.parents) if parent.exists()), Path())
+    if not first.is_dir():
+        raise UserError(f"'{key}' is {directory}, but {first} is a file: choose another directory")
+
+
 def _check_writable(key: str, directory: Path) -> None:
     """Check that the directory that a key names is one that can be written, or that it can be made."""
+    check_no_file(key, directory)
     for parent in (directory, *directory.parents):
         if parent.exists():
-            if not parent.is_dir():
-                raise UserError(f"'{key}' is {directory}, but {parent} is a file: choose another directory")
             if not os.access(parent, os.W_OK | os.X_OK):
                 raise UserError(f"'{key}' is {directory}, but {parent} cannot be written: choose another")
             return

@@ -16,7 +16,7 @@ from mindrlhf.rollout.replicas import find_rollout_python
 from mindrlhf.rollout.vllm_options import check_python
 from mindrlhf.system.run_lock import refuse_held
 from mindrlhf.system.sizes import format_size
-from mindrlhf.training.checkpoints.run import AnyConfig, refuse_taken, save_dir
+from mindrlhf.training.checkpoints.run import AnyConfig, check_no_file, refuse_taken, save_dir
 from mindrlhf.training.preflight import check_grpo_inputs, check_offline_inputs, check_sandbox
 from mindrlhf.training.preflight.facts import HostMemory, checkpoint_bytes, host_memory
 from mindrlhf.training.preflight.features import check_elastic
@@ -87,6 +87,9 @@ def check_run(
                 memory = host_memory(config, inputs.row_lengths[-1], inputs.max_model_len, num_ranks)
         else:
             check_offline_inputs(config, num_ranks, mistakes)
+    named = {"run.output_dir": config.run.output_dir, "checkpoint.save_dir": config.checkpoint.save_dir}
+    for key, directory in named.items():
+        mistakes.check(check_no_file, key, Path(directory))
     obstacles = Mistakes()
     num_here = num_ranks // num_nodes
     remark = obstacles.check(lambda: check_ranks(config.run.device, num_here, oversubscribe=oversubscribe))
