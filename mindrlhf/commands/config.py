@@ -1,8 +1,10 @@
 """`mindrlhf config`: check a config file, begin one, or print the reference of all keys."""
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 from mindrlhf.commands.vocabulary import add_aliases, add_overrides, add_ranks, allow_json, count_ranks, write_text
 
@@ -29,6 +31,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     new.add_argument("--npus", type=int, default=0, metavar="N", help="NPUs it will run on (default: 0, the CPU)")
     new.add_argument("--data", default="train.mindrecord", metavar="FILE", help="made by `mindrlhf data build`")
     new.add_argument("--eval-data", default="", metavar="FILE", help="held-out prompts or records")
+    new.add_argument("--device-memory", default="64GB", metavar="SIZE", help="of one NPU (default: 64GB)")
     new.add_argument("--verifier", default="", help="for train (default: what fits the answers of the data)")
     new.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters (default: 0, all weights)")
     new.add_argument("--output", default="-", metavar="FILE", help="where to write it (default: -, standard output)")
@@ -86,9 +89,17 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _held_out(train_file: str) -> str:
+    """Return the file beside the training data that has the name of held-out data; "" where there is none."""
+    names = ("test", "eval", "validation", "val", "held_out", "dev")
+    beside = [Path(train_file).with_name(f"{name}.mindrecord") for name in names]
+    return next((str(path) for path in beside if path.is_file() and path != Path(train_file)), "")
+
+
 def _new(arguments: argparse.Namespace) -> int:
     from mindrlhf.config.starting import Choices, remarks, starting_config
     from mindrlhf.errors import UserError
+    from mindrlhf.hub.cache import no_directory
     from mindrlhf.training.preflight.facts import read_facts
 
     for name, value, hint in (
@@ -97,22 +108,50 @@ def _new(arguments: argparse.Namespace) -> int:
     ):
         if value < 0:
             raise UserError(f"--{name} is {value}: give {hint}")
-    facts = read_facts(arguments.kind, arguments.model, arguments.data, arguments.eval_data)
+    if not Path(arguments.model).is_dir():
+        raise UserError(no_directory(arguments.model))
+    eval_data = arguments.eval_data or _held_out(arguments.data)
+    facts = read_facts(arguments.kind, arguments.model, arguments.data, eval_data)
     choices = Choices(
         arguments.kind,
         arguments.model,
         arguments.data,
-        arguments.eval_data,
+        eval_data,
         arguments.npus,
         arguments.verifier,
         arguments.lora,
         facts,
     )
     name = "config.yaml" if arguments.output == "-" else arguments.output
+    layout = _fitting_layout(starting_config(choices, name), choices, arguments.device_memory)
+    choices = dataclasses.replace(choices, layout=layout or {})
     write_text(arguments.output, starting_config(choices, name), overwrite=False)
+    if layout is None:
+        print(
+            f"mindrlhf config: warning: no layout over {arguments.npus} NPUs of {arguments.device_memory} holds the "
+            "model: give more --npus, or --lora",
+            file=sys.stderr,
+        )
     for remark in remarks(choices):
         print(f"mindrlhf config: {remark}", file=sys.stderr)
     return 0
+
+
+def _fitting_layout(text: str, choices: Any, device_memory: str) -> dict | None:
+    """Return the keys with which a `train` run fits its NPUs; {} where none is planned, None where nothing does."""
+    import yaml
+
+    from mindrlhf.config.load import read_content
+    from mindrlhf.config.starting import NODE_SIZE
+    from mindrlhf.dryrun.plan.plan import Machine, read_model
+    from mindrlhf.dryrun.plan.search import starting_layout
+    from mindrlhf.system.sizes import parse_size
+
+    if choices.task != "train" or not choices.num_npus or choices.facts.num_parameters is None:
+        return {}
+    config = read_content("train", yaml.safe_load(text), world_size=None).config
+    machine = Machine(choices.num_npus, parse_size(device_memory, "--device-memory"), NODE_SIZE)
+    return starting_layout(config, read_model(choices.model_dir), machine)
 
 
 def _import(arguments: argparse.Namespace) -> int:

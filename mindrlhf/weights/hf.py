@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mindrlhf.errors import UserError
+from mindrlhf.errors import NotThere, UserError
 from mindrlhf.hub.cache import no_directory
 from mindrlhf.system.sizes import read_bounded
 from mindrlhf.weights.safetensors_file import SafetensorsFile
@@ -120,7 +120,7 @@ class SafetensorsDirectory(TensorDirectory):
         elif (self.directory / SINGLE_NAME).is_file():
             self._file_of = dict.fromkeys(self._open(SINGLE_NAME).names(), SINGLE_NAME)
         else:
-            raise UserError(f"{self.directory} has neither {SINGLE_NAME} nor {INDEX_NAME}: only safetensors are read")
+            raise NotThere(f"{self.directory} has neither {SINGLE_NAME} nor {INDEX_NAME}: only safetensors are read")
 
     def _open(self, file_name: str) -> SafetensorsFile:
         if file_name not in self._files:

@@ -10,7 +10,7 @@ from mindrlhf.config.load import read_config
 from mindrlhf.config.renamed import renaming
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import Mistakes, UserError
-from mindrlhf.launch.machine import check_launcher, check_ranks
+from mindrlhf.launch.machine import check_launcher, check_ranks, has_npus
 from mindrlhf.observe.trackers import check_trackers
 from mindrlhf.rollout.replicas import find_rollout_python
 from mindrlhf.rollout.vllm_options import check_python
@@ -91,6 +91,8 @@ def check_run(
     for key, directory in named.items():
         mistakes.check(check_no_file, key, Path(directory))
     obstacles = Mistakes()
+    if _is_prepared(config):
+        mistakes.hand_over(mistakes.not_there, obstacles)
     num_here = num_ranks // num_nodes
     remark = obstacles.check(lambda: check_ranks(config.run.device, num_here, oversubscribe=oversubscribe))
     remarks = (remark,)
@@ -108,13 +110,18 @@ def check_run(
     return CheckedRun(config, mistakes, obstacles, remarks, memory=memory, renaming=renaming(reading.old_names))
 
 
+def _is_prepared(config: AnyConfig) -> bool:
+    """Whether the run is prepared here, and is to run where NPUs are, and its files."""
+    return config.run.device == "ascend" and not has_npus()
+
+
 def _check_room(config: AnyConfig) -> str:
     """Return a line where the disk has room for a checkpoint, but not for as many as are kept; empty otherwise.
 
     Raises:
         UserError: it has no room for one.
     """
-    if config.checkpoint.node_local:  # a node's part is for the node to look at
+    if config.checkpoint.node_local or _is_prepared(config):  # a node's part is for the node to look at
         return ""
     size_bytes, directory = checkpoint_bytes(config), save_dir(config)
     free_bytes, num_kept = check_space(directory, size_bytes), config.checkpoint.keep_last + 1
