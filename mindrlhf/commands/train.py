@@ -91,7 +91,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with says():
         from mindrlhf.launch.launch import launch
         from mindrlhf.launch.nodes.over_ssh import hold_on_to_lifeline
-        from mindrlhf.system.processes import NUM_NODES_VARIABLE
+        from mindrlhf.system.processes import COMMAND_VARIABLE, NUM_NODES_VARIABLE
         from mindrlhf.training.facts import check_resumes
         from mindrlhf.training.preflight.run import check_run
 
@@ -111,7 +111,7 @@ def _run(arguments: argparse.Namespace) -> int:
     _check_spare_disks(arguments, config)
     log_dir = Path(config.run.output_dir, "logs", *([f"node_{place.node}"] if place and place.node else []))
 
-    advisers = _advisers(config, _again(arguments, overrides, place))
+    advisers = _advisers(config, again := _again(arguments, overrides, place))
 
     def start(resume: bool, **peers: Any) -> int:
         print(f"mindrlhf: starting {_counted(arguments.workers, 'rank')}; logs: {log_dir}", flush=True)
@@ -125,7 +125,7 @@ def _run(arguments: argparse.Namespace) -> int:
             computes_on_cpu=config.run.device == "cpu",
             rank_0_signals=(signal.SIGTERM, signal.SIGUSR1),
             **advisers,
-            env={**_terminal_width(), NUM_NODES_VARIABLE: str(num_nodes)},
+            env={**_terminal_width(), NUM_NODES_VARIABLE: str(num_nodes), COMMAND_VARIABLE: again},
             says_stages=True,
             **peers,
         )
@@ -334,7 +334,7 @@ class _Run:
         from mindrlhf.training.checkpoints.run import newest_checkpoint
         from mindrlhf.training.preflight import FINAL_NAME
 
-        return run_with_restarts(
+        code = run_with_restarts(
             start,
             lambda: newest_checkpoint(self.config) is not None,
             self.max_restarts,
@@ -343,6 +343,20 @@ class _Run:
             # Exported last, whole or not at all; an earlier run's would have been refused.
             is_complete=lambda: (Path(self.config.run.output_dir) / FINAL_NAME).exists(),
         )
+        if code or not (Path(self.config.run.output_dir) / FINAL_NAME).exists():
+            _report_of(Path(self.config.run.output_dir))
+        return code
+
+
+def _report_of(output_dir: Path) -> None:
+    """Write the report of a run that did not come to its end, as far as it got, and say where it is."""
+    import sys
+
+    from mindrlhf.errors import RunFailure, UserError
+    from mindrlhf.observe.viewer.page import write_pages
+
+    with contextlib.suppress(UserError, RunFailure):  # it has finished no step, or the disk is full
+        print(f"mindrlhf: report: {write_pages(output_dir)}", file=sys.stderr, flush=True)
 
 
 def _run_over_ssh(arguments: argparse.Namespace, overrides: list[str], is_resumed: bool) -> int:

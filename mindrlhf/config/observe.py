@@ -43,7 +43,12 @@ class ObserveSection:
 
     performance_stats: bool = key(True, "report the timing of every stage and the throughput")
     tensorboard: bool = key(True, "write TensorBoard event files; false takes tensorboard out of `sinks`")
-    samples_per_step: int = key(2, "samples written to samples.jsonl at each step", minimum=0)
+    samples_per_step: int | None = key(
+        None, "samples written to samples.jsonl at each step; null: those of `groups_per_step`", minimum=0
+    )
+    groups_per_step: int = key(
+        1, "prompts of which all samples are written to samples.jsonl at each step: whole groups", minimum=0
+    )
     sample_tokens: bool = key(
         False,
         "write the tokens of these samples too, each with its advantage and the log-probabilities of generator and "
@@ -57,6 +62,11 @@ class ObserveSection:
     )
     project: str = key("mindrlhf", "what trackers among `sinks` file the run under")
     run_name: str = key("", "what they call the run; empty means the last folder of `run.output_dir`")
+
+
+    def num_samples(self, num_generations: int) -> int:
+        """Return how many samples of a step are written."""
+        return self.groups_per_step * num_generations if self.samples_per_step is None else self.samples_per_step
 
 
 @dataclass(frozen=True)

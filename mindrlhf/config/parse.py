@@ -20,7 +20,7 @@ from mindrlhf.config.renamed import RENAMED, both_given, current_names, old_name
 from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.hub.cache import local_directory
 from mindrlhf.system.files import write_file
-from mindrlhf.system.strict_yaml import load_yaml
+from mindrlhf.system.strict_yaml import YAML_ERRORS, load_yaml
 
 Config = TypeVar("Config")
 
@@ -30,8 +30,6 @@ MAX_ITEMS = 10_000  # of a list or a mapping
 MAX_UNKNOWN_KEYS, MAX_HINTS, MAX_HINT_CHARS = 100, 20, 64
 # Linux: limits.h (PATH_MAX, with the byte that ends it) and the common file systems.
 MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255
-# What PyYAML's constructors of single types raise for text that is none, beside its own errors.
-_YAML_ERRORS = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError, RecursionError)
 
 
 def read_yaml(path: str | Path) -> dict:
@@ -56,7 +54,7 @@ def read_yaml(path: str | Path) -> dict:
         raise UserError(f"{path} is not UTF-8 text: {error}") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except _YAML_ERRORS as error:
+    except YAML_ERRORS as error:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if content is None:
         return {}
@@ -143,7 +141,7 @@ def _apply_override(content: dict, override: str, overridden: set[str], types_of
         value = load_yaml(text)
     except UserError as error:
         raise UserError(f"override {_quoted(override)}: {error}") from None
-    except _YAML_ERRORS:
+    except YAML_ERRORS:
         raise UserError(f"override {_quoted(override)}: the value is not valid YAML; quote it") from None
     overridden.add(dotted.strip())
     current = RENAMED.get(dotted.strip(), dotted.strip())
@@ -336,7 +334,7 @@ def _parse_item(name: str, text: str) -> Any:
         return load_yaml(text)
     except UserError as error:
         raise UserError(f"'{name}' has the item {_shown(text)}: {error}") from None
-    except _YAML_ERRORS:
+    except YAML_ERRORS:
         raise UserError(f"'{name}' has the item {_shown(text)}, which is not valid YAML; quote it") from None
 
 
