@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import mindrlhf
 from mindrlhf.config.keys import MAX_INTEGER, MAX_NUMBER, nearest_choice
 from mindrlhf.errors import RunFailure, UserError, messages_of
+from mindrlhf.system.terminal import RED, coloured
 
 COMMANDS = (
     "doctor",
@@ -99,7 +100,8 @@ def main(argv: list[str] | None = None) -> int:
         return code
     except (UserError, RunFailure) as failure:
         for line in messages_of(failure):
-            print(f"mindrlhf {arguments.command}: error: {line}", file=sys.stderr)
+            error = coloured("error:", RED, sys.stderr)
+            print(f"mindrlhf {arguments.command}: {error} {line}", file=sys.stderr)
         return failure.exit_code
     except KeyboardInterrupt:
         print(f"mindrlhf {arguments.command}: interrupted", file=sys.stderr)

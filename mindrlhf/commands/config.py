@@ -84,8 +84,7 @@ def _check(arguments: argparse.Namespace) -> int:
     command = "" if task == "train" else f"mindrlhf {task}, "
     on_nodes = f", {num_ranks // num_nodes} on each of {num_nodes} machines" if num_nodes > 1 else ""
     print(f"{path}: ok for {command}{num_ranks} rank{'s' if num_ranks > 1 else ''}{on_nodes}")
-    if checked.memory is not None:
-        print(checked.memory)
+    print(*checked.outlook, *([checked.memory] if checked.memory else []), sep="\n")
     return 0
 
 

@@ -20,6 +20,9 @@ from mindrlhf.specs import find_spec
 from mindrlhf.specs.dims import ModelDims
 from mindrlhf.specs.lora import adapters
 from mindrlhf.specs.model import ModelSpec
+from mindrlhf.system.json_lines import read_json_lines
+from mindrlhf.system.sizes import format_size
+from mindrlhf.training.preflight import RunInputs
 from mindrlhf.weights.convert import hf_shapes
 from mindrlhf.weights.hf import read_hf_config
 
@@ -89,6 +92,45 @@ def _model(model_dir: str) -> tuple[ModelSpec, ModelDims]:
     hf_config = read_hf_config(model_dir)
     spec = find_spec(hf_config)
     return spec, spec.dims(hf_config)
+
+
+def grpo_outlook(config: GrpoConfig, inputs: RunInputs) -> tuple[str, ...]:
+    """Return what a `mindrlhf train` run will do, in words: steps, samples, updates, evaluations, and how long."""
+    training, evaluation, num_steps = config.training, config.evaluation, inputs.num_steps
+    num_prompts = training.chunk_size * training.num_rollouts
+    num_samples = num_prompts * config.algorithm.num_generations
+    num_updates = training.num_minibatches * training.num_iterations
+    share = num_steps * num_prompts / max(1, len(inputs.prompts))
+    each = f"{num_prompts:,} prompts, {num_samples:,} samples and {_counted(num_updates, 'update')}"
+    lines = [f"{_counted(num_steps, 'step')} of {each}: {share:.1f} times the {len(inputs.prompts):,} prompts"]
+    if inputs.held_out is not None:
+        every = evaluation.every_steps
+        steps = {*range(every, num_steps, every)} if every else set()
+        count = len(steps | {num_steps}) + evaluation.before_training
+        held_out = min(len(inputs.held_out), evaluation.max_prompts or len(inputs.held_out))
+        samples = _counted(evaluation.num_samples, "sample")
+        lines.append(f"{_counted(count, 'evaluation')} on {held_out:,} held-out prompts, {samples} each")
+    if every := config.checkpoint.every_steps:
+        size = format_size(checkpoint_bytes(config))
+        count = _counted(num_steps // every, "checkpoint")
+        lines.append(f"{count} of {size}, of which {config.checkpoint.keep_last} are kept")
+    if step_s := _last_step_s(Path(config.run.output_dir, "metrics.jsonl")):
+        minutes = max(1, round(num_steps * step_s / 60))
+        lines.append(f"about {minutes:,} min, by the {step_s:.2f} s a step of the last run there")
+    return tuple(lines)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' if number != 1 else ''}"
+
+
+def _last_step_s(metrics: Path) -> float:
+    """Return the median seconds of a step of the run that has written these metrics; 0 where there is none."""
+    if not metrics.is_file():
+        return 0.0
+    found = (line.value for line in read_json_lines(metrics) if line.error is None)
+    times = [one["timing/all"] for one in found if isinstance(one.get("timing/all"), (int, float))]
+    return float(np.median(times)) if times else 0.0
 
 
 def checkpoint_bytes(config: AnyConfig) -> int:

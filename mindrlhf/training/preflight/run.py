@@ -18,7 +18,7 @@ from mindrlhf.system.run_lock import refuse_held
 from mindrlhf.system.sizes import format_size
 from mindrlhf.training.checkpoints.run import AnyConfig, check_no_file, refuse_taken, save_dir
 from mindrlhf.training.preflight import check_grpo_inputs, check_offline_inputs, check_sandbox
-from mindrlhf.training.preflight.facts import HostMemory, checkpoint_bytes, host_memory
+from mindrlhf.training.preflight.facts import HostMemory, checkpoint_bytes, grpo_outlook, host_memory
 from mindrlhf.training.preflight.features import check_elastic
 
 
@@ -35,6 +35,7 @@ class CheckedRun:
     obstacles: Mistakes
     remarks: tuple[str, ...]
     memory: HostMemory | None = None  # of a run on CPUs against verifiers, where nothing is wrong
+    outlook: tuple[str, ...] = ()  # what will happen, a line each, where nothing is wrong
     renaming: str = ""  # what the keys that the config gives by an old name are called today; empty when none
 
     def raise_if_any(self) -> None:
@@ -79,10 +80,11 @@ def check_run(
     """
     reading = read_config(task, path, overrides, world_size=num_ranks)
     config, mistakes = reading.config, reading.mistakes
-    memory = None
+    memory, outlook = None, ()
     with contextlib.suppress(UserError):  # it raises what it has noted
         if isinstance(config, GrpoConfig):
             inputs = check_grpo_inputs(config, num_ranks, mistakes, num_nodes=num_nodes)
+            outlook = grpo_outlook(config, inputs)
             if config.run.device == "cpu":
                 memory = host_memory(config, inputs.row_lengths[-1], inputs.max_model_len, num_ranks)
         else:
@@ -107,7 +109,7 @@ def check_run(
         obstacles.check(_refuse_taken, config, resume)
         remarks += (obstacles.check(_check_room, config),) if not mistakes.messages else ()
     remarks = tuple(filter(None, remarks))
-    return CheckedRun(config, mistakes, obstacles, remarks, memory=memory, renaming=renaming(reading.old_names))
+    return CheckedRun(config, mistakes, obstacles, remarks, memory, outlook, renaming(reading.old_names))
 
 
 def _is_prepared(config: AnyConfig) -> bool:
