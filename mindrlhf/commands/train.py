@@ -83,6 +83,7 @@ def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> Non
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    import os
     import signal
 
     # Before the imports below, which take a while on a slow disk.
@@ -91,6 +92,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with says():
         from mindrlhf.launch.launch import launch
         from mindrlhf.launch.nodes.over_ssh import hold_on_to_lifeline
+        from mindrlhf.system.ports import use_ports
         from mindrlhf.system.processes import COMMAND_VARIABLE, NUM_NODES_VARIABLE
         from mindrlhf.training.facts import check_resumes
         from mindrlhf.training.preflight.run import check_run
@@ -108,6 +110,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with says():
         checked = check_run(command, arguments.config, overrides, node=place.node if place else 0, **sizes, **options)
     config = checked.config
+    use_ports(config.run.ports, os.environ)
     _check_spare_disks(arguments, config)
     log_dir = Path(config.run.output_dir, "logs", *([f"node_{place.node}"] if place and place.node else []))
 

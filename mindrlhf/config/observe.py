@@ -7,7 +7,7 @@ from mindrlhf.errors import Rules
 
 # In the order in which a step runs them: the first that differs between two dumps is where they parted.
 STAGES = ("rollout", "old_log_prob", "reference", "update")
-SINKS = ("tensorboard", "wandb", "swanlab", "mlflow")
+SINKS = ("tensorboard", "wandb", "swanlab", "mlflow", "prometheus")
 DEBUG_LEVEL, CELL_LEVEL = "debug", "L0"  # as msprobe calls them
 
 
@@ -59,6 +59,9 @@ class ObserveSection:
         "where metrics, config, samples and report go, beside the files of `run.output_dir`; all but tensorboard are "
         "optional extras; see docs/metrics.md",
         choices=SINKS,
+    )
+    prometheus_port: int = key(
+        0, "port of 127.0.0.1 at which `prometheus` among `sinks` is scraped; 0: a free one", minimum=0, maximum=65535
     )
     project: str = key("mindrlhf", "what trackers among `sinks` file the run under")
     run_name: str = key("", "what they call the run; empty means the last folder of `run.output_dir`")
@@ -151,6 +154,9 @@ def checkpoint_rules(checkpoint: CheckpointSection, *, knows_best: bool) -> Rule
 def tracker_rules(observe: ObserveSection, given: frozenset[str]) -> Rules:
     """Rules of the section `observe`; ``given`` are the keys that the user changed."""
     trackers = [sink for sink in SINKS if sink != "tensorboard"]
+    yield "observe.prometheus_port" in given and "prometheus" not in observe.sinks, (
+        "'observe.prometheus_port' is set, but prometheus is not among observe.sinks: add it, or remove the key"
+    )
     for name in ("observe.project", "observe.run_name"):
         yield name in given and not set(trackers) & set(observe.sinks), (
             f"'{name}' is set, but no tracker has a use for it: add one of {', '.join(trackers)} to observe.sinks, or "

@@ -6,9 +6,7 @@ Nothing here imports MindSpore: the launcher stays small beside the ranks. A sin
 
 import contextlib
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,7 +25,7 @@ from mindrlhf.launch.peers import ALONE, Peers
 from mindrlhf.launch.processes import POLL_INTERVAL_S, RunProcesses, rank_name
 from mindrlhf.launch.stages import StageLines
 from mindrlhf.system import heartbeat, processes, speed_ups
-from mindrlhf.system.wire import family_of
+from mindrlhf.system.ports import find_free_port
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _DUMP_TIME_S = 1.0
@@ -164,18 +162,6 @@ def worker_environment(num_workers: int, env: Mapping[str, str]) -> dict[str, st
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
     environment[processes.LAUNCHER_PID_VARIABLE] = str(os.getpid())
     return environment
-
-
-def find_free_port(host: str = "127.0.0.1") -> int:
-    """Return a TCP port of ``host`` that is free now and that the kernel gives to no outgoing connection."""
-    first_ephemeral_port = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    candidates = range(10_000, first_ephemeral_port) or range(10_000, 65_536)
-    for port in random.SystemRandom().sample(candidates, k=len(candidates)):
-        with socket.socket(family_of(host), socket.SOCK_STREAM) as probe:
-            with contextlib.suppress(OSError):
-                probe.bind((host, port))
-                return port
-    raise RunFailure(f"no free TCP port for the msrun scheduler among {len(candidates)} from 10000 on")
 
 
 def _start(
