@@ -93,7 +93,7 @@ def overlay_panels(runs: Sequence[RunData], names: Sequence[str]) -> list[Panel]
         ("Policy and optimiser", OPTIMISATION),
         ("Speed and memory", [_STEP_TIME, *SPEED]),
     )
-    panels = [Panel(title, list(_lines(list(zip(names, runs)), lines))) for title, lines in specs]
+    panels = [Panel(title, _flat_last(_lines(list(zip(names, runs)), lines))) for title, lines in specs]
     return [panel for panel in panels if panel.charts]
 
 
@@ -163,7 +163,8 @@ def _lines(runs: Sequence[tuple[str, RunData]], specs: Iterable[_Lines]) -> Iter
         ][:NUM_COLOURS]
         if series:
             chart = line_chart(spec.title, spec.unit, series, from_zero=spec.from_zero, log=spec.log, noisy=spec.noisy)
-            yield replace(chart, is_flat=len(runs) == 1 and all(map(_is_flat, series)))
+            are_same = len({float(one.values[0]) for one in series}) == 1 or len(runs) == 1
+            yield replace(chart, is_flat=are_same and all(map(_is_flat, series)))
 
 
 def _is_flat(series: Series) -> bool:
