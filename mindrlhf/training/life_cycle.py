@@ -249,6 +249,7 @@ def run_steps(
     steps.begin()
     if progress.step == 0 and (metrics := steps.evaluate()):
         sinks.write(0, metrics)
+        sinks.write_report()
     while progress.step < steps.num_steps and not steps.is_over():
         with profiled(progress.step + 1):
             if not _run_step(steps, checkpoints, sinks):
