@@ -74,6 +74,7 @@ EXTRAS = {
     # Where a run can report to, `observe.sinks`. MLflow's own database needs the last two; a server does not.
     "wandb": ["wandb>=0.17"],
     "swanlab": ["swanlab>=0.10"],
+    "prometheus": ["prometheus_client>=0.20"],
     "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.10"],
     # `mindrlhf models get` and `data get`.
     "hub": ["huggingface_hub>=0.34", "modelscope>=1.38"],

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import difflib
+import errno
 import importlib
 import os
 import re
@@ -10,8 +11,9 @@ import sys
 from collections.abc import Sequence
 
 import mindrlhf
-from mindrlhf.config.keys import MAX_INTEGER, MAX_NUMBER
+from mindrlhf.config.keys import MAX_INTEGER, MAX_NUMBER, nearest_choice
 from mindrlhf.errors import RunFailure, UserError, messages_of
+from mindrlhf.system.terminal import RED, coloured
 
 COMMANDS = (
     "doctor",
@@ -31,8 +33,20 @@ COMMANDS = (
     "completion",
 )
 _MAX_SHOWN_CHARS = 60
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+# Of options that are counts.
+_COUNTS = ("--workers", "--world-size", "--nodes", "--node-size", "--processes", "--threads", "--tensor-parallel")
+_COUNTS += ("--max-prompt-length", "--max-length", "--num-samples")
+_COUNTS += ("--min-pixels", "--max-pixels")
+LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys(
+    ("--port", "--seed", "--num", "--max-restarts", "--spares", "--max-prompts", "--max-rescored"), 0
+)
 _CLOSED_PIPE = 141  # of a program that SIGPIPE ends, as a shell sees it
 _DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"  # what becomes of -- in word processors and on web pages
+
+
+class BadWord(Exception):
+    """A word of the command line is refused; no ValueError, which argparse words itself."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,14 +62,17 @@ class Parser(argparse.ArgumentParser):
         if isinstance(value, (int, float)) and not abs(value) <= most:
             shown = text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
             raise argparse.ArgumentError(action, f"{shown} is no number from {-most:.10g} to {most:.10g}")
+        least = LEAST.get(action.option_strings[0]) if action.option_strings else None
+        if least is not None and isinstance(value, int) and value < least:
+            raise BadWord(f"{action.option_strings[0]} is {value}: give {least} or more")
         return value
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         choices = [str(choice) for choice in action.choices or ()]
         if not choices or value in action.choices:
             return
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(choices)} is expected"
+        near = nearest_choice(value, choices)
+        hint = f"did you mean {near}?" if near else f"one of {', '.join(choices)} is expected"
         raise argparse.ArgumentError(action, f"'{value}' is not known; {hint}")
 
 
@@ -71,7 +88,11 @@ def build_parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; expected failures print one line each, not a traceback."""
-    arguments = _parse(argv)
+    try:
+        arguments = _parse(argv)
+    except BadWord as error:
+        print(f"mindrlhf {' '.join((sys.argv[1:] if argv is None else argv)[:1])}: error: {error}", file=sys.stderr)
+        return UserError.exit_code
     try:
         with _signs_of_life(getattr(arguments, "says", None)):
             code = arguments.run(arguments) or 0
@@ -79,16 +100,28 @@ def main(argv: list[str] | None = None) -> int:
         return code
     except (UserError, RunFailure) as failure:
         for line in messages_of(failure):
-            print(f"mindrlhf {arguments.command}: error: {line}", file=sys.stderr)
+            error = coloured("error:", RED, sys.stderr)
+            print(f"mindrlhf {arguments.command}: {error} {line}", file=sys.stderr)
         return failure.exit_code
     except KeyboardInterrupt:
         print(f"mindrlhf {arguments.command}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read the output has gone, as `head` does. What is still buffered must go nowhere when Python ends.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # whoever read it has gone, as `head` does
         return _CLOSED_PIPE
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        _drop_output()
+        where = error.filename or "the output"
+        print(f"mindrlhf {arguments.command}: error: {where} cannot be written: {error.strerror}", file=sys.stderr)
+        return UserError.exit_code
+
+
+def _drop_output() -> None:
+    """Have what standard output still holds go nowhere when Python ends."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _signs_of_life(what: str | None) -> contextlib.AbstractContextManager[None]:
@@ -103,7 +136,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     words = sys.argv[1:] if argv is None else list(argv)
     parser = build_parser()
     _check_options(parser, words)
+    _check_spaces(parser, words)
     arguments, rest = parser.parse_known_args(words)
+    old_names = vars(arguments).pop("old_names", {})
+    for old in dict.fromkeys(word.partition("=")[0] for word in words):
+        if old in old_names:
+            new = old_names[old].option_strings[0]
+            print(f"mindrlhf {arguments.command}: {old} is called {new} now", file=sys.stderr)
     if rest:
         chosen, _ = _chosen_parser(parser, words)
         if "overrides" not in arguments:
@@ -141,6 +180,25 @@ def _check_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> Non
         if name not in known and not (name.startswith("--") and any(one.startswith(name) for one in known)):
             following = words[index + 1] if index + 1 < len(words) else ""
             chosen.error(f"unrecognized arguments: {word}{_meant(word, following, chosen)}")
+
+
+def _check_spaces(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Refuse spaces around the sign of an override, which a shell makes words of their own of."""
+    chosen, number = _chosen_parser(parser, words)
+    if not any(action.dest == "overrides" for action in chosen._actions):
+        return
+    rest = words[number:]
+    for index, word in enumerate(rest):
+        before, after = (rest[place] if 0 <= place < len(rest) else "" for place in (index - 1, index + 1))
+        is_value = bool(after) and "=" not in after and not after.startswith("--")
+        is_key = "." in before and "=" not in before and re.fullmatch(r"[\w.]+", before)
+        if word == "=" or (word.startswith("=") and is_key):
+            meant = f"{before}={word[1:] or after}"
+        elif re.fullmatch(r"\w+\.[\w.]+=", word) and is_value and not after.endswith((".yaml", ".yml")):
+            meant = f"{word}{after}"
+        else:
+            continue
+        raise BadWord(f"'{word}' stands apart: write {meant}, without spaces around =")
 
 
 def _meant(word: str, following: str, parser: argparse.ArgumentParser) -> str:

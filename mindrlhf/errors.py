@@ -28,6 +28,10 @@ class RunFailure(RuntimeError):
     exit_code = 1
 
 
+class NotThere(UserError):  # noqa: N818 - it need not be an error: what is prepared here may run elsewhere
+    """A file that the config names is not on this machine, and may be on another."""
+
+
 class UserErrors(UserError):
     """Several mistakes found in one go; the text has a line for each."""
 
@@ -45,6 +49,7 @@ class Mistakes:
 
     def __init__(self) -> None:
         self.messages: list[str] = []
+        self.not_there: list[str] = []  # those of the messages that say that a file is not on this machine
         self._unreadable: set[str] = set()
         self._blamed: set[str] = set()
 
@@ -57,6 +62,7 @@ class Mistakes:
         except UserError as error:
             for message in messages_of(error):
                 self.add(message)
+            self.not_there += [str(error)] if isinstance(error, NotThere) else []
             return None
 
     def add(self, message: str, *unreadable: str) -> None:
@@ -68,6 +74,12 @@ class Mistakes:
             self.messages.append(message)
             self._blamed.update([key[1]] if key else [])
         self._unreadable.update(unreadable)
+
+    def hand_over(self, messages: Sequence[str], other: "Mistakes") -> None:
+        """Have ``other`` say some of the messages, and not these any more."""
+        for message in messages:
+            other.add(message)
+        self.messages = [one for one in self.messages if one not in messages]
 
     def judge(self, rules: Rules) -> None:
         """Note every rule that is broken."""

@@ -72,8 +72,42 @@ find_python() {
   fail "no Python 3.11 was found; install it or name it: PYTHON=/path/to/python3.11 bash scripts/setup.sh"
 }
 
+# progress_of LOG DIR: what pip does, as its log says it, which of how many files it is, and how large DIR has become.
+progress_of() {
+  local line files size total
+  line="$(grep -aoE '^ *(Collecting|Downloading|Using cached|Building|Preparing|Installing collected packages)[^(:]*(\([0-9.]+ [kMG]?B\))?' \
+    "$1" 2>/dev/null | tail -n 1 | tr -s ' ' | sed -E 's/-(cp|py)[0-9][^ ]*//' | cut -c 1-70)" || true
+  [[ -n "$line" ]] || return 0
+  files="$(grep -acE '^ *(Downloading|Using cached) ' "$1")" || true
+  total="$(grep -aoE '^[0-9]+ packages to install' "$1" | tail -n 1 | cut -d ' ' -f 1)" || true
+  size="$(du -sm "$2" 2>/dev/null | cut -f 1)" || true
+  printf '%s file%s, %s MB on disk: %s' "$files${total:+ of $total}" "$([[ $files == 1 ]] || echo s)" "${size:-0}" "${line# }"
+}
+
+# Says every few seconds how far it is, where that has changed.
+follow() {
+  local log="$1" dir="$2" parent="$3" started=$SECONDS now last=""
+  while sleep "${SETUP_NEWS_S:-5}" && kill -0 "$parent" 2>/dev/null; do
+    now="$(progress_of "$log" "$dir")"
+    if [[ -n "$now" && "$now" != "$last" ]]; then
+      say "$dir, $((SECONDS - started)) s: $now"
+      last="$now"
+    fi
+  done
+}
+
 # run LOG COMMAND...: output goes to the log; a network error is worth one more try.
 run() {
+  local log="$1" status=0 follower caller=$BASHPID
+  follow "$log" "$([[ "$log" == *rollout* ]] && echo .venv-rollout || echo .venv)" "$caller" &
+  follower=$!
+  run_quietly "$@" || status=$?
+  kill "$follower" 2>/dev/null || true
+  wait "$follower" 2>/dev/null || true
+  return "$status"
+}
+
+run_quietly() {
   local log="$1" start
   shift
   for attempt in 1 2; do

@@ -13,6 +13,7 @@ FREE_KEYS = frozenset(
         "run.output_dir",
         "run.max_steps",
         "run.hang_timeout_s",
+        "run.ports",
         "run.start_timeout_s",
         "data.eval_file",
         "training.epochs",

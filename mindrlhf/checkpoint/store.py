@@ -101,17 +101,8 @@ class CheckpointStore:
             ) from error
 
     def check_space(self, size_bytes: int) -> None:
-        """Compare a size with the free space of the disk.
-
-        Raises:
-            UserError: the space is too small; the message names both.
-        """
-        free_bytes = shutil.disk_usage(self.save_dir).free
-        if size_bytes > free_bytes:
-            raise UserError(
-                f"a checkpoint needs {size_bytes} bytes ({_gib(size_bytes)}), but {self.save_dir} has {free_bytes} "
-                f"({_gib(free_bytes)}) free: make room, or set checkpoint.save_dir to another disk"
-            )
+        """Compare a size with the free space of the disk; see :func:`check_space`."""
+        check_space(self.save_dir, size_bytes)
 
     def _prune(self, step: int, best_step: int | None) -> None:
         older = [other for other in self.steps() if other < step]
@@ -129,5 +120,22 @@ class CheckpointStore:
                 remove(path)
 
 
+def check_space(save_dir: Path, size_bytes: int) -> int:
+    """Return the free bytes of the disk of a directory, which need not be there yet.
+
+    Raises:
+        UserError: a checkpoint of so many bytes does not fit; the message names both.
+    """
+    existing = next(path for path in (save_dir, *save_dir.absolute().parents) if path.is_dir())
+    free_bytes = shutil.disk_usage(existing).free
+    if size_bytes > free_bytes:
+        raise UserError(
+            f"a checkpoint needs {size_bytes} bytes ({_gib(size_bytes)}), but {save_dir} has {free_bytes} "
+            f"({_gib(free_bytes)}) free: make room, or set checkpoint.save_dir to another disk"
+        )
+    return free_bytes
+
+
 def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB"
+    unit, shift = next((one for one in (("GiB", 30), ("MiB", 20)) if size_bytes >> one[1]), ("KiB", 10))
+    return f"{size_bytes / 2**shift:.2f} {unit}"

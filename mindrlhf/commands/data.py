@@ -185,6 +185,12 @@ def look_warnings(look: dict) -> list[str]:
             "prompts with answers that contradict each other, or are spelled in two ways: "
             f"{contradictory['prompts']:,}, such as {contradictory['example']}"
         )
+    if look.get("no_answers"):
+        unread = f" (nothing reads {_counted(look['unread'])})" if "unread" in look else ""
+        lines.append(
+            f"no record has an answer{unread}: verifiers that compare with one refuse the file; name its field as in "
+            "--handler map_keys --map question=QUESTION,answer=ANSWER"
+        )
     if unrendered := look.get("template"):
         lines.append(f"the template has no place for {_counted(unrendered)}: the prompts of so many records lack it")
     return lines

@@ -36,11 +36,13 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     import json
+    import sys
 
     from mindrlhf.config.load import load_grpo_config
     from mindrlhf.errors import UserError
     from mindrlhf.evaluation.comparison import compare, difference_text
     from mindrlhf.evaluation.models import EvaluationJob, describe, evaluate_models
+    from mindrlhf.system.terminal import verdict_coloured
 
     # What only training needs is filled in from the arguments: a config with nothing but tokenizer, verifiers and
     # generator will do, and its layout of trainer ranks does not matter.
@@ -76,7 +78,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         print("\n".join(f"  {line}" for line in describe(evaluation)))
         print(f"  samples  {out_dir / f'samples_{number}.jsonl'}")
     if arguments.baseline:
-        print(f"difference {difference_text(compare(evaluations[1], evaluations[0])['difference'])}")
+        difference = difference_text(compare(evaluations[1], evaluations[0])["difference"])
+        print(f"difference {verdict_coloured(difference, sys.stdout)}")
     return 0
 
 

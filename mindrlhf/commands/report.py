@@ -9,7 +9,13 @@ from mindrlhf.commands.vocabulary import add_aliases
 def register(subparsers: argparse._SubParsersAction) -> None:
     """Add the commands."""
     parser = subparsers.add_parser("report", help="write the HTML report of a run")
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of the run, with metrics.jsonl")
+    parser.add_argument(
+        "run_dirs",
+        type=Path,
+        nargs="+",
+        metavar="RUN_DIR",
+        help="directory of the run, with metrics.jsonl; of several: their curves over each other",
+    )
     output = parser.add_argument(
         "--output", metavar="FILE", help="where to write it, - for standard output (default: RUN_DIR/report.html)"
     )
@@ -32,20 +38,30 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 def _report(arguments: argparse.Namespace) -> int:
     """Write the report, or the learning curve, and print its path."""
+    from mindrlhf.errors import UserError
     from mindrlhf.observe.learning_curve import learning_curve_svg, write_learning_curve
-    from mindrlhf.observe.report import render_report, write_report
+    from mindrlhf.observe.records import replace_file
+    from mindrlhf.observe.report import COMPARISON_NAME, render_comparison, render_report, write_report
     from mindrlhf.observe.run_data import read_run
+    from mindrlhf.system.run_lock import is_held
 
+    run_dir, *others = arguments.run_dirs
+    if others and arguments.svg is not None:
+        raise UserError("--svg draws the curve of one run: give one, or leave it out")
     if arguments.svg == "-":
-        print(learning_curve_svg(read_run(arguments.run_dir)), end="")
+        print(learning_curve_svg(read_run(run_dir)), end="")
         return 0
     if arguments.svg is not None:
-        print(write_learning_curve(arguments.run_dir, arguments.svg))
+        print(write_learning_curve(run_dir, arguments.svg))
         return 0
-    if arguments.output == "-":
-        print(render_report(read_run(arguments.run_dir)))
+    is_running = is_held(run_dir)
+    if others or arguments.output == "-":
+        runs = [read_run(one) for one in arguments.run_dirs]
+        text = render_comparison(runs) if others else render_report(runs[0], is_running=is_running)
+        path = Path(arguments.output or run_dir / COMPARISON_NAME)
+        print(text) if arguments.output == "-" else (replace_file(path, text), print(path))
         return 0
-    print(write_report(arguments.run_dir, Path(arguments.output) if arguments.output else None))
+    print(write_report(run_dir, Path(arguments.output) if arguments.output else None, is_running=is_running))
     return 0
 
 

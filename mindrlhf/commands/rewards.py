@@ -135,12 +135,24 @@ def _is_required(parameters: Mapping[str, Parameter], name: str) -> bool:
     return name in parameters and parameters[name].default is Parameter.empty
 
 
+def _parameters(verifier: str) -> Mapping[str, Parameter]:
+    """Return what a verifier takes; of a user's function what its file declares."""
+    from pathlib import Path
+
+    from mindrlhf.rewards.registry import built_in
+    from mindrlhf.sandbox.signatures import declared_signature
+
+    path, colon, name = verifier.rpartition(":")
+    found = declared_signature(Path(path), name) if colon else signature(built_in(name))
+    return found.parameters if found else {}
+
+
 def _score(arguments: argparse.Namespace) -> int:
     import sys
     from pathlib import Path
 
     from mindrlhf.rewards.pool import RewardPool
-    from mindrlhf.rewards.registry import CONTEXT_KEYWORDS, built_in, parse_verifiers
+    from mindrlhf.rewards.registry import CONTEXT_KEYWORDS, parse_verifiers
     from mindrlhf.rewards.sample_files import ScoreWriter, SkippedLines, read_samples, score_lines
     from mindrlhf.rewards.selection import Selection
     from mindrlhf.sandbox.server import check_for
@@ -150,7 +162,7 @@ def _score(arguments: argparse.Namespace) -> int:
     selection = Selection(tuple(verifiers), tuple(weights), options=_options(arguments.option))
     selection.check()
     check_for(verifiers, arguments.allow_weak, "--allow-weak")
-    parameters = [signature(built_in(name)).parameters for name in verifiers if ":" not in name]
+    parameters = [_parameters(name) for name in verifiers]
     # What has a default may be missing: a prompt, where no template has opened a thought in it.
     needed = {name for named in parameters for name in CONTEXT_KEYWORDS if _is_required(named, name)}
     needed.discard("finish_reason")  # "stop" is what it is nearly always

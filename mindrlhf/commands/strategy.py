@@ -2,7 +2,15 @@
 
 import argparse
 
-from mindrlhf.commands.vocabulary import add_aliases, add_overrides, add_workers, allow_json, print_json
+from mindrlhf.commands.vocabulary import (
+    add_aliases,
+    add_overrides,
+    add_ranks,
+    allow_json,
+    count_ranks,
+    print_json,
+    tell_old_workers,
+)
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -10,7 +18,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("strategy", help="compile the training step of a cluster here; write strategy files")
     parser.add_argument("config", help="YAML file of `mindrlhf train`; of the model only config.json is read")
     add_overrides(parser)
-    add_workers(parser, "ranks, which is devices of the cluster", "--world-size", required=True)
+    add_ranks(parser, required=True)
     output = parser.add_argument("--output", required=True, metavar="DIR", help="directory to make; must not exist")
     add_aliases(parser, output, "--out")
     parser.add_argument(
@@ -37,10 +45,12 @@ def _layers(text: str) -> str | int:
 def _run(arguments: argparse.Namespace) -> int:
     from mindrlhf.dryrun.compile.report import report_strategy
 
+    tell_old_workers(arguments)
+    world_size, _ = count_ranks(arguments)
     report = report_strategy(
         arguments.config,
         arguments.overrides,
-        world_size=arguments.workers,
+        world_size=world_size,
         directory=arguments.output,
         layers_per_stage=arguments.layers_per_stage,
     )

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mindrlhf.launch.nodes.place import Place
     from mindrlhf.training.preflight.run import CheckedRun
 
-from mindrlhf.commands.vocabulary import add_overrides, add_workers
+from mindrlhf.commands.vocabulary import WORKERS_HELP, add_overrides
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -27,7 +27,7 @@ def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> Non
     parser = subparsers.add_parser(name, help=summary)
     parser.add_argument("config", help="YAML file; docs/config.md lists its keys")
     add_overrides(parser)
-    add_workers(parser, "trainer ranks on each machine (default: 1)")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help=f"{WORKERS_HELP} (default: 1)")
     parser.add_argument(
         "--nodes",
         metavar="N|auto",
@@ -83,6 +83,7 @@ def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> Non
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    import os
     import signal
 
     # Before the imports below, which take a while on a slow disk.
@@ -91,12 +92,12 @@ def _run(arguments: argparse.Namespace) -> int:
     with says():
         from mindrlhf.launch.launch import launch
         from mindrlhf.launch.nodes.over_ssh import hold_on_to_lifeline
-        from mindrlhf.system.processes import NUM_NODES_VARIABLE
-        from mindrlhf.training.checkpoints.run import newest_checkpoint
+        from mindrlhf.system.ports import use_ports
+        from mindrlhf.system.processes import COMMAND_VARIABLE, NUM_NODES_VARIABLE
+        from mindrlhf.training.facts import check_resumes
         from mindrlhf.training.preflight.run import check_run
 
-    command = arguments.command
-    overrides, is_resumed = _resumption(arguments)
+    command, (overrides, is_resumed) = arguments.command, _resumption(arguments)
     if arguments.hostfile:
         return _run_over_ssh(arguments, overrides, is_resumed)
     hold_on_to_lifeline()
@@ -107,15 +108,16 @@ def _run(arguments: argparse.Namespace) -> int:
     sizes = {"num_ranks": arguments.workers * num_nodes, "num_nodes": num_nodes}
     options = {"resume": is_resumed, "oversubscribe": arguments.oversubscribe, "is_elastic": arguments.elastic}
     with says():
-        node = place.node if place else 0
-        checked = check_run(command, arguments.config, overrides, node=node, **sizes, **options)
+        checked = check_run(command, arguments.config, overrides, node=place.node if place else 0, **sizes, **options)
     config = checked.config
+    use_ports(config.run.ports, os.environ)
     _check_spare_disks(arguments, config)
     log_dir = Path(config.run.output_dir, "logs", *([f"node_{place.node}"] if place and place.node else []))
 
+    advisers = _advisers(config, again := _again(arguments, overrides, place))
+
     def start(resume: bool, **peers: Any) -> int:
-        ranks = f"{arguments.workers} rank{'s' if arguments.workers > 1 else ''}"
-        print(f"mindrlhf: starting {ranks}; logs: {log_dir}", flush=True)
+        print(f"mindrlhf: starting {_counted(arguments.workers, 'rank')}; logs: {log_dir}", flush=True)
         return launch(
             ["-m", "mindrlhf.training.main", command, arguments.config, *overrides, *["--resume"] * resume],
             arguments.workers,
@@ -125,23 +127,28 @@ def _run(arguments: argparse.Namespace) -> int:
             start_timeout_s=config.run.start_timeout_s,
             computes_on_cpu=config.run.device == "cpu",
             rank_0_signals=(signal.SIGTERM, signal.SIGUSR1),
-            advice=lambda: _advice(newest_checkpoint(config), _again(arguments, overrides, place)),
-            env={**_terminal_width(), NUM_NODES_VARIABLE: str(num_nodes)},
+            **advisers,
+            env={**_terminal_width(), NUM_NODES_VARIABLE: str(num_nodes), COMMAND_VARIABLE: again},
             says_stages=True,
             **peers,
         )
 
     run = _Run(command, config, log_dir, is_resumed, arguments.max_restarts, start)
 
+    facts = _facts_of(arguments, config, place) if place else None
     if place and place.is_for_rollout:
-        return run.on_rollout_node(place, checked.raise_if_any, _facts_of(arguments, config, place), sizes["num_ranks"])
+        return run.on_rollout_node(place, checked.raise_if_any, facts, sizes["num_ranks"])
     if place and place.node:
-        return run.on_other_node(place, checked.raise_if_any, _facts_of(arguments, config, place))
+        return run.on_other_node(place, checked.raise_if_any, facts)
     checked.raise_if_any()
+    if is_resumed:
+        check_resumes(config)
     _tell(checked)
-    if place is None:
-        return run.on_one_machine()
-    return run.on_first_node(place, _facts_of(arguments, config, place))
+    return run.on_first_node(place, facts) if place else run.on_one_machine()
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' if number != 1 else ''}"
 
 
 def _still_limit_s(config: Any) -> float:
@@ -330,7 +337,7 @@ class _Run:
         from mindrlhf.training.checkpoints.run import newest_checkpoint
         from mindrlhf.training.preflight import FINAL_NAME
 
-        return run_with_restarts(
+        code = run_with_restarts(
             start,
             lambda: newest_checkpoint(self.config) is not None,
             self.max_restarts,
@@ -339,6 +346,20 @@ class _Run:
             # Exported last, whole or not at all; an earlier run's would have been refused.
             is_complete=lambda: (Path(self.config.run.output_dir) / FINAL_NAME).exists(),
         )
+        if code or not (Path(self.config.run.output_dir) / FINAL_NAME).exists():
+            _report_of(Path(self.config.run.output_dir))
+        return code
+
+
+def _report_of(output_dir: Path) -> None:
+    """Write the report of a run that did not come to its end, as far as it got, and say where it is."""
+    import sys
+
+    from mindrlhf.errors import RunFailure, UserError
+    from mindrlhf.observe.viewer.page import write_pages
+
+    with contextlib.suppress(UserError, RunFailure):  # it has finished no step, or the disk is full
+        print(f"mindrlhf: report: {write_pages(output_dir)}", file=sys.stderr, flush=True)
 
 
 def _run_over_ssh(arguments: argparse.Namespace, overrides: list[str], is_resumed: bool) -> int:
@@ -394,7 +415,35 @@ def _resumption(arguments: argparse.Namespace) -> tuple[list[str], bool]:
     return overrides, arguments.resume is not None
 
 
-def _advice(checkpoint: object, again: str) -> str:
+def _advisers(config: Any, again: str) -> dict[str, Callable[[], str]]:
+    from mindrlhf.training.checkpoints.run import newest_checkpoint
+
+    begun_with = newest_checkpoint(config)
+    return {
+        "advice": lambda: _advice(newest_checkpoint(config), again),
+        "advice_after_mistake": lambda: _advice(
+            newest_checkpoint(config), again, is_mistake=True, begun_with=begun_with
+        ),
+    }
+
+
+def _advice(checkpoint: Path | None, again: str, *, is_mistake: bool = False, begun_with: Path | None = None) -> str:
+    """Return how a run that has ended goes on.
+
+    Args:
+        checkpoint: the newest.
+        again: the command line that started the run; that of a mistake is no advice before the mistake is mended.
+        is_mistake: the run ended for what the user can mend.
+        begun_with: the checkpoint that was the newest when it started.
+    """
+    if is_mistake and checkpoint == begun_with:
+        what = "nothing is saved yet" if checkpoint is None else f"{checkpoint} is as it was"
+        return f"{what}: mend what the error names, then start the run again"
     if checkpoint is None:
-        return f"there is no checkpoint to resume from; to start again: {again}"
-    return f"to resume from {checkpoint}: {again} --resume"
+        return (
+            "there is no checkpoint to resume from (kill -TERM saves one before the run ends; see "
+            f"checkpoint.every_steps); to start again: {again}"
+        )
+    first = "mend what the error names; then, " if is_mistake else ""
+    number = checkpoint.name.rpartition("_")[2].lstrip("0") or "0"
+    return f"step {number} is saved; {first}to resume from {checkpoint}: {again} --resume"

@@ -87,7 +87,7 @@ def _register_sharding(actions) -> None:
 
     for action in (shard, reshard, merge, verify):
         processes = action.add_argument(
-            "--processes", type=_positive, metavar="N", help="threads that read and write; each holds about one tensor"
+            "--processes", type=int, metavar="N", help="threads that read and write; each holds about one tensor"
         )
         add_aliases(action, processes, "--workers")
 
@@ -95,12 +95,6 @@ def _register_sharding(actions) -> None:
 def _add_output(parser: argparse.ArgumentParser, metavar: str, help_text: str) -> None:
     output = parser.add_argument("--output", required=True, metavar=metavar, help=help_text)
     add_aliases(parser, output, "--out")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or len(text) > 4 or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of threads: give 1 or more")
-    return int(text)
 
 
 def _workers(arguments: argparse.Namespace) -> dict[str, int]:

@@ -101,7 +101,11 @@ OTHERS = "others"  # what metrics call all sources without a teacher of their ow
 class AlgorithmSection:
     """The objective. `name` sets the keys that are not given as its paper does; see docs/algorithms.md."""
 
-    name: str = key("grpo", "a whole algorithm; the defaults below are those of grpo", choices=tuple(PRESETS))
+    name: str = key(
+        "grpo",
+        "a whole algorithm: it sets the other keys of `algorithm` that are left out; docs/config.md has grpo's",
+        choices=tuple(PRESETS),
+    )
     num_generations: int = key(8, "samples per prompt: the group that advantages compare", minimum=1)
     advantage: str = key("grpo", "advantage estimator", choices=advantages.names())
     scale_rewards: bool = key(

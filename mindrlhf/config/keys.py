@@ -1,13 +1,48 @@
 """How a configuration key is declared: its default, its range and the sentence that documents it."""
 
 import dataclasses
-from collections.abc import Sequence
+import difflib
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 REQUIRED = dataclasses.MISSING
 # What holds for every key with numbers, where it has no closer bounds: what 32 bits hold, and what the arithmetic of
 # single precision and the timers of the operating system take.
+_MAX_MEANT_CHARS = 64  # a comparison takes the product of the lengths
 MAX_INTEGER, MAX_NUMBER, MIN_NUMBER, MAX_SECONDS = 2**31 - 1, 1e9, 1e-30, 2e6
+
+
+# What people call a choice elsewhere; "" for what looks like one and means another.
+_OTHER_NAMES = {
+    **dict.fromkeys(("npu", "davinci", "cann", "huawei", "910b", "ascend910b"), "ascend"),
+    **dict.fromkeys(("gpu", "cuda", "rocm", "xpu", "tpu", "mps"), ""),
+    **dict.fromkeys(("bf16", "half"), "bfloat16"),
+    **dict.fromkeys(("fp32", "f32", "float", "full", "single"), "float32"),
+    "fp16": "float16",
+    "reinforce++": "reinforce_pp",
+    "reinforce++_baseline": "reinforce_pp_baseline",
+    "tb": "tensorboard",
+    "weights_and_biases": "wandb",
+    "cos": "cosine",
+    "warmup_stable_decay": "wsd",
+}
+
+
+def nearest_choice(value: object, choices: Iterable[object]) -> str | None:
+    """Return which of a few values was meant, by its meaning and then by its letters; None where neither tells."""
+    names = {_plain_name(str(choice)): str(choice) for choice in choices}
+    word = re.sub(r"[\s-]+", "_", str(value).strip().lower())
+    if word in _OTHER_NAMES:
+        return names.get(_plain_name(_OTHER_NAMES[word]))
+    if _plain_name(word) in names:
+        return names[_plain_name(word)]
+    near = difflib.get_close_matches(_plain_name(word), names, n=1) if len(word) <= _MAX_MEANT_CHARS else []
+    return names[near[0]] if near else None
+
+
+def _plain_name(text: str) -> str:
+    return re.sub(r"[\s_-]+", "", text.lower())
 
 
 class RunConfig(Protocol):

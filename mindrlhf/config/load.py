@@ -23,6 +23,7 @@ from mindrlhf.config.parse import Reading, read, read_yaml
 from mindrlhf.config.refusals import refusal_rules
 from mindrlhf.config.reward import reward_rules, tool_rules
 from mindrlhf.config.rollout import schedule_rules, server_rules, stop_rules
+from mindrlhf.config.run import run_rules
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.training import batch_rules, cpu_rules, optimizer_rules, parallel_rules, resolve_data_parallel
 from mindrlhf.errors import Mistakes, Rules, UserError, refuse
@@ -95,6 +96,7 @@ def check_config(config: Any, given: frozenset[str], world_size: int | None) -> 
 
 def _reinforcement_rules(config: GrpoConfig, given: frozenset[str], world_size: int | None) -> Rules:
     model, run = config.model, config.run
+    yield from run_rules(run)
     yield from parallel_rules(config.parallel_config)
     yield from cpu_rules(config)
     yield from lora_rules(config.lora, given)
@@ -123,6 +125,7 @@ def _offline_rules(
     config: SftConfig | DpoConfig | RewardModelConfig, given: frozenset[str], world_size: int | None
 ) -> Rules:
     model, run, has_head = config.model, config.run, not isinstance(config, RewardModelConfig)
+    yield from run_rules(run)
     yield from parallel_rules(config.parallel_config)
     yield from cpu_rules(config)
     yield from lora_rules(config.lora, given)

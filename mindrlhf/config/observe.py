@@ -7,7 +7,7 @@ from mindrlhf.errors import Rules
 
 # In the order in which a step runs them: the first that differs between two dumps is where they parted.
 STAGES = ("rollout", "old_log_prob", "reference", "update")
-SINKS = ("tensorboard", "wandb", "swanlab", "mlflow")
+SINKS = ("tensorboard", "wandb", "swanlab", "mlflow", "prometheus")
 DEBUG_LEVEL, CELL_LEVEL = "debug", "L0"  # as msprobe calls them
 
 
@@ -43,7 +43,12 @@ class ObserveSection:
 
     performance_stats: bool = key(True, "report the timing of every stage and the throughput")
     tensorboard: bool = key(True, "write TensorBoard event files; false takes tensorboard out of `sinks`")
-    samples_per_step: int = key(2, "samples written to samples.jsonl at each step", minimum=0)
+    samples_per_step: int | None = key(
+        None, "samples written to samples.jsonl at each step; null: those of `groups_per_step`", minimum=0
+    )
+    groups_per_step: int = key(
+        1, "prompts of which all samples are written to samples.jsonl at each step: whole groups", minimum=0
+    )
     sample_tokens: bool = key(
         False,
         "write the tokens of these samples too, each with its advantage and the log-probabilities of generator and "
@@ -55,8 +60,16 @@ class ObserveSection:
         "optional extras; see docs/metrics.md",
         choices=SINKS,
     )
+    prometheus_port: int = key(
+        0, "port of 127.0.0.1 at which `prometheus` among `sinks` is scraped; 0: a free one", minimum=0, maximum=65535
+    )
     project: str = key("mindrlhf", "what trackers among `sinks` file the run under")
     run_name: str = key("", "what they call the run; empty means the last folder of `run.output_dir`")
+
+
+    def num_samples(self, num_generations: int) -> int:
+        """Return how many samples of a step are written."""
+        return self.groups_per_step * num_generations if self.samples_per_step is None else self.samples_per_step
 
 
 @dataclass(frozen=True)
@@ -141,6 +154,9 @@ def checkpoint_rules(checkpoint: CheckpointSection, *, knows_best: bool) -> Rule
 def tracker_rules(observe: ObserveSection, given: frozenset[str]) -> Rules:
     """Rules of the section `observe`; ``given`` are the keys that the user changed."""
     trackers = [sink for sink in SINKS if sink != "tensorboard"]
+    yield "observe.prometheus_port" in given and "prometheus" not in observe.sinks, (
+        "'observe.prometheus_port' is set, but prometheus is not among observe.sinks: add it, or remove the key"
+    )
     for name in ("observe.project", "observe.run_name"):
         yield name in given and not set(trackers) & set(observe.sinks), (
             f"'{name}' is set, but no tracker has a use for it: add one of {', '.join(trackers)} to observe.sinks, or "

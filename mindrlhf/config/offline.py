@@ -64,9 +64,13 @@ class RewardModelSection:
     centering: float = key(0.01, "weight of the squared sum of a pair's scores, which keeps them near 0", minimum=0)
 
 
+SAMPLE_KEYS = ("observe.samples_per_step", "observe.groups_per_step")
+
+
 def supervised_rules(given: frozenset[str]) -> Rules:
     """Rules of `mindrlhf sft`; ``given`` are the keys that the user changed."""
-    for name, what in (("model.reference_path", "reference model"), ("observe.samples_per_step", "samples")):
+    unused = dict.fromkeys(SAMPLE_KEYS, "samples") | {"model.reference_path": "reference model"}
+    for name, what in unused.items():
         yield name in given, f"'{name}' is set, but supervised fine-tuning has no {what}: remove it"
 
 
@@ -86,9 +90,8 @@ def supervised_batch_rules(config: RunConfig, world_size: int) -> Rules:
 
 def preference_rules(config: RunConfig, given: frozenset[str]) -> Rules:
     """Rules of learning from pairs; ``given`` are the keys that the user changed."""
-    yield "observe.samples_per_step" in given, (
-        "'observe.samples_per_step' is set, but preference learning samples nothing: remove it"
-    )
+    for name in SAMPLE_KEYS:
+        yield name in given, f"'{name}' is set, but preference learning samples nothing: remove it"
     yield config.preference.eval_every_steps and not config.data.eval_file, (
         "'preference.eval_every_steps' is set, but there is no data.eval_file to evaluate on: set it"
     )

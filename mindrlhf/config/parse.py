@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 import yaml
 
-from mindrlhf.config.keys import MAX_INTEGER, MAX_NUMBER, MAX_SECONDS, MIN_NUMBER
+from mindrlhf.config.keys import MAX_INTEGER, MAX_NUMBER, MAX_SECONDS, MIN_NUMBER, nearest_choice
 from mindrlhf.config.renamed import RENAMED, both_given, current_names, old_names
 from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.hub.cache import local_directory
 from mindrlhf.system.files import write_file
-from mindrlhf.system.strict_yaml import load_yaml
+from mindrlhf.system.strict_yaml import YAML_ERRORS, load_yaml
 
 Config = TypeVar("Config")
 
@@ -30,8 +30,6 @@ MAX_ITEMS = 10_000  # of a list or a mapping
 MAX_UNKNOWN_KEYS, MAX_HINTS, MAX_HINT_CHARS = 100, 20, 64
 # Linux: limits.h (PATH_MAX, with the byte that ends it) and the common file systems.
 MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255
-# What PyYAML's constructors of single types raise for text that is none, beside its own errors.
-_YAML_ERRORS = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError, RecursionError)
 
 
 def read_yaml(path: str | Path) -> dict:
@@ -43,7 +41,8 @@ def read_yaml(path: str | Path) -> dict:
     check_path("the config file", str(path))
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"config file '{path}' does not exist")
+        what = "is a directory: name the YAML file in it" if path.is_dir() else "does not exist"
+        raise UserError(f"config file '{path}' {what}")
     try:
         if (size := path.stat().st_size) > MAX_FILE_BYTES:
             raise UserError(f"has {size} bytes, and a config at most {MAX_FILE_BYTES}: is it one?")
@@ -55,7 +54,7 @@ def read_yaml(path: str | Path) -> dict:
         raise UserError(f"{path} is not UTF-8 text: {error}") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except _YAML_ERRORS as error:
+    except YAML_ERRORS as error:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if content is None:
         return {}
@@ -142,7 +141,7 @@ def _apply_override(content: dict, override: str, overridden: set[str], types_of
         value = load_yaml(text)
     except UserError as error:
         raise UserError(f"override {_quoted(override)}: {error}") from None
-    except _YAML_ERRORS:
+    except YAML_ERRORS:
         raise UserError(f"override {_quoted(override)}: the value is not valid YAML; quote it") from None
     overridden.add(dotted.strip())
     current = RENAMED.get(dotted.strip(), dotted.strip())
@@ -335,7 +334,7 @@ def _parse_item(name: str, text: str) -> Any:
         return load_yaml(text)
     except UserError as error:
         raise UserError(f"'{name}' has the item {_shown(text)}: {error}") from None
-    except _YAML_ERRORS:
+    except YAML_ERRORS:
         raise UserError(f"'{name}' has the item {_shown(text)}, which is not valid YAML; quote it") from None
 
 
@@ -431,8 +430,8 @@ def check_path(what: str, value: str) -> None:
 def _check_range(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
     choices, minimum, maximum = metadata["choices"], metadata["minimum"], metadata["maximum"]
     if choices and value not in choices:
-        near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
+        near = nearest_choice(value, choices) if isinstance(value, str) else None
+        hint = f"; did you mean '{near}'?" if near else ""
         raise UserError(f"'{name}' is {_shown(value)}, but must be one of {', '.join(map(str, choices))}{hint}")
     if minimum is not None and isinstance(value, (int, float)):
         below = not (value > minimum if metadata["exclusive_minimum"] else value >= minimum)

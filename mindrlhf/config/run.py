@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 from mindrlhf.config.keys import REQUIRED, key
+from mindrlhf.errors import Rules, UserError
+from mindrlhf.system.ports import parse_ports
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,22 @@ class RunSection:
     start_timeout_s: float = key(
         600.0, "longest wait, in seconds, until all ranks have found each other; 0 means any time", minimum=0
     )
+    ports: str = key(
+        "",
+        "TCP ports on which launcher, ranks and rollout servers of a node listen, as in 20000-20100; empty: any",
+    )
     hang_timeout_s: float = key(
         1800.0, "a run that makes no progress at all for this long, in seconds, is stopped; 0 means never", minimum=0
     )
+
+
+def run_rules(run: RunSection) -> Rules:
+    """Rules of the section `run`."""
+    if run.ports:
+        try:
+            parse_ports(run.ports)
+        except UserError as error:
+            yield True, str(error)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from mindrlhf.config.load import CONFIGS
 from mindrlhf.config.parse import dotted_keys
 
 _WIDTH = 110
+NODE_SIZE = 8  # NPUs of a machine
 
 
 # Tokens of a response on a CPU, whatever the data.
@@ -57,6 +58,7 @@ class Choices:
     verifier: str = ""  # empty: what fits the data
     lora_rank: int = 0  # 0 trains all weights
     facts: Facts = Facts()
+    layout: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # dotted keys with which the model fits
 
 
 def starting_config(choices: Choices, path: str) -> str:
@@ -66,8 +68,7 @@ def starting_config(choices: Choices, path: str) -> str:
         path: where it will be written, for the commands that its head names.
     """
     docs = {dotted: field.metadata["doc"] for dotted, field, _ in dotted_keys(CONFIGS[choices.task])}
-    num_ranks = max(1, choices.num_npus)
-    workers = f" --workers {num_ranks}" if num_ranks > 1 else ""
+    workers = _workers(choices.num_npus)
     where = f"{choices.num_npus} NPUs" if choices.num_npus else "the CPU"
     lines = [
         f"# A `mindrlhf {choices.task}` run on {where}. Every key and its default: docs/config.md.",
@@ -76,8 +77,9 @@ def starting_config(choices: Choices, path: str) -> str:
     if choices.task == "train" and choices.num_npus:
         lines.append(f"#   mindrlhf plan {path}{workers} --search    # does it fit, and which layout fits better")
     lines.append(f"#   mindrlhf {choices.task} {path}{workers}")
-    section = None
-    for dotted, value in _values(choices).items():
+    section, values = None, _values(choices) | choices.layout
+    sections = list(dict.fromkeys(dotted.partition(".")[0] for dotted in values))
+    for dotted, value in sorted(values.items(), key=lambda item: sections.index(item[0].partition(".")[0])):
         name, _, key = dotted.partition(".")
         if name != section:
             section = name
@@ -86,7 +88,23 @@ def starting_config(choices: Choices, path: str) -> str:
         one_line = f"{setting:34s}  # {docs[dotted]}"
         wrapped = textwrap.wrap(docs[dotted], _WIDTH, initial_indent="  # ", subsequent_indent="  # ")
         lines += [one_line] if len(one_line) <= _WIDTH else [*wrapped, setting]
+        if dotted == "data.tokenizer_dir" and not choices.eval_file:
+            lines.append("  # eval_file: held_out.mindrecord  # prompts kept from training, for accuracy")
     return "\n".join(lines) + "\n"
+
+
+def _workers(num_npus: int) -> str:
+    """Return the options of a run on so many NPUs, on machines of 8."""
+    if num_npus <= NODE_SIZE or num_npus % NODE_SIZE:
+        return f" --workers {num_npus}" if num_npus > 1 else ""
+    return f" --workers {NODE_SIZE} --nodes {num_npus // NODE_SIZE}"
+
+
+def row_length(choices: Choices) -> int:
+    """Return a row on NPUs that holds the longest prompt with its response: one graph, whatever the data."""
+    facts, response = choices.facts, response_length(choices)
+    longest = (facts.longest_prompt or 1024) + response
+    return min(-(-longest // 1024) * 1024, (facts.max_positions or longest * 2) // 16 * 16)
 
 
 def _values(choices: Choices) -> dict[str, Any]:
@@ -98,14 +116,14 @@ def _values(choices: Choices) -> dict[str, Any]:
     }
     if on_npus:
         values |= {"model.compute_dtype": "bfloat16", "model.recompute": True}
+    if choices.num_npus > 1:
+        values["parallel_config.enable_parallel_optimizer"] = True
     values |= {"data.train_file": choices.train_file, "data.tokenizer_dir": choices.model_dir}
     if choices.eval_file:
         values["data.eval_file"] = choices.eval_file
     values |= {"train": _train_values, "sft": _sft_values}.get(choices.task, _preference_values)(choices)
     if choices.lora_rank:
         values["lora.rank"] = choices.lora_rank
-        if on_npus:
-            values["parallel_config.enable_parallel_optimizer"] = True
     values["optimizer.start_lr"] = learning_rate(choices)
     values["optimizer.warmup_steps"] = 5
     values["checkpoint.every_steps"] = 20
@@ -125,6 +143,8 @@ def remarks(choices: Choices) -> list[str]:
             f"rollout.max_response_length is {response_length(choices)}: a question of the data has "
             f"{facts.usual_question} tokens in the median, without what all prompts share"
         )
+    if choices.eval_file:
+        lines.append(f"data.eval_file is {choices.eval_file}: accuracy is that of its prompts")
     size = "a model that is not there yet" if facts.num_parameters is None else f"{facts.num_parameters:,} parameters"
     what = f"adapters of {size}" if choices.lora_rank else size
     return [*lines, f"optimizer.start_lr is {learning_rate(choices):g}: for {what}"]
@@ -179,6 +199,7 @@ def _train_values(choices: Choices) -> dict[str, Any]:
     values["rollout.max_response_length"] = length
     if choices.num_npus:
         values |= {"rollout.dtype": "bfloat16", "rollout.num_replicas": choices.num_npus}
+        values["training.sequence_lengths"] = [row_length(choices)]
     elif facts.num_cores > 2:
         values["rollout.num_threads"] = facts.num_cores // 2
     values |= {

@@ -21,6 +21,7 @@ from mindrlhf.data.tokenizer_config import (
 )
 from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
 from mindrlhf.errors import UserError
+from mindrlhf.hub.cache import no_directory
 from mindrlhf.specs import find_spec
 from mindrlhf.system.files import write_json
 
@@ -53,7 +54,7 @@ def read_metadata(directory: str | Path) -> list[Fact]:
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise UserError(f"model directory {str(directory)!r} does not exist: give a Hugging Face model directory")
+        raise UserError(no_directory(str(directory)))
     config, generation = (read_if_there(directory, name) for name in (CONFIG_NAME, GENERATION_NAME))
     facts = list(_model_facts(config)) if config else []
     try:

@@ -20,7 +20,7 @@ import numpy as np
 
 from mindrlhf.data.mindrecord_checksum import read_checksum, verify_checksums, write_checksums
 from mindrlhf.data.pictures.columns import SCHEMA, ImageHeader, image_columns, image_files, parse_image_header
-from mindrlhf.errors import UserError
+from mindrlhf.errors import NotThere, UserError
 from mindrlhf.images.pixels import decode_png
 from mindrlhf.system.files import scratch_directory, sync
 
@@ -303,7 +303,7 @@ def _read_headers(path: Path) -> tuple[PromptFileHeader, int]:
         UserError: absent, empty, truncated or foreign file, or one of another version.
     """
     if not path.is_file():
-        raise UserError(f"no prompt file at {path}: build one with 'mindrlhf data build'")
+        raise NotThere(f"no prompt file at {path}: build one with 'mindrlhf data build'")
     size_bytes = path.stat().st_size
     if size_bytes == 0:
         raise UserError(f"{path} is empty: build it again with 'mindrlhf data build'")

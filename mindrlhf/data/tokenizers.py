@@ -22,7 +22,7 @@ from mindrlhf.data.tokenizer_config import (
     end_ids,
     read_tokenizer_config,
 )
-from mindrlhf.errors import UserError
+from mindrlhf.errors import NotThere, UserError
 from mindrlhf.hub.cache import advice
 from mindrlhf.system.sizes import read_bounded
 
@@ -296,7 +296,7 @@ def _load(path: Path) -> Tokenizer:
         return SentencePieceTokenizer(models[0], read_tokenizer_config(path))
     if models:
         raise UserError(f"{path} holds several SentencePiece models; name one of {', '.join(m.name for m in models)}")
-    raise UserError(f"no tokenizer in {path}: looked for tokenizer.json, vocab.json with merges.txt, and *.model")
+    raise NotThere(f"no tokenizer in {path}: looked for tokenizer.json, vocab.json with merges.txt, and *.model")
 
 
 def _load_tokenizer_json(path: Path) -> Tokenizer:

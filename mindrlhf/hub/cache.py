@@ -73,6 +73,12 @@ def _read_reference(path: Path) -> str:
     return commit if re.fullmatch(r"[0-9a-f]{40}", commit) else ""
 
 
+def no_directory(name: str) -> str:
+    """Return the message that a path is no model directory: nothing is there, or a file."""
+    what = "is a file" if Path(name).is_file() else "does not exist"
+    return f"model directory {name!r} {what}: give a Hugging Face model directory{advice(name)}"
+
+
 def _hugging_face_cache(environment: Mapping[str, str]) -> Path:
     if path := environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE"):
         return Path(path).expanduser()

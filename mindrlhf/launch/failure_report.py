@@ -3,7 +3,7 @@
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 from mindrlhf.errors import UserError
@@ -24,6 +24,7 @@ def failure_report(
     advice: str,
     *,
     shows_log: bool,
+    shown: Container[str] = (),
 ) -> str:
     """Return the report of a failed run.
 
@@ -31,12 +32,16 @@ def failure_report(
         name: the process that failed first, such as "rank 1".
         what: how, such as "was killed by SIGKILL".
         activities: what each rank did last, by name.
-        shows_log: quote the end of the log, and for a hang say that the stacks are there.
+        shows_log: quote the end of the log, without the lines of it that were ``shown`` before.
         advice: how to go on; may be empty.
     """
     lines = [f"{name} {what} at {time.strftime('%H:%M:%S')}, after {elapsed_s:.0f} s; its log: {log_path}"]
     lines += [f"  {rank} was in: {activity}" for rank, activity in sorted(activities.items())]
-    if shows_log and (tail := last_lines(log_path, _NUM_LOG_LINES, lambda line: not HARMLESS_LINES.search(line))):
+
+    def is_news(line: str) -> bool:
+        return not HARMLESS_LINES.search(line) and line not in shown
+
+    if shows_log and (tail := last_lines(log_path, _NUM_LOG_LINES, is_news)):
         lines += ["  the log ends:", *(f"    {line}" for line in tail)]
     if advice:
         lines.append(f"  {advice}")

@@ -6,9 +6,7 @@ Nothing here imports MindSpore: the launcher stays small beside the ranks. A sin
 
 import contextlib
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,7 +25,7 @@ from mindrlhf.launch.peers import ALONE, Peers
 from mindrlhf.launch.processes import POLL_INTERVAL_S, RunProcesses, rank_name
 from mindrlhf.launch.stages import StageLines
 from mindrlhf.system import heartbeat, processes, speed_ups
-from mindrlhf.system.wire import family_of
+from mindrlhf.system.ports import find_free_port
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _DUMP_TIME_S = 1.0
@@ -66,26 +64,26 @@ def launch(
     computes_on_cpu: bool = False,
     rank_0_signals: Collection[int] = (),
     advice: Callable[[], str] = lambda: "",
+    advice_after_mistake: Callable[[], str] | None = None,
     says_stages: bool = False,
     peers: Peers = ALONE,
 ) -> int:
     """Run ``python COMMAND`` on ``num_workers`` ranks of this machine and return an exit code.
 
-    Rank ``i`` writes ``log_dir/worker_i.log``; ``out`` gets rank 0's lines and other ranks' warnings and errors. When a
-    rank fails or hangs or this process gets SIGINT, SIGTERM or SIGHUP, every rank gets SIGHUP and, after ``grace_s``
-    seconds, SIGKILL; so does everything they have started.
+    Rank ``i`` writes ``log_dir/worker_i.log``. When a rank fails or hangs or this process gets SIGINT, SIGTERM or
+    SIGHUP, every rank gets SIGHUP and, after ``grace_s`` seconds, SIGKILL; so does everything they have started.
 
     Args:
         command: the interpreter's arguments: ``["main.py", ...]`` or ``["-m", "package.module", ...]``.
         num_workers: ranks on this machine; more than one in all goes through ``msrun``.
         log_dir: made if missing; logs of an earlier launch in it are removed.
-        env: for the ranks, over this process's environment and this launcher's defaults.
-        master_port: TCP port of the scheduler; a free one when None.
+        env, master_port: for the ranks, over this process's; TCP port of the scheduler, a free one when None.
         hang_timeout_s, start_timeout_s: longest time without progress of rank 0, and until all ranks met; 0: no limit.
         computes_on_cpu: the work takes processor time, so that a run that uses none for ``still_limit_s`` hangs.
         rank_0_signals: of SIGTERM and SIGUSR1, those that rank 0 gets, once it listens, instead of ending the run;
             SIGTERM has it end the run in its own time, and the next signal is not passed on.
-        advice, says_stages: last line of a failure's report; tell what rank 0 does (:mod:`mindrlhf.launch.stages`).
+        advice, advice_after_mistake: last line of a failure's report, or of one with ``UserError.exit_code``.
+        says_stages: tell what rank 0 does (:mod:`mindrlhf.launch.stages`).
         peers: launchers of the run's other nodes, each of which starts as many ranks.
 
     Returns:
@@ -95,7 +93,7 @@ def launch(
     Raises:
         UserError, RunFailure: ``num_workers`` is below 1, or there is no ``msrun``; processes could not be killed.
     """
-    log_dir = _prepared(Path(log_dir).absolute(), num_workers)
+    log_dir, advices = _prepared(Path(log_dir).absolute(), num_workers), (advice, advice_after_mistake or advice)
     bystanders = {status.pid for status in processes.descendants(os.getpid())}
     may_repeat = start_timeout_s > 0 and num_workers > 1 and peers.num_nodes == 1
     with processes.adopting_orphans(), _recorded_signals() as received:
@@ -106,7 +104,7 @@ def launch(
             health = HealthMonitor(log_dir, hang_timeout_s, still_limit_s, computes_on_cpu=computes_on_cpu, peers=peers)
             joining = JoiningWatch(num_workers, start_timeout_s, peers, rouses=computes_on_cpu)
             ranks = RunProcesses(root, num_workers, log_dir, bystanders, peers)
-            run = _Watch(ranks, follower, health, joining, port, received, rank_0_signals, log_dir, advice, peers)
+            run = _Watch(ranks, follower, health, joining, port, received, rank_0_signals, log_dir, advices, peers)
             if (code := run.watch_to_the_end(grace_s, may_repeat=may_repeat)) is not None:
                 return code
             say(f"starting the ranks once more, on another port; logs of the first start: {keep_logs(log_dir)}")
@@ -164,18 +162,6 @@ def worker_environment(num_workers: int, env: Mapping[str, str]) -> dict[str, st
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
     environment[processes.LAUNCHER_PID_VARIABLE] = str(os.getpid())
     return environment
-
-
-def find_free_port(host: str = "127.0.0.1") -> int:
-    """Return a TCP port of ``host`` that is free now and that the kernel gives to no outgoing connection."""
-    first_ephemeral_port = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    candidates = range(10_000, first_ephemeral_port) or range(10_000, 65_536)
-    for port in random.SystemRandom().sample(candidates, k=len(candidates)):
-        with socket.socket(family_of(host), socket.SOCK_STREAM) as probe:
-            with contextlib.suppress(OSError):
-                probe.bind((host, port))
-                return port
-    raise RunFailure(f"no free TCP port for the msrun scheduler among {len(candidates)} from 10000 on")
 
 
 def _start(
@@ -241,7 +227,7 @@ class _Watch:
         received_signals: list[int],
         rank_0_signals: Collection[int],
         log_dir: Path,
-        advice: Callable[[], str],
+        advice: tuple[Callable[[], str], Callable[[], str]],
         peers: Peers,
     ) -> None:
         self._run = run
@@ -251,7 +237,7 @@ class _Watch:
         self._received_signals = received_signals
         self._rank_0_signals = rank_0_signals
         self._log_dir = log_dir
-        self._advice = advice
+        self._advice, self._advice_after_mistake = advice
         self._port = port
         self._peers = peers
         self._num_handled_signals = 0
@@ -283,6 +269,8 @@ class _Watch:
                     self._is_ending_for_others = False
                 elif not self._handle(number):
                     say(f"{signal.Signals(number).name} received: stopping all processes")
+                    if advice := self._advice():
+                        print(f"  {advice}", file=sys.stderr, flush=True)
                     return 128 + number
             for number in self._peers.asked_signals():
                 if not self._is_ending:
@@ -371,11 +359,14 @@ class _Watch:
             # The last lines of a failing rank may still be on their way to its log.
             time.sleep(POLL_INTERVAL_S)
             self._follower.poll()
-            self._report(name, describe_end(returncode), shows_log=returncode != UserError.exit_code)
+            is_mistake = returncode == UserError.exit_code
+            advice = self._advice_after_mistake if is_mistake else self._advice
+            shows_log = not is_mistake and not self._follower.shows_all_of(name)
+            self._report(name, describe_end(returncode), advice(), shows_log=shows_log)
         return exit_code(returncode)
 
     def _report_hang(self, name: str, how: str) -> int:
-        self._report(name, how, shows_log=False)
+        self._report(name, how, self._advice(), shows_log=False)
         pids = self._run.rank_pids()
         listening = [pid for rank in pids if (pid := self._health.listening_pid(rank, pids)) is not None]
         processes.signal_all(listening, heartbeat.DUMP_SIGNAL)
@@ -384,10 +375,10 @@ class _Watch:
         time.sleep(_DUMP_TIME_S)
         return RunFailure.exit_code
 
-    def _report(self, name: str, what: str, *, shows_log: bool) -> None:
+    def _report(self, name: str, what: str, advice: str, *, shows_log: bool) -> None:
         elapsed_s, log_path = time.monotonic() - self._start_s, self._log_dir / log_name(name)
-        activities, advice = self._health.activities(), self._advice()
-        self._tell(failure_report(name, what, elapsed_s, activities, log_path, advice, shows_log=shows_log))
+        found = name, what, elapsed_s, self._health.activities(), log_path, advice
+        self._tell(failure_report(*found, shows_log=shows_log, shown=self._follower.shown))
 
     def _tell(self, text: str) -> None:
         say(text)

@@ -1,12 +1,12 @@
 """Following the log files of the ranks and choosing which lines the terminal shows; the files keep everything."""
 
-import os
 import re
 from collections import deque
 from pathlib import Path
 from typing import TextIO
 
 from mindrlhf.launch.stages import StageLines
+from mindrlhf.system.terminal import BOLD, GREEN, RED, RESET, YELLOW, has_colours
 
 # What MindSpore and MindFormers write on every healthy start on CPU or Ascend.
 HARMLESS_LINES = re.compile(
@@ -37,25 +37,21 @@ HARMLESS_LINES = re.compile(
 _NEWS_OF_OTHER_RANKS = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|(Error|Exception|error):")
 _TRACEBACK_START = re.compile(r"^Traceback \(most recent call last\)")
 _COLOURS = (
-    (re.compile(r"^ *step  +[a-z]"), "\033[1m"),
-    (re.compile(r"\b(error|ERROR|CRITICAL)\b|\bnan\b|^Traceback "), "\033[31m"),
-    (re.compile(r"\b(warning|WARNING)\b"), "\033[33m"),
-    (re.compile(r"held-out accuracy"), "\033[1m"),
+    (re.compile(r"^ *step  +[a-z]"), BOLD),
+    (re.compile(r"\b(error|ERROR|CRITICAL)\b|\bnan\b|^Traceback |: worse$"), RED),
+    (re.compile(r"\b(warning|WARNING)\b"), YELLOW),
+    (re.compile(r": better$"), GREEN),
+    (re.compile(r"held-out accuracy"), BOLD),
 )
 _TRACEBACK_MAX_LINES = 60
 _NUM_REMEMBERED_LINES = 500
-
-
-def has_colours(stream: TextIO) -> bool:
-    """Whether a stream shows colours: a terminal does, unless NO_COLOR is set (https://no-color.org)."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def coloured(line: str) -> str:
     """Return a line as a terminal shows it: heads of tables bold, warnings yellow, errors red."""
     for pattern, start in _COLOURS:
         if pattern.search(line):
-            return f"{start}{line}\033[0m"
+            return f"{start}{line}{RESET}"
     return line
 
 
@@ -73,7 +69,11 @@ class LogFollower:
         self._traceback_lines_left = dict.fromkeys(log_paths, 0)
         self._stages = stages
         self._has_news = False
-        self._shown: deque[str] = deque(maxlen=_NUM_REMEMBERED_LINES)
+        self.shown: deque[str] = deque(maxlen=_NUM_REMEMBERED_LINES)  # the last lines, without the ranks before them
+
+    def shows_all_of(self, rank: str) -> bool:
+        """Whether every line of a rank ("rank 0") is shown, not only its news."""
+        return rank == "rank 0" and 0 in self._tails
 
     def poll(self, *, final: bool = False, activity: str | None = None) -> None:
         """Show what was written since the last call; ``final`` shows an unfinished last line too.
@@ -94,10 +94,10 @@ class LogFollower:
             self._traceback_lines_left[rank] = 0
             return
         if rank == 0:
-            self._shown.append(line)
+            self.shown.append(line)
             self._write(line)
-        elif self._is_news(rank, line) and line not in self._shown:
-            self._shown.append(line)
+        elif self._is_news(rank, line) and line not in self.shown:
+            self.shown.append(line)
             self._write(f"[rank {rank}] {line}")
 
     def _write(self, line: str) -> None:

@@ -102,6 +102,11 @@ def _check_npus(num_ranks: int) -> str:
     return ""
 
 
+def has_npus() -> bool:
+    """Whether this machine has NPUs."""
+    return bool(_npu_paths())
+
+
 def _npu_paths() -> list[Path]:
     return list(Path("/dev").glob("davinci[0-9]*"))
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import TextIO
 
-from mindrlhf.system import heartbeat
+from mindrlhf.system import heartbeat, progress
 
 # A reader of a log waits no longer for a line. In a stage that takes very long they come less often later on.
 SILENCE_LIMIT_S = 8.0
@@ -86,7 +86,8 @@ def signs_of_life(what: str, out: TextIO, limit_s: float = SILENCE_LIMIT_S) -> I
         while not is_over.wait(limit_s if number < _NUM_EARLY_SIGNS else max(limit_s, _LATER_LIMIT_S)):
             number += 1
             with contextlib.suppress(OSError, ValueError):  # whoever read it may have gone
-                out.write(f"mindrlhf: {what}, for {duration(time.monotonic() - start_s)}\n")
+                words = [what, progress.now(), f"for {duration(time.monotonic() - start_s)}"]
+                out.write(f"mindrlhf: {', '.join(filter(None, words))}\n")
                 out.flush()
 
     thread = threading.Thread(target=say, name="signs of life", daemon=True)

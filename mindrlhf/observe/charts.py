@@ -31,6 +31,7 @@ class Chart:
     latest: str
     note: str
     hover: dict = field(repr=False)  # for the page's script: plot edges, steps of the axis, points by series
+    is_flat: bool = False  # every value is the same: the page folds it
 
     @property
     def svg(self) -> str:

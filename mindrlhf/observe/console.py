@@ -4,13 +4,18 @@ import math
 import os
 import shutil
 import sys
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TextIO
 
+from mindrlhf.system.terminal import BOLD, DIM, RED, RESET, has_colours
+
 PLAIN_WIDTH = 100
 HEADER_EVERY = 20
-BOLD, DIM, RED, RESET = "\033[1m", "\033[2m", "\033[31m", "\033[0m"
+ETA_FROM_S = 10.0  # a shorter rest is not announced
+_NUM_TIMED_STEPS = 20
 
 
 def _number(value: float) -> str:
@@ -71,7 +76,7 @@ class ConsoleSink:
     The columns are those whose metrics the run has, less the least important ones where the line would be
     wider than the terminal, or than COLUMNS (100 characters when there is neither). Held-out accuracy and loss get
     a line of their own on the steps that have them. Colour goes to terminals only, unless NO_COLOR is set; the text
-    is ASCII.
+    is ASCII. With each header and each evaluation stands how long the rest of the run will take.
     """
 
     def __init__(
@@ -83,7 +88,8 @@ class ConsoleSink:
         """
         self._accuracy = accuracy
         self._stream = sys.stdout if stream is None else stream
-        self._styled = self._stream.isatty() and not os.environ.get("NO_COLOR")
+        self._styled = has_colours(self._stream)
+        self._ends_s: deque[tuple[int, float]] = deque(maxlen=_NUM_TIMED_STEPS)  # the last steps, and when they ended
         # A rank writes to its log, which the launcher shows on a terminal whose width is in COLUMNS.
         knows_width = self._stream.isatty() or os.environ.get("COLUMNS", "").isdecimal()
         self._width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if knows_width else PLAIN_WIDTH
@@ -94,6 +100,7 @@ class ConsoleSink:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print one step."""
+        self._ends_s.append((step, time.monotonic()))
         if any(column.metric in metrics for column in COLUMNS):
             self._print_step(step, metrics)
         if "eval/accuracy" in metrics or "eval/loss" in metrics:
@@ -108,6 +115,8 @@ class ConsoleSink:
         if new or self._lines_since_header >= HEADER_EVERY:
             self._seen |= new
             self._columns = self._fitting_columns()
+            if left := self._time_left(step):
+                print(f"{DIM}{left}{RESET}" if self._styled else left, file=self._stream)
             self._print_header()
         cells = [self._step_label(step).rjust(self._step_width())]
         for column in self._columns:
@@ -116,6 +125,16 @@ class ConsoleSink:
             cells.append(self._coloured(text, value, column.width))
         print("  ".join(cells), file=self._stream)
         self._lines_since_header += 1
+
+    def _time_left(self, step: int) -> str:
+        """Return how long the steps that are left will take, by those before; "" where that is not known, or short."""
+        (first, start_s), (last, end_s) = self._ends_s[0], self._ends_s[-1]
+        if self._num_steps is None or last == first:
+            return ""
+        left_s = (self._num_steps - step) * (end_s - start_s) / (last - first)
+        minutes = left_s / 60
+        text = f"{left_s:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+        return f"about {text} left" if left_s >= ETA_FROM_S else ""
 
     def _print_header(self) -> None:
         titles = ["step".rjust(self._step_width())] + [column.title.rjust(column.width) for column in self._columns]
@@ -131,6 +150,8 @@ class ConsoleSink:
             line += f"  held-out loss {_number(metrics['eval/loss'])}"
         if {"eval/accuracy_low", "eval/accuracy_high"} <= metrics.keys():
             line += f" (95% interval {metrics['eval/accuracy_low']:.1%} to {metrics['eval/accuracy_high']:.1%})"
+        if (left := self._time_left(step)) and len(line) + len(left) + 2 <= self._width:
+            line += f"; {left}"
         print(f"{BOLD}{line}{RESET}" if self._styled else line, file=self._stream)
 
     def _fitting_columns(self) -> list[_Column]:

@@ -1,10 +1,11 @@
 """Which charts a report has, from the metrics that a run has."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mindrlhf.observe.axes import with_unit
 from mindrlhf.observe.charts import NUM_COLOURS, Chart, line_chart, stacked_chart
 from mindrlhf.observe.run_data import RunData
 from mindrlhf.observe.series import Series
@@ -67,21 +68,49 @@ SPEED = (
     _Lines("Packing efficiency", "%", {"packing/efficiency": "packing efficiency"}, from_zero=True),
     _Lines("Peak memory", "GB", {"memory/peak_rss_gb": "peak memory"}, from_zero=True, noisy=False),
 )
+# Beside those of their own that one run has: what is drawn of several runs.
+_ACCURACY = _Lines("Held-out accuracy", "%", {"eval/accuracy": "accuracy"}, from_zero=True, noisy=False)
+_REWARD = _Lines("Mean reward", "", {"reward/mean": "reward"})
+_LENGTH = _Lines("Response length", "tokens", {"response_length/mean": "mean"}, from_zero=True)
+_STEP_TIME = _Lines("Time per step", "s", {"timing/all": "step"}, from_zero=True)
 LEARNING = (
     _Lines("Zero-advantage groups", "%", {"reward/groups_without_signal": "groups"}, from_zero=True),
     _Lines("Truncated responses", "%", {"response_length/cut_fraction": "responses"}, from_zero=True),
 )
 
 
+MIN_FLAT_STEPS = 5
+
+
+def recent_mean(values: np.ndarray) -> float:
+    """Return the mean of the last tenth of finite values (float64 [n], n > 0), which a single step's noise hides."""
+    return float(values[-max(1, values.size // 10) :].mean())
+
+
+def overlay_panels(runs: Sequence[RunData], names: Sequence[str]) -> list[Panel]:
+    """Return the panels of several runs over each other: a line of each in every chart."""
+    specs = (
+        ("Learning", [_ACCURACY, _REWARD, _LENGTH, *LEARNING]),
+        ("Policy and optimiser", OPTIMISATION),
+        ("Speed and memory", [_STEP_TIME, *SPEED]),
+    )
+    panels = [Panel(title, _flat_last(_lines(list(zip(names, runs)), lines))) for title, lines in specs]
+    return [panel for panel in panels if panel.charts]
+
+
 def build_panels(run: RunData) -> list[Panel]:
     """Return the panels of a run; charts and panels without data are left out."""
-    learning = [_accuracy(run), _reward(run), _reward_by_verifier(run), _lengths(run), *_lines(run, LEARNING)]
+    learning = [_accuracy(run), _reward(run), _reward_by_verifier(run), _lengths(run), *_lines([("", run)], LEARNING)]
     panels = [
-        Panel("Learning", [chart for chart in learning if chart]),
-        Panel("Policy and optimiser", list(_lines(run, OPTIMISATION))),
-        Panel("Speed and memory", [chart for chart in (_timings(run), *_lines(run, SPEED)) if chart]),
+        Panel("Learning", _flat_last(learning)),
+        Panel("Policy and optimiser", _flat_last(_lines([("", run)], OPTIMISATION))),
+        Panel("Speed and memory", _flat_last([_timings(run), *_lines([("", run)], SPEED)])),
     ]
     return [panel for panel in panels if panel.charts]
+
+
+def _flat_last(charts: Iterable[Chart | None]) -> list[Chart]:
+    return sorted((chart for chart in charts if chart), key=lambda chart: chart.is_flat)
 
 
 def accuracy_series(run: RunData) -> Series | None:
@@ -96,7 +125,7 @@ def _accuracy(run: RunData) -> Chart | None:
 
 def _reward(run: RunData) -> Chart | None:
     series = run.series.get("reward/mean")
-    return series and line_chart("Mean reward", "", [_named(series, "reward")])
+    return series and _recent(line_chart("Mean reward", "", [_named(series, "reward")]), series)
 
 
 def _reward_by_verifier(run: RunData) -> Chart | None:
@@ -114,14 +143,33 @@ def _reward_by_verifier(run: RunData) -> Chart | None:
 
 def _lengths(run: RunData) -> Chart | None:
     series = _banded(run, "mean", "response_length/mean", "response_length/min", "response_length/max")
-    return series and line_chart("Response length with range", "tokens", [series], from_zero=True)
+    if series is None:
+        return None
+    return _recent(line_chart("Response length with range", "tokens", [series], from_zero=True), series)
 
 
-def _lines(run: RunData, specs: Iterable[_Lines]) -> Iterable[Chart]:
+def _recent(chart: Chart, series: Series) -> Chart:
+    """Return a chart whose number is that of the facts above: not the last step's, which is noise."""
+    return replace(chart, latest=with_unit(recent_mean(series.values[np.isfinite(series.values)]), chart.unit))
+
+
+def _lines(runs: Sequence[tuple[str, RunData]], specs: Iterable[_Lines]) -> Iterable[Chart]:
+    """Yield the charts of those metrics that there are; lines of several runs bear their names."""
     for spec in specs:
-        series = [_named(run.series[metric], legend) for metric, legend in spec.metrics.items() if metric in run.series]
+        series = [
+            _named(run.series[metric], f"{name} {legend}".strip() if len(spec.metrics) > 1 or not name else name)
+            for metric, legend in spec.metrics.items()
+            for name, run in runs
+            if metric in run.series
+        ][:NUM_COLOURS]
         if series:
-            yield line_chart(spec.title, spec.unit, series, from_zero=spec.from_zero, log=spec.log, noisy=spec.noisy)
+            chart = line_chart(spec.title, spec.unit, series, from_zero=spec.from_zero, log=spec.log, noisy=spec.noisy)
+            are_same = len({float(one.values[0]) for one in series}) == 1 or len(runs) == 1
+            yield replace(chart, is_flat=are_same and all(map(_is_flat, series)))
+
+
+def _is_flat(series: Series) -> bool:
+    return series.values.size >= MIN_FLAT_STEPS and np.ptp(np.nan_to_num(series.values, nan=np.inf)) == 0
 
 
 def _timings(run: RunData) -> Chart | None:
@@ -143,7 +191,8 @@ def _timings(run: RunData) -> Chart | None:
     largest.sort(key=lambda name: (STAGES.index(name) if name in STAGES else len(STAGES), name))
     layers = {name: stages[name] for name in largest}
     layers["other"] = np.maximum(whole_s - sum(layers.values()), 0.0)
-    return stacked_chart("Time per step by stage", "s", steps, layers)
+    chart = stacked_chart("Time per step by stage", "s", steps, layers)
+    return replace(chart, latest=with_unit(float(np.median(whole_s)), "s"))
 
 
 def _at_steps(series: Series, steps: np.ndarray) -> np.ndarray:

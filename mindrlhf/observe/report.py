@@ -4,7 +4,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,24 @@ from markupsafe import Markup
 import mindrlhf
 from mindrlhf.observe.axes import compact, with_unit
 from mindrlhf.observe.charts import Chart, interval_plot
-from mindrlhf.observe.panels import REWARD_SHARE, Panel, build_panels
+from mindrlhf.observe.panels import REWARD_SHARE, Panel, build_panels, overlay_panels, recent_mean
 from mindrlhf.observe.records import replace_file
 from mindrlhf.observe.run_data import RunData, read_run
-from mindrlhf.observe.samples import IMAGES_NAME, question_of
+from mindrlhf.observe.samples import IMAGES_NAME, question_of, turns_of
+from mindrlhf.system.strict_yaml import YAML_ERRORS, load_yaml
 
-REPORT_NAME = "report.html"
+REPORT_NAME, SAMPLES_PAGE, COMPARISON_NAME = "report.html", "samples.html", "comparison.html"
+REFRESH_S = 20  # after which the page of a run that goes on is loaded anew
+MAX_ABOUT = 500
 MAX_AUDIT_ROWS = 10
 MAX_TEXT = 4000  # characters of a prompt or completion that are shown
 MAX_PICTURE_BYTES = 4 << 20
 
 
-def write_report(run_dir: Path, out_file: Path | None = None) -> Path:
+def write_report(run_dir: Path, out_file: Path | None = None, *, is_running: bool = False) -> Path:
     """Write the report of a run and return its path (``REPORT_NAME`` in ``run_dir`` when ``out_file`` is None).
+
+    That of a run that ``is_running`` loads itself anew, to show what was written meanwhile.
 
     The page holds its style, script and data; its content security policy forbids it to load anything or to run
     any script but its own, whatever the samples contain.
@@ -39,13 +44,69 @@ def write_report(run_dir: Path, out_file: Path | None = None) -> Path:
     """
     run = read_run(run_dir)
     path = Path(run_dir) / REPORT_NAME if out_file is None else Path(out_file)
-    replace_file(path, render_report(run))
+    replace_file(path, render_report(run, is_running=is_running))
     return path
 
 
-def render_report(run: RunData) -> str:
+def render_report(run: RunData, *, is_running: bool = False) -> str:
     """Return the report as HTML text."""
-    panels = build_panels(run)
+    return _render(
+        run,
+        build_panels(run),
+        refresh_s=REFRESH_S if is_running else 0,
+        about=_about(run),
+        headline=_headline(run),
+        facts=_facts(run),
+        comparisons=_comparisons(run.summary or {}, run.directory),
+        sample_sets=_sample_sets(run),
+        samples_page=SAMPLES_PAGE if (run.directory / SAMPLES_PAGE).is_file() else "",
+        audit=_audit(run),
+        metric_rows=_metric_rows(run),
+    )
+
+
+def render_comparison(runs: Sequence[RunData]) -> str:
+    """Return a page of several runs over each other: what sums each up, the keys in which they differ, and charts."""
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        names = [str(run.directory) for run in runs]
+    facts = [{name: (value, unit) for name, value, unit, _ in _facts(run)} for run in runs]
+    rows = [(name, [" ".join(one.get(name, ("-", ""))).strip() for one in facts]) for name in facts[0]]
+    configs = [_keys_of(run) for run in runs]
+    keys = sorted(set().union(*configs))
+    differing = [(key, [str(one.get(key, "-")) for one in configs]) for key in keys]
+    differing = [(key, values) for key, values in differing if len(set(values)) > 1]
+    compared = {"names": names, "rows": rows, "differing": differing}
+    return _render(runs[0], overlay_panels(runs, names), title=" against ".join(names), compared=compared)
+
+
+def _keys_of(run: RunData) -> dict[str, Any]:
+    """Return the keys of a run's config by their dotted names; {} where it has none that can be read."""
+    try:
+        content = load_yaml(run.config_text or "")
+    except YAML_ERRORS:
+        return {}
+    sections = content.items() if isinstance(content, dict) else ()
+    return {f"{name}.{key}": value for name, part in sections if isinstance(part, dict) for key, value in part.items()}
+
+
+def _about(run: RunData) -> list[tuple[str, str]]:
+    """Return what the run is of: (name, text), those that are known."""
+    keys = _keys_of(run)
+    ranks = run.started.get("num_ranks")
+    found = {
+        "Model": keys.get("model.path"),
+        "Data": keys.get("data.train_file"),
+        "Held-out data": keys.get("data.eval_file"),
+        "Algorithm": keys.get("algorithm.name"),
+        "Seed": keys.get("run.seed"),
+        "Ranks": f"{ranks} on {keys.get('run.device', '?')}" if ranks else None,
+        "Command": run.started.get("command"),
+    }
+    return [(name, shortened(text, MAX_ABOUT)) for name, text in found.items() if text not in (None, "")]
+
+
+def _render(run: RunData, panels: list[Panel], **values: Any) -> str:
     style, script = package_text("report.css"), package_text("report.js")
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         package_text("report.html")
@@ -56,15 +117,10 @@ def render_report(run: RunData) -> str:
         script_hash=content_hash(script),
         style=Markup(style),
         script=Markup(script),
-        headline=_headline(run),
-        facts=_facts(run),
         panels=panels,
         svg_of=lambda chart: Markup(chart.svg),
         hover_data=Markup(_safe_json(_hover_data(panels))),
-        comparisons=_comparisons(run.summary or {}),
-        sample_sets=_sample_sets(run),
-        audit=_audit(run),
-        metric_rows=_metric_rows(run),
+        **values,
     )
 
 
@@ -95,7 +151,7 @@ def _facts(run: RunData) -> list[tuple[str, str, str, str]]:
         values = run.values(metric)
         if values.size:
             tenth = max(1, values.size // 10)
-            start, end = compact(float(values[:tenth].mean())), compact(float(values[-tenth:].mean()))
+            start, end = compact(float(values[:tenth].mean())), compact(recent_mean(values))
             remark = f"from {start}: means of the first and last {tenth:,} steps" if tenth > 1 else ""
             facts.append((name, end, unit, remark))
     step_times = run.values("timing/all")
@@ -149,7 +205,7 @@ def _audit(run: RunData) -> list[tuple[str, list[tuple[str, ...]]]]:
     ]
 
 
-def _comparisons(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _comparisons(summary: Mapping[str, Any], run_dir: Path) -> list[dict[str, Any]]:
     """Return prompts with what the policy wrote before and after training, in the order of the summary."""
     after = {str(sample.get("prompt", "")): sample for sample in summary.get("samples_after") or []}
     before = {str(sample.get("prompt", "")): sample for sample in summary.get("samples_before") or []}
@@ -158,7 +214,9 @@ def _comparisons(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
         pair = [before.get(prompt), after.get(prompt)]
         answer = next((sample["answer"] for sample in pair if sample and "answer" in sample), "")
         shown = [None if sample is None else _sample(sample) for sample in pair]
-        comparisons.append({"prompt": shortened(question_of(prompt)), "answer": shortened(answer), "pair": shown})
+        pictures = next((found for one in pair if one and (found := _pictures(one, run_dir))), [])
+        asked = {"prompt": shortened(question_of(prompt)), "answer": shortened(answer), "pictures": pictures}
+        comparisons.append({**asked, "pair": shown})
     return comparisons
 
 
@@ -176,7 +234,7 @@ def _sample(record: Mapping[str, Any]) -> dict[str, Any]:
     by_verifier = rewards.items() if isinstance(rewards, dict) else ()
     return {
         "prompt": shortened(question_of(str(record.get("prompt", "")))),
-        "completion": shortened(record.get("completion", "")),
+        "turns": turns_of(shortened(record.get("completion", ""))),
         "answer": shortened(record.get("answer", "")),
         "reward": _reward_text(record["reward"]) if "reward" in record else None,
         "rewards": [(name, _reward_text(value)) for name, value in by_verifier],

@@ -41,6 +41,7 @@ class RunData:
     starts_s: list[float]  # seconds since the epoch at which the run was started, and continued
     audit: dict[str, Any] | None
     alarms: list[tuple[str, str]] = field(default_factory=list)  # in which steps, and what was said
+    started: dict[str, Any] = field(default_factory=dict)  # "command" and "num_ranks" of the newest start, where noted
 
     def values(self, metric: str) -> np.ndarray:
         """Return the finite values of a metric, float64 [n], n = 0 when the run does not have it."""
@@ -65,6 +66,7 @@ def read_run(run_dir: Path) -> RunData:
         raise UserError(f"no metrics in {metrics_path}: a report needs a run that finished at least one step")
     config_path, summary_path = run_dir / "config.yaml", run_dir / "summary.json"
     samples_path = run_dir / "samples.jsonl"
+    starts = _read_starts(run_dir / STARTS_NAME)
     first_samples, last_samples = _read_samples(samples_path) if samples_path.exists() else ([], [])
     return RunData(
         directory=run_dir,
@@ -75,17 +77,18 @@ def read_run(run_dir: Path) -> RunData:
         first_samples=first_samples,
         last_samples=last_samples,
         summary=_read_summary(summary_path) if summary_path.exists() else None,
-        starts_s=_read_starts(run_dir / STARTS_NAME),
+        starts_s=[float(one["start_s"]) for one in starts],
+        started=starts[-1] if starts else {},
         audit=_read_audit(run_dir / AUDIT_NAME),
         alarms=_read_alarms(run_dir / GUARDS_NAME),
         config_text=config_path.read_text(encoding="utf-8", errors="replace") if config_path.exists() else None,
     )
 
 
-def _read_starts(path: Path) -> list[float]:
+def _read_starts(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
-    return [float(one["start_s"]) for one in read_jsonl(path) if _is_number(one.get("start_s"))]
+    return [one for one in read_jsonl(path) if _is_number(one.get("start_s"))]
 
 
 def _read_alarms(path: Path) -> list[tuple[str, str]]:

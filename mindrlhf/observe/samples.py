@@ -56,6 +56,28 @@ def question_of(prompt: str) -> str:
     return turns[-1][turns[-1].lastgroup].strip() if turns else prompt
 
 
+# Where another speaker begins in a conversation with tools: with the template's marks, or without them.
+_TURNS = re.compile(
+    r"(?:<\|im_end\|>)?\n?<\|im_start\|>(?P<marked>user|tool|assistant|system|observation)\n"
+    r"|(?:\A|\n)(?P<plain>user|tool|observation)\n(?=\s*<tool_response>)"
+    r"|(?<=</tool_response>)\s*\n?(?P<after>assistant)\n"
+)
+
+
+def turns_of(completion: str) -> list[tuple[str, str]]:
+    """Return (role, text) of each turn of a completion, which begins as the assistant's; one where no tool answers."""
+    found, role, start = [], "assistant", 0
+    for match in _TURNS.finditer(completion):
+        found.append((role, completion[start : match.start()]))
+        role, start = match[match.lastgroup], match.end()
+    found.append((role, completion[start:]))
+    turns = [
+        ("tool" if "<tool_response>" in text else role, text.replace("<|im_end|>", "").strip())
+        for role, text in found
+    ]
+    return [turn for turn in turns if turn[1]] if len(turns) > 1 else [("assistant", completion)]
+
+
 class SampleWriter:
     """Append samples to ``samples.jsonl``; see ``JsonlWriter`` for ``first_step`` and the errors.
 

@@ -14,6 +14,7 @@ built-in verifiers are options only, so that no column of a data set changes one
 Built-in verifiers are the functions marked with ``@register`` in the modules of ``mindrlhf.rewards.verifiers``.
 """
 
+import dis
 import importlib
 import importlib.util
 import inspect
@@ -327,6 +328,15 @@ def declared_reads(specification: str, options: Container[str]) -> Reads | None:
     else:
         signature = inspect.signature(_registered[name]) if name in built_in_names() else None
     return None if signature is None else reads_of(signature, options, is_built_in=not colon)
+
+
+def needs_answer(name: str) -> bool:
+    """Whether a built-in verifier has nothing to go by without an answer: its code reads it, and it asks no judge."""
+    function = _registered.get(name) if name in built_in_names() else None
+    if function is None or ".judges." in function.__module__:
+        return False
+    reads = dis.get_instructions(inspect.unwrap(function))
+    return any(one.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and one.argval == "answer" for one in reads)
 
 
 def check_columns(specification: str, reads: Reads, columns: Collection[str], where: str) -> None:

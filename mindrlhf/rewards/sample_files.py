@@ -126,8 +126,10 @@ class ScoreWriter:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._file.flush()
-        self._files.__exit__(*exception)
+        try:
+            self._file.flush()
+        finally:
+            self._files.__exit__(*exception)
 
     def write(self, line: SampleLine, result: RewardResult) -> None:
         """Write one line with its reward."""

@@ -124,6 +124,16 @@ class Selection:
             if reads is not None and own_name not in not_chosen:
                 registry.check_columns(specification, reads, file.header.columns, where)
 
+    def check_answers(self, file: "PromptFile") -> None:
+        """Refuse prompts of which none has an answer where a verifier needs one."""
+        chosen = {one for choice in file.header.verifier_choices for one in split_choice(choice)}
+        for name in self.names if file.header.look.get("no_answers") else ():
+            if (name in chosen or name not in map(registry.part_name, self.by_choice)) and registry.needs_answer(name):
+                raise UserError(
+                    f"verifier '{name}' compares with the answer, which no prompt of {file.path} has: build it again "
+                    "with --map question=QUESTION,answer=ANSWER, or take a verifier that needs none"
+                )
+
     def options_for(self, specification: str) -> dict[str, str]:
         """Return the options of one verifier, by their own names."""
         name = registry.part_name(specification)

@@ -116,8 +116,9 @@ def check_positions(model_dir: str, max_model_len: int) -> None:
     max_positions = (hf_config.get("text_config") or hf_config).get("max_position_embeddings")
     if max_positions is not None and (type(max_positions) is not int or max_model_len > max_positions):
         raise UserError(
-            f"rollout max_model_len {max_model_len} is over max_position_embeddings {max_positions!r} of "
-            f"{model_dir}; lower the prompt or response length"
+            f"a prompt with its response may have {max_model_len} tokens (max_model_len), and the model in {model_dir} "
+            f"takes {max_positions!r} (max_position_embeddings); lower the prompt or response length: "
+            "rollout.max_response_length, or 'mindrlhf data build --max-prompt-length'"
         )
 
 

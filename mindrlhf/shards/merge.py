@@ -7,6 +7,7 @@ from pathlib import Path
 from mindrlhf.errors import UserError
 from mindrlhf.shards.shard import DEFAULT_WORKERS, worker_pool
 from mindrlhf.specs import ParameterRule
+from mindrlhf.system.progress import counted
 from mindrlhf.weights.adapters.config import CONFIG_NAME
 from mindrlhf.weights.adapters.peft import write_adapter
 from mindrlhf.weights.array_file import save_arrays
@@ -62,7 +63,8 @@ def merge_directory(
             for name, tensor in shards.read_tensors(rule).items():
                 files.write(name, tensor)
 
-        list(pool.map(merge, shards.rules()))
+        rules = list(shards.rules())
+        list(counted(pool.map(merge, rules), len(rules), "parameters"))
     if optimizer_file:
         _write_optimizer(shards, Path(optimizer_file))
 

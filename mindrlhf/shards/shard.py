@@ -26,6 +26,7 @@ from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.shards.sources import ArraySource, HuggingFaceSource, ShardedSource
 from mindrlhf.shards.strategy_files import read_strategy, write_strategy_directory
 from mindrlhf.system.files import partial_path, write_file, write_json
+from mindrlhf.system.progress import counted
 from mindrlhf.weights.file_writer import FileLayout, TensorFileWriter, checksum
 from mindrlhf.weights.hf import SHARDED_NAME, read_json_object
 from mindrlhf.weights.shard_files import FILE_FORMATS, shard_layout
@@ -272,7 +273,10 @@ class _Sharding:
                 path.parent.mkdir(exist_ok=True)
                 writers[rank] = TensorFileWriter(path, self._file_layout(rank))
             with worker_pool(self._num_workers) as pool:
-                entries = list(pool.map(lambda name: self._write_array(name, writers), self._infos[ranks[0]]))
+                names = self._infos[ranks[0]]
+                written = pool.map(lambda name: self._write_array(name, writers), names)
+                what = f"tensors of ranks {ranks[0]} to {ranks[-1]} of {self._manifest.num_ranks}"
+                entries = list(counted(written, len(names), what))
                 list(pool.map(lambda rank: self._finish_rank(rank, writers[rank], entries), ranks))
         finally:
             for writer in writers.values():

@@ -12,6 +12,7 @@ import numpy as np
 from mindrlhf.errors import UserError
 from mindrlhf.shards.shard import DEFAULT_WORKERS, worker_pool
 from mindrlhf.shards.strategy_files import identifying_dims
+from mindrlhf.system.progress import counted
 from mindrlhf.weights.convert import hf_shapes, ignored_names
 from mindrlhf.weights.hf import SafetensorsDirectory, read_hf_config
 from mindrlhf.weights.sharded import ShardedArray, ShardedDirectory
@@ -91,7 +92,7 @@ def verify_directory(
                 _check_original(shards, original, hf_name, tensor)
 
     with worker_pool(num_workers) as pool:
-        list(pool.map(verify_array, arrays))
+        list(counted(pool.map(verify_array, arrays), len(arrays), "parameters"))
     return Verification(
         num_ranks=shards.manifest.num_ranks,
         num_arrays=len(arrays),

@@ -63,9 +63,13 @@ def whole_file(path: Path, mode: str = "wb", **options: Any) -> Iterator[IO]:
     Raises:
         OSError: the disk refuses.
     """
-    temporary = partial_path(path)
     if "b" not in mode:
         options = {"encoding": "utf-8", **options}
+    if path.exists() and not path.is_file() and not path.is_dir():  # a device or a pipe, which nothing may replace
+        with open(path, mode, **options) as file:
+            yield file
+        return
+    temporary = partial_path(path)
     try:
         with open(temporary, mode, **options) as file:
             yield file

@@ -73,6 +73,15 @@ def refuse_held(directory: Path) -> None:
         raise _held(path, owner)
 
 
+def is_held(directory: Path) -> bool:
+    """Whether a living process of this host holds the lock of ``directory``."""
+    try:
+        refuse_held(directory)
+    except UserError:
+        return True
+    return False
+
+
 def _open_locked(path: Path) -> int:
     """Return a descriptor of the locked file; a file that its last owner removes meanwhile is opened anew."""
     while True:

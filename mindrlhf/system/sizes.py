@@ -7,6 +7,7 @@ from mindrlhf.errors import UserError
 
 # Of one JSON file of a model directory: the index of a model of 100,000 tensors has some 10 MiB.
 MAX_FILE_BYTES = 64 << 20
+_LEAST_BYTES = 1 << 20  # of a device's memory, or what a link sends in a second
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -21,6 +22,8 @@ def parse_size(text: str, option: str) -> int:
     size_bytes = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if size_bytes <= 0:
         raise UserError(f"{option} {text!r} is not a size: write a number and a unit, such as 64GB or 60GiB")
+    if size_bytes < _LEAST_BYTES:
+        raise UserError(f"{option} {text!r} is {size_bytes:,} bytes: write a number and a unit, such as 64GB")
     return size_bytes
 
 

@@ -8,6 +8,8 @@ import yaml
 
 from mindrlhf.errors import UserError
 
+# What PyYAML's constructors of single types raise for text that is none, beside its own errors.
+YAML_ERRORS = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError, RecursionError)
 MAX_MERGED_KEYS = 10_000
 MAX_NUMBER_CHARS = 4300  # as Python's int
 MAX_DEPTH, MAX_VALUES = 50, 200_000

@@ -17,7 +17,7 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.fingerprint import data_fingerprint
 from mindrlhf.launch.nodes.facts import MISSING, Fact
 from mindrlhf.rollout.replicas import find_rollout_python
-from mindrlhf.training.checkpoints.run import AnyConfig
+from mindrlhf.training.checkpoints.run import AnyConfig, check_continues
 
 _PACKAGES = ("mindspore", "mindformers", "numpy", "safetensors", "tokenizers", "transformers")
 _ROLLOUT_PACKAGES = ("vllm", "vllm-ascend", "torch", "torch-npu")
@@ -93,6 +93,15 @@ def teacher_fingerprint(config: AnyConfig) -> dict[str, str]:
         key: "".join(tree_digest(Path(path), pattern) for pattern in _TEACHER_FILES)
         for path, key in path_keys(config).items()
     }
+
+
+def check_resumes(config: AnyConfig) -> None:
+    """Refuse to continue a checkpoint with another config, other data or other teachers, before anything starts.
+
+    Raises:
+        UserError: they differ; or a file of the data is missing or damaged.
+    """
+    check_continues(config, data_fingerprint(vars(config.data)), teacher_fingerprint(config))
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from mindrlhf.observe.run_data import STARTS_NAME
 from mindrlhf.observe.sinks import SinkGroup, StepDetails, open_sinks
 from mindrlhf.observe.trackers.background import open_trackers
 from mindrlhf.system import heartbeat, speed_ups
-from mindrlhf.system.processes import has_launcher
+from mindrlhf.system.processes import COMMAND_VARIABLE, has_launcher
 from mindrlhf.training.checkpoints.requests import SaveRequests, StopRequested
 from mindrlhf.training.checkpoints.run import (
     AnyConfig,
@@ -30,7 +31,13 @@ from mindrlhf.training.checkpoints.run import (
 from mindrlhf.training.facts import graph_facts, teacher_fingerprint
 from mindrlhf.training.profiling.ranks import ProfiledWorker, Servers
 from mindrlhf.training.profiling.steps import StepProfiler
-from mindrlhf.training.runtime import Rank, is_first_of_node, is_rank_0_process, start_runtime
+from mindrlhf.training.runtime import (
+    Rank,
+    is_first_of_node,
+    is_rank_0_process,
+    num_ranks_from_environment,
+    start_runtime,
+)
 from mindrlhf.training.team import Team, connect, serve
 
 
@@ -219,7 +226,8 @@ def _run_rank_0(
 def _note_start(output_dir: Path, first_step: int, start_s: float) -> None:
     """Keep when this process began, for the total time in the report."""
     writer = JsonlWriter(output_dir / STARTS_NAME, first_step=first_step)
-    writer.write({"step": first_step, "start_s": start_s})
+    command, num_ranks = os.environ.get(COMMAND_VARIABLE), num_ranks_from_environment()
+    writer.write({"step": first_step, "start_s": start_s, "command": command, "num_ranks": num_ranks})
     writer.close()
 
 
@@ -241,6 +249,7 @@ def run_steps(
     steps.begin()
     if progress.step == 0 and (metrics := steps.evaluate()):
         sinks.write(0, metrics)
+        sinks.write_report()
     while progress.step < steps.num_steps and not steps.is_over():
         with profiled(progress.step + 1):
             if not _run_step(steps, checkpoints, sinks):
@@ -257,10 +266,12 @@ def _run_step(steps: Steps, checkpoints: RunCheckpoints, sinks: SinkGroup) -> bo
     except StopRequested:
         checkpoints.save_broken_off(progress)
         return False
-    metrics |= steps.evaluate()
+    metrics |= (evaluation := steps.evaluate())
     sinks.write(progress.step, metrics)
     if details := steps.details():
         sinks.write_details(progress.step, details)
+    if evaluation:
+        sinks.write_report()
     steps.check()
     must_stop = checkpoints.must_stop  # read first: what comes while the checkpoint is written ends the next step
     if checkpoints.is_due(progress):

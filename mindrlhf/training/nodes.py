@@ -1,7 +1,6 @@
 """A run on several machines: which ranks share one, and the rollout servers on each; rank 0's part and a rank's."""
 
 import secrets
-import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,8 @@ from mindrlhf.layout.servers import Places
 from mindrlhf.rollout.multi_node.share import NodeShare
 from mindrlhf.rollout.remote import NodesGenerator, ReplicatedGenerator, accept_nodes, answer, remotes
 from mindrlhf.system.messages import merged_by, result, union
-from mindrlhf.system.wire import family_of, own_host, rank_0_host
+from mindrlhf.system.ports import listen
+from mindrlhf.system.wire import own_host, rank_0_host
 from mindrlhf.training.batch import Machine
 from mindrlhf.training.team import Team
 from mindrlhf.weights.publish.publisher import LeaderAddress, PublishingWorker
@@ -90,7 +90,7 @@ def connect_generators(team: Team, others: Sequence[int], own: ReplicatedGenerat
         own: the servers of rank 0's.
     """
     token, host = secrets.token_hex(16), rank_0_host()
-    with socket.create_server((host, 0), family=family_of(host), backlog=len(others)) as listener:
+    with listen(host, backlog=len(others)) as listener:
         team.call("answer_for_node", host=host, port=listener.getsockname()[1], token=token)
         return NodesGenerator(own, remotes(accept_nodes(listener, token.encode(), others)))
 

@@ -24,9 +24,9 @@ from mindrlhf.evaluation.heldout import HeldOut, accuracy_verifier
 from mindrlhf.layout.packing import row_cost
 from mindrlhf.layout.servers import Places, place_servers
 from mindrlhf.observe.fingerprint import FINGERPRINT_NAME, FingerprintWriter
-from mindrlhf.observe.report import write_report
 from mindrlhf.observe.samples import SampleWriter
 from mindrlhf.observe.timing import StageTimer
+from mindrlhf.observe.viewer.page import write_pages
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.registry import part_name
 from mindrlhf.rollout.conversations import with_tools
@@ -208,7 +208,7 @@ class ReinforcementTraining(life_cycle.Training):
     def finish(self, worker, progress: Progress) -> None:
         """Compare the model with the starting one, write the report, and export it."""
         summary = write_summary(self._output_dir, progress.evaluations)
-        report = write_report(self._output_dir)
+        report = write_pages(self._output_dir)
         if self._config.lora.rank is not None and is_split(self._config.parallel_config):
             export_adapter(self.team, self._output_dir / FINAL_NAME)
         if needs_critic(self._config):

@@ -17,6 +17,7 @@ from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.system import heartbeat, timeline
 from mindrlhf.system.handshake import keep_alive, receive_hello
 from mindrlhf.system.messages import decode, encode
+from mindrlhf.system.ports import listen
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, rank_0_host, receive_message, send_message
 from mindrlhf.training.relay import RELAYED_BYTES, Relay, is_admitted, route_of
 from mindrlhf.training.runtime import Rank
@@ -191,7 +192,7 @@ def connect(rank: Rank) -> Star:
 
 def _admit(rank: Rank) -> Star:
     token = [secrets.randbits(31) for _ in range(_TOKEN_WORDS)]
-    with socket.create_server((rank_0_host(), 0), backlog=rank.world_size) as listener:
+    with listen(rank_0_host(), backlog=rank.world_size) as listener:
         _broadcast(np.array([listener.getsockname()[1], *token], np.int32))
         end_s = time.monotonic() + _ADMISSION_TIMEOUT_S  # for all of them: unauthenticated peers may come without end
         connections: dict[int, socket.socket] = {}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mindrlhf.errors import UserError
-from mindrlhf.hub.cache import advice
+from mindrlhf.errors import NotThere, UserError
+from mindrlhf.hub.cache import no_directory
 from mindrlhf.system.sizes import read_bounded
 from mindrlhf.weights.safetensors_file import SafetensorsFile
 from mindrlhf.weights.tensors import STORAGE_DTYPES, TensorInfo, convert_dtype
@@ -33,7 +33,7 @@ def read_hf_config(model_dir: str | os.PathLike) -> dict:
         name = str(model_dir)
         if name.endswith(GGUF_ENDING):
             raise UserError(f"{name} is no directory: make one of it with mindrlhf weights convert {name} --output DIR")
-        raise UserError(f"model directory {name!r} does not exist: give a Hugging Face model directory{advice(name)}")
+        raise UserError(no_directory(name))
     if not path.is_file():
         raise UserError(f"{model_dir} has no config.json: give a Hugging Face model directory")
     return read_json_object(path)
@@ -111,7 +111,7 @@ class SafetensorsDirectory(TensorDirectory):
     def __init__(self, model_dir: str | os.PathLike, dtypes: Iterable[str] = STORAGE_DTYPES):
         self.directory, self._dtypes = Path(model_dir), tuple(dtypes)
         if not self.directory.is_dir():
-            raise UserError(f"model directory {str(model_dir)!r} does not exist: give a model directory")
+            raise UserError(no_directory(str(model_dir)))
         _check_one_model(self.directory)
         self._files: dict[str, SafetensorsFile] = {}
         index_path = self.directory / INDEX_NAME
@@ -120,7 +120,7 @@ class SafetensorsDirectory(TensorDirectory):
         elif (self.directory / SINGLE_NAME).is_file():
             self._file_of = dict.fromkeys(self._open(SINGLE_NAME).names(), SINGLE_NAME)
         else:
-            raise UserError(f"{self.directory} has neither {SINGLE_NAME} nor {INDEX_NAME}: only safetensors are read")
+            raise NotThere(f"{self.directory} has neither {SINGLE_NAME} nor {INDEX_NAME}: only safetensors are read")
 
     def _open(self, file_name: str) -> SafetensorsFile:
         if file_name not in self._files:

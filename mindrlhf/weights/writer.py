@@ -10,6 +10,7 @@ from pathlib import Path
 from mindrlhf.data.tokenizer_config import GENERATION_NAME
 from mindrlhf.errors import UserError
 from mindrlhf.system.files import whole_directory
+from mindrlhf.system.progress import counted
 from mindrlhf.weights.file_writer import Content, TensorFileWriter
 from mindrlhf.weights.hf import INDEX_NAME, SINGLE_NAME
 from mindrlhf.weights.safetensors_file import safetensors_layout
@@ -72,7 +73,7 @@ def write_model_directory(
     options = {"file_format": file_format, "max_shard_bytes": max_shard_bytes, "tokenizer_dir": tokenizer_dir}
     options["generation"] = generation
     with model_directory(infos, config, out_dir, **options) as files:
-        for name, content in tensors:
+        for name, content in counted(tensors, len(infos), "tensors"):
             files.write(name, content)
     return files.checksums()
 

@@ -1,18 +1,22 @@
 """What every command has in common: one vocabulary, old names, pipes, completion."""
 
 import argparse
+import ast
 import io
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import mindrlhf
 from mindrlhf import cli
-from mindrlhf.cli import _parse, build_parser, main
-from mindrlhf.commands.vocabulary import OVERRIDES_HELP
+from mindrlhf.cli import LEAST, _parse, build_parser, main
+from mindrlhf.commands.vocabulary import OVERRIDES_HELP, WORKERS_HELP, count_ranks
 
 
 def all_parsers(parser, path=()):
@@ -32,9 +36,18 @@ def shown_options(parser) -> set[str]:
 
 def test_options_have_one_name_everywhere():
     shown = {option for parser in PARSERS.values() for option in shown_options(parser)}
-    assert not shown & {"--world-size", "--num-workers", "--out", "--tokenizer-dir", "--out-dir", "--output-dir"}
+    assert not shown & {"--num-workers", "--out", "--tokenizer-dir", "--out-dir", "--output-dir"}
     with_workers = {path for path, parser in PARSERS.items() if "--workers" in shown_options(parser)}
-    assert with_workers == {"train", "sft", "dpo", "reward-model", "plan", "strategy", "config check", "config import"}
+    assert with_workers == {"train", "sft", "dpo", "reward-model", "plan", "strategy", "config check"}
+    helps = {
+        action.help.partition(",")[0].partition(" (")[0]
+        for parser in PARSERS.values()
+        for action in parser._actions
+        if "--workers" in action.option_strings
+    }
+    assert helps == {WORKERS_HELP}, "one meaning in every command"
+    of_all = {path for path, parser in PARSERS.items() if "--world-size" in shown_options(parser)}
+    assert of_all == {"plan", "strategy", "config check", "config import"}
     with_processes = {path for path, parser in PARSERS.items() if "--processes" in shown_options(parser)}
     threads = {f"weights {action}" for action in ("shard", "reshard", "merge", "verify")}
     assert with_processes == {"data build", "rewards score"} | threads
@@ -43,8 +56,9 @@ def test_options_have_one_name_everywhere():
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("plan c --world-size 8", "plan c --workers 8"),
-        ("strategy c --world-size 8 --out d", "strategy c --workers 8 --output d"),
+        ("strategy c --world-size 8 --out d", "strategy c --world-size 8 --output d"),
+        ("config import --from trl f --workers 8", "config import --from trl f --world-size 8"),
+        ("config new --model m --task sft", "config new --model m --kind sft"),
         ("eval c --model m --out d", "eval c --model m --output d"),
         ("report r --out f", "report r --output f"),
         ("rewards score --verifier v --input i --num-workers 2", "rewards score --verifier v --input i --processes 2"),
@@ -56,11 +70,45 @@ def test_options_have_one_name_everywhere():
         ),
     ],
 )
-def test_old_names_mean_the_same_and_are_not_shown(old, new):
-    assert vars(_parse(old.split())) == vars(_parse(new.split()))
+def test_old_names_mean_the_same_and_are_not_shown(old, new, capsys):
+    parsed = vars(_parse(new.split()))
+    assert capsys.readouterr().err == ""
+    assert vars(_parse(old.split())) == parsed
+    assert re.fullmatch(r"(mindrlhf \w+: --[\w-]+ is called --[\w-]+ now\n)+", capsys.readouterr().err)
     alias = next(word for word in old.split() if word.startswith("--") and word not in new.split())
     chosen, _ = cli._chosen_parser(build_parser(), old.split())
     assert not re.search(rf"{alias}\b", chosen.format_help()) or alias in shown_options(chosen)
+
+
+@pytest.mark.parametrize("command", ["plan c", "strategy c --output d", "config check c"])
+@pytest.mark.parametrize(
+    ("sizes", "counted"),
+    [("--workers 8 --nodes 4", (32, 4)), ("--world-size 32 --nodes 4", (32, 4)), ("--workers 32", (32, 1))],
+)
+def test_ranks_are_counted_as_train_counts_them(command, sizes, counted):
+    assert count_ranks(_parse([*command.split(), *sizes.split()])) == counted
+
+
+def test_all_ranks_given_as_workers_of_a_machine_get_a_line(capsys):
+    config = "examples/grpo/qwen2_5_7b_16npu_32k.yaml"
+    printed = {}
+    for sizes in ("--workers 16", "--world-size 16", "--workers 8 --nodes 2"):
+        assert main(["plan", config, *sizes.split()]) == 0
+        printed[sizes], err = capsys.readouterr()
+        assert ("--world-size 16, or --workers 8 --nodes 2" in err) == (sizes == "--workers 16"), err
+    assert len(set(printed.values())) == 1
+
+
+@pytest.mark.parametrize("option", sorted(LEAST))
+def test_a_count_below_the_least_is_one_line_of_every_command(option, capsys):
+    def takes(parser) -> bool:
+        return any(action.type is int and option in action.option_strings for action in parser._actions)
+
+    paths = [path for path, parser in PARSERS.items() if takes(parser)]
+    assert paths
+    for path in paths:
+        assert main([*path.split(), f"{option}={LEAST[option] - 1}"]) == 2
+        assert f"error: {option} is {LEAST[option] - 1}: give {LEAST[option]} or more" in capsys.readouterr().err
 
 
 def test_every_command_with_overrides_explains_them():
@@ -213,3 +261,44 @@ def test_no_option_takes_a_number_that_nobody_means(path, option, kind, capsys):
         assert ended.value.code == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert f"argument {option}" in line and len(line) < 5300
+
+
+NAMED = re.compile(r"mindrlhf ([a-z][\w-]*)((?: [a-z][\w-]*)?)((?:[^'`\n;.]*? --[a-z-]+)*)")
+
+
+def literals() -> Iterator[tuple[Path, str]]:
+    """Every text in the sources; what a format puts in is an ellipsis."""
+    for path in sorted(Path(mindrlhf.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield path, node.value
+            elif isinstance(node, ast.JoinedStr):
+                parts = (one.value if isinstance(one, ast.Constant) else "\u2026" for one in node.values)
+                yield path, "".join(parts)
+
+
+def unknown_commands(text: str) -> list[str]:
+    """Return those of the commands in quotes or after a colon that do not exist, or not with their options."""
+    found = []
+    for quoted in re.findall(r"['`]mindrlhf [^'`]*['`]|: mindrlhf .*", text):
+        match = NAMED.search(quoted)
+        if match is None or match[1] == "\u2026":
+            continue
+        path = match[1] + match[2] if match[1] + match[2] in PARSERS else match[1]
+        if path not in PARSERS or (PARSERS[path]._subparsers and match[2]):
+            found.append(quoted)
+            continue
+        options = re.findall(r" (--[a-z][\w-]*)", match[3])
+        known = {
+            option for name, parser in PARSERS.items() if name.startswith(path) for option in shown_options(parser)
+        }
+        found += [f"{quoted}: {option}" for option in options if option not in known]
+    return found
+
+
+def test_every_command_that_a_message_names_exists():
+    texts = list(literals())
+    assert [(path.name, one) for path, text in texts for one in unknown_commands(text)] == []
+    assert sum("mindrlhf " in text and bool(NAMED.search(text)) for _, text in texts) > 60
+    assert unknown_commands("'mindrlhf rewards lint' tries it") and unknown_commands("see `mindrlhf trian`")
+    assert unknown_commands("'mindrlhf data build --kept x'") and not unknown_commands("'mindrlhf data build --keep x'")

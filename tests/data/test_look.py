@@ -15,6 +15,8 @@ from mindrlhf.data.build import build_prompts
 from mindrlhf.data.encoding import EncodedChunk, script_of
 from mindrlhf.data.look import MAX_NAMES, OTHERS, DataLook, count_bounded, quantiles
 from mindrlhf.data.mindrecord import Prompt, PromptFile
+from mindrlhf.errors import UserError
+from mindrlhf.rewards.selection import Selection
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "quickstart" / "checkpoint"
 
@@ -92,7 +94,40 @@ def test_bad_records_empty_answers_scripts_and_lengths_are_counted(tmp_path, cap
 def test_records_without_answers_count_only_where_others_have_some(tmp_path):
     rows = [{"problem": "p"}, {"problem": "q"}]
     report = build_rows(tmp_path, rows, handler="map_keys", key_map={"question": "problem"})
-    assert "without_answer" not in report.header.look
+    assert "without_answer" not in report.header.look and report.header.look["no_answers"] == 2
+
+
+@pytest.mark.parametrize(
+    ("mapped", "rows"),
+    [
+        ("question=problem", [{"problem": "p", "answer": "1"}]),
+        ("question=problem", [{"problem": "p"}, {"problem": "q"}]),
+    ],
+)
+def test_answers_that_were_forgotten_are_noticed(mapped, rows, tmp_path, capsys):
+    key_map = dict(pair.split("=") for pair in mapped.split(","))
+    report = build_rows(tmp_path, rows, handler="map_keys", key_map=key_map)
+    (line,) = look_warnings(report.header.look)
+    assert line.startswith("no record has an answer") and "--map question=QUESTION,answer=ANSWER" in line
+    assert ("nothing reads answer (1)" in line) == ("answer" in rows[0])
+    prompts = PromptFile.open(report.path)
+    for verifier in ("accuracy_reward", "math_17k_acc", "code_execution", "knights_and_knaves"):
+        with pytest.raises(UserError, match=f"'{verifier}' compares with the answer, which no prompt of"):
+            Selection((verifier,), (1.0,)).check_answers(prompts)
+    for verifier in ("format_reward", "length_reward", "repetition_penalty", "rubric_judge", "reasoning_steps"):
+        Selection((verifier,), (1.0,)).check_answers(prompts)
+
+
+def test_a_file_with_some_answers_is_taken(tmp_path):
+    report = build_rows(
+        tmp_path,
+        [{"problem": "p", "answer": "1"}, {"problem": "q"}],
+        handler="map_keys",
+        key_map={"question": "problem", "answer": "answer"},
+        skip_bad=True,
+    )
+    assert look_warnings(report.header.look) == []
+    Selection(("accuracy_reward",), (1.0,)).check_answers(PromptFile.open(report.path))
 
 
 def test_workers_change_nothing(tmp_path, monkeypatch):

@@ -11,8 +11,8 @@ import pytest
 from launch_jobs import Job
 
 from mindrlhf.launch.health import NOTICE_LIMIT_S
-from mindrlhf.launch.launch import find_free_port
 from mindrlhf.system.heartbeat import JOINING, heartbeat_path, read_beat
+from mindrlhf.system.ports import find_free_port
 
 pytestmark = pytest.mark.timeout(600)
 

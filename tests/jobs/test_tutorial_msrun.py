@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from mindrlhf.data.build import build_prompts
-from mindrlhf.launch.launch import find_free_port
 from mindrlhf.system import processes
+from mindrlhf.system.ports import find_free_port
 
 ROOT = Path(__file__).parents[2]
 TUTORIAL = ROOT / "examples" / "grpo" / "qwen_grpo_tutorial"

@@ -14,10 +14,11 @@ import pytest
 
 from mindrlhf.cpu.processor import openblas_environment
 from mindrlhf.errors import UserError
-from mindrlhf.launch.launch import find_free_port, launch, worker_environment
+from mindrlhf.launch.launch import launch, worker_environment
 from mindrlhf.launch.logs import LogFollower
 from mindrlhf.system import processes
 from mindrlhf.system.files import take_directory
+from mindrlhf.system.ports import find_free_port
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -62,6 +63,26 @@ def test_exit_code_arguments_and_output_of_the_rank_are_passed_on(tmp_path, caps
     message = capsys.readouterr().err
     assert "rank 0 ended with exit code 7" in message
     assert str(tmp_path / "logs" / "worker_0.log") in message
+
+
+@pytest.mark.parametrize("code", [2, 7])
+def test_a_failure_says_its_error_once(tmp_path, capsys, code):
+    worker = f"import sys; print('error: no such thing', file=sys.stderr); sys.exit({code})"
+    advice = {"advice": lambda: "again", "advice_after_mistake": lambda: "mend it"}
+    assert launch(write_worker(tmp_path, worker), 1, tmp_path / "logs", **advice) == code
+    printed = "".join(capsys.readouterr())
+    assert printed.count("no such thing") == 1
+    assert printed.splitlines()[-1] == ("  mend it" if code == 2 else "  again")
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path):
+    worker = "import pathlib, time; pathlib.Path(__file__).with_name('ready').write_text('yes'); time.sleep(600)"
+    launcher = start_launcher(tmp_path, write_worker(tmp_path, worker), 20, "advice=lambda: 'step 4 is saved'")
+    wait_for(tmp_path / "ready")
+    launcher.send_signal(signal.SIGINT)
+    _, errors = launcher.communicate(timeout=30)
+    assert launcher.returncode == 130
+    assert errors.splitlines()[:2] == ["mindrlhf: SIGINT received: stopping all processes", "  step 4 is saved"]
 
 
 def test_private_directories_that_killed_servers_leave_are_removed(tmp_path, monkeypatch, capsys):

@@ -72,6 +72,9 @@ def test_the_report_says_who_when_how_where_and_what_to_do(tmp_path):
     assert lines[4:-1] == [*(f"    line {i}" for i in range(15, 20)), "    Killed"]
     assert lines[-1] == "  to resume: again"
     assert "line" not in failure_report("rank 1", what, 1, {}, log, "", shows_log=False)
+    shown = {"line 19", "Killed"}
+    tail = failure_report("rank 1", what, 1, {}, log, "", shows_log=True, shown=shown).splitlines()
+    assert tail[-1] == "    line 18", "what the terminal has shown already"
     assert "the log ends" not in failure_report("rank 1", what, 1, {}, tmp_path / "none", "", shows_log=True)
     assert [log_name(name) for name in ("rank 3", "the scheduler")] == ["worker_3.log", "scheduler.log"]
 

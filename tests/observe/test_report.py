@@ -12,15 +12,18 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from mindrlhf.cli import main
 from mindrlhf.commands import report as report_command
 from mindrlhf.errors import UserError
 from mindrlhf.images.pixels import decode_png, encode_png, image_digest
+from mindrlhf.observe import report as report_module
 from mindrlhf.observe.learning_curve import write_learning_curve
 from mindrlhf.observe.panels import build_panels
 from mindrlhf.observe.records import JsonlWriter
 from mindrlhf.observe.report import write_report
 from mindrlhf.observe.run_data import read_run
-from mindrlhf.observe.samples import SampleRecord, SampleWriter
+from mindrlhf.observe.samples import SampleRecord, SampleWriter, turns_of
+from mindrlhf.observe.viewer.page import write_pages
 
 VOID_ELEMENTS = {"meta", "br", "hr", "img", "input", "link"}
 HOSTILE = "</script ><script>alert(1)</script><img src=x onerror=\"alert('2')\"> & <!-- \u2028 ]]> {{ 7*7 }} \ud800"
@@ -350,3 +353,123 @@ def test_a_broken_audit_is_one_line(tmp_path, text):
     (run_dir / "audit.json").write_text(text)
     with pytest.raises(UserError, match="is not an audit of rewards"):
         write_report(run_dir)
+
+
+CONFIG = "run: {seed: 7, device: cpu}\nmodel: {path: m/x}\ndata: {train_file: d/t, eval_file: d/e}\n"
+CONFIG += "algorithm: {name: gspo}\n"
+
+
+def begin(path, **started):
+    (path / "starts.jsonl").write_text(json.dumps({"step": 0, "start_s": 5.0, **started}) + "\n")
+
+
+def test_the_top_says_what_the_run_is_of(tmp_path):
+    make_run(tmp_path, training_records(3), [sample(1)], SUMMARY, CONFIG)
+    begin(tmp_path, command="mindrlhf train c.yaml run.seed=7 --workers 2 <b>", num_ranks=2)
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    top = "".join(page.text[: page.text.index("Held-out accuracy")].split())
+    for words in ("Model m/x", "Data d/t", "Held-out data d/e", "Algorithm gspo", "Seed 7", "Ranks 2 on cpu"):
+        assert words.replace(" ", "") in top, words
+    assert "Commandmindrlhftrainc.yamlrun.seed=7--workers2<b>" in top
+    (tmp_path / "config.yaml").write_text(": : [")
+    write_report(tmp_path)  # a config that cannot be read is none
+
+
+def test_the_page_of_a_run_that_goes_on_refreshes_and_the_last_one_does_not(tmp_path):
+    make_run(tmp_path, training_records(3))
+    for is_running in (True, False):
+        page = Page(write_report(tmp_path, is_running=is_running).read_text(encoding="utf-8"))
+        refreshes = [one for tag, one in page.elements if tag == "meta" and one.get("http-equiv") == "refresh"]
+        assert [int(one["content"]) > 0 for one in refreshes] == [True] * is_running
+        assert ("running" in page.text) == is_running
+
+
+def test_the_report_links_to_the_samples_that_were_written_beside_it(tmp_path):
+    make_run(tmp_path, training_records(3), [sample(1, finish_reason="stop")])
+    links = []
+    for write in (write_report, write_pages):
+        page = Page(write(tmp_path).read_text(encoding="utf-8"))
+        links.append([one["href"] for tag, one in page.elements if tag == "a"])
+    assert links == [[], ["samples.html"]] and (tmp_path / "samples.html").is_file()
+
+
+def test_cards_and_charts_show_the_same_statistic(tmp_path):
+    records = [
+        {
+            "step": n,
+            "reward/mean": n % 7,
+            "response_length/mean": 3.0 * n,
+            "timing/all": 1 + (n == 40) * 9,
+            "timing/u": 1,
+        }
+        for n in range(1, 41)
+    ]
+    run = read_run(make_run(tmp_path, records))
+    cards = {name: f"{value} {unit}".strip() for name, value, unit, _ in report_module._facts(run)}
+    charts = {chart.title: chart.latest for panel in build_panels(run) for chart in panel.charts}
+    assert charts["Mean reward"] == cards["Reward"] == f"{np.mean([n % 7 for n in range(37, 41)]):g}"
+    assert charts["Response length with range"] == cards["Response length"] == "116 tokens"
+    assert charts["Time per step by stage"] == cards["Time per step"] == "1 s"
+
+
+def test_panels_that_never_change_are_folded_and_still_there(tmp_path):
+    records = [
+        {"step": n, "reward/mean": n / 9, "clip_fraction/low": 0.0, "lr": 1e-6, "entropy": n / 5} for n in range(1, 9)
+    ]
+    run = read_run(make_run(tmp_path, records))
+    flat = {chart.title: chart.is_flat for panel in build_panels(run) for chart in panel.charts}
+    assert flat == {"Mean reward": False, "Entropy": False, "Clipped tokens": True, "Learning rate": True}
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert "The same in every step: Clipped tokens, Learning rate" in " ".join(page.text.split())
+    assert page.count("chart") == 4 == len(json.loads(page.scripts[0]))
+    titles = [chart.title for panel in build_panels(run) for chart in panel.charts]
+    assert [page.text.index(f"{title}") > 0 for title in titles] == [True] * 4
+
+
+def test_two_runs_lie_over_each_other(tmp_path, capsys):
+    for name, config in (("one", CONFIG), ("two", CONFIG.replace("seed: 7", "seed: 8"))):
+        (tmp_path / name).mkdir()
+        make_run(tmp_path / name, training_records(9 if name == "one" else 6), config=config)
+    assert main(["report", str(tmp_path / "one"), str(tmp_path / "two")]) == 0
+    path = tmp_path / "one" / "comparison.html"
+    assert capsys.readouterr().out == f"{path}\n"
+    page = Page(path.read_text(encoding="utf-8"))
+    text = "".join(page.text.split())
+    assert "oneagainsttwo" in text and "Steps96" in text and "run.seed78" in text and "model.path" not in text
+    both = [one for one in json.loads(page.scripts[0]) if [line["name"] for line in one["series"]] == ["one", "two"]]
+    reward = next(one for one in both if one["series"][1]["values"][0] == pytest.approx(1 / 6, rel=1e-3))
+    assert [series["steps"][-1] for series in reward["series"]] == [9, 6]
+    assert main(["report", str(tmp_path / "one"), str(tmp_path / "two"), "--svg", "x"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("completion", "turns"),
+    [
+        ("just text\nuser\nnot a turn", [("assistant", "just text\nuser\nnot a turn")]),
+        (
+            "call\nuser\n<tool_response>\n19\n</tool_response>\nassistant\n#### 19",
+            [("assistant", "call"), ("tool", "<tool_response>\n19\n</tool_response>"), ("assistant", "#### 19")],
+        ),
+        (
+            "call<|im_end|>\n<|im_start|>tool\n19<|im_end|>\n<|im_start|>assistant\ndone<|im_end|>",
+            [("assistant", "call"), ("tool", "19"), ("assistant", "done")],
+        ),
+    ],
+)
+def test_conversations_with_tools_are_turns(completion, turns, tmp_path):
+    assert turns_of(completion) == turns
+    make_run(tmp_path, training_records(1), [sample(1, completion=completion)])
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    roles = [one["class"].split()[1] for _, one in page.elements if one.get("class", "").startswith("role ")]
+    assert roles == [role for role, _ in turns] * (len(turns) > 1)
+
+
+def test_pictures_stand_before_and_after(tmp_path):
+    pixels = np.full((4, 4, 3), 7, np.uint8)
+    (tmp_path / "sample_images").mkdir()
+    (tmp_path / "sample_images" / f"{image_digest(pixels)}.png").write_bytes(encode_png(pixels))
+    shown = {"prompt": "p", "completion": "c", "answer": "a", "reward": 0.0, "images": [image_digest(pixels)]}
+    summary = SUMMARY | {"samples_before": [shown], "samples_after": [shown | {"reward": 1.0}]}
+    page = Page(write_report(make_run(tmp_path, training_records(1), (), summary)).read_text(encoding="utf-8"))
+    (picture,) = [one["src"] for tag, one in page.elements if tag == "img"]
+    assert np.array_equal(decode_png(base64.b64decode(picture.partition(",")[2])), pixels)

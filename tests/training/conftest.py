@@ -97,6 +97,11 @@ def write_prompts(
 
 
 @pytest.fixture
+def prompt_writer():
+    return write_prompts
+
+
+@pytest.fixture
 def config(inputs_dir) -> GrpoConfig:
     return GrpoConfig(
         model=ModelSection(path=str(inputs_dir / "model")),

@@ -1,11 +1,14 @@
 """Sixty typical mistakes at the command line and in a config: one line each, which names the mistake and the fix."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import yaml
 
 from mindrlhf.cli import main
+from mindrlhf.data.tokenizers import load_tokenizer
 
 # What is typed after `mindrlhf config check CONFIG` for a config that is right, and words of the line that comes.
 CONFIG_MISTAKES = [
@@ -169,3 +172,65 @@ def test_a_new_config_is_refused_for_a_model_that_no_run_can_train(changes, mess
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (tmp_path / "new.yaml").exists()
+
+
+NPUS = [
+    (model, npus, lora)
+    for model in ("qwen2_5/qwen2_5_7b", "qwen3/qwen3_8b", "llama3_1/llama3_1_8b")
+    for npus in (8, 32)
+    for lora in (0, 16)
+]
+
+
+@pytest.mark.parametrize(("model", "npus", "lora"), NPUS)
+@pytest.mark.parametrize("has_data", [False, True])
+def test_a_new_config_for_npus_is_right_and_fits_without_a_hand_between(
+    model, npus, lora, has_data, inputs_dir, tmp_path, capsys
+):
+    directory, path = tmp_path / "model", tmp_path / "npu.yaml"
+    directory.mkdir()
+    shutil.copy(Path("model_configs", model, "config.json"), directory)
+    data = ["--data", str(inputs_dir / "train.mindrecord"), "--eval-data", str(inputs_dir / "long.mindrecord")]
+    words = ["--npus", str(npus), "--model", str(directory), "--lora", str(lora), *(data if has_data else [])]
+    assert main(["config", "new", *words, "--output", str(path)]) == 0
+    head = [line[4:] for line in path.read_text().splitlines() if line.startswith("#   mindrlhf ")]
+    check, plan, train = (line.partition("    #")[0].strip() for line in head)
+    sizes = "--workers 8" if npus == 8 else "--workers 8 --nodes 4"
+    assert train == f"mindrlhf train {path} {sizes}"
+    capsys.readouterr()
+    assert main(check.split()[1:]) == 0
+    assert f"ok for {npus} ranks" in capsys.readouterr().out
+    assert main([*plan.split()[1:], "--search"]) == 0
+    assert "FITS: " in capsys.readouterr().out
+    assert ("eval_file: " in path.read_text()) and (
+        has_data == bool(yaml.safe_load(path.read_text())["data"].get("eval_file"))
+    )
+
+
+def test_a_model_that_no_layout_holds_gets_a_warning(tmp_path, capsys):
+    words = ["--npus", "1", "--model", "model_configs/llama3_1/llama3_1_70b", "--output", str(tmp_path / "c.yaml")]
+    assert main(["config", "new", *words]) == 0
+    assert "warning: no layout over 1 NPUs of 64GB holds the model" in capsys.readouterr().err
+
+
+def test_held_out_data_beside_the_training_data_are_taken(inputs_dir, tmp_path, prompt_writer, capsys):
+    tokenizer = load_tokenizer(str(inputs_dir / "tokenizer")).fingerprint
+    for name in ("train", "test"):
+        prompt_writer(tmp_path / f"{name}.mindrecord", tokenizer, [3, 4])
+    words = ["--model", str(inputs_dir / "model"), "--data", str(tmp_path / "train.mindrecord")]
+    assert main(["config", "new", *words]) == 0
+    printed = capsys.readouterr()
+    assert yaml.safe_load(printed.out)["data"]["eval_file"] == str(tmp_path / "test.mindrecord")
+    assert "data.eval_file is" in printed.err
+    assert main(["config", "new", "--model", str(tmp_path / "none")]) == 2
+
+
+def test_files_that_are_not_here_are_no_mistake_of_a_run_prepared_for_npus(contents, tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    content = contents["train"]
+    content["data"] = {**content["data"], "train_file": "elsewhere.mindrecord"}
+    for device, code in (("ascend", 0), ("cpu", 2)):
+        path.write_text(yaml.safe_dump({**content, "run": {**content["run"], "device": device}}))
+        assert main(["config", "check", str(path)]) == code, device
+        assert "no prompt file at elsewhere.mindrecord" in capsys.readouterr().err
+        assert main(["train", str(path)]) == 2

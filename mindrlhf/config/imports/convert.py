@@ -1,5 +1,6 @@
 """Other stacks' config files as ours: `mindrlhf config import`."""
 
+import dataclasses
 import json
 import math
 import re
@@ -13,7 +14,7 @@ import yaml
 from mindrlhf.config.imports import mindrlhf_05, mindspeed_rl, openrlhf, slime, trl, verl, verl_sft
 from mindrlhf.config.imports.files import read
 from mindrlhf.config.imports.rules import Source, Translation, find, translate
-from mindrlhf.config.load import read_content
+from mindrlhf.config.load import CONFIGS, read_content
 from mindrlhf.errors import UserError
 
 STACKS = {
@@ -32,6 +33,11 @@ _PLACEHOLDERS = {
     "reward.verifier_function": ["accuracy_reward"],
     "run.device": "ascend",
 }
+# Where a run writes, what it reads, how it learns, in the order in which a config is read.
+_FIRST = ("run", "model", "data", "reward", "rollout", "algorithm", "training", "optimizer")
+_OTHERS = dict.fromkeys(field.name for cls in CONFIGS.values() for field in dataclasses.fields(cls))
+_SECTIONS = [*_FIRST, *(name for name in _OTHERS if name not in _FIRST)]
+_NEEDED = "needed: put yours here"
 _UNUSED = re.compile(r"'([\w.]+)' is set, but")
 
 
@@ -57,19 +63,31 @@ def convert(stack: str, path: Path, num_processes: int = 0) -> tuple[str, Transl
     source = Source(reading.given, module.DEFAULTS, reading.unknown, aliases)
     result = translate(source, module.RULES)
     if not any(find(module.RULES, name) for name in [*source.given, *source.unknown] if name != trl.NUM_PROCESSES):
-        raise UserError(f"{path} has no key of {stack}: is it one of {', '.join(name for name in STACKS)}?")
+        others = ", ".join(name for name in STACKS if name != stack)
+        raise UserError(f"{path} has no key of {stack}: is it one of {others}?")
     result.for_user |= reading.remarks
     task = _task(module)
     for name, value in _PLACEHOLDERS.items():
         if not result.values.get(name) and not (task == "sft" and name.startswith("reward.")):
             result.values[name] = value
-            result.origins[name] = ["needed: put yours here"]
+            result.origins[name] = [_NEEDED]
+    _leave_out_weights(result)
     _leave_out_unused(task, result)
     return _render(stack, path, result), result
 
 
 def _task(module: ModuleType) -> str:
     return getattr(module, "TASK", "train")
+
+
+def _leave_out_weights(result: Translation) -> None:
+    """Leave weights to the user where the verifiers are, too: theirs are of other functions than our placeholder."""
+    weights = result.values.get("reward.verifier_weight")
+    if result.origins.get("reward.verifier_function") == [_NEEDED] and isinstance(weights, list) and len(weights) != 1:
+        shown = ",".join(map(str, weights))
+        for origin in result.origins.pop("reward.verifier_weight"):
+            result.for_user[origin] = f"set reward.verifier_weight={shown} beside as many verifiers"
+        del result.values["reward.verifier_weight"]
 
 
 def _leave_out_unused(task: str, result: Translation) -> None:
@@ -101,7 +119,7 @@ def _render(stack: str, path: Path, result: Translation) -> str:
         f"# {_line(path.name)} of {stack}, as a config of MindRLHF. Check it: mindrlhf config check FILE",
         "# Behind each key stands where it comes from; (default) is what that stack does where nothing is said.",
     ]
-    for section, values in sections.items():
+    for section, values in sorted(sections.items(), key=lambda item: _SECTIONS.index(item[0])):
         lines.append(f"{section}:")
         for key, value in values.items():
             origin = ", ".join(dict.fromkeys(map(_line, result.origins[f"{section}.{key}"])))

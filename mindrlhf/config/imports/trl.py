@@ -299,6 +299,7 @@ RULES: dict[str, Rule] = {
     "load_best_model_at_end": to("checkpoint.keep_best"),
     "gradient_checkpointing": to("model.recompute"),
     "gradient_checkpointing_kwargs": without("whole layers are recomputed"),
+    "gradient_checkpointing_kwargs.*": without("whole layers are recomputed"),
     "bf16": into(
         lambda value, source: (
             {"model.compute_dtype": "bfloat16", "rollout.dtype": "bfloat16"}

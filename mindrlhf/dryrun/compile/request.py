@@ -17,6 +17,7 @@ from pathlib import Path
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.specs import find_spec
 from mindrlhf.system.log_tail import last_lines
+from mindrlhf.system.progress import watched
 
 # Kinds of collective operators, as MindSpore names them.
 COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "AlltoAllV", "Send", "Receive", "Broadcast")
@@ -207,7 +208,8 @@ def compile_ranks(
         directory = Path(name)
         work = {"num_processes": num_processes, "requests": [asdict(request) for request in requests]}
         (directory / "requests.json").write_text(json.dumps(work))
-        _run_child(directory, timeout_s)
+        with watched(lambda: len(list(directory.glob("report_*.json"))), len(requests), "graphs"):
+            _run_child(directory, timeout_s)
         return [_read_report(directory, index, request) for index, request in enumerate(requests)]
 
 

@@ -175,7 +175,8 @@ def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryI
     batch = check_feasible(config, model.dims, layout)
     if is_split(config.parallel_config):
         check_num_ranks(machine.world_size)
-    check_rollout(config.rollout, model.dims, machine.world_size)
+    if config.run.device != "cpu":  # where servers share cores, and any number of them runs
+        check_rollout(config.rollout, model.dims, machine.world_size)
     _check_places(config.rollout, machine)
     layouts, _ = _layouts(model, layout, config.model.param_dtype, config.lora.options)
     states = _states(

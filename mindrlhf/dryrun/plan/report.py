@@ -1,7 +1,6 @@
 """Carrying out `mindrlhf plan`: read, plan, write."""
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from mindrlhf.dryrun.plan.search import search
 from mindrlhf.dryrun.plan.text import columns, planned_lines, render_text, search_lines, section, wrap
 from mindrlhf.dryrun.plan.verdict import give_verdict
 from mindrlhf.errors import UserError
-from mindrlhf.system.files import sync
+from mindrlhf.system.files import write_file
 from mindrlhf.system.sizes import parse_size
 
 STANDARD_OUTPUT = "-"
@@ -97,14 +96,7 @@ def _check_target(path: str | None, option: str) -> None:
 
 
 def _write(path: str, text: str) -> None:
-    """Write a file whole or not at all."""
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        sync(temporary)
-        os.replace(temporary, target)
+        write_file(Path(path), text)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)

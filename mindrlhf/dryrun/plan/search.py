@@ -10,7 +10,7 @@ from mindrlhf.dryrun.plan.cost import Cost, divisors, estimate_cost
 from mindrlhf.dryrun.plan.memory import plan_memory
 from mindrlhf.dryrun.plan.parameters import active_parameters
 from mindrlhf.dryrun.plan.plan import Machine, Model, prepare, transfer_of
-from mindrlhf.dryrun.plan.verdict import with_keys
+from mindrlhf.dryrun.plan.verdict import try_keys, with_keys
 from mindrlhf.errors import UserError
 
 NUM_RESULTS = 5
@@ -68,6 +68,19 @@ def search(config: GrpoConfig, model: Model, machine: Machine) -> SearchResult:
     # The transfer of a large model takes its time to count: those that are far behind stay so.
     best = sorted((_with_transfer(one, config, model, machine) for one in candidates[:_NUM_COUNTED]), key=_rank)
     return SearchResult(tuple(_distinct(best)), len(candidates), num_feasible, num_tried)
+
+
+def starting_layout(config: GrpoConfig, model: Model, machine: Machine) -> dict[str, Any] | None:
+    """Return the keys with which a config fits, the plainest first: {} where it does; None where nothing does."""
+    divided = (machine.world_size, model.dims.num_heads)
+    for tensor in (size for size in (1, 2, 4, 8) if not any(number % size for number in divided)):
+        servers = {"rollout.tensor_parallel": tensor, "rollout.num_replicas": machine.world_size // tensor}
+        keys = servers if tensor > 1 else {}
+        if try_keys(config, keys, model, machine) is not None:
+            return keys
+        if (found := search(with_keys(config, keys), model, machine)).best:
+            return keys | dict(found.best[0].keys)
+    return None
 
 
 def _rank(candidate: Candidate) -> tuple[float, int]:

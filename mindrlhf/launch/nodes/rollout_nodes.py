@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mindrlhf.launch.failure_report import say
-from mindrlhf.launch.launch import find_free_port
 from mindrlhf.launch.nodes.channel import LOST, Channel, told_activity
 from mindrlhf.system.handshake import derived_key
 from mindrlhf.system.idle import Activity
+from mindrlhf.system.ports import find_free_port
 
 ROLLOUT_ROLE = "rollout"
 LISTENER_VARIABLE = "MINDRLHF_ROLLOUT_LISTENER"

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from mindrlhf.errors import UserError
 
 # What each is imported as; the extra that installs it has the tracker's name.
-PACKAGES = {"wandb": "wandb", "swanlab": "swanlab", "mlflow": "mlflow"}
+PACKAGES = {"wandb": "wandb", "swanlab": "swanlab", "mlflow": "mlflow", "prometheus": "prometheus_client"}
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ from markupsafe import Markup
 import mindrlhf
 from mindrlhf.errors import UserError
 from mindrlhf.observe.records import read_jsonl, replace_file
-from mindrlhf.observe.report import content_hash, package_text, shortened
+from mindrlhf.observe.report import SAMPLES_PAGE, content_hash, package_text, shortened, write_report
 from mindrlhf.observe.samples import TOKEN_VALUES
 
 MAX_TEXT = 20_000  # characters of a prompt or completion that the page keeps
+MAX_LINKED_BYTES = 8 << 20  # of samples, up to which a run's end writes the page that its report links to
 MAX_PAGE_BYTES = 64 << 20  # of samples that a page of one file is made of, unless a file is asked for
 
 
@@ -28,6 +29,21 @@ def write_page(run_dirs: list[Path], out_file: Path) -> Path:
     """
     replace_file(out_file, render_page(run_dirs))
     return out_file
+
+
+def write_pages(run_dir: Path) -> Path:
+    """Write the page of a run's samples, where it has some and they are few enough, and the report, which links to it.
+
+    Returns:
+        The path of the report.
+
+    Raises:
+        UserError, RunFailure: see :func:`mindrlhf.observe.report.write_report`.
+    """
+    samples = Path(run_dir) / "samples.jsonl"
+    if samples.is_file() and 0 < samples.stat().st_size <= MAX_LINKED_BYTES:
+        write_page([run_dir], Path(run_dir) / SAMPLES_PAGE)
+    return write_report(run_dir)
 
 
 def render_page(run_dirs: list[Path]) -> str:

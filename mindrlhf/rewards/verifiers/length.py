@@ -8,7 +8,7 @@ HALF_REWARD_TOKENS = 1024
 
 @register
 def length_reward(completion: str, answer: str, *, num_tokens: int, finish_reason: str) -> float:
-    """``h / (h + n)`` for a response of ``n`` tokens, with ``h = HALF_REWARD_TOKENS``; between 0 and 1.
+    """``1024 / (1024 + n)`` for a response of ``n`` tokens: 0.5 at 1024 of them, towards 0 for long ones.
 
     It falls with every token at every length, so that two lengths in a group always differ. A response
     that was cut off (``finish_reason == "length"``), or is blank, earns 0: neither is a short answer.

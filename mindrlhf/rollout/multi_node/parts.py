@@ -14,9 +14,9 @@ import time
 from collections.abc import Mapping
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.launch.launch import find_free_port
 from mindrlhf.rollout.processes.server import NodePlace
 from mindrlhf.system.handshake import SignedConnection
+from mindrlhf.system.ports import find_free_port
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 
 _STOP_TIMEOUT_S = 30.0

@@ -10,7 +10,7 @@ from mindrlhf.rollout.remote import accept_nodes
 from mindrlhf.rollout.replicas import Replicas
 from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions
-from mindrlhf.system.wire import family_of
+from mindrlhf.system.ports import listen
 
 
 class NodeShare:
@@ -33,7 +33,7 @@ class NodeShare:
 
     def open(self, own_host: str) -> tuple[str, int]:
         """Listen for the supervisors of the parts, and return the address."""
-        self._listener = socket.create_server((own_host, 0), family=family_of(own_host))
+        self._listener = listen(own_host)
         return own_host, self._listener.getsockname()[1]
 
     def start(self, token: bytes, nodes: Collection[int], buffer_path: str) -> Replicas:

@@ -13,6 +13,7 @@ from typing import Any
 from mindrlhf.checkpoint.algorithm_state import AlgorithmState
 from mindrlhf.checkpoint.background import BackgroundWriter
 from mindrlhf.checkpoint.leftover import LeftoverSample, leftover_records, load_leftover, save_leftover
+from mindrlhf.checkpoint.manifest import DamagedDirectory
 from mindrlhf.checkpoint.resume import check_resumable, check_same_teachers
 from mindrlhf.checkpoint.state import (
     CRITIC_NAME,
@@ -118,12 +119,18 @@ def refuse_taken(config: AnyConfig, *, resume: bool) -> None:
         raise _nothing_to_resume(directory)
 
 
+def check_no_file(key: str, directory: Path) -> None:
+    """Check that no file stands where a key names a directory, or on the way to it."""
+    first = next((parent for parent in (directory, *directory.parents) if parent.exists()), Path())
+    if not first.is_dir():
+        raise UserError(f"'{key}' is {directory}, but {first} is a file: choose another directory")
+
+
 def _check_writable(key: str, directory: Path) -> None:
     """Check that the directory that a key names is one that can be written, or that it can be made."""
+    check_no_file(key, directory)
     for parent in (directory, *directory.parents):
         if parent.exists():
-            if not parent.is_dir():
-                raise UserError(f"'{key}' is {directory}, but {parent} is a file: choose another directory")
             if not os.access(parent, os.W_OK | os.X_OK):
                 raise UserError(f"'{key}' is {directory}, but {parent} cannot be written: choose another")
             return
@@ -136,6 +143,36 @@ def newest_checkpoint(config: AnyConfig) -> Path | None:
     store = CheckpointStore(save_dir(config), config.checkpoint.keep_last)
     steps = store.steps()
     return store.path(steps[-1]) if steps else None
+
+
+def check_continues(config: AnyConfig, data: dict[str, Any], teachers: dict[str, str]) -> None:
+    """Compare a run with what the checkpoint that it is to continue remembers, before anything starts.
+
+    Args:
+        config: of the run.
+        data, teachers: fingerprints as in :class:`RunCheckpoints`.
+
+    Raises:
+        UserError: config, data or teachers differ in what matters.
+    """
+    store = CheckpointStore(save_dir(config), config.checkpoint.keep_last) if save_dir(config).is_dir() else None
+    for step in reversed(store.steps() if store else []):
+        try:
+            state = read_state(store.path(step))
+        except DamagedDirectory:
+            continue  # the run takes the one before, too
+        _check_same_run(state, _plain(config), data, teachers)
+        return
+
+
+def _plain(config: AnyConfig) -> dict[str, Any]:
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def _check_same_run(state: RunState, config: dict[str, Any], data: dict[str, Any], teachers: dict[str, str]) -> None:
+    same = check_same_data(state.data, state.config.get("data", {}), data, config["data"])
+    check_resumable(state.config, config, same)
+    check_same_teachers(state.teachers, teachers)
 
 
 class RunCheckpoints:
@@ -158,7 +195,7 @@ class RunCheckpoints:
         teachers: dict[str, str] | None = None,
     ):
         self._section = config.checkpoint
-        self._config = json.loads(json.dumps(dataclasses.asdict(config)))
+        self._config = _plain(config)
         self._data = data or {}
         self._teachers = teachers or {}
         self._seed = config.run.seed
@@ -255,9 +292,7 @@ class RunCheckpoints:
         if directory is None:
             raise _nothing_to_resume(self._store.save_dir)
         state = read_state(directory)
-        data, old_data = self._config["data"], state.config.get("data", {})
-        check_resumable(state.config, self._config, check_same_data(state.data, old_data, self._data, data))
-        check_same_teachers(state.teachers, self._teachers)
+        _check_same_run(state, self._config, self._data, self._teachers)
         leftover = load_leftover(directory, state.carried)
         algorithm = AlgorithmState.from_json(state.algorithm_state, str(directory / STATE_NAME))
         self._team.call("restore", directory=str(directory))

@@ -253,7 +253,7 @@ class FailedVerifiers(Guard):
             if self._limit and num_steps >= self._limit:
                 self.failure = self.failure or (
                     f"{said}, {num_steps} steps in a row, and guard.max_failed_steps is {self._limit}: mend the "
-                    "verifier ('mindrlhf rewards lint' tries it), and resume from a checkpoint before"
+                    "verifier ('mindrlhf rewards check' tries it), and resume from a checkpoint before"
                 )
 
 

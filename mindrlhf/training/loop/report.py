@@ -61,7 +61,7 @@ class StepReport:
             busy: metrics of how busy ranks and servers were.
         """
         config, samples, guards = self._config, step.samples, self._observers.guards
-        shown = samples.used[: config.observe.samples_per_step]
+        shown = samples.used[: config.observe.num_samples(config.algorithm.num_generations)]
         self._observers.samples.write(self._sample_records(step, shown))
         self.details = StepDetails(
             rewards=np.array([sample.reward.total for sample in samples.used], np.float64),

@@ -111,6 +111,7 @@ def check_grpo_inputs(
         for file, accuracy in ((files.training, ""), *accuracies):
             if file is not None:
                 check(selection.check_prompts, file, accuracy)
+                check(selection.check_answers, file)
     check(conversation_template, config.tools, files.present, files.tokenizer)
     check(check_msprobe, config)
     check(read_order, config.rollout.replay_order)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mindrlhf.config.derived import is_base, reference_paths
-from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.derived import is_base, needs_critic, reference_paths
+from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.starting import Facts
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.tokenizers import load_tokenizer
@@ -20,6 +20,9 @@ from mindrlhf.specs import find_spec
 from mindrlhf.specs.dims import ModelDims
 from mindrlhf.specs.lora import adapters
 from mindrlhf.specs.model import ModelSpec
+from mindrlhf.system.json_lines import read_json_lines
+from mindrlhf.system.sizes import format_size
+from mindrlhf.training.preflight import RunInputs
 from mindrlhf.weights.convert import hf_shapes
 from mindrlhf.weights.hf import read_hf_config
 
@@ -29,6 +32,8 @@ GIB = 2**30
 # below. MindSpore with its graphs, and Python with PyTorch and vLLM.
 TRAINER_BASE_BYTES, SERVER_BASE_BYTES = int(1.4 * GIB), int(1.3 * GIB)
 _FLOAT_BYTES = 4
+
+AnyConfig = GrpoConfig | SftConfig | DpoConfig | RewardModelConfig
 
 
 def read_facts(task: str, model_dir: str, train_file: str, eval_file: str = "") -> Facts:
@@ -89,6 +94,72 @@ def _model(model_dir: str) -> tuple[ModelSpec, ModelDims]:
     return spec, spec.dims(hf_config)
 
 
+def grpo_outlook(config: GrpoConfig, inputs: RunInputs) -> tuple[str, ...]:
+    """Return what a `mindrlhf train` run will do, in words: steps, samples, updates, evaluations, and how long."""
+    training, evaluation, num_steps = config.training, config.evaluation, inputs.num_steps
+    num_prompts = training.chunk_size * training.num_rollouts
+    num_samples = num_prompts * config.algorithm.num_generations
+    num_updates = training.num_minibatches * training.num_iterations
+    share = num_steps * num_prompts / max(1, len(inputs.prompts))
+    each = f"{num_prompts:,} prompts, {num_samples:,} samples and {_counted(num_updates, 'update')}"
+    lines = [f"{_counted(num_steps, 'step')} of {each}: {share:.1f} times the {len(inputs.prompts):,} prompts"]
+    if inputs.held_out is not None:
+        every = evaluation.every_steps
+        steps = {*range(every, num_steps, every)} if every else set()
+        count = len(steps | {num_steps}) + evaluation.before_training
+        held_out = min(len(inputs.held_out), evaluation.max_prompts or len(inputs.held_out))
+        samples = _counted(evaluation.num_samples, "sample")
+        lines.append(f"{_counted(count, 'evaluation')} on {held_out:,} held-out prompts, {samples} each")
+    if every := config.checkpoint.every_steps:
+        size = format_size(checkpoint_bytes(config))
+        count = _counted(num_steps // every, "checkpoint")
+        lines.append(f"{count} of {size}, of which {config.checkpoint.keep_last} are kept")
+    if step_s := _last_step_s(Path(config.run.output_dir, "metrics.jsonl")):
+        minutes = max(1, round(num_steps * step_s / 60))
+        lines.append(f"about {minutes:,} min, by the {step_s:.2f} s a step of the last run there")
+    return tuple(lines)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' if number != 1 else ''}"
+
+
+def _last_step_s(metrics: Path) -> float:
+    """Return the median seconds of a step of the run that has written these metrics; 0 where there is none."""
+    if not metrics.is_file():
+        return 0.0
+    found = (line.value for line in read_json_lines(metrics) if line.error is None)
+    times = [one["timing/all"] for one in found if isinstance(one.get("timing/all"), (int, float))]
+    return float(np.median(times)) if times else 0.0
+
+
+def checkpoint_bytes(config: AnyConfig) -> int:
+    """Return the size of a checkpoint: weights, and AdamW's moments of what is trained, in float32.
+
+    A reference model is saved where it follows the policy, and a critic.
+    """
+    num_parameters, num_trained = _num_parameters(config)
+    element = 2 if config.model.param_dtype == "bfloat16" else _FLOAT_BYTES
+    size_bytes = (num_trained if config.lora.rank is not None else num_parameters) * element
+    size_bytes += 2 * num_trained * _FLOAT_BYTES
+    if isinstance(config, GrpoConfig):
+        if config.algorithm.sync_ref_model:
+            size_bytes += num_parameters * element
+        if needs_critic(config) and config.critic.path:
+            size_bytes += _size(hf_shapes(*_model(config.critic.path)).values()) * (element + 2 * _FLOAT_BYTES)
+    return size_bytes
+
+
+def _num_parameters(config: AnyConfig) -> tuple[int, int]:
+    """Return the parameters of the policy, and those of them, or of its adapters, that are trained."""
+    spec, dims = _model(config.model.path)
+    num_parameters = num_trained = _size(hf_shapes(spec, dims).values())
+    if config.lora.options is not None:
+        found = adapters(spec, dims, config.lora.options)
+        num_trained = _size(shape for one in found for rule in (one.down, one.up) for shape in rule.shape(dims))
+    return num_parameters, num_trained
+
+
 def _size(shapes: Iterable[Sequence[int]]) -> int:
     return sum(prod(shape) for shape in shapes)
 
@@ -122,11 +193,8 @@ def host_memory(config: GrpoConfig, row_length: int, max_model_len: int, num_ran
         max_model_len: longest sequence of a server, in tokens.
         num_ranks: trainers.
     """
-    spec, dims = _model(config.model.path)
-    num_parameters = num_trained = _size(hf_shapes(spec, dims).values())
-    if config.lora.options is not None:
-        found = adapters(spec, dims, config.lora.options)
-        num_trained = _size(shape for one in found for rule in (one.down, one.up) for shape in rule.shape(dims))
+    _, dims = _model(config.model.path)
+    num_parameters, num_trained = _num_parameters(config)
     weights = num_parameters * _FLOAT_BYTES
     references = [path for path in reference_paths(config) if not is_base(config, path)]
     tokens = config.training.micro_batch_size * row_length

@@ -5,18 +5,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindrlhf.checkpoint.store import check_space
 from mindrlhf.config.load import read_config
 from mindrlhf.config.renamed import renaming
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import Mistakes, UserError
-from mindrlhf.launch.machine import check_launcher, check_ranks
+from mindrlhf.launch.machine import check_launcher, check_ranks, has_npus
 from mindrlhf.observe.trackers import check_trackers
 from mindrlhf.rollout.replicas import find_rollout_python
 from mindrlhf.rollout.vllm_options import check_python
 from mindrlhf.system.run_lock import refuse_held
-from mindrlhf.training.checkpoints.run import AnyConfig, refuse_taken, save_dir
+from mindrlhf.system.sizes import format_size
+from mindrlhf.training.checkpoints.run import AnyConfig, check_no_file, refuse_taken, save_dir
 from mindrlhf.training.preflight import check_grpo_inputs, check_offline_inputs, check_sandbox
-from mindrlhf.training.preflight.facts import HostMemory, host_memory
+from mindrlhf.training.preflight.facts import HostMemory, checkpoint_bytes, grpo_outlook, host_memory
 from mindrlhf.training.preflight.features import check_elastic
 
 
@@ -33,6 +35,7 @@ class CheckedRun:
     obstacles: Mistakes
     remarks: tuple[str, ...]
     memory: HostMemory | None = None  # of a run on CPUs against verifiers, where nothing is wrong
+    outlook: tuple[str, ...] = ()  # what will happen, a line each, where nothing is wrong
     renaming: str = ""  # what the keys that the config gives by an old name are called today; empty when none
 
     def raise_if_any(self) -> None:
@@ -77,17 +80,24 @@ def check_run(
     """
     reading = read_config(task, path, overrides, world_size=num_ranks)
     config, mistakes = reading.config, reading.mistakes
-    memory = None
+    memory, outlook = None, ()
     with contextlib.suppress(UserError):  # it raises what it has noted
         if isinstance(config, GrpoConfig):
             inputs = check_grpo_inputs(config, num_ranks, mistakes, num_nodes=num_nodes)
+            outlook = grpo_outlook(config, inputs)
             if config.run.device == "cpu":
                 memory = host_memory(config, inputs.row_lengths[-1], inputs.max_model_len, num_ranks)
         else:
             check_offline_inputs(config, num_ranks, mistakes)
+    named = {"run.output_dir": config.run.output_dir, "checkpoint.save_dir": config.checkpoint.save_dir}
+    for key, directory in named.items():
+        mistakes.check(check_no_file, key, Path(directory))
     obstacles = Mistakes()
+    if _is_prepared(config):
+        mistakes.hand_over(mistakes.not_there, obstacles)
     num_here = num_ranks // num_nodes
     remark = obstacles.check(lambda: check_ranks(config.run.device, num_here, oversubscribe=oversubscribe))
+    remarks = (remark,)
     obstacles.check(check_launcher, num_ranks)
     if isinstance(config, GrpoConfig):
         obstacles.check(check_python, find_rollout_python(config.rollout.python))
@@ -97,8 +107,33 @@ def check_run(
     if node == 0:
         obstacles.check(check_trackers, config.observe.sinks)
         obstacles.check(_refuse_taken, config, resume)
-    remarks = (remark,) if remark else ()
-    return CheckedRun(config, mistakes, obstacles, remarks, memory=memory, renaming=renaming(reading.old_names))
+        remarks += (obstacles.check(_check_room, config),) if not mistakes.messages else ()
+    remarks = tuple(filter(None, remarks))
+    return CheckedRun(config, mistakes, obstacles, remarks, memory, outlook, renaming(reading.old_names))
+
+
+def _is_prepared(config: AnyConfig) -> bool:
+    """Whether the run is prepared here, and is to run where NPUs are, and its files."""
+    return config.run.device == "ascend" and not has_npus()
+
+
+def _check_room(config: AnyConfig) -> str:
+    """Return a line where the disk has room for a checkpoint, but not for as many as are kept; empty otherwise.
+
+    Raises:
+        UserError: it has no room for one.
+    """
+    if config.checkpoint.node_local or _is_prepared(config):  # a node's part is for the node to look at
+        return ""
+    size_bytes, directory = checkpoint_bytes(config), save_dir(config)
+    free_bytes, num_kept = check_space(directory, size_bytes), config.checkpoint.keep_last + 1
+    if not config.checkpoint.every_steps or num_kept * size_bytes <= free_bytes:
+        return ""
+    return (
+        f"a checkpoint takes {format_size(size_bytes)}, and {num_kept} stand side by side while the oldest of "
+        f"checkpoint.keep_last + 1 is replaced, but {directory} has {format_size(free_bytes)} free: make room, lower "
+        "checkpoint.keep_last, or set checkpoint.save_dir to another disk"
+    )
 
 
 def _refuse_taken(config: AnyConfig, resume: bool) -> None:

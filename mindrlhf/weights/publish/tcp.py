@@ -22,7 +22,8 @@ import numpy as np
 
 from mindrlhf.errors import RunFailure
 from mindrlhf.system.handshake import SignedConnection, UnauthenticatedPeer, admit, introduce
-from mindrlhf.system.wire import ConnectionClosed, ProtocolError, family_of
+from mindrlhf.system.ports import listen
+from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.publish.slices import TensorSlice, chunks, sum_bits, sum_chunks
 from mindrlhf.weights.publish.sync import Address, Transfer
@@ -52,7 +53,7 @@ class TcpTransport:
         self._node = node
         self._listener = None
         if host is not None:
-            self._listener = socket.create_server((host, 0), family=family_of(host), backlog=64)
+            self._listener = listen(host, backlog=64)
         self._transfers_of: dict[int, Sequence[Transfer]] = {}  # by bucket
         self._transfers: Sequence[Transfer] = ()  # of the bucket that is synced
         self._outgoing: dict[tuple[int, int], SignedConnection] = {}  # by node and stream

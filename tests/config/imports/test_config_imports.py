@@ -414,3 +414,25 @@ actor_rollout_ref:
     assert "does not end" in result.for_user["actor_rollout_ref.actor.grad_clip"]
     assert "$" not in "".join(line for line in converted.splitlines() if not line.startswith("#"))
     assert result.unknown == ["names.one", "names.sizes", "actor_rollout_ref.model.size"]
+
+
+def test_a_recipe_of_trl_has_no_unknown_key_and_sections_in_the_order_in_which_they_are_read(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model_name_or_path: m\ndo_eval: true\noverwrite_output_dir: true\ngradient_checkpointing: true\n"
+        "gradient_checkpointing_kwargs:\n  use_reentrant: false\nnum_generations: 8\nlearning_rate: 2.0e-05\n"
+        "reward_funcs: [accuracy, format, tag_count]\nreward_weights: [1.0, 0.5, 0.25]\n"
+    )
+    text, result = convert("trl", recipe)
+    assert result.unknown == [] or not list(result.unknown)
+    sections = list(yaml.safe_load(text))
+    assert sections[:2] == ["run", "model"] and sections.index("data") < sections.index("optimizer")
+    assert yaml.safe_load(text)["reward"] == {"verifier_function": ["accuracy_reward"]}
+    assert "1.0,0.5,0.25" in result.for_user["reward_weights"]
+
+
+def test_a_script_without_a_command_names_the_other_stacks_only(tmp_path):
+    script = tmp_path / "moved.sh"
+    script.write_text("echo This example has moved >&2\nexit 1\n")
+    with pytest.raises(UserError, match="no key of verl: is it one of mindspeed-rl, mindrlhf, trl, openrlhf"):
+        convert("verl", script)

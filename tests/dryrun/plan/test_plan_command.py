@@ -77,7 +77,7 @@ def test_search_is_reported_and_its_best_layout_fits(capsys, tmp_path):
 BAD = {
     "device memory": (["--world-size", 8, "--device-memory", "64XB"], "--device-memory '64XB' is not a size"),
     "world size": (["--world-size", 12], "12 were started: set data_parallel to 3"),
-    "no devices": (["--world-size", 0], "--workers is 0"),
+    "no devices": (["--world-size", 0], "--world-size is 0"),
     "no node": (["--world-size", 8, "--node-size", 0], "--node-size is 0"),
     "heads": (
         ["--world-size", 8, "parallel_config.model_parallel=8", "parallel_config.data_parallel=1"],

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.launch.launch import find_free_port
 from mindrlhf.launch.nodes import channel, first
 from mindrlhf.launch.nodes.facts import Fact
 from mindrlhf.launch.nodes.first import FirstNode
@@ -22,6 +21,7 @@ from mindrlhf.launch.nodes.place import Place
 from mindrlhf.launch.restarts import run_with_restarts
 from mindrlhf.system.handshake import introduce
 from mindrlhf.system.idle import Activity
+from mindrlhf.system.ports import find_free_port
 
 pytestmark = pytest.mark.timeout(120)
 SECRET = b"a secret of some length"

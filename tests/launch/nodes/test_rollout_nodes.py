@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.launch.launch import find_free_port
 from mindrlhf.launch.nodes.facts import Fact
 from mindrlhf.launch.nodes.first import FirstNode
 from mindrlhf.launch.nodes.place import Place
 from mindrlhf.launch.nodes.rollout_node import RolloutNode
 from mindrlhf.launch.nodes.rollout_nodes import LISTENER_VARIABLE, ListenerAddress
 from mindrlhf.launch.restarts import run_with_restarts
+from mindrlhf.system.ports import find_free_port
 
 pytestmark = pytest.mark.timeout(60)
 

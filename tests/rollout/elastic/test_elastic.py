@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.launch.launch import find_free_port
 from mindrlhf.launch.nodes import channel
 from mindrlhf.launch.nodes.rollout_nodes import LISTENER_VARIABLE, ListenerAddress
 from mindrlhf.rollout.elastic import node
@@ -18,6 +17,7 @@ from mindrlhf.rollout.elastic.generator import ElasticGenerator
 from mindrlhf.rollout.elastic.listener import Listener, take_address
 from mindrlhf.rollout.types import Cancelled, Completion, GenerationRequest, SamplingParams
 from mindrlhf.system.handshake import UnauthenticatedPeer, introduce
+from mindrlhf.system.ports import find_free_port
 from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.tensors import TensorInfo
 

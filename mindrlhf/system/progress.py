@@ -1,0 +1,40 @@
+"""How far a command is: n of N, for the line that says every few seconds that it still works."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+_NOW: list[Callable[[], str]] = []  # what is counted now, the innermost last
+
+
+@contextlib.contextmanager
+def watched(count: Callable[[], int], total: int, unit: str) -> Iterator[None]:
+    """Have the signs of life say, while the body runs, ``count`` of ``total``.
+
+    Args:
+        count: returns how many are done.
+        total: how many there will be.
+        unit: what they are, such as "tensors".
+    """
+    place = len(_NOW)
+    _NOW.append(lambda: f"{count():,} of {total:,} {unit}")
+    try:
+        yield
+    finally:
+        del _NOW[place:]
+
+
+def counted(items: Iterable[Item], total: int, unit: str) -> Iterator[Item]:
+    """Yield the items, and have the signs of life say meanwhile how many there have been; see ``watched``."""
+    number = 0
+    with watched(lambda: number, total, unit):
+        for item in items:
+            yield item
+            number += 1
+
+
+def now() -> str:
+    """Return how far the command is, such as "12 of 340 tensors"; "" where nothing is counted."""
+    return ", ".join(one() for one in list(_NOW))

@@ -1,0 +1,25 @@
+"""Colours on terminals that have them."""
+
+import os
+from typing import TextIO
+
+BOLD, DIM, RED, GREEN, YELLOW, RESET = "\033[1m", "\033[2m", "\033[31m", "\033[32m", "\033[33m", "\033[0m"
+
+
+def has_colours(stream: TextIO) -> bool:
+    """Whether a stream shows colours: a terminal does, unless NO_COLOR or NO_COLOUR is set (https://no-color.org)."""
+    is_unwanted = os.environ.get("NO_COLOR") or os.environ.get("NO_COLOUR") or os.environ.get("TERM") == "dumb"
+    return stream.isatty() and not is_unwanted
+
+
+def coloured(text: str, colour: str, stream: TextIO) -> str:
+    """Return a text in a colour where the stream shows any."""
+    return f"{colour}{text}{RESET}" if has_colours(stream) else text
+
+
+def verdict_coloured(text: str, stream: TextIO) -> str:
+    """Return a text with its verdict, "better" or "worse" at its end, in green or red."""
+    for word, colour in (("better", GREEN), ("worse", RED)):
+        if text.endswith(f": {word}"):
+            return text.removesuffix(word) + coloured(word, colour, stream)
+    return text

@@ -1,0 +1,142 @@
+"""What is known before a run starts is said before it starts: what its checkpoint remembers, and room for the next."""
+
+import json
+import os
+import shutil
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import yaml
+from preflight_cases import changed
+
+from mindrlhf.checkpoint import store as store_module
+from mindrlhf.checkpoint.state import RunState, write_state
+from mindrlhf.cli import main
+from mindrlhf.commands.train import _advice
+from mindrlhf.config.load import load_config
+from mindrlhf.data.fingerprint import data_fingerprint
+from mindrlhf.data.tokenizers import load_tokenizer
+from mindrlhf.training.preflight.facts import checkpoint_bytes
+from mindrlhf.weights.open import open_tensors
+
+
+@pytest.fixture
+def started(monkeypatch) -> list:
+    """Have nothing started, and list what would have been."""
+    starts: list = []
+    monkeypatch.setattr("mindrlhf.launch.launch.launch", lambda *words, **_: starts.append(words) or 0)
+    return starts
+
+
+@pytest.fixture
+def begun(contents, inputs_dir, tmp_path):
+    """The config of a run that has a checkpoint, as a file; its data are copies that may be replaced."""
+    content = contents["train"]
+    (tmp_path / "own").mkdir()
+    for ending in ("", ".db"):
+        shutil.copy(inputs_dir / f"train.mindrecord{ending}", tmp_path / "own" / f"train.mindrecord{ending}")
+    content["data"] = {**content["data"], "train_file": str(tmp_path / "own" / "train.mindrecord")}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(content))
+    config = load_config("train", path)
+    directory = tmp_path / "run" / "checkpoints" / "step_00000002"
+    directory.mkdir(parents=True)
+    plain = json.loads(json.dumps(asdict(config)))
+    write_state(directory, RunState(2, 3, 0, {}, plain, [], data=data_fingerprint(vars(config.data))))
+    return path
+
+
+def test_a_run_that_is_as_it_was_goes_on(begun, started):
+    assert main(["train", str(begun), "--resume", "run.max_steps=9"]) == 0
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.num_generations=4", "algorithm.num_generations was 8 and is now 4"),
+        ("run.seed=3", "run.seed was 0 and is now 3"),
+        ("rollout.temperature=0.5", "rollout.temperature was 1.0 and is now 0.5"),
+    ],
+)
+def test_a_changed_key_is_refused_before_anything_starts(override, message, begun, started, capsys):
+    assert main(["train", str(begun), override, "--resume"]) == 2
+    err = capsys.readouterr().err
+    assert message in err and "--resume" not in err
+    assert started == []
+
+
+def test_replaced_data_are_refused_before_anything_starts(begun, inputs_dir, tmp_path, prompt_writer, started, capsys):
+    path = tmp_path / "own" / "train.mindrecord"
+    for name in (path, f"{path}.db"):
+        os.remove(name)
+    prompt_writer(path, load_tokenizer(str(inputs_dir / "tokenizer")).fingerprint, [3, 4])
+    assert main(["train", str(begun), "--resume"]) == 2
+    assert "has 2 records, not 5" in capsys.readouterr().err
+    assert started == []
+
+
+def test_a_damaged_checkpoint_is_left_to_the_run_which_takes_the_one_before(begun, started):
+    newer = begun.parent / "run" / "checkpoints" / "step_00000004"
+    newer.mkdir()
+    (newer / "state.json").write_text("{")
+    assert main(["train", str(begun), "--resume"]) == 0
+    assert main(["train", str(begun), "--resume", "run.seed=3"]) == 2
+
+
+def with_room(monkeypatch, free_bytes: int) -> None:
+    usage = shutil.disk_usage("/")._replace(free=free_bytes)
+    monkeypatch.setattr(store_module.shutil, "disk_usage", lambda path: usage)
+
+
+@pytest.mark.parametrize("task", ["train", "sft", "dpo"])
+def test_too_little_room_for_a_checkpoint_is_told_before_anything_starts(
+    task, contents, tmp_path, started, monkeypatch, capsys
+):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(contents[task]))
+    size_bytes = checkpoint_bytes(load_config(task, path))
+    with_room(monkeypatch, size_bytes - 1)
+    assert main([task, str(path)]) == 2
+    message = f"a checkpoint needs {size_bytes} bytes"
+    assert message in capsys.readouterr().err
+    assert main(["config", "check", str(path), "--kind", task]) == 0
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    with_room(monkeypatch, size_bytes)
+    assert main([task, str(path)]) == 0
+    assert "3 stand side by side" in capsys.readouterr().out
+    with_room(monkeypatch, 3 * size_bytes)
+    assert main([task, str(path)]) == 0
+    assert "side by side" not in capsys.readouterr().out
+    assert len(started) == 2
+
+
+def test_a_checkpoint_takes_weights_and_two_moments_of_what_is_trained(config, inputs_dir):
+    tensors = open_tensors(inputs_dir / "model")
+    count = sum(int(np.prod(tensors.info(name).shape)) for name in tensors.names())
+    assert checkpoint_bytes(config) == count * (4 + 2 * 4)
+    followed = changed(config, "algorithm", beta=0.1, sync_ref_model=True)
+    assert checkpoint_bytes(followed) == count * (4 + 2 * 4 + 4)
+    assert 0 < checkpoint_bytes(changed(config, "lora", rank=2)) < count * 4
+
+
+def test_numbers_of_bytes_that_differ_look_different():
+    assert [store_module._gib(size) for size in (12609028, 6238208, 5 << 30, 700)] == [
+        "12.02 MiB",
+        "5.95 MiB",
+        "5.00 GiB",
+        "0.68 KiB",
+    ]
+
+
+def test_advice_never_repeats_what_was_just_refused(tmp_path):
+    again, checkpoint = "mindrlhf train c.yaml run.seed=3", tmp_path / "step_00000012"
+    assert again in _advice(None, again)
+    assert f"step 12 is saved; to resume from {checkpoint}: {again} --resume" == _advice(checkpoint, again)
+    for begun_with in (None, checkpoint):
+        refused = _advice(begun_with, again, is_mistake=True, begun_with=begun_with)
+        assert again not in refused and "mend what the error names" in refused
+    later = _advice(checkpoint, again, is_mistake=True, begun_with=None)
+    assert later.startswith("step 12 is saved; mend what the error names; then, to resume") and again in later
