@@ -55,8 +55,29 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True)
+class OwnSequence:
+    """Tokens that stood in one context: what an agent sent first, and what came of it."""
+
+    prompt_ids: np.ndarray  # int32 [prompt]
+    token_ids: np.ndarray  # int32 [response]
+    is_generated: np.ndarray  # bool [response]
+
+
+@dataclass(frozen=True)
+class AgentRecord:
+    """What an agent did in its episode, beside the tokens."""
+
+    sequences: tuple[OwnSequence, ...]  # in the order of ``Completion.token_ids``, which are their responses
+    text: str  # what it left, for verifiers
+    failure: str = ""  # why it broke down
+    num_other_tokens: int = 0  # turns whose text would have come back as other tokens
+    num_rewritten: int = 0  # calls that told turns of the model which it has not written so
+    num_refused: int = 0  # calls answered with an error
+
+
+@dataclass(frozen=True)
 class Completion:
-    """One finished sample of a request; with tools, a whole conversation."""
+    """One finished sample of a request; with tools, a whole conversation; of an agent, a whole episode."""
 
     request_id: int
     sample_index: int
@@ -75,6 +96,13 @@ class Completion:
     # but the last, which it never read; None where it does not say.
     experts: np.ndarray | None = None
     episode_return: float | None = None  # sum of an environment's rewards; NaN where it broke down; None without one
+    agent: AgentRecord | None = None
+
+    def sequences(self, prompt_ids: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
+        """Return prompt, response and what of it was generated, of each sequence of this sample of a prompt."""
+        if self.agent is None:
+            return [(prompt_ids, self.token_ids, self.is_generated)]
+        return [(one.prompt_ids, one.token_ids, one.is_generated) for one in self.agent.sequences]
 
 
 class Cancelled(Exception):

@@ -45,6 +45,7 @@ def check_vision(config: GrpoConfig) -> None:
         "rollout.segment_tokens": (config.rollout.segment_tokens, "segments carry no images on: set it to 0"),
         "tools.names": (tools.names, "conversations are of text only: leave tools out"),
         "tools.environment": (tools.environment, "episodes are of text only: leave it out"),
+        "tools.agent": (tools.agent, "the endpoint takes text only: leave it out"),
     }
     refuse(
         (is_asked, f"the model in {path} sees images and is not trained with {what} yet: {fix}")
@@ -115,6 +116,7 @@ def check_replay(config: GrpoConfig) -> None:
         f"rollout.draft_tokens={rollout.draft_tokens}": (rollout.draft_tokens, guessed),
         "rollout.segment_tokens": (rollout.segment_tokens, "a response of several segments has several routings"),
         "tools.names": (config.tools.names, "conversations carry no routing on"),
+        "tools.agent": (config.tools.agent, "episodes carry no routing on"),
         f"msprobe.level={CELL_LEVEL}": (dumps_cells, "single cells are run without it"),
     }
     refuse(
@@ -202,6 +204,7 @@ def check_elastic(config: GrpoConfig, num_ranks: int, num_nodes: int) -> None:
         "rollout.segment_tokens": 0,
         "tools.names": (),
         "tools.environment": "",
+        "tools.agent": "",
         "training.replay_routing": False,
         "lora.rank": None,
     }
