@@ -149,7 +149,7 @@ def _reported_metrics() -> set[str]:
     others |= set(re.findall(r'"(samples/\w+)"', modules["leftover"]))
     others |= set(re.findall(r'"((?:async|packing|segments|staleness)/\w+)": ', loop))
     tools = (ROOT / "mindrlhf" / "rollout" / "conversations.py").read_text(encoding="utf-8")
-    others |= set(re.findall(r'"((?:tools|turns)/\w+)": ', tools))
+    others |= set(re.findall(r'"((?:agents|tools|turns)/\w+)": ', tools))
     assert {"loss", "grad_norm", "recompiles"} <= others
     heldout = (ROOT / "mindrlhf" / "evaluation" / "heldout.py").read_text(encoding="utf-8")
     of_sets = re.search(r"def set_metrics.*?(?=\n    def )", heldout, flags=re.DOTALL)[0]

@@ -119,6 +119,7 @@ def tool_rules(config: RunConfig, given: frozenset[str]) -> Rules:
         return
     for name in [name for name in given_in("tools", given) if name.startswith("tools.agent")][:1]:
         yield True, f"'{name}' is set, but tools.agent is empty: name the agent, or remove the key"
+        return
     if not (tools.names or tools.environment):
         for name in given_in("tools", given)[:1]:
             yield True, f"'{name}' is set, but tools.names is empty: name the tools, or remove the key"
