@@ -60,6 +60,7 @@ def test_training_learns_from_the_tokens_of_an_agent_with_the_openai_client(tmp_
         tools__agent=shlex.join([str(rollout_python), str(tmp_path / "agent.py")]),
         tools__memory_limit_mib=2048,
         tools__agent_gather_s=20,
+        training__chunk_size=2,
         reward__verifier_function="environment_reward",
         rollout__max_response_length=192,
         observe__samples_per_step=16,
@@ -68,7 +69,7 @@ def test_training_learns_from_the_tokens_of_an_agent_with_the_openai_client(tmp_
     metrics = sanity_inputs.read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [1, 2]
     for line in metrics:
-        assert line["agents/failures"] == line["agents/refused"] == line["agents/rewritten"] == 0
+        assert line["agents/failures"] == line["agents/refused"] == line["agents/rewritten"] == 0, finished.stderr
         assert line["agents/sequences"] == 2 and line["turns/mean"] == 4
         assert line["tools/tokens"] > 0
         # The trainer read the very tokens that the generator wrote.

@@ -1,13 +1,34 @@
 """What is kept of an agent's calls, token by token: the generator is a script whose tokens no encoder would choose."""
 
+import contextlib
 import json
+import random
 import threading
 import time
 
 import numpy as np
 import pytest
-from agent_fakes import CHAT, END, TOKENIZER, TOOL, VERSION, Engine, decoded, prompt, run, serving, spelled, user
+from agent_fakes import (
+    CHAT,
+    END,
+    TEMPLATE,
+    TOKENIZER,
+    TOOL,
+    VERSION,
+    Engine,
+    decoded,
+    prompt,
+    run,
+    serving,
+    spelled,
+    user,
+)
 
+from mindrlhf.config.reward import ToolSection
+from mindrlhf.data.mindrecord import Prompt
+from mindrlhf.rewards.types import RewardResult
+from mindrlhf.rollout.conversations import tool_metrics, with_tools
+from mindrlhf.rollout.samples import Sampler
 from mindrlhf.rollout.types import SamplingParams
 
 pytestmark = pytest.mark.timeout(120)
@@ -334,3 +355,88 @@ def test_breaking_off_ends_all_agents():
             list(source.generate([prompt("q", 0, 4)], SamplingParams(100, stop_token_ids=(END,))))
         assert started.is_set() and not source._running and not source._questions.waiting
         assert not source._keys._callers
+
+
+def test_a_run_repeats_bit_for_bit_whatever_the_agents_time():
+    """The generator's log-probabilities tell the order of all it was asked."""
+
+    def agent(record, client):
+        draw = random.Random()  # seeded by the clock
+        messages = [user(record["question"])]
+        for word in ("one", "two"):
+            time.sleep(0.02 * draw.random())
+            messages.append(client.chat(messages))
+            messages.append(user(word))
+        client.chat([user(f"sub {record['question']}")])
+        return 1.0
+
+    def once():
+        engine = Engine(lambda text: "ok")
+        found = run(engine, agent, [prompt(f"q{number}", number, 3) for number in range(6)], num_threads=18)
+        return engine, [(one.token_ids.tolist(), one.logprobs.tolist(), one.is_generated.tolist()) for one in found]
+
+    (first, samples), (second, again) = once(), once()
+    assert samples == again and len(samples) == 18
+    asked = [[(one.prompt_ids, one.seed) for one in requests] for requests, _ in first.batches]
+    assert asked == [[(one.prompt_ids, one.seed) for one in requests] for requests, _ in second.batches]
+    assert [len(batch) for batch in asked] == [18, 18, 18]
+
+
+class Rewards:
+    """Gives the length of what verifiers read, and keeps what they were told."""
+
+    compares = False
+
+    def __init__(self):
+        self.inputs = {}
+
+    def submit(self, one):
+        self.inputs[one.index] = one
+
+    def results(self):
+        return [
+            RewardResult(index, {"r": len(one.completion)}, len(one.completion)) for index, one in self.inputs.items()
+        ]
+
+
+def test_verifiers_read_what_the_agent_left_and_get_its_reward():
+    def agent(record, client):
+        last = client.chat([user(record["question"])])["content"]
+        return {"a": None, "b": 0.5, "c": f"left: {last}"}[record["question"]]
+
+    records = [
+        Prompt(
+            np.array(prompt(text).prompt_ids, np.int32),
+            np.zeros(0, np.int32),
+            str(number),
+            "",
+            extra={"question": text},
+        )
+        for number, text in enumerate("abc")
+    ]
+    rewards = Rewards()
+    with serving(Engine(lambda text: "reply"), agent) as (source, _):
+        sampler = Sampler(source, rewards, TOKENIZER)
+        samples = sampler.sample(records, 1, SamplingParams(100, stop_token_ids=(END,)), (1,))
+    assert [one.response_text for one in samples] == ["reply", "reply", "left: reply"]
+    assert [rewards.inputs[place].episode_return for place in range(3)] == [None, 0.5, None]
+    metrics = tool_metrics(samples)
+    assert metrics["agents/sequences"] == 1.0 and metrics["turns/mean"] == 1.0
+    names = ("agents/failures", "agents/refused", "agents/rewritten", "agents/other_tokens", "tools/tokens")
+    assert all(metrics[name] == 0 for name in names)
+
+
+def test_the_config_starts_a_real_agent(tmp_path):
+    (tmp_path / "agent.py").write_text("def solve(record, base_url, api_key):\n    return record['question']\n")
+    tools = ToolSection(agent=f"{tmp_path / 'agent.py'}:solve", agent_open=True)
+
+    class File:
+        path = "file"
+
+        class header:
+            longest_prompt, template, template_options, template_source = 50, "t", {}, TEMPLATE
+
+    with contextlib.ExitStack() as stack:
+        source = with_tools(tools, Engine(lambda text: "x"), TOKENIZER, stack, [File])
+        (found,) = source.generate([prompt("told")], SamplingParams(100, stop_token_ids=(END,)))
+    assert found.agent.text == "told" and found.num_turns == 0 and len(found.token_ids) == 1
