@@ -162,7 +162,7 @@ class HttpServer:
         path: of a Unix socket to listen on as well.
 
     Raises:
-        UserError: the port is taken.
+        UserError: the port is taken, or the path too long.
     """
 
     def __init__(self, find: Callable[[str], Caller | None], name: str, port: int = 0, path: str = ""):
@@ -205,8 +205,12 @@ class HttpServer:
         options = {"handler_cancellation": True, "access_log": None, "auto_decompress": False, "logger": _quiet}
         self._http = web.Server(self._answer, request_factory=self._request, **options)
         servers = [await self.loop.create_server(self._connect, sock=listener)]
-        if path:
-            servers.append(await self.loop.create_unix_server(self._connect, path))
+        try:
+            servers += [await self.loop.create_unix_server(self._connect, path)] if path else []
+        except OSError as error:
+            listener.close()
+            reason = f"cannot listen on the Unix socket {path}: {error}; set TMPDIR to a directory with a short path"
+            return started.set_exception(UserError(reason))
         sweeper = self.loop.create_task(self._sweep())
         started.set_result(None)
         await self._ended.wait()

@@ -260,6 +260,7 @@ def _be_agent(
     settings: Mapping[str, Any], function: Any, message: Mapping[str, Any], outputs: Sequence[int]
 ) -> NoReturn:
     os.setsid()
+    die_with_parent()
     directory, key = message["directory"], message["key"]
     os.chdir(directory)
     record = json.dumps(message["record"])

@@ -275,3 +275,8 @@ def test_several_replies_and_a_stream(serve):
     put(server, question(stop=["</x>"], top_p=0.5))
     ((request,), sampling) = echo.batches[-1]
     assert (request.num_samples, sampling.stop, sampling.top_p) == (1, ("</x>",), 0.5)
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_an_error_of_one_line(tmp_path):
+    with pytest.raises(UserError, match="cannot listen on the Unix socket .*; set TMPDIR"):
+        chat_server.HttpServer(lambda key: None, "m", path=str(tmp_path / ("x" * 200)))

@@ -8,6 +8,7 @@ agent that is busy for longer keeps the others waiting for ``gather_s`` at most.
 import asyncio
 import contextlib
 import dataclasses
+import os
 import secrets
 import shutil
 import sys
@@ -26,6 +27,8 @@ from mindrlhf.rollout.chat_server import HttpServer, Keys, Prompts, Questions
 from mindrlhf.rollout.turn_texts import TurnTexts
 from mindrlhf.rollout.types import Completion, CompletionSource, GenerationRequest, SamplingParams
 from mindrlhf.system import heartbeat
+from mindrlhf.system.files import take_directory
+from mindrlhf.system.processes import SERVER_PREFIX
 from mindrlhf.tools.agents import AgentResult, AgentRunner
 
 if TYPE_CHECKING:
@@ -83,11 +86,16 @@ class AgentEpisodes:
         self._running: dict[Episode, Future] = {}
         self._ended: deque[Episode] = deque()
         # In the temporary directory, since the path of a Unix socket must be short.
-        self._directory = tempfile.mkdtemp(prefix="mindrlhf-agents-")
-        path = str(Path(self._directory) / "endpoint.sock")
-        self._http = HttpServer(self._keys.find, MODEL_NAME, path=path)
+        self._directory, self._lock = take_directory(Path(tempfile.gettempdir()), SERVER_PREFIX)
+        path = str(self._directory / "e.sock")
+        try:
+            self._http = HttpServer(self._keys.find, MODEL_NAME, path=path)
+        except BaseException:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            os.close(self._lock)
+            raise
         settings = {"is_open": tools.agent_open, "memory_limit_bytes": tools.memory_limit_mib << 20}
-        self._runner = runner or AgentRunner(tools.agent, self._http.port, path, self._directory, **settings)
+        self._runner = runner or AgentRunner(tools.agent, self._http.port, path, str(self._directory), **settings)
         try:
             self._in_loop(self._runner.start()).result()
         except BaseException:
@@ -111,6 +119,9 @@ class AgentEpisodes:
             self._in_loop(self._runner.close()).result(timeout=10)
         self._http.close()
         shutil.rmtree(self._directory, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> Iterator[Completion]:
         """Yield every episode as it ends: ``sum(r.num_samples)`` of them, in any order."""
