@@ -210,7 +210,8 @@ class HttpServer:
         except OSError as error:
             listener.close()
             reason = f"cannot listen on the Unix socket {path}: {error}; set TMPDIR to a directory with a short path"
-            return started.set_exception(UserError(reason))
+            started.set_exception(UserError(reason))
+            return
         sweeper = self.loop.create_task(self._sweep())
         started.set_result(None)
         await self._ended.wait()

@@ -104,7 +104,7 @@ class Episode:
     async def _answer(self, call: Call) -> Answer:
         self._check_open()
         if self._num_calls + call.num_samples > self._limits.max_calls:
-            raise Refused(429, f"the episode has made its {self._limits.max_calls} calls (tools.max_turns)")
+            raise Refused(403, f"the episode has made its {self._limits.max_calls} calls (tools.max_turns)")
         # Counted before anything is awaited: calls that come at once share the budgets.
         self._num_calls += call.num_samples
         reserved = 0
@@ -144,7 +144,7 @@ class Episode:
             )
         left = (self._limits.max_tokens - self._num_reserved) // call.num_samples
         if left < 1:
-            raise Refused(429, f"the episode has used its {self._limits.max_tokens} tokens (tools.agent_tokens)")
+            raise Refused(403, f"the episode has used its {self._limits.max_tokens} tokens (tools.agent_tokens)")
         return min(room, left, call.max_tokens or room)
 
     def _question(self, call: Call, ids: np.ndarray, limit: int) -> Question:

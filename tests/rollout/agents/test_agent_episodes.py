@@ -318,8 +318,8 @@ def test_an_agent_that_dies_hangs_or_never_asks_costs_its_own_sample_only(capfd)
 @pytest.mark.parametrize(
     ("options", "status", "message"),
     [
-        ({"max_turns": 2}, 429, "has made its 2 calls"),
-        ({"agent_tokens": 2 * (len(spelled("ok")) + 1)}, 429, "has used its 6 tokens"),
+        ({"max_turns": 2}, 403, "has made its 2 calls"),
+        ({"agent_tokens": 2 * (len(spelled("ok")) + 1)}, 403, "has used its 6 tokens"),
         ({"longest_prompt": 3, "max_tokens": 18}, 400, "the prompt has"),
     ],
     ids=["calls", "tokens", "length"],

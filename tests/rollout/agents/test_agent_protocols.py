@@ -1,6 +1,7 @@
 """The three protocols, field by field, against bodies that their references show, and clients' own parsers."""
 
 import json
+import urllib.request
 
 import pytest
 from agent_fakes import TOOL, Engine, prompt, run, spelled, user
@@ -153,3 +154,16 @@ def test_prompts_that_are_none(value):
 def test_messages_of_anthropic_that_are_none(body):
     with pytest.raises(BadQuestion):
         read_anthropic(body)
+
+
+def test_clients_that_list_models_find_one():
+    got = []
+
+    def agent(record, client):
+        request = urllib.request.Request(f"{client.url}/models", headers={"x-api-key": client.key})
+        with urllib.request.urlopen(request, timeout=10) as response:
+            got.append(json.load(response))
+        return 1.0
+
+    run(Engine(lambda text: "ok"), agent)
+    assert [one["id"] for one in got[0]["data"]] == ["policy"]
