@@ -308,7 +308,7 @@ def with_tools(
     if tools.agent:
         from mindrlhf.rollout.agents.source import AgentEpisodes  # takes half a second: an HTTP server
 
-        template = conversation_template(tools, files, tokenizer) or load_template(CHAT, tokenizer)
+        template = conversation_template(tools, files, tokenizer)
         longest = max(file.header.longest_prompt for file in files)
         return stack.enter_context(AgentEpisodes(generator, tokenizer, template, tools, longest))
     limits = ConversationLimits(tools.max_turns, tools.max_calls, tools.max_response_tokens)
@@ -330,10 +330,11 @@ def with_tools(
 def conversation_template(
     tools: "ToolSection", files: Sequence["PromptFile"], tokenizer: Tokenizer | None
 ) -> PromptTemplate | None:
-    """Return the chat template that made the prompts of files, None when none did or there are no tools.
+    """Return the chat template that made the prompts of files, None when none did or there are no tools; for an agent
+    then the tokenizer's.
 
     Raises:
-        UserError: they were made by different ones, so that a later turn could be of either.
+        UserError: they were made by different ones, so that a later turn could be of either; an agent has none.
     """
     if not files or tokenizer is None or not (tools.environment or tools.names or tools.agent):
         return None
@@ -346,6 +347,13 @@ def conversation_template(
                 f"with tools all prompts need one chat template, found {' and '.join(found)}: build them again with "
                 "the same --template and --template-option"
             )
+    if tools.agent and templates[0] is None:
+        if not tokenizer.chat_templates:
+            raise UserError(
+                f"'tools.agent' is {tools.agent}, whose turns are written with a chat template, but neither were the "
+                f"prompts of {files[0].path} made with one nor has the tokenizer any: build them with --template FILE"
+            )
+        return load_template(CHAT, tokenizer)
     return templates[0]
 
 

@@ -26,6 +26,7 @@ from agent_fakes import (
 
 from mindrlhf.config.reward import ToolSection
 from mindrlhf.data.mindrecord import Prompt
+from mindrlhf.errors import UserError
 from mindrlhf.rewards.types import RewardResult
 from mindrlhf.rollout.conversations import tool_metrics, with_tools
 from mindrlhf.rollout.samples import Sampler
@@ -436,6 +437,16 @@ def test_the_config_starts_a_real_agent(tmp_path):
         class header:
             longest_prompt, template, template_options, template_source = 50, "t", {}, TEMPLATE
 
+    class Bare:
+        chat_templates, chat_template, bos_prefix, special_tokens = {}, None, "", {}
+        chat_end_token = eos_token = None
+
+    class Plain(File):
+        class header:
+            longest_prompt, template, template_options, template_source = 50, "plain", {}, ""
+
+    with pytest.raises(UserError, match="neither were the prompts of file made with one nor has the tokenizer any"):
+        with_tools(tools, None, Bare, contextlib.ExitStack(), [Plain])
     with contextlib.ExitStack() as stack:
         source = with_tools(tools, Engine(lambda text: "x"), TOKENIZER, stack, [File])
         (found,) = source.generate([prompt("told")], SamplingParams(100, stop_token_ids=(END,)))
