@@ -29,7 +29,8 @@ PAGES += sorted(ROOT.glob("examples/**/README.md"))
 KEYS = {dotted for config in (GrpoConfig, SftConfig) for dotted, _, _ in dotted_keys(config)}
 SECTIONS = {dotted.partition(".")[0] for dotted in KEYS}
 # What pages name as a user's own.
-NOT_OURS = {"path/to/file.py", "tools/search.py", "tools/search_server.py", "games/guess.py", "agents/solve.py", "agents/solve.sh"}
+NOT_OURS = {"path/to/file.py", "tools/search.py", "tools/search_server.py", "games/guess.py"}
+NOT_OURS |= {"agents/solve.py", "agents/solve.sh"}
 FILE_ENDINGS = {"json", "jsonl", "md", "mindrecord", "py", "safetensors", "sh", "svg", "yaml"}
 
 
