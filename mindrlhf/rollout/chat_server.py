@@ -35,7 +35,7 @@ MAX_WAITING = 1024
 DEFAULT_REPLY_TOKENS = 1024
 # How long a client may take to send its question or to read its answer, and how many may be silent at a time.
 READ_TIMEOUT_S = 30.0
-MAX_CLIENTS = 1024
+MAX_CLIENTS = BACKLOG = 1024
 _POLL_S = 0.5
 _SETTLED_S = 0.05
 _STOP_TIMEOUT_S = 5.0
@@ -171,7 +171,7 @@ class HttpServer:
         self.loop = asyncio.new_event_loop()
         self._silent: dict[web.RequestHandler, float] = {}  # connections without a request, since when
         try:
-            listener = socket.create_server(("127.0.0.1", port), backlog=MAX_CLIENTS)
+            listener = socket.create_server(("127.0.0.1", port), backlog=BACKLOG)
         except OSError as error:
             self.loop.close()
             raise UserError(f"cannot listen on port {port}: {error.strerror}; give another --port, or 0") from None
@@ -204,9 +204,10 @@ class HttpServer:
         self._ended = asyncio.Event()
         options = {"handler_cancellation": True, "access_log": None, "auto_decompress": False, "logger": _quiet}
         self._http = web.Server(self._answer, request_factory=self._request, **options)
-        servers = [await self.loop.create_server(self._connect, sock=listener)]
+        # Without the number asyncio takes 100, whatever the socket had: of more at once some would be reset.
+        servers = [await self.loop.create_server(self._connect, sock=listener, backlog=BACKLOG)]
         try:
-            servers += [await self.loop.create_unix_server(self._connect, path)] if path else []
+            servers += [await self.loop.create_unix_server(self._connect, path, backlog=BACKLOG)] if path else []
         except OSError as error:
             listener.close()
             reason = f"cannot listen on the Unix socket {path}: {error}; set TMPDIR to a directory with a short path"
@@ -229,16 +230,24 @@ class HttpServer:
         return protocol
 
     def _hang_up_on_oldest(self) -> None:
+        if len(self._silent) > MAX_CLIENTS:
+            self._forget_closed()
         for oldest in [*self._silent][:-MAX_CLIENTS]:
             self._hang_up(oldest)
+
+    def _forget_closed(self) -> None:
+        for protocol, since_s in [*self._silent.items()]:
+            is_closed = protocol.transport is None or protocol.transport.is_closing()
+            if is_closed and self.loop.time() - since_s > _SETTLED_S:  # it has its transport only then
+                del self._silent[protocol]
 
     async def _sweep(self) -> None:
         """Hang up on connections that bring no request, or bring it byte by byte."""
         while True:
             await asyncio.sleep(min(_POLL_S, READ_TIMEOUT_S / 4))
+            self._forget_closed()
             for protocol, since_s in [*self._silent.items()]:
-                age_s = self.loop.time() - since_s
-                if age_s > 2 * READ_TIMEOUT_S or (protocol.transport is None and age_s > _SETTLED_S):
+                if self.loop.time() - since_s > 2 * READ_TIMEOUT_S:
                     self._hang_up(protocol)
 
     def _hang_up(self, protocol: web.RequestHandler) -> None:
