@@ -9,6 +9,8 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "mindrlhf" / "__init__.py").read_text()).group(1)
 
 CORE = [
+    # Its HTTP server: the endpoint of agents and `mindrlhf rewards serve`. Apache-2.0.
+    "aiohttp>=3.10",
     # Its dequantisation and its names of tensors: `mindrlhf weights convert FILE.gguf`. MIT.
     "gguf>=0.17,<1",
     "jinja2>=3.1",

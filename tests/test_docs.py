@@ -30,6 +30,7 @@ KEYS = {dotted for config in (GrpoConfig, SftConfig) for dotted, _, _ in dotted_
 SECTIONS = {dotted.partition(".")[0] for dotted in KEYS}
 # What pages name as a user's own.
 NOT_OURS = {"path/to/file.py", "tools/search.py", "tools/search_server.py", "games/guess.py"}
+NOT_OURS |= {"agents/solve.py", "agents/solve.sh"}
 FILE_ENDINGS = {"json", "jsonl", "md", "mindrecord", "py", "safetensors", "sh", "svg", "yaml"}
 
 
@@ -149,7 +150,7 @@ def _reported_metrics() -> set[str]:
     others |= set(re.findall(r'"(samples/\w+)"', modules["leftover"]))
     others |= set(re.findall(r'"((?:async|packing|segments|staleness)/\w+)": ', loop))
     tools = (ROOT / "mindrlhf" / "rollout" / "conversations.py").read_text(encoding="utf-8")
-    others |= set(re.findall(r'"((?:tools|turns)/\w+)": ', tools))
+    others |= set(re.findall(r'"((?:agents|tools|turns)/\w+)": ', tools))
     others |= {name.format(name="<environment>") for name in re.findall(r'f"(environments/[^"]+)"', tools)}
     assert {"loss", "grad_norm", "recompiles"} <= others
     heldout = (ROOT / "mindrlhf" / "evaluation" / "heldout.py").read_text(encoding="utf-8")

@@ -333,6 +333,10 @@ def test_nothing_listens_but_ranks_and_between_nodes_node_0():
         # store, which would listen on all addresses.
         ("mindrlhf/rollout/multi_node/share.py", "create_server("),
         ("mindrlhf/rollout/server/multi_node.py", "create_server("),
+        # With tools.agent, and `mindrlhf rewards serve`: on 127.0.0.1 alone, for whoever has a key. And for an agent
+        # without a network, on the loopback of its own namespace.
+        ("mindrlhf/rollout/chat_server.py", "create_server("),
+        ("mindrlhf/tools/agent_host.py", "create_server("),
         # With --elastic: rank 0, for nodes for rollout only.
         ("mindrlhf/rollout/elastic/listener.py", "create_server("),
     }

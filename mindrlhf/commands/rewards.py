@@ -205,6 +205,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         log_dir=Path(arguments.log_dir),
         load_weights=True,
+        tokenizer_dir=arguments.model,
     )
     try:
         server = ChatServer(

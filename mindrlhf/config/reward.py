@@ -65,7 +65,25 @@ class ToolSection:
         "what it acts in, in the place of tools: gymnasium, textarena, or path/to/file.py:Class; several with commas "
         "between, of which the kept column `environment` chooses",
     )
-    max_turns: int = key(4, "most turns of the model in one response, the last included", minimum=2)
+    agent: str = key(
+        "",
+        "a program that talks to an endpoint, in the place of tools: path/to/agent.py:function, or a command line; see "
+        "docs/agents.md",
+    )
+    agent_open: bool = key(False, "agents have the network, and all files to write, and not only the endpoint")
+    agent_timeout_s: float = key(
+        300.0, "time limit of an agent, the model's part included, in seconds", minimum=0, exclusive_minimum=True
+    )
+    agent_tokens: int = key(
+        0, "most tokens generated for one agent, in all its calls; 0: `rollout.max_response_length`", minimum=0
+    )
+    agents_at_once: int = key(64, "most agents that run at a time", minimum=1, maximum=4096)
+    agent_gather_s: float = key(
+        1.0, "longest that calls of the model wait for those of agents that are busy, in seconds", minimum=0
+    )
+    max_turns: int = key(
+        4, "most turns of the model in one response, the last included; of an agent, calls of the model", minimum=2
+    )
     max_calls: int = key(8, "most calls in one response; further ones are answered with an error", minimum=1)
     timeout_s: float = key(5.0, "time limit of one call, in seconds", minimum=0, exclusive_minimum=True)
     max_response_tokens: int = key(256, "tokens of one answer of a tool; the rest is truncated", minimum=1)
@@ -98,9 +116,15 @@ def reward_rules(reward: RewardSection, given: frozenset[str]) -> Rules:
 def tool_rules(config: RunConfig, given: frozenset[str]) -> Rules:
     """Rules of the section `tools`; ``given`` are the keys that the user changed."""
     tools, longest = config.tools, config.rollout.max_response_length
-    yield tools.names and tools.environment, (
-        "'tools.environment' and tools.names are both set: leave one of them out"
-    )
+    for first, second in (("environment", "names"), ("agent", "names"), ("agent", "environment")):
+        yield getattr(tools, first) and getattr(tools, second), (
+            f"'tools.{first}' and tools.{second} are both set: leave one of them out"
+        )
+    if tools.agent:
+        return
+    for name in [name for name in given_in("tools", given) if name.startswith("tools.agent")][:1]:
+        yield True, f"'{name}' is set, but tools.agent is empty: name the agent, or remove the key"
+        return
     if not (tools.names or tools.environment):
         for name in given_in("tools", given)[:1]:
             yield True, f"'{name}' is set, but tools.names is empty: name the tools, or remove the key"

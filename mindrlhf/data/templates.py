@@ -158,6 +158,12 @@ class PromptTemplate:
         """
         return self._render([([self._as_chat(one) for one in chat], self._variables(own)) for chat, own in chats])
 
+    def render_messages(self, chats: Sequence[tuple[Sequence[Mapping[str, Any]], Options]]) -> list:
+        """Return the text of each chat of messages as ``apply_chat_template`` takes them, ready for the next turn; see
+        ``render_chats`` and ``render_calls``."""
+        asked = [([dict(one) for one in chat], self._variables(own)) for chat, own in chats]
+        return render_calls(self._render, asked, [{"type": "text", "text": ""}] if self._has_parts else "")
+
     def _as_chat(self, message: Message | Mapping[str, Any]) -> dict[str, Any]:
         """Return a message as chat templates know it: with images, and for some always, a list of parts."""
         if isinstance(message, Mapping):

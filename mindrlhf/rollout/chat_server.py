@@ -1,67 +1,418 @@
-"""Chat completions over HTTP from our own rollout server: a judge, or any model that verifiers ask.
+"""HTTP for whoever asks our own rollout server: agents in training, and verifiers that ask a judge.
 
-It answers the part of OpenAI's protocol that ``rewards.judges.chat_client`` speaks, on 127.0.0.1 only. Threads of the
-HTTP server put questions on a queue; the thread that owns the generator answers all that wait together.
+It speaks the paths of ``agents.protocols`` on 127.0.0.1, and on a Unix socket where one is given. What a request may
+ask, and what is kept of it, its key decides. One thread does all of HTTP; the thread that owns the generator takes the
+questions that wait together (``Questions``).
 """
 
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
 import hmac
 import json
-import math
-import queue
+import logging
 import socket
-import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, BinaryIO
+from typing import Any, Protocol
 
-from mindrlhf.data.control_tokens import control_token_pattern, neutralised, neutralised_value
-from mindrlhf.data.handlers import Example, Message, RecordError
-from mindrlhf.data.templates import CHAT, load_template, record_options
+from aiohttp import web
+
+from mindrlhf.data.control_tokens import control_token_pattern, neutralised_value
+from mindrlhf.data.handlers import RecordError
+from mindrlhf.data.templates import CHAT, PromptTemplate, load_template, record_options
 from mindrlhf.data.tokenizers import Tokenizer
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.rollout.types import CompletionSource, GenerationRequest, SamplingParams
-from mindrlhf.system.handshake import Unproven
+from mindrlhf.rollout.agents.protocols import PROTOCOLS, Answer, BadQuestion, Call, Reply, error_body
+from mindrlhf.rollout.types import Completion, CompletionSource, GenerationRequest, SamplingParams
+from mindrlhf.tools.calls import called, dialect_of
 
-ROLES = ("system", "user", "assistant")
-MAX_HEAD_BYTES = 64 << 10
 MAX_BODY_BYTES = 8 << 20
-MAX_LENGTH_DIGITS = 10
 MAX_WAITING = 1024
 DEFAULT_REPLY_TOKENS = 1024
-MAX_SEED = (1 << 63) - 1
-# How long a client may take to send its question, and how many may be about it at a time.
+# How long a client may take to send its question or to read its answer, and how many may be silent at a time.
 READ_TIMEOUT_S = 30.0
-MAX_CLIENTS = 256
+MAX_CLIENTS = BACKLOG = 1024
 _POLL_S = 0.5
+_SETTLED_S = 0.05
+_STOP_TIMEOUT_S = 5.0
+_TIMEOUTS = (TimeoutError, asyncio.TimeoutError)  # two until Python 3.11
+# The end of what a turn follows, in which the template may have opened a thought.
+PROMPT_END = 200
 
 
-class BadQuestion(ValueError):
-    """A request that cannot be answered; the message says why."""
+# Of requests that are no HTTP aiohttp would write a traceback each.
+_quiet = logging.getLogger("mindrlhf.http")
+_quiet.addHandler(logging.NullHandler())
+_quiet.propagate = False
 
 
-@dataclass(frozen=True)
+class Refused(Exception):
+    """A request that is not answered: the status and the message say why."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+class Caller(Protocol):
+    """Who asks with a key."""
+
+    async def answer(self, call: Call) -> Answer:
+        """Answer one request.
+
+        Raises:
+            BadQuestion, RecordError: it cannot be answered.
+            Refused: it may not be.
+            RunFailure: the generator failed.
+        """
+
+
+@dataclass
 class Question:
-    """One request, as the generator takes it."""
+    """What one call asks of the generator. ``order`` is its place among those that wait together."""
 
     prompt_ids: tuple[int, ...]
+    num_samples: int
     max_tokens: int
-    temperature: float
+    sampling: SamplingParams
     seed: int
-    answer: Future = field(default_factory=Future, compare=False)  # of (token ids, finish reason)
+    order: tuple = ()
+    completions: list[Completion] = field(default_factory=list)
+    future: "asyncio.Future[None] | None" = None
+
+
+class Questions:
+    """Questions that wait for the generator: the thread of HTTP puts them in, the generator's takes them out."""
+
+    def __init__(self, max_waiting: int = MAX_WAITING) -> None:
+        self.news = threading.Condition()
+        self.waiting: list[Question] = []
+        self._max_waiting = max_waiting
+
+    async def ask(self, question: Question) -> list[Completion]:
+        """Return the samples of a question, in the order of their indices."""
+        question.future = asyncio.get_running_loop().create_future()
+        with self.news:
+            if len(self.waiting) >= self._max_waiting:
+                raise Refused(429, f"{self._max_waiting} questions wait")
+            self.waiting.append(question)
+            self.news.notify_all()
+        try:
+            await question.future
+        finally:
+            with self.news, contextlib.suppress(ValueError):
+                self.waiting.remove(question)
+        return sorted(question.completions, key=lambda one: one.sample_index)
+
+    def take(self) -> list[Question]:
+        """Return what waits now, in the order of the questions; those whose clients have gone are left out."""
+        with self.news:
+            taken, self.waiting = self.waiting, []
+        return sorted((one for one in taken if not one.future.done()), key=lambda one: one.order)
+
+    def generate(self, generator: CompletionSource, questions: Sequence[Question]) -> None:
+        """Answer questions, those of one way of sampling together.
+
+        Raises:
+            RunFailure: the generator failed; whoever asked is told.
+        """
+        try:
+            for sampling in dict.fromkeys(question.sampling for question in questions):
+                own = [question for question in questions if question.sampling == sampling]
+                requests = [
+                    GenerationRequest(number, one.prompt_ids, one.num_samples, one.seed, max_tokens=one.max_tokens)
+                    for number, one in enumerate(own)
+                ]
+                longest = max(one.max_tokens for one in own)
+                for completion in generator.generate(requests, dataclasses.replace(sampling, max_tokens=longest)):
+                    question = own[completion.request_id]
+                    question.completions.append(completion)
+                    if len(question.completions) == question.num_samples:
+                        _settle(question.future, None)
+        except BaseException as error:
+            self.fail(questions, f"the generator failed: {error}")
+            raise
+
+    def fail(self, questions: Collection[Question], reason: str) -> None:
+        """Tell those who asked why there is no answer."""
+        for question in questions:
+            _settle(question.future, RunFailure(reason))
+
+
+def _settle(future: "asyncio.Future[None]", error: Exception | None) -> None:
+    def settle() -> None:
+        if not future.done():
+            future.set_result(None) if error is None else future.set_exception(error)
+
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        future.get_loop().call_soon_threadsafe(settle)
+
+
+class HttpServer:
+    """Answers HTTP at ``url`` until ``close``.
+
+    Args:
+        find: returns who has a key, None where nobody has.
+        name: of the model, as replies give it; requests may name any.
+        port: of 127.0.0.1; 0 takes any that is free.
+        path: of a Unix socket to listen on as well.
+
+    Raises:
+        UserError: the port is taken, or the path too long.
+    """
+
+    def __init__(self, find: Callable[[str], Caller | None], name: str, port: int = 0, path: str = ""):
+        self._find = find
+        self._name = name
+        self.loop = asyncio.new_event_loop()
+        self._silent: dict[web.RequestHandler, float] = {}  # connections without a request, since when
+        try:
+            listener = socket.create_server(("127.0.0.1", port), backlog=BACKLOG)
+        except OSError as error:
+            self.loop.close()
+            raise UserError(f"cannot listen on port {port}: {error.strerror}; give another --port, or 0") from None
+        self.port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}/v1"
+        started: Future = Future()
+        self._thread = threading.Thread(target=self._run, args=(listener, path, started), daemon=True, name="http")
+        self._thread.start()
+        started.result()
+
+    def close(self) -> None:
+        """Stop listening and hang up on everybody."""
+        if self.loop.is_closed():
+            return
+        self.loop.call_soon_threadsafe(self._ended.set)
+        self._thread.join(_STOP_TIMEOUT_S)
+
+    def _run(self, listener: socket.socket, path: str, started: Future) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_until_complete(self._serve(listener, path, started))
+            tasks = asyncio.all_tasks(self.loop)
+            for task in tasks:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        finally:
+            self.loop.close()
+
+    async def _serve(self, listener: socket.socket, path: str, started: Future) -> None:
+        self._ended = asyncio.Event()
+        options = {"handler_cancellation": True, "access_log": None, "auto_decompress": False, "logger": _quiet}
+        self._http = web.Server(self._answer, request_factory=self._request, **options)
+        # Without the number asyncio takes 100, whatever the socket had: of more at once some would be reset.
+        servers = [await self.loop.create_server(self._connect, sock=listener, backlog=BACKLOG)]
+        try:
+            servers += [await self.loop.create_unix_server(self._connect, path, backlog=BACKLOG)] if path else []
+        except OSError as error:
+            listener.close()
+            reason = f"cannot listen on the Unix socket {path}: {error}; set TMPDIR to a directory with a short path"
+            started.set_exception(UserError(reason))
+            return
+        sweeper = self.loop.create_task(self._sweep())
+        started.set_result(None)
+        await self._ended.wait()
+        sweeper.cancel()
+        for server in servers:
+            server.close()
+        for protocol in [*self._http.connections]:
+            if protocol.transport is not None:
+                protocol.transport.abort()
+
+    def _connect(self) -> web.RequestHandler:
+        protocol = self._http()
+        self._silent[protocol] = self.loop.time()
+        self.loop.call_later(_SETTLED_S, self._hang_up_on_oldest)  # when it has its transport
+        return protocol
+
+    def _hang_up_on_oldest(self) -> None:
+        if len(self._silent) > MAX_CLIENTS:
+            self._forget_closed()
+        for oldest in [*self._silent][:-MAX_CLIENTS]:
+            self._hang_up(oldest)
+
+    def _forget_closed(self) -> None:
+        for protocol, since_s in [*self._silent.items()]:
+            is_closed = protocol.transport is None or protocol.transport.is_closing()
+            if is_closed and self.loop.time() - since_s > _SETTLED_S:  # it has its transport only then
+                del self._silent[protocol]
+
+    async def _sweep(self) -> None:
+        """Hang up on connections that bring no request, or bring it byte by byte."""
+        while True:
+            await asyncio.sleep(min(_POLL_S, READ_TIMEOUT_S / 4))
+            self._forget_closed()
+            for protocol, since_s in [*self._silent.items()]:
+                if self.loop.time() - since_s > 2 * READ_TIMEOUT_S:
+                    self._hang_up(protocol)
+
+    def _hang_up(self, protocol: web.RequestHandler) -> None:
+        del self._silent[protocol]
+        if protocol.transport is not None:
+            protocol.transport.abort()
+
+    def _request(self, message, payload, protocol, writer, task) -> web.BaseRequest:
+        return web.BaseRequest(message, payload, protocol, writer, task, self.loop, client_max_size=MAX_BODY_BYTES)
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request; what goes wrong with it costs its connection alone."""
+        self._silent.pop(request.protocol, None)
+        call, protocol = None, PROTOCOLS.get(request.path)
+        try:
+            caller = self._find(_given_key(request))
+            if caller is None:
+                raise Refused(401, "the key is missing or wrong")
+            if request.method == "GET" and request.path == "/v1/models":
+                status, content = 200, {"object": "list", "data": [{"id": self._name, "object": "model"}]}
+            elif protocol is None or request.method != "POST":
+                raise Refused(404, f"there are POST {', '.join(PROTOCOLS)}, not {request.method} {request.path[:100]}")
+            else:
+                if (request.content_length or 0) > MAX_BODY_BYTES:
+                    raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, request.content_length)
+                body = await asyncio.wait_for(request.read(), READ_TIMEOUT_S)
+                call = protocol.read(json.loads(body))
+                answer = await caller.answer(call)
+                status, content = 200, protocol.write(self._name, call, answer)
+        except (ValueError, RecursionError, RecordError) as error:  # of a body that is no JSON, too
+            status, content = 400, error_body(str(error))
+        except web.HTTPRequestEntityTooLarge:
+            status, content = 413, error_body(f"the body is longer than {MAX_BODY_BYTES} bytes")
+        except _TIMEOUTS:
+            status, content = 408, error_body(f"the body did not come within {READ_TIMEOUT_S:g} s")
+        except Refused as error:
+            status, content = error.status, error_body(str(error))
+        except RunFailure as error:
+            status, content = 503, error_body(str(error))
+        if status == 200 and call is not None and call.stream:
+            texts = protocol.stream(self._name, call, answer)
+            return await self._write(request, 200, "text/event-stream", "".join(texts))
+        return await self._write(request, status, "application/json", json.dumps(content))
+
+    async def _write(self, request: web.BaseRequest, status: int, kind: str, text: str) -> web.StreamResponse:
+        response = web.Response(status=status, body=text.encode(errors="replace"), content_type=kind)
+        if status in (401, 408, 413):
+            response.force_close()  # what it goes on sending is not read
+        try:
+            await response.prepare(request)
+            await asyncio.wait_for(response.write_eof(), READ_TIMEOUT_S)
+        except _TIMEOUTS:  # it does not read
+            if request.transport is not None:
+                request.transport.abort()
+        if request.protocol.transport is not None:
+            self._silent[request.protocol] = self.loop.time()
+        return response
+
+
+def _given_key(request: web.BaseRequest) -> str:
+    given = request.headers.get("Authorization", "")
+    return given.removeprefix("Bearer ") if given else request.headers.get("x-api-key", "")
+
+
+class Keys:
+    """Who has which key. Keys are looked up by their digests, so that the time it takes tells nothing of them."""
+
+    def __init__(self) -> None:
+        self._callers: dict[bytes, Caller] = {}
+
+    def add(self, key: str, caller: Caller) -> None:
+        """Let a caller ask with a key from now on."""
+        self._callers[_digest(key)] = caller
+
+    def remove(self, key: str) -> None:
+        """Let nobody ask with a key any more."""
+        self._callers.pop(_digest(key), None)
+
+    def find(self, key: str) -> Caller | None:
+        """Return who has a key."""
+        return self._callers.get(_digest(key))
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="replace")).digest()
+
+
+class Prompts:
+    """Messages to tokens and tokens to replies, by the chat template and tokenizer of a model."""
+
+    def __init__(self, tokenizer: Tokenizer, template: PromptTemplate, dialect: str):
+        self.tokenizer = tokenizer
+        self.template = template
+        self._dialect = dialect
+        self._control_tokens = control_token_pattern(tokenizer.control_tokens)
+
+    def as_data(self, value: Any) -> Any:
+        """Return what a client says with control tokens written apart, or its texts could end their turn."""
+        return value if self._control_tokens is None else neutralised_value(value, self._control_tokens)
+
+    def options(self, call: Call) -> dict[str, Any]:
+        """Return the variables of the template that a call sets.
+
+        Raises:
+            RecordError: one is not the client's to set.
+        """
+        return self.as_data(record_options({"chat_template_kwargs": dict(call.options)}))
+
+    def ids(self, call: Call) -> list[int]:
+        """Return the prompt of a call as it stands, in tokens.
+
+        Raises:
+            RecordError: the template refuses it.
+            BadQuestion: a token that the model has not.
+        """
+        if isinstance(call.prompt, str):
+            return self.tokenizer.encode(call.prompt)
+        if call.prompt is not None:
+            if bad := [token for token in call.prompt if not 0 <= token < self.tokenizer.vocab_size]:
+                raise BadQuestion(f"the prompt has the token {bad[0]}; there are 0 to {self.tokenizer.vocab_size - 1}")
+            return list(call.prompt)
+        messages = [self.as_data(dict(one)) for one in call.messages]
+        (text,) = self.template.render_messages([(messages, self.options(call))])
+        if isinstance(text, RecordError):
+            raise text
+        return self.tokenizer.encode(text)
+
+    def reply(self, call: Call, completion: Completion, prompt_end: Sequence[int]) -> Reply:
+        """Return a sample as a client reads it: without its end token, and without the client's stop string."""
+        ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
+        text, reason, calls = self.tokenizer.decode(ids), completion.finish_reason, ()
+        if reason == "stop" and call.stop and ids[-1] not in self.tokenizer.eos_token_ids:
+            text = text[: min((place for stop in call.stop if (place := text.find(stop)) >= 0), default=len(text))]
+        if call.reads_calls and reason == "stop":
+            raw, prompt = (self.tokenizer.decode(list(part), skip_special_tokens=False) for part in (ids, prompt_end))
+            said, found = called(raw, self._dialect, prompt)
+            if found:
+                text = _without(said, [self.tokenizer.decode([one], skip_special_tokens=False) for one in ids[-1:]])
+                calls = tuple(
+                    {
+                        "id": f"call{hashlib.sha256(f'{prompt}{raw}{number}'.encode()).hexdigest()[:8]}",
+                        "type": "function",
+                        "function": {"name": one.name, "arguments": json.dumps(dict(one.arguments))},
+                    }
+                    for number, one in enumerate(found)
+                )
+        tokens = tuple(self.tokenizer.decode([one], skip_special_tokens=False) for one in ids) if call.logprobs else ()
+        return Reply(text, calls, "tool_calls" if calls else reason, tuple(ids), tuple(logprobs), tokens)
+
+
+def _without(text: str, ends: Sequence[str]) -> str:
+    for end in ends:
+        text = text.removesuffix(end)
+    return text.strip("\n")
 
 
 class ChatServer:
-    """Serves one model's chat completions at ``url`` until ``close``; ``run`` answers, in the caller's thread.
+    """Serves one model's completions at ``url`` until ``close``; ``run`` answers, in the caller's thread.
 
     Args:
         generator: has the model.
         tokenizer: of the model, with a chat template.
-        name: of the model, as replies give it; requests may name any.
+        name: of the model.
         max_model_len: longest prompt and reply together, in tokens.
-        port: 0 takes any that is free.
+        port: see ``HttpServer``.
         api_key: what requests must bear; "" lets every process of this machine ask.
         template_options: values of variables of the chat template; a request's ``chat_template_kwargs``, as vLLM's
             server takes them, come before them.
@@ -81,18 +432,13 @@ class ChatServer:
         template_options: Mapping[str, Any] | None = None,
     ):
         self._generator = generator
-        self._tokenizer = tokenizer
-        self._template = load_template(CHAT, tokenizer, options=template_options)
-        self._control_tokens = control_token_pattern(tokenizer.control_tokens)
+        template = load_template(CHAT, tokenizer, options=template_options)
+        self._prompts = Prompts(tokenizer, template, dialect_of(template.source))
         self._max_model_len = max_model_len
-        self._questions: queue.Queue[Question] = queue.Queue(MAX_WAITING)
+        self._questions = Questions()
         self._is_closed = False
-        try:
-            self._http = _Server(("127.0.0.1", port), _handler(self, name, api_key))
-        except OSError as error:
-            raise UserError(f"cannot listen on port {port}: {error.strerror}; give another --port, or 0") from None
-        self.url = f"http://127.0.0.1:{self._http.server_port}/v1"
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+        self._http = HttpServer(lambda key: self if _is_right(key, api_key) else None, name, port)
+        self.url = self._http.url
 
     def run(self) -> None:
         """Answer questions until ``close`` is called, from another thread.
@@ -101,188 +447,36 @@ class ChatServer:
             RunFailure: the generator is gone for good; what waits is answered with the reason.
         """
         while not self._is_closed:
-            try:
-                questions = [self._questions.get(timeout=_POLL_S)]
-            except queue.Empty:
-                continue
-            while not self._questions.empty():
-                questions.append(self._questions.get_nowait())
-            for temperature in dict.fromkeys(question.temperature for question in questions):
-                self._generate([one for one in questions if one.temperature == temperature], temperature)
+            with self._questions.news:
+                self._questions.news.wait_for(lambda: self._questions.waiting or self._is_closed, _POLL_S)
+            if questions := self._questions.take():
+                self._questions.generate(self._generator, questions)
 
     def close(self) -> None:
         """Stop listening. Questions that wait are answered with an error."""
         self._is_closed = True
-        self._http.shutdown()
-        self._http.server_close()
-        while not self._questions.empty():
-            self._questions.get_nowait().answer.set_exception(RunFailure("the server is closing"))
+        with self._questions.news:
+            self._questions.news.notify_all()
+        self._questions.fail(self._questions.take(), "the server is closing")
+        self._http.close()
 
-    def ask(self, body: Any) -> tuple[str, str, int, int]:
-        """Answer one request's body; return text, finish reason, and tokens of prompt and reply.
-
-        Raises:
-            BadQuestion: the body is not as expected, or its prompt too long.
-            RunFailure: the generator failed.
-            queue.Full: too many questions wait.
-        """
-        question = self._question(body)
-        self._questions.put_nowait(question)
-        token_ids, finish_reason = question.answer.result()
-        return self._tokenizer.decode(token_ids), finish_reason, len(question.prompt_ids), len(token_ids)
-
-    def _generate(self, questions: Sequence[Question], temperature: float) -> None:
-        requests = [
-            GenerationRequest(number, one.prompt_ids, 1, one.seed, max_tokens=one.max_tokens)
-            for number, one in enumerate(questions)
-        ]
-        longest = max(one.max_tokens for one in questions)
-        sampling = SamplingParams(longest, temperature, stop_token_ids=self._tokenizer.eos_token_ids)
-        try:
-            for completion in self._generator.generate(requests, sampling):
-                answer = (completion.token_ids.tolist(), completion.finish_reason)
-                questions[completion.request_id].answer.set_result(answer)
-        except BaseException as error:
-            for question in questions:
-                if not question.answer.done():
-                    question.answer.set_exception(RunFailure(f"the generator failed: {error}"))
-            raise
-
-    def _question(self, body: Any) -> Question:
-        if not isinstance(body, dict):
-            raise BadQuestion("the body is no JSON object")
-        prompt_ids = self._prompt_ids(body.get("messages"), body)
+    async def answer(self, call: Call) -> Answer:
+        """Answer one request; see ``Caller``."""
+        prompts = self._prompts
+        prompt_ids = await asyncio.get_running_loop().run_in_executor(None, prompts.ids, call)
         room = self._max_model_len - len(prompt_ids)
         if room < 1:
             raise BadQuestion(f"the prompt has {len(prompt_ids)} tokens, {self._max_model_len} is for it and reply")
-        max_tokens = body.get("max_tokens") or DEFAULT_REPLY_TOKENS
-        temperature, seed = body.get("temperature", 0), body.get("seed", 0)
-        if type(max_tokens) is not int or max_tokens < 1:
-            raise BadQuestion(f"max_tokens is {max_tokens!r}: it must be an integer of at least 1")
-        if type(temperature) not in (int, float) or not 0 <= temperature < math.inf:
-            raise BadQuestion(f"temperature is {temperature!r}: it must be a number of at least 0")
-        if type(seed) is not int or not 0 <= seed <= MAX_SEED:
-            raise BadQuestion(f"seed is {seed!r}: it must be an integer from 0 to {MAX_SEED}")
-        for name, only in (("n", 1), ("stream", False), ("tools", None)):
-            if body.get(name, only) not in (only, None):
-                raise BadQuestion(f"{name} is not supported here")
-        return Question(prompt_ids, min(max_tokens, room), float(temperature), seed)
-
-    def _prompt_ids(self, messages: Any, body: dict[str, Any]) -> tuple[int, ...]:
-        if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-            raise BadQuestion(f"messages must be a list of objects with role ({', '.join(ROLES)}) and text content")
-        example = Example(tuple(Message(one["role"], one["content"]) for one in messages), answer="")
-        try:
-            options = record_options(body)
-            if self._control_tokens is not None:  # or the graded text could end its own turn
-                example = neutralised(example, self._control_tokens)
-                options = neutralised_value(options, self._control_tokens)
-            return tuple(self._tokenizer.encode(self._template.render(example, options)))
-        except RecordError as error:
-            raise BadQuestion(str(error)) from None
+        limit = min(call.max_tokens or DEFAULT_REPLY_TOKENS, room)
+        ends = prompts.tokenizer.eos_token_ids
+        top_k = max(0, int(call.sampling.get("top_k", 0)))
+        chosen = (call.sampling.get("temperature", 0), call.sampling.get("top_p", 1))
+        sampling = SamplingParams(0, *map(float, chosen), top_k, ends, call.stop)
+        question = Question(tuple(prompt_ids), call.num_samples, limit, sampling, call.seed)
+        completions = await self._questions.ask(question)
+        replies = [prompts.reply(call, one, prompt_ids[-PROMPT_END:]) for one in completions]
+        return Answer(tuple(replies), tuple(prompt_ids))
 
 
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("role") in ROLES and isinstance(value.get("content"), str)
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = MAX_CLIENTS  # as many reward workers may ask at once
-
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        self.asking = Unproven(MAX_CLIENTS)
-        super().__init__(address, handler)
-
-    def process_request(self, request: socket.socket, client_address: Any) -> None:
-        """Answer by a thread, as long as not too many others are still being asked."""
-        self.asking.add(request)
-        super().process_request(request, client_address)
-
-    def service_actions(self) -> None:
-        """Hang up on clients that send their question byte by byte; called about twice a second."""
-        self.asking.hang_up_after(2 * READ_TIMEOUT_S)
-
-    def shutdown_request(self, request: socket.socket) -> None:
-        """Forget a client that has its answer, or has gone."""
-        self.asking.discard(request)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a client that has gone; of anything else, what it was."""
-        if not isinstance(sys.exc_info()[1], ConnectionError):
-            super().handle_error(request, client_address)
-
-
-class _Head:
-    """The first lines of a request, bounded together: http.server itself takes a hundred of 64 KiB each."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._num_left = MAX_HEAD_BYTES
-
-    def readline(self, size: int) -> bytes:
-        line = self._file.readline(min(size, self._num_left))
-        self._num_left -= len(line)
-        return line
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _handler(server: ChatServer, name: str, api_key: str) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        timeout = READ_TIMEOUT_S
-
-        def setup(self) -> None:
-            super().setup()
-            self.body, self.rfile = self.rfile, _Head(self.rfile)
-
-        def do_POST(self) -> None:
-            status, answer = self._answer()
-            content = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def _answer(self) -> tuple[int, dict[str, Any]]:
-            if self.path != "/v1/chat/completions":
-                return 404, _error(f"there is only /v1/chat/completions, not {self.path[:100]}")
-            if api_key and not hmac.compare_digest(self._given_key(), f"Bearer {api_key}".encode()):
-                return 401, _error("the key is missing or wrong")
-            length = self.headers.get("Content-Length", "")
-            if not length.isdecimal() or len(length) > MAX_LENGTH_DIGITS or int(length) > MAX_BODY_BYTES:
-                return 413, _error(f"the body must have a Content-Length of at most {MAX_BODY_BYTES} bytes")
-            try:
-                body = self.body.read(int(length))
-                self.server.asking.discard(self.connection)
-                text, finish_reason, num_prompt, num_reply = server.ask(json.loads(body))
-            except (ValueError, RecursionError) as error:  # of a body that is no JSON, too
-                return 400, _error(str(error))
-            except TimeoutError:
-                return 408, _error(f"the body did not come within {READ_TIMEOUT_S:g} s")
-            except queue.Full:
-                return 429, _error(f"{MAX_WAITING} questions wait")
-            except RunFailure as error:
-                return 503, _error(str(error))
-            choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish_reason}
-            usage = {
-                "prompt_tokens": num_prompt,
-                "completion_tokens": num_reply,
-                "total_tokens": num_prompt + num_reply,
-            }
-            return 200, {"object": "chat.completion", "model": name, "choices": [choice], "usage": usage}
-
-        def _given_key(self) -> bytes:
-            return self.headers.get("Authorization", "").encode(errors="replace")
-
-        def log_message(self, *arguments: object) -> None:
-            pass  # one line for each question would bury everything else
-
-    return Handler
-
-
-def _error(message: str) -> dict[str, Any]:
-    return {"error": {"message": message}}
+def _is_right(key: str, api_key: str) -> bool:
+    return not api_key or hmac.compare_digest(key.encode(errors="replace"), api_key.encode())

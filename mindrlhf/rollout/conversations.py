@@ -18,7 +18,7 @@ import numpy as np
 
 from mindrlhf.config.reward import AUTO_DIALECT
 from mindrlhf.data.control_tokens import control_token_pattern, neutralised_value, written_apart
-from mindrlhf.data.templates import Options, PromptTemplate, record_options, template_of
+from mindrlhf.data.templates import CHAT, Options, PromptTemplate, load_template, record_options, template_of
 from mindrlhf.data.tokenizers import Tokenizer
 from mindrlhf.errors import UserError
 from mindrlhf.rollout.turn_texts import TurnTexts
@@ -433,8 +433,8 @@ def with_tools(
     stack: contextlib.ExitStack,
     files: Sequence["PromptFile"] = (),
 ) -> CompletionSource:
-    """Return the generator, with the tools or the environment of a config's section before it if there are any;
-    ``stack`` ends them.
+    """Return the generator, with the tools, the environment or the agent of a config's section before it if there are
+    any; ``stack`` ends them.
 
     Args:
         files: of all prompts that will be sampled.
@@ -442,8 +442,14 @@ def with_tools(
     Raises:
         UserError: see ``conversation_template``.
     """
-    if not tools.environment and not tools.names:
+    if not (tools.environment or tools.names or tools.agent):
         return generator
+    if tools.agent:
+        from mindrlhf.rollout.agents.source import AgentEpisodes  # takes half a second: an HTTP server
+
+        template = conversation_template(tools, files, tokenizer)
+        longest = max(file.header.longest_prompt for file in files)
+        return stack.enter_context(AgentEpisodes(generator, tokenizer, template, tools, longest))
     limits = ConversationLimits(tools.max_turns, tools.max_calls, tools.max_response_tokens)
     template = conversation_template(tools, files, tokenizer)
     if tools.environment:
@@ -463,12 +469,13 @@ def with_tools(
 def conversation_template(
     tools: "ToolSection", files: Sequence["PromptFile"], tokenizer: Tokenizer | None
 ) -> PromptTemplate | None:
-    """Return the chat template that made the prompts of files, None when none did or there are no tools.
+    """Return the chat template that made the prompts of files, None when none did or there are no tools; for an agent
+    then the tokenizer's.
 
     Raises:
-        UserError: they were made by different ones, so that a later turn could be of either.
+        UserError: they were made by different ones, so that a later turn could be of either; an agent has none.
     """
-    if not files or tokenizer is None or not (tools.environment or tools.names):
+    if not files or tokenizer is None or not (tools.environment or tools.names or tools.agent):
         return None
     templates = [template_of(file.header, tokenizer) for file in files]
     sources = [template and (template.source, template.options) for template in templates]
@@ -479,6 +486,13 @@ def conversation_template(
                 f"with tools all prompts need one chat template, found {' and '.join(found)}: build them again with "
                 "the same --template and --template-option"
             )
+    if tools.agent and templates[0] is None:
+        if not tokenizer.chat_templates:
+            raise UserError(
+                f"'tools.agent' is {tools.agent}, whose turns are written with a chat template, but neither were the "
+                f"prompts of {files[0].path} made with one nor has the tokenizer any: build them with --template FILE"
+            )
+        return load_template(CHAT, tokenizer)
     return templates[0]
 
 
@@ -488,8 +502,20 @@ def _shown_template(header: "PromptFileHeader") -> str:
 
 def tool_metrics(samples: Sequence["Sample"]) -> dict[str, float]:
     """Return ``tools/calls``, ``tools/failures``, ``tools/malformed``, ``tools/neutralised``, ``tools/tokens`` (of
-    answers), summed, and ``turns/mean``."""
-    return {
+    answers), summed, and ``turns/mean``; of agents ``agents/...`` too."""
+    agents = [sample.completion.agent for sample in samples if sample.completion.agent is not None]
+    found = (
+        {
+            "agents/sequences": float(np.mean([len(one.sequences) for one in agents])),
+            "agents/failures": float(sum(bool(one.failure) for one in agents)),
+            "agents/refused": float(sum(one.num_refused for one in agents)),
+            "agents/rewritten": float(sum(one.num_rewritten for one in agents)),
+            "agents/other_tokens": float(sum(one.num_other_tokens for one in agents)),
+        }
+        if agents
+        else {}
+    )
+    return found | {
         "tools/calls": float(sum(sample.completion.num_tool_calls for sample in samples)),
         "tools/failures": float(sum(sample.completion.num_tool_failures for sample in samples)),
         "tools/malformed": float(sum(sample.completion.num_malformed_calls for sample in samples)),

@@ -265,7 +265,7 @@ def server_options(
         record_routing: samples bring the experts of their tokens.
         profile_dir: where the servers' profilers write, each into a directory of its own; None leaves them out.
         num_nodes: that a server lies over.
-        tokenizer_dir: of the model, for `rollout.stop`.
+        tokenizer_dir: of the model, for texts that end a response.
 
     Raises:
         UserError: there are too few devices.
@@ -293,7 +293,7 @@ def server_options(
         start_timeout_s=rollout.start_timeout_s,
         stall_timeout_s=rollout.stall_timeout_s,
         record_routing=record_routing,
-        tokenizer_dir=str(Path(tokenizer_dir).resolve()) if rollout.stop else "",
+        tokenizer_dir=str(Path(tokenizer_dir).resolve()) if tokenizer_dir else "",
     )
 
 

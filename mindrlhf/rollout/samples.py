@@ -133,7 +133,8 @@ class Sampler:
                     "reward needs a token to stand at, so every response has one at least, the stop token"
                 )
             completions[place] = completion
-            texts[place] = self._tokenizer.decode(completion.token_ids.tolist())
+            agent = completion.agent
+            texts[place] = self._tokenizer.decode(completion.token_ids.tolist()) if agent is None else agent.text
             if self._rewards is not None:
                 waiting = self._reward_input(place, completion, texts[place], prompts, records)
                 if self._rewards.reads_steps:

@@ -81,13 +81,30 @@ class TurnTexts:
         except RecordError as error:
             raise _unwritten(error) from None
 
+    def following(
+        self, messages: Sequence[Mapping[str, Any]], options: Options, names: Sequence[str] = (), end: str | None = None
+    ) -> str:
+        """Return what a client says behind a turn: answers of tools, then messages of any role; see ``answers``."""
+        count = next((number for number, one in enumerate(messages) if one["role"] != "tool"), len(messages))
+        texts, rest = [one["content"] for one in messages[:count]], messages[count:]
+        names = [*names, *["tool"] * count][:count]
+        if not rest:
+            return self.answers(texts, options, names, end)
+        if count and self._has_tool_role:
+            try:
+                return self._tool_messages(names, texts, options, end, self._style, rest)
+            except RecordError as error:
+                raise _unwritten(error) from None
+        told = [Message("user", answers_text(texts))] if count else []
+        return self._next_turn([*told, *rest], options, end)
+
     def observation(self, text: str, options: Options, end: str | None = None) -> str:
         """Return what an environment shows after a turn; see ``answers``."""
         if self._template is None:
             return observation_turn(text, is_chat=self._is_chat, is_open=end == "")
         return self._next_turn([Message("user", without_markup(text))], options, end)
 
-    def _next_turn(self, messages: Sequence[Message], options: Options, end: str | None) -> str:
+    def _next_turn(self, messages: Sequence[Message | Mapping[str, Any]], options: Options, end: str | None) -> str:
         try:
             return next_turn(self._template, messages, options, ends=tuple(self._ends.values()), end=end)
         except RecordError as error:
@@ -100,18 +117,19 @@ class TurnTexts:
         options: Options,
         end: str | None,
         style: dict[str, bool] | None,
+        rest: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """Return the answers as messages of the role ``tool``, behind a turn with calls in a style that the template
-        takes, or with None behind one of text."""
+        takes, or with None behind one of text; ``rest`` follows them."""
         ends = tuple(self._ends.values())
         if style is None:
             messages = [Message("tool", without_markup(text)) for text in texts]
-            return next_turn(self._template, messages, options, ends=ends, end=end)
+            return next_turn(self._template, [*messages, *rest], options, ends=ends, end=end)
         failure = None
         for num_calls in dict.fromkeys((len(texts), 1)):
             turn, answers = call_messages(names, texts, TURN_MARK, num_calls=num_calls, **style)
             try:
-                return next_turn(self._template, answers, options, turn=turn, ends=ends, end=end)
+                return next_turn(self._template, [*answers, *rest], options, turn=turn, ends=ends, end=end)
             except RecordError as error:  # Llama 3's takes one call in a turn
                 failure = failure or error
         raise failure

@@ -58,8 +58,29 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True)
+class OwnSequence:
+    """Tokens that stood in one context: what an agent sent first, and what came of it."""
+
+    prompt_ids: np.ndarray  # int32 [prompt]
+    token_ids: np.ndarray  # int32 [response]
+    is_generated: np.ndarray  # bool [response]
+
+
+@dataclass(frozen=True)
+class AgentRecord:
+    """What an agent did in its episode, beside the tokens."""
+
+    sequences: tuple[OwnSequence, ...]  # in the order of ``Completion.token_ids``, which are their responses
+    text: str  # what it left, for verifiers
+    failure: str = ""  # why it broke down
+    num_other_tokens: int = 0  # turns whose text would have come back as other tokens
+    num_rewritten: int = 0  # calls that told turns of the model which it has not written so
+    num_refused: int = 0  # calls answered with an error
+
+
+@dataclass(frozen=True)
 class Completion:
-    """One finished sample of a request; with tools, a whole conversation."""
+    """One finished sample of a request; with tools, a whole conversation; of an agent, a whole episode."""
 
     request_id: int
     sample_index: int
@@ -79,6 +100,7 @@ class Completion:
     experts: np.ndarray | None = None
     episode_return: float | None = None  # sum of an environment's rewards; NaN where it broke down; None without one
     turn_rewards: tuple[tuple[int, float], ...] = ()  # of an environment: (tokens that the model wrote, reward) by turn
+    agent: AgentRecord | None = None
 
     @property
     def turn_lengths(self) -> list[int]:
@@ -87,6 +109,12 @@ class Completion:
             return [length for length, _ in self.turn_rewards] or [len(self.token_ids)]
         edges = np.flatnonzero(np.diff(np.concatenate([[0], self.is_generated.astype(np.int8), [0]])))
         return (edges[1::2] - edges[::2]).tolist()
+
+    def sequences(self, prompt_ids: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
+        """Return prompt, response and what of it was generated, of each sequence of this sample of a prompt."""
+        if self.agent is None:
+            return [(prompt_ids, self.token_ids, self.is_generated)]
+        return [(one.prompt_ids, one.token_ids, one.is_generated) for one in self.agent.sequences]
 
 
 class Cancelled(Exception):

@@ -82,7 +82,22 @@ def parse_calls(text: str, dialect: str = AUTO_DIALECT, prompt: str = "") -> lis
             all the same: a system prompt may have asked for them.
         prompt: the end of what the turn follows: a template may have opened a thought there.
     """
-    text = response_text(text, prompt)
+    return [call for one in _found_calls(response_text(text, prompt), dialect) for call in one.calls]
+
+
+def called(text: str, dialect: str, prompt: str = "") -> tuple[str, list[ToolCall]]:
+    """Return what a turn says before its calls, and the calls, as clients of an endpoint are told them; see
+    ``parse_calls``. Where one cannot be read, none is: the turn is all text."""
+    whole = response_text(text, prompt)
+    found = _found_calls(whole, dialect)
+    calls = [call for one in found for call in one.calls]
+    if not calls or not all(isinstance(call, ToolCall) for call in calls):
+        return text, []
+    return whole[len(whole) - len(text) : found[0].start], calls
+
+
+def _found_calls(text: str, dialect: str) -> list[Found]:
+    """Return the calls in a turn that are in no thought."""
     found = DIALECTS[dialect].find(text) or DIALECTS[AUTO_DIALECT].find(text)
     if not found:
         return []
@@ -94,7 +109,7 @@ def parse_calls(text: str, dialect: str = AUTO_DIALECT, prompt: str = "") -> lis
         masked, position = masked + "\0", one.end
     masked += text[position:]
     first = len(masked) - len(behind_thoughts(masked))
-    return [call for start, one in zip(starts, found) if start >= first for call in one.calls]
+    return [one for start, one in zip(starts, found) if start >= first]
 
 
 def dialect_of(template: str) -> str:

@@ -78,6 +78,12 @@ class Batch:
     placed: tuple[tuple[int, ...], ...] = ()  # per sequence: micro-batch, row, first position, last + 1
     ranks: tuple[int, ...] = ()  # of each micro-batch; empty: rank r computes ``micro_batches[r::num_ranks]``
     images: dict[str, np.ndarray] = field(default_factory=dict)  # digest -> uint8 [height, width, 3]
+    counts: tuple[int, ...] = ()  # of the sequences of each sample; empty: one each
+
+    @property
+    def num_samples(self) -> int:
+        """The samples that are in the rows."""
+        return len(self.counts) or len(self.placed)
 
     @property
     def num_computed(self) -> int:
@@ -105,7 +111,7 @@ class Batch:
         return [{"batch": self.part_of(rank, num_ranks)} for rank in range(num_ranks)]
 
     def collect(self, shares: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
-        """Gather per-position results of all ranks back into one array for each sequence: of its generated tokens.
+        """Gather per-position results of all ranks back into one array for each sample: of its generated tokens.
 
         Args:
             shares: by rank, [rows, length] for each of its micro-batches.
@@ -113,22 +119,31 @@ class Batch:
         return self.responses(self.in_order(shares))
 
     def responses(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return one array for each sequence, of its generated tokens, from [rows, length] for each micro-batch."""
-        return [
+        """Return one array for each sample, of its generated tokens, from [rows, length] for each micro-batch."""
+        found = [
             arrays[index][row, first:stop][self.micro_batches[index].mask[row, first:stop] > 0]
             for index, row, first, stop in self.placed
         ]
+        if not self.counts:
+            return found
+        rest = iter(found)
+        return [np.concatenate([next(rest) for _ in range(count)]) for count in self.counts]
 
     def spread(self, responses: Sequence[np.ndarray], num_ranks: int) -> list[list[np.ndarray]]:
-        """Lay one array per sequence, of its generated tokens, out over the rows: the inverse of ``collect``.
+        """Lay one array per sample, of its generated tokens, out over the rows: the inverse of ``collect``.
 
         Returns:
             By rank, float32 [rows, length] for each of its micro-batches.
         """
         arrays = [np.zeros_like(rows.mask) for rows in self.micro_batches]
-        for (micro_batch, row, first, stop), values in zip(self.placed, responses, strict=True):
+        assert len(responses) == self.num_samples, f"{len(responses)} arrays for {self.num_samples} samples"
+        start, values = 0, np.concatenate([*responses, np.zeros(0)])
+        for micro_batch, row, first, stop in self.placed:
             is_generated = self.micro_batches[micro_batch].mask[row, first:stop] > 0
-            arrays[micro_batch][row, first:stop][is_generated] = values
+            end = start + int(is_generated.sum())
+            arrays[micro_batch][row, first:stop][is_generated] = values[start:end]
+            start = end
+        assert start == len(values), f"{len(values)} values for {start} generated tokens"
         return [[arrays[number] for number in self.numbers(rank, num_ranks)] for rank in range(num_ranks)]
 
     def in_order(self, shares: Sequence[Sequence[T]]) -> list[T]:
@@ -151,10 +166,14 @@ def parts_of_step(batches: Sequence[Batch], num_ranks: int) -> list[dict[str, li
     return parts
 
 
-def make_update_batch(sequences: Sequence[TokenSequence], computed: np.ndarray, options: RowOptions) -> Batch:
-    """Make the batch of an update of ``sequences``, with rows for those that are ``computed``, bool [sequences]."""
-    batch = make_batch([one for one, is_computed in zip(sequences, computed, strict=True) if is_computed], options)
-    return replace(batch, num_tokens=sum(sequence.num_generated for sequence in sequences))
+def make_update_batch(samples: Sequence[Sequence[TokenSequence]], computed: np.ndarray, options: RowOptions) -> Batch:
+    """Make the batch of an update of the sequences of ``samples``, with rows for those that are ``computed``, bool
+    [samples]."""
+    chosen = [one for one, is_computed in zip(samples, computed, strict=True) if is_computed]
+    counts = tuple(map(len, chosen))
+    batch = make_batch([sequence for one in chosen for sequence in one], options)
+    num_tokens = sum(sequence.num_generated for one in samples for sequence in one)
+    return replace(batch, num_tokens=num_tokens, counts=counts if max(counts) > 1 else ())
 
 
 def make_batch(sequences: Sequence[TokenSequence], options: RowOptions) -> Batch:

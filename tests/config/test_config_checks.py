@@ -174,6 +174,24 @@ RULES = {
         ["rollout.weights_transport=tcp"],
         1,
     ),
+    "an agent and tools": (
+        ["tools.names=calculator", "tools.agent=sh a.sh"],
+        ["'tools.agent' and tools.names are both set"],
+        ["tools.agent=''"],
+        1,
+    ),
+    "an agent off-policy": (
+        ["tools.agent=sh a.sh", "rollout.off_policy_steps=1"],
+        ["'tools.agent' = sh a.sh does not go with 'rollout.off_policy_steps' = 1"],
+        ["rollout.off_policy_steps=0"],
+        1,
+    ),
+    "an agent's limit without an agent": (
+        ["tools.agent_timeout_s=5"],
+        ["'tools.agent_timeout_s' is set, but tools.agent is empty"],
+        ["tools.agent=sh a.sh"],
+        1,
+    ),
     "tools and an environment": (
         ["tools.names=calculator", "tools.environment=gymnasium"],
         ["'tools.environment' and tools.names are both set"],

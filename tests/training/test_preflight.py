@@ -102,6 +102,17 @@ def test_mistakes_are_named(config, inputs_dir, section, values, words):
     assert_refused(changed(config, section, **values), *words)
 
 
+def test_an_agent_that_is_not_there_is_found_and_gives_the_reward_of_environments(config, tmp_path):
+    def asked(agent):
+        return changed(changed(config, "tools", agent=agent), "reward", verifier_function=("environment_reward",))
+
+    (tmp_path / "mine.py").write_text("def solve(record, base_url, api_key): pass\ndef two(a, b): pass\n")
+    # Its turns need a chat template, which the prompts here were made without.
+    assert_refused(asked(f"{tmp_path / 'mine.py'}:solve"), "neither were the prompts", "--template FILE")
+    assert_refused(asked(f"{tmp_path / 'none.py'}:solve"), f"there is no file {tmp_path / 'none.py'}")
+    assert_refused(asked(f"{tmp_path / 'mine.py'}:two"), "it is called as two(record, base_url, api_key)")
+
+
 def test_rewards_and_environments_that_name_columns_need_prompts_that_keep_them(config, inputs_dir, tmp_path):
     (tmp_path / "mine.py").write_text(
         "raise SystemExit('it was run')\n"

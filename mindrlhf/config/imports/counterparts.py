@@ -71,6 +71,10 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
             "guard.max_failed_steps"
         ),
         "text alone is written": "observe.sample_tokens",
+        "an agent is code within the run, or has settings of its own": (
+            "tools.agent_open tools.agent_timeout_s tools.agent_tokens tools.agents_at_once "
+            "tools.agent_gather_s"
+        ),
         "profilers have settings of their own": "profiler.ranks profiler.mindspore profiler.vllm",
         "precision debuggers have files of their own": (
             "msprobe.enabled msprobe.dump_dir msprobe.stages msprobe.first_step msprobe.last_step msprobe.level "
@@ -91,7 +95,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "it runs on Ascend": "run.device",
         _IN_STEP: "rollout.off_policy_steps rollout.segment_tokens",
         "weights are resharded in place": "rollout.weight_buffer_gib",
-        "turns of tools have no limit of their own": "tools.environment tools.max_turns",
+        "turns of tools have no limit of their own": "tools.environment tools.agent tools.max_turns",
         "advantages are always scaled by group": "algorithm.scale_rewards",
         _NO_TEACHER: "algorithm.distill_reward_weight algorithm.distill_top_k distillation.teachers",
         _ONE_LOSS: "algorithm.loss algorithm.dual_clip algorithm.sapo_tau_positive algorithm.sapo_tau_negative "
@@ -128,7 +132,9 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "a run has epochs": "run.max_steps",
         _IN_STEP: "rollout.off_policy_steps rollout.segment_tokens",
         "weights are resharded in place": "rollout.weight_buffer_gib",
-        _NO_TOOLS: "tools.names tools.environment tools.max_turns tools.max_calls tools.max_response_tokens",
+        _NO_TOOLS: (
+            "tools.names tools.environment tools.agent tools.max_turns tools.max_calls tools.max_response_tokens"
+        ),
         "it is GRPO": (
             "algorithm.name algorithm.advantage algorithm.scale_rewards algorithm.gamma algorithm.gae_lambda "
             "algorithm.whiten_advantages algorithm.loss algorithm.aggregation algorithm.dual_clip "
@@ -156,7 +162,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         _END_TOKENS: "rollout.stop",
         "verifiers are chosen by the data's source": "reward.verifier_weight reward.timeout_s",
         "the number of devices says it": "rollout.num_replicas",
-        "an environment is a tool of its own": "tools.environment",
+        "an environment is a tool of its own": "tools.environment tools.agent",
         "turns are limited, calls are not": "tools.max_calls",
         "advantages of gae are always whitened": "algorithm.whiten_advantages",
         "truncated responses count as others": "algorithm.overlong_filter",
@@ -181,7 +187,9 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "a seed is all": "run.deterministic",
         "servers are started by hand": "rollout.num_replicas rollout.max_num_seqs rollout.weight_buffer_gib",
         _IN_STEP: "rollout.off_policy_steps rollout.segment_tokens",
-        "tools are given by the program": ("tools.names tools.environment tools.max_calls tools.max_response_tokens"),
+        "tools are given by the program": (
+            "tools.names tools.environment tools.agent tools.max_calls tools.max_response_tokens"
+        ),
         "it is GRPO, with the loss's variants": (
             "algorithm.name algorithm.advantage algorithm.gamma algorithm.gae_lambda algorithm.whiten_advantages "
             "algorithm.kl_target algorithm.kl_gain algorithm.dynamic_sampling algorithm.max_oversampling "

@@ -289,7 +289,7 @@ RULES: dict[str, Rule] = {
     "train.async_queue_size": without("goes with async_enable: `rollout.off_policy_steps`"),
     "train.partial_rollout_enable": by_hand("set rollout.segment_tokens: docs/async.md"),
     "train.colocate_*": without(_COLOCATED),
-    "train.agent_func_path": by_hand("tools.names or tools.environment: docs/tools.md"),
+    "train.agent_func_path": by_hand("tools.agent, tools.names or tools.environment: docs/agents.md"),
     "train.*ema*": by_hand("no average of the weights is kept"),
     "data.prompt_dataset": by_hand("build it: mindrlhf data build --output train.mindrecord; then set data.train_file"),
     "data.max_len": into(_longest, "rollout.max_response_length"),

@@ -24,6 +24,7 @@ _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = (
     0x20000000,
     0x40000000,
 )
+NETWORK_AND_PROCESSES = _CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWIPC | _CLONE_NEWNET
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _AT_RECURSIVE, _MNT_DETACH = 1, 2, 0x8000, 2
 _SYS_MOUNT_SETATTR = 442
@@ -68,6 +69,17 @@ def enter(interpreter_prefix: str) -> bool:
 def leave_for_program() -> None:
     """Give this copy of the launcher mounts, IPC and a network of its own, and its children process numbers."""
     _check(_libc.unshare(_CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWIPC | _CLONE_NEWNET), "unshare")
+
+
+def leave(flags: int, *, is_root: bool) -> None:
+    """Leave namespaces; a user who is not root gets one of its own for that."""
+    _check(_libc.unshare(flags | (0 if is_root else _CLONE_NEWUSER)), "unshare")
+
+
+def mount_own_proc() -> None:
+    """As the first process of namespaces that were left for: show their processes, and no others, in ``/proc``."""
+    _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
+    _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
 
 
 def mount_program_dirs(disk_bytes: int) -> None:

@@ -1,6 +1,7 @@
 """The guards of a run's numbers, on rank 0: they look at each step and say when the run must stop."""
 
 import dataclasses
+import itertools
 import json
 import math
 import sys
@@ -148,7 +149,11 @@ class SkippedUpdates(Guard):
             grad_norm=str(update.grad_norm),
             weights="" if was_any_made else step.weights,
             placed=[list(place) for place in batch.placed],
-            samples=[describe(sample) for sample in step.samples_of(position)],
+            samples=[
+                describe(sample)
+                for sample, count in zip(step.samples_of(position), batch.counts or itertools.repeat(1))
+                for _ in range(count)
+            ],
             config=json.loads(json.dumps(dataclasses.asdict(self._config))),
         )
         try:

@@ -120,14 +120,17 @@ class Objective:
 
     def sequences(
         self, samples: Sequence[Sample], advantages: Sequence[np.ndarray] | None = None
-    ) -> list[TokenSequence]:
-        """Return the token sequences of one optimiser update, with all values that no rank has to compute.
+    ) -> list[list[TokenSequence]]:
+        """Return the token sequences of each sample of one update, with all values that no rank has to compute.
+
+        An agent's sample has several where it kept several contexts: its advantages, and what it weighs, are those of
+        one response of all their tokens (Multi-Conv DAPO, Yu et al. 2025, arXiv:2507.02259).
 
         Args:
             advantages: [generated tokens] for each sample; None where they are not known yet.
         """
         lengths = np.array([sample.num_generated for sample in samples])
-        kept = np.ones(len(samples), bool)
+        kept = np.array([sample.completion.num_turns > 0 for sample in samples])
         if self._algorithm.overlong_filter:
             kept = complete([sample.completion.finish_reason for sample in samples])
         weights = token_weights(lengths, kept, self._algorithm.aggregation, self._max_length)
@@ -140,17 +143,14 @@ class Objective:
                 values["old_logprobs"] = sample.completion.logprobs
             if advantages is not None:
                 values["advantages"] = advantages[index]
-            sequences.append(
-                TokenSequence(
-                    sample.prompt.prompt_ids,
-                    sample.completion.token_ids,
-                    values,
-                    sample.completion.is_generated,
-                    sample.images,
-                    sample.completion.experts,
-                    self._teachers.number(sample.prompt.source),
-                )
-            )
+            more = (sample.images, sample.completion.experts, self._teachers.number(sample.prompt.source))
+            own, start = [], 0
+            for prompt_ids, token_ids, is_generated in sample.completion.sequences(sample.prompt.prompt_ids):
+                stop = start + (len(token_ids) if is_generated is None else int(is_generated.sum()))
+                part = {name: array[start:stop] for name, array in values.items()}
+                own.append(TokenSequence(prompt_ids, token_ids, part, is_generated, *more))
+                start = stop
+            sequences.append(own)
         return sequences
 
     def divergences(

@@ -87,7 +87,7 @@ class Policy:
         """Give the ranks an array [response] for each sample; updates read them under their name."""
         start, by_batch = 0, []
         for batch in self._batches:
-            own = responses[start : start + len(batch.placed)]
+            own = responses[start : start + batch.num_samples]
             start += len(own)
             by_batch.append(batch.spread(own, self._team.world_size))
         self._team.call("receive_tokens", per_rank=[{"arrays": list(parts)} for parts in zip(*by_batch)], name=name)

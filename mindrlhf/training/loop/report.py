@@ -117,7 +117,7 @@ class StepReport:
 
 def step_metrics(config: GrpoConfig, objective: Objective, step: Step) -> dict[str, float]:
     """Return the metrics of a step but for its times and those that it has already."""
-    samples, has_older = step.samples, has_older_samples(config)
+    samples, has_older, tools = step.samples, has_older_samples(config), config.tools
     num_older = step.num_chosen(samples.num_older(step.version))
     return measure.combine_metrics(
         sample_metrics(samples.generated),
@@ -127,7 +127,7 @@ def step_metrics(config: GrpoConfig, objective: Objective, step: Step) -> dict[s
         packing_metrics(step.batches),
         {"packing/computed": float(step.computed.mean())},
         update_metrics(config, objective, step) if step.updates else {},
-        tool_metrics(samples.generated) if config.tools.names or config.tools.environment else {},
+        tool_metrics(samples.generated) if tools.names or tools.environment or tools.agent else {},
     )
 
 

@@ -103,5 +103,5 @@ class Step:
 
     def samples_of(self, position: int) -> list[Sample]:
         """Return the samples of batch number ``position``."""
-        start = sum(len(batch.placed) for batch in self.batches[:position])
-        return self.trained[start : start + len(self.batches[position].placed)]
+        start = sum(batch.num_samples for batch in self.batches[:position])
+        return self.trained[start : start + self.batches[position].num_samples]

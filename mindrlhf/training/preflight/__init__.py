@@ -24,6 +24,7 @@ from mindrlhf.rollout.vllm_options import check_head_size, check_positions
 from mindrlhf.sandbox.server import check_for
 from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.specs.lora import adapters
+from mindrlhf.tools.agents import check_agent
 from mindrlhf.tools.environments import check_columns, check_environment
 from mindrlhf.tools.registry import check as check_tools
 from mindrlhf.training.loop.sampling.order import read_order
@@ -103,7 +104,9 @@ def check_grpo_inputs(
     if selection is not None:
         check(selection.check, needs=["reward.verifier_weight"])
     check(check_tools, config.tools.names)
-    check(check_environment, config.tools.environment, config.reward.verifier_function)
+    check(check_agent, config.tools.agent)
+    needs_environment = () if config.tools.agent else config.reward.verifier_function
+    check(check_environment, config.tools.environment, needs_environment)
     files = _Files.open(config.data, "prompts", mistakes, config.evaluation.sets)
     if selection is not None:
         held_out = {"": files.held_out, **files.more}

@@ -45,7 +45,7 @@ def objective(correction=None, training=None, **algorithm):
 def test_the_plain_objective_takes_the_rewards_and_weighs_all_tokens_alike():
     plain = objective()
     np.testing.assert_array_equal(plain.rewards(SAMPLES), [1.0, 0.0, 0.5, 0.5])
-    for sequence, each in zip(plain.sequences(SAMPLES), SAMPLES, strict=True):
+    for (sequence,), each in zip(plain.sequences(SAMPLES), SAMPLES, strict=True):
         assert sequence.values.keys() == {"weights"}
         np.testing.assert_array_equal(sequence.values["weights"], np.ones(len(each.completion.token_ids), np.float32))
     parts = plain.advantages(SAMPLES)
@@ -63,7 +63,7 @@ def test_long_responses_lose_reward():
 
 def test_cut_responses_are_filtered_out_of_the_loss_but_stay_in_the_baseline():
     filtered = objective(overlong_filter=True, aggregation="sequence_mean")
-    weights = [sequence.values["weights"] for sequence in filtered.sequences(SAMPLES)]
+    weights = [sequence.values["weights"] for (sequence,) in filtered.sequences(SAMPLES)]
     # 24 tokens; three responses are left.
     np.testing.assert_allclose([part[0] for part in weights], [24 / (3 * 2), 24 / (3 * 9), 0.0, 24 / (3 * 3)])
     assert filtered.advantages(SAMPLES)[3][0] == 0.0
@@ -163,7 +163,7 @@ def test_rollout_logprobs_go_where_they_are_read():
     # Several updates compute the old log-probabilities first, unless the generator's stand for them.
     assert objective(training={"num_iterations": 2}).needs_old_logprobs and not bypassed.needs_old_logprobs
     for name, each in (("rollout_logprobs", corrected), ("old_logprobs", bypassed)):
-        for sequence, drawn in zip(each.sequences(SAMPLES), SAMPLES, strict=True):
+        for (sequence,), drawn in zip(each.sequences(SAMPLES), SAMPLES, strict=True):
             assert sequence.values.keys() == {"weights", name}
             np.testing.assert_array_equal(sequence.values[name], drawn.completion.logprobs)
 
@@ -185,8 +185,9 @@ def test_tokens_of_tools_count_for_nothing_but_the_length_of_the_response():
     for got, expected in zip(unpenalised.advantages(with_tools), unpenalised.advantages(plain), strict=True):
         np.testing.assert_array_equal(got, expected)
     first, second = zip(unpenalised.sequences(with_tools), unpenalised.sequences(plain))
-    for got, expected in (first, second):
+    for (got,), (expected,) in (first, second):
         assert got.values.keys() == expected.values.keys() == {"weights", "rollout_logprobs"}
         for name, values in expected.values.items():
             np.testing.assert_array_equal(got.values[name], values)
-    assert first[0].is_generated is chosen and first[0].num_generated == 4 and first[0].num_tokens == 10
+    (one,) = first[0]
+    assert one.is_generated is chosen and one.num_generated == 4 and one.num_tokens == 10

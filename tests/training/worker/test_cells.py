@@ -160,7 +160,7 @@ def test_samples_without_an_advantage_can_be_left_out(sequences, cutting):
             TokenSequence(sequence.prompt_ids, sequence.response_ids, {**sequence.values, "advantages": advantages})
         )
     everything = gradients.of(make_batch(given, CUTTINGS["one row at a time"]), 1)
-    batch = make_update_batch(given, has_advantage, options)
+    batch = make_update_batch([[one] for one in given], has_advantage, options)
     totals, statistics, _ = gradients.of(batch, options.num_ranks)
     # The loss is the same, and so is every gradient; entropy and clips are of the tokens that were computed.
     assert statistics[0] == pytest.approx(everything[1][0], rel=1e-5) and statistics[0] != 0

@@ -1,0 +1,425 @@
+"""What clients send and get: OpenAI's chat completions and completions, and Anthropic's messages.
+
+Each becomes a ``Call`` in OpenAI's terms, and replies are written in the client's. A stream is written when the reply
+is complete.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+MAX_SEED = (1 << 63) - 1
+MAX_SAMPLES = 64  # of one call
+MAX_STOPS = 16
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+CONSTRAINED = "tokens would be sampled from another distribution than the one that is trained"
+# What no reply here follows, with the values that say nothing.
+_REFUSED = {
+    "logit_bias": ({}, CONSTRAINED),
+    "frequency_penalty": (0, CONSTRAINED),
+    "presence_penalty": (0, CONSTRAINED),
+    "repetition_penalty": (1, CONSTRAINED),
+    "min_p": (0, CONSTRAINED),
+    "structured_outputs": (None, CONSTRAINED),
+    "guided_json": (None, CONSTRAINED),
+    "guided_regex": (None, CONSTRAINED),
+    "guided_choice": (None, CONSTRAINED),
+    "guided_grammar": (None, CONSTRAINED),
+    "parallel_tool_calls": (True, "calls that the model has written would be left out"),
+    "top_logprobs": (0, "only the log-probability of the sampled token is kept"),
+    "best_of": (1, "all samples are returned: use n"),
+    "echo": (False, "the client has the prompt"),
+    "suffix": (None, "the model completes from the left"),
+}
+
+
+class BadQuestion(ValueError):
+    """A request that cannot be answered; the message says why."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request. Either ``messages`` or ``prompt`` is given."""
+
+    messages: tuple[Mapping[str, Any], ...] = ()
+    prompt: str | tuple[int, ...] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the chat template, tools among them
+    max_tokens: int = 0  # 0: as many as there is room for
+    num_samples: int = 1
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+    sampling: Mapping[str, float] = field(default_factory=dict)  # temperature, top_p, top_k where the client says them
+    reads_calls: bool = False  # of tools, in the reply
+    logprobs: bool = False
+    token_ids: bool = False  # are to be returned
+    stream: bool = False
+    usage_in_stream: bool = False
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One sample for a client."""
+
+    text: str
+    calls: tuple[Mapping[str, Any], ...]  # OpenAI's tool_calls
+    finish_reason: str  # "stop", "length" or "tool_calls"
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    tokens: tuple[str, ...] = ()  # texts of the tokens, where log-probabilities were asked for
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All samples for one call."""
+
+    replies: tuple[Reply, ...]
+    prompt_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How a path is spoken: what a body asks, the body of the answer, and its events as a stream."""
+
+    read: Callable[[Any], Call]
+    write: Callable[[str, Call, Answer], dict[str, Any]]
+    stream: Callable[[str, Call, Answer], Iterator[str]]
+
+
+def error_body(message: str) -> dict[str, Any]:
+    """Return what a client gets in place of an answer, as OpenAI and Anthropic write it."""
+    return {"type": "error", "error": {"message": message, "type": "invalid_request_error", "code": None}}
+
+
+def _number(body: Mapping[str, Any], name: str, default: Any, kinds: Any, low: float, high: float) -> Any:
+    value = body.get(name)
+    if value is None:
+        return default
+    if type(value) not in kinds or not low <= value <= high or not math.isfinite(value):
+        kind = "an integer" if float not in kinds else "a number"
+        top = f" to {high}" if math.isfinite(high) else " on"
+        raise BadQuestion(f"{name} is {repr(value)[:40]}: it must be {kind} from {low}{top}")
+    return value
+
+
+def _common(body: Any) -> Call:
+    if not isinstance(body, dict):
+        raise BadQuestion("the body is no JSON object")
+    for name, (nothing, reason) in _REFUSED.items():
+        if body.get(name) not in (nothing, None):
+            raise BadQuestion(f"{name} is not supported here: {reason}")
+    stop = body.get("stop") or ()
+    stop = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stop, (list, tuple)) or len(stop) > MAX_STOPS or not all(isinstance(s, str) and s for s in stop):
+        raise BadQuestion(f"stop must be a text or a list of at most {MAX_STOPS} texts, none of them empty")
+    sampling = {
+        "temperature": _number(body, "temperature", None, (int, float), 0, math.inf),
+        "top_p": _number(body, "top_p", None, (int, float), 0, 1),
+        "top_k": _number(body, "top_k", None, (int,), -1, MAX_SEED),
+    }
+    options = body.get("stream_options")
+    limits = [_number(body, name, 0, (int,), 1, MAX_SEED) for name in ("max_completion_tokens", "max_tokens")]
+    return Call(
+        max_tokens=limits[0] or limits[1],
+        num_samples=_number(body, "n", 1, (int,), 1, MAX_SAMPLES),
+        stop=tuple(stop),
+        seed=_number(body, "seed", 0, (int,), 0, MAX_SEED),
+        sampling={name: value for name, value in sampling.items() if value is not None},
+        token_ids=body.get("return_token_ids") is True,
+        stream=body.get("stream") is True,
+        usage_in_stream=isinstance(options, dict) and options.get("include_usage") is True,
+    )
+
+
+def read_chat(body: Any) -> Call:
+    """Read a body of ``/v1/chat/completions``."""
+    call = _common(body)
+    form = body.get("response_format")
+    if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
+        raise BadQuestion(f"response_format is not supported here but for text: {CONSTRAINED}")
+    messages = _messages(body.get("messages"))
+    tools, choice = _tools(body.get("tools")), body.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise BadQuestion(f"tool_choice must be auto or none here: {CONSTRAINED}")
+    options = body.get("chat_template_kwargs") or {}
+    if not isinstance(options, dict):
+        raise BadQuestion("field 'chat_template_kwargs' must hold an object of template variables")
+    if tools and choice != "none":
+        options = {**options, "tools": tools}
+    reads_calls = bool(tools) and choice != "none"
+    logprobs = body.get("logprobs") is True
+    return replace(call, messages=messages, options=options, reads_calls=reads_calls, logprobs=logprobs)
+
+
+def _messages(messages: Any) -> tuple[dict[str, Any], ...]:
+    expected = f"messages must be a list of objects with role ({', '.join(ROLES)}) and text content"
+    if not isinstance(messages, list) or not messages:
+        raise BadQuestion(expected)
+    found = []
+    for one in messages:
+        if not isinstance(one, dict) or one.get("role") not in ROLES:
+            raise BadQuestion(expected)
+        message = {"role": one["role"], "content": _text(one.get("content"), expected)}
+        if one["role"] == "assistant" and one.get("tool_calls"):
+            message["tool_calls"] = _given_calls(one["tool_calls"])
+        elif message["content"] is None:
+            raise BadQuestion(expected)
+        for name in ("tool_call_id", "name"):
+            if isinstance(one.get(name), str):
+                message[name] = one[name]
+        found.append(message)
+    return tuple(found)
+
+
+def _text(content: Any, expected: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadQuestion(expected)
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise BadQuestion("content must be text: pictures and other parts are not taken here")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _given_calls(calls: Any) -> list[dict[str, Any]]:
+    wrong = BadQuestion("tool_calls must be a list of calls of functions, each with a name and arguments as JSON")
+    if not isinstance(calls, list):
+        raise wrong
+    found = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise wrong
+        arguments = function.get("arguments", "{}")
+        if not isinstance(arguments, (str, dict)):
+            raise wrong
+        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        inner = {"name": function["name"], "arguments": arguments or "{}"}
+        found.append({"id": str(call.get("id", "")), "type": "function", "function": inner})
+    return found
+
+
+def _tools(tools: Any) -> list[dict[str, Any]]:
+    if tools is None:
+        return []
+    for tool in tools if isinstance(tools, list) else [None]:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadQuestion("tools must be a list of functions, each with a name")
+    return tools
+
+
+def read_completion(body: Any) -> Call:
+    """Read a body of ``/v1/completions``: the prompt is text or token ids."""
+    call, prompt = _common(body), body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    if isinstance(prompt, list):
+        if not prompt or not all(type(token) is int for token in prompt):
+            raise BadQuestion("prompt must be a text or one list of token ids")
+        prompt = tuple(prompt)
+    elif not isinstance(prompt, str) or not prompt:
+        raise BadQuestion("prompt must be a text or one list of token ids")
+    logprobs = _number(body, "logprobs", 0, (int, bool), 0, 1)
+    limit = call.max_tokens or 16  # as OpenAI's
+    return replace(call, prompt=prompt, max_tokens=limit, logprobs=bool(logprobs))
+
+
+_SHARED = {"max_tokens", "temperature", "top_p", "top_k", "stream", "seed", "return_token_ids"}
+
+
+def read_anthropic(body: Any) -> Call:
+    """Read a body of ``/v1/messages``."""
+    if not isinstance(body, dict):
+        raise BadQuestion("the body is no JSON object")
+    choice = body.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind not in (None, "auto", "none"):
+        raise BadQuestion(f"tool_choice must be auto or none here: {CONSTRAINED}")
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadQuestion("tools must be a list of objects")
+    messages = []
+    if body.get("system"):
+        messages.append({"role": "system", "content": body["system"]})
+    if not isinstance(body.get("messages"), list):
+        raise BadQuestion("messages must be a list of objects with role (user, assistant) and content")
+    for message in body["messages"]:
+        messages += _from_anthropic(message)
+    chat = {name: body[name] for name in _SHARED & body.keys()}
+    chat |= {"messages": messages, "stop": body.get("stop_sequences"), "tool_choice": kind}
+    if tools:
+        chat["tools"] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.get("name"),
+                    "description": tool.get("description", ""),
+                    "parameters": tool.get("input_schema", {}),
+                },
+            }
+            for tool in tools
+        ]
+    return read_chat(chat)
+
+
+def _from_anthropic(message: Any) -> list[dict[str, Any]]:
+    if not isinstance(message, dict) or message.get("role") not in ("user", "assistant"):
+        raise BadQuestion("messages must be a list of objects with role (user, assistant) and content")
+    content, role = message.get("content"), message["role"]
+    if not isinstance(content, list):
+        return [{"role": role, "content": content}]
+    texts, calls, answers = [], [], []
+    for block in content:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "tool_use" and role == "assistant":
+            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
+            calls.append({"id": block.get("id", ""), "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            told = block.get("content") or ""
+            answers.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id", "")), "content": told})
+        elif kind in ("thinking", "redacted_thinking"):
+            continue
+        else:
+            texts.append(block)
+    own = {"role": role, "content": texts or None} | ({"tool_calls": calls} if calls else {})
+    return answers + ([own] if texts or calls else [])
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    count = sum(len(reply.token_ids) for reply in answer.replies)
+    return {
+        "prompt_tokens": len(answer.prompt_ids),
+        "completion_tokens": count,
+        "total_tokens": len(answer.prompt_ids) + count,
+    }
+
+
+def _chat_logprobs(reply: Reply) -> dict[str, Any]:
+    return {
+        "content": [
+            {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+            for token, logprob in zip(reply.tokens, reply.logprobs)
+        ]
+    }
+
+
+def _chat_message(reply: Reply) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": reply.text or (None if reply.calls else "")}
+    return message | ({"tool_calls": list(reply.calls)} if reply.calls else {})
+
+
+def write_chat(name: str, call: Call, answer: Answer) -> dict[str, Any]:
+    """Write an answer of ``/v1/chat/completions``; the ids of tokens as vLLM's server does."""
+    choices = []
+    for index, reply in enumerate(answer.replies):
+        choice = {"index": index, "message": _chat_message(reply), "finish_reason": reply.finish_reason}
+        choice["logprobs"] = _chat_logprobs(reply) if call.logprobs else None
+        choices.append(choice | ({"token_ids": list(reply.token_ids)} if call.token_ids else {}))
+    body = {"id": "chatcmpl", "object": "chat.completion", "created": 0, "model": name, "choices": choices}
+    ids = {"prompt_token_ids": list(answer.prompt_ids)} if call.token_ids else {}
+    return body | {"usage": _usage(answer)} | ids
+
+
+def _event(data: Mapping[str, Any], kind: str = "") -> str:
+    return (f"event: {kind}\n" if kind else "") + f"data: {json.dumps(data)}\n\n"
+
+
+def stream_chat(name: str, call: Call, answer: Answer) -> Iterator[str]:
+    """Write the same as events."""
+    head = {"id": "chatcmpl", "object": "chat.completion.chunk", "created": 0, "model": name}
+
+    def chunk(index: int, delta: Mapping[str, Any], reason: str | None = None, **more: Any) -> str:
+        return _event(head | {"choices": [{"index": index, "delta": delta, "finish_reason": reason, **more}]})
+
+    for index, reply in enumerate(answer.replies):
+        more: dict[str, Any] = {"logprobs": _chat_logprobs(reply)} if call.logprobs else {}
+        more |= {"token_ids": list(reply.token_ids)} if call.token_ids else {}
+        yield chunk(index, {"role": "assistant", "content": reply.text or ""}, **more)
+        for number, one in enumerate(reply.calls):
+            yield chunk(index, {"tool_calls": [{"index": number, **one}]})
+        yield chunk(index, {}, reply.finish_reason)
+    if call.usage_in_stream:
+        yield _event(head | {"choices": [], "usage": _usage(answer)})
+    yield "data: [DONE]\n\n"
+
+
+def write_completion(name: str, call: Call, answer: Answer) -> dict[str, Any]:
+    """Write an answer of ``/v1/completions``."""
+    choices = []
+    for index, reply in enumerate(answer.replies):
+        choice: dict[str, Any] = {"index": index, "text": reply.text, "finish_reason": reply.finish_reason}
+        choice["logprobs"] = None
+        if call.logprobs:
+            starts = [0, *itertools.accumulate(map(len, reply.tokens))][:-1]
+            numbers = {"tokens": list(reply.tokens), "token_logprobs": list(reply.logprobs)}
+            choice["logprobs"] = numbers | {"top_logprobs": None, "text_offset": starts}
+        if call.token_ids:
+            choice |= {"token_ids": list(reply.token_ids), "prompt_token_ids": list(answer.prompt_ids)}
+        choices.append(choice)
+    head = {"id": "cmpl", "object": "text_completion", "created": 0, "model": name}
+    return head | {"choices": choices, "usage": _usage(answer)}
+
+
+def stream_completion(name: str, call: Call, answer: Answer) -> Iterator[str]:
+    """Write the same as events."""
+    body = write_completion(name, call, answer)
+    usage = body.pop("usage")
+    for choice in body.pop("choices"):
+        yield _event(body | {"choices": [choice]})
+    if call.usage_in_stream:
+        yield _event(body | {"choices": [], "usage": usage})
+    yield "data: [DONE]\n\n"
+
+
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def write_anthropic(name: str, call: Call, answer: Answer) -> dict[str, Any]:
+    """Write an answer of ``/v1/messages``."""
+    (reply,) = answer.replies
+    blocks: list[dict[str, Any]] = [{"type": "text", "text": reply.text}] if reply.text or not reply.calls else []
+    for one in reply.calls:
+        function = one["function"]
+        arguments = json.loads(function["arguments"])
+        blocks.append({"type": "tool_use", "id": one["id"], "name": function["name"], "input": arguments})
+    head = {"id": "msg", "type": "message", "role": "assistant", "model": name, "content": blocks}
+    usage = {"input_tokens": len(answer.prompt_ids), "output_tokens": len(reply.token_ids)}
+    reason = {"stop_reason": _STOP_REASONS[reply.finish_reason], "stop_sequence": None}
+    return head | reason | {"usage": usage}
+
+
+def stream_anthropic(name: str, call: Call, answer: Answer) -> Iterator[str]:
+    """Write the same as events."""
+    body = write_anthropic(name, call, answer)
+    blocks, usage = body["content"], body["usage"]
+    reason = {key: body[key] for key in ("stop_reason", "stop_sequence")}
+    begun = body | {"content": [], "stop_reason": None, "usage": usage | {"output_tokens": 0}}
+    yield _event({"type": "message_start", "message": begun}, "message_start")
+    for index, block in enumerate(blocks):
+        if block["type"] == "text":
+            empty, delta = block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
+        else:
+            empty = block | {"input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        at = {"index": index}
+        yield _event({"type": "content_block_start", **at, "content_block": empty}, "content_block_start")
+        yield _event({"type": "content_block_delta", **at, "delta": delta}, "content_block_delta")
+        yield _event({"type": "content_block_stop", **at}, "content_block_stop")
+    yield _event({"type": "message_delta", "delta": reason, "usage": usage}, "message_delta")
+    yield _event({"type": "message_stop"}, "message_stop")
+
+
+CHAT = Protocol(read_chat, write_chat, stream_chat)
+ANTHROPIC = Protocol(read_anthropic, write_anthropic, stream_anthropic)
+PROTOCOLS: dict[str, Protocol] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": Protocol(read_completion, write_completion, stream_completion),
+    "/v1/messages": ANTHROPIC,
+    "/v1/v1/messages": ANTHROPIC,  # of clients that put /v1 behind a base that has it already
+}

@@ -1,0 +1,210 @@
+"""The trainer's side of agents: which they are, and how one is run, watched and ended."""
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindrlhf.errors import UserError
+from mindrlhf.sandbox.signatures import declared_signature
+from mindrlhf.system.processes import kill_tree
+
+START_TIMEOUT_S = 120.0
+MAX_REWARD = 1e15
+_FUNCTION = re.compile(r"\S+\.py:[^\W\d]\w*")
+# Of this process's environment, what agents see.
+_SHARED = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "DOCKER_HOST")
+
+
+@dataclass(frozen=True)
+class AgentResult:
+    """How an agent ended: the reward and the text that it gave, each None where it gave none."""
+
+    reward: float | None = None
+    text: str | None = None
+    failure: str = ""
+
+
+def is_function(agent: str) -> bool:
+    """Whether an agent is a function of a file, and no command."""
+    return _FUNCTION.fullmatch(agent) is not None
+
+
+def command_words(agent: str) -> list[str]:
+    """Return the words of a command; those that are files are named whole, since agents are not run where they lie.
+
+    Raises:
+        UserError: quotes that do not match, or nothing.
+    """
+    try:
+        words = shlex.split(agent)
+    except ValueError as error:
+        raise UserError(f"'tools.agent' is {agent}: {str(error).lower()}") from None
+    if not words:
+        raise UserError("'tools.agent' is blank: give path/to/agent.py:function, or a command line")
+    return [str(Path(word).absolute()) if "/" in word and Path(word).exists() else word for word in words]
+
+
+def check_agent(agent: str) -> None:
+    """Check what can be known without running anything; ``agent`` is empty where there is none.
+
+    Raises:
+        UserError: no such file, function or program, or a function that cannot be called as agents are.
+    """
+    if not agent:
+        return
+    if not is_function(agent):
+        word = command_words(agent)[0]
+        if shutil.which(word) is None:
+            raise UserError(
+                f"'tools.agent' is {agent}: there is no program {word}: give its path, or path/to/agent.py:function"
+            )
+        return
+    path, _, name = agent.rpartition(":")
+    if not Path(path).is_file():
+        raise UserError(f"'tools.agent' is {agent}: there is no file {path}")
+    signature = declared_signature(Path(path), name)
+    if signature is not None:
+        try:
+            signature.bind({}, "", "")
+        except TypeError as error:
+            raise UserError(
+                f"'tools.agent' is {agent}: it is called as {name}(record, base_url, api_key), but {error}"
+            ) from None
+
+
+class AgentRunner:
+    """Runs agents, each in a process and a directory of its own. All of it is done in one thread, that of a loop.
+
+    Args:
+        agent: see ``tools.agent``.
+        port, path: of the endpoint on the loopback, and its Unix socket.
+        is_open: agents have this machine's network and files.
+        memory_limit_bytes: of each process of an agent.
+        directory: under which each has its own.
+    """
+
+    def __init__(self, agent: str, port: int, path: str, directory: str, *, is_open: bool, memory_limit_bytes: int):
+        self._settings = {
+            "agent": str(Path(agent).absolute()) if is_function(agent) else command_words(agent),
+            "port": port,
+            "path": path,
+            "is_open": is_open,
+            "memory_limit_bytes": memory_limit_bytes,
+        }
+        self._directory = directory
+        self._process: subprocess.Popen | None = None
+        self._running: dict[int, asyncio.Future[AgentResult]] = {}
+        self._number = 0
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Start the process that agents are forked from, if there is none.
+
+        Raises:
+            UserError: the user's file does not load, or the network cannot be closed.
+        """
+        async with self._starting:
+            if self._process is not None:
+                return
+            own, theirs = socket.socketpair()
+            environment = {name: os.environ[name] for name in _SHARED if name in os.environ}
+            # This package is found beside the user's own.
+            package = str(Path(__file__).parents[2])
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), package)))
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "mindrlhf.tools.agent_host", str(theirs.fileno()), str(os.getpid())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    env=environment,
+                    start_new_session=True,
+                )
+            self._reader, self._writer = await asyncio.open_connection(sock=own, limit=1 << 20)
+            self._tell(self._settings)
+            try:
+                answer = json.loads(await asyncio.wait_for(self._reader.readline(), START_TIMEOUT_S) or b"null")
+            except (asyncio.TimeoutError, ValueError):
+                answer = None
+            if not answer or "error" in answer:
+                self._end()
+                raise UserError(answer["error"] if answer else "the process of the agents did not start: see the log")
+            self._following = asyncio.get_running_loop().create_task(self._follow())
+
+    async def run(self, record: Mapping[str, Any], key: str, timeout_s: float) -> AgentResult:
+        """Run an agent to its end, and kill what is left of it."""
+        try:
+            await self.start()
+        except UserError as error:
+            return AgentResult(failure=str(error))
+        self._number += 1
+        number, ended = self._number, asyncio.get_running_loop().create_future()
+        directory = tempfile.mkdtemp(dir=self._directory)
+        self._running[number] = ended
+        try:
+            self._tell({"start": number, "record": dict(record), "key": key, "directory": directory})
+            return await asyncio.wait_for(ended, timeout_s)
+        except asyncio.TimeoutError:
+            return AgentResult(failure=f"it had not ended after {timeout_s:g} s (tools.agent_timeout_s)")
+        finally:
+            if self._running.pop(number, None) is not None and not (ended.done() and not ended.cancelled()):
+                self._tell({"kill": number})
+            shutil.rmtree(directory, ignore_errors=True)
+
+    async def close(self) -> None:
+        """End all agents."""
+        self._end()
+
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        with contextlib.suppress(OSError, RuntimeError):
+            self._writer.write(json.dumps(message).encode() + b"\n")
+
+    async def _follow(self) -> None:
+        while line := await self._reader.readline():
+            message = json.loads(line)
+            ended = self._running.get(message["ended"])
+            if ended is not None and not ended.done():
+                ended.set_result(read_result(message))
+        self._end()
+
+    def _end(self) -> None:
+        """End the process and what it has started; agents that run are lost, and the next gets a new one."""
+        process, self._process = self._process, None
+        if process is not None:
+            self._writer.close()
+            kill_tree(process.pid)
+            process.wait()
+        for ended in self._running.values():
+            if not ended.done():
+                ended.set_result(AgentResult(failure="the process that starts agents died"))
+
+
+def read_result(message: Mapping[str, Any]) -> AgentResult:
+    """Return what an agent has said: a number is a reward, a text what verifiers read, an object may hold both."""
+    if message.get("failure"):
+        return AgentResult(failure=str(message["failure"]))
+    result = message.get("result")
+    given = result if isinstance(result, dict) else {}
+    if isinstance(result, (int, float)):
+        given = {"reward": result}
+    elif isinstance(result, str):
+        given = {"text": result}
+    unknown: Collection[str] = given.keys() - {"reward", "text"}
+    reward, text = given.get("reward"), given.get("text")
+    is_number = isinstance(reward, (int, float)) and math.isfinite(reward) and abs(reward) <= MAX_REWARD
+    if unknown or isinstance(result, list) or not (reward is None or is_number) or not isinstance(text, str | None):
+        shown = json.dumps(result)[:100]
+        return AgentResult(failure=f'it returned {shown}, and not a reward, a text, or {{"reward": ..., "text": ...}}')
+    return AgentResult(None if reward is None else float(reward), text)

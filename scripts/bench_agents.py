@@ -1,0 +1,254 @@
+#!/usr/bin/env python3
+"""What the endpoint of agents costs.
+
+    python scripts/bench_agents.py turns --tokenizer DIR [--turns 64]
+    python scripts/bench_agents.py requests --model DIR [--episodes 500] [--turns 2] [--max-tokens 16]
+
+``turns``: the time that the endpoint takes for the prompts of a conversation, beside that of a client that renders and
+encodes the whole conversation at every turn; no model is asked. ``requests``: requests per second of the endpoint with
+a vLLM rollout server, beside vLLM's own server, by one client, which is a process of its own in both.
+"""
+
+import argparse
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+
+from mindrlhf.config.reward import ToolSection
+from mindrlhf.config.rollout import RolloutSection
+from mindrlhf.data.templates import CHAT, load_template
+from mindrlhf.data.tokenizers import load_tokenizer
+from mindrlhf.rollout.agents.episode import Episode, EpisodeLimits
+from mindrlhf.rollout.agents.protocols import Call
+from mindrlhf.rollout.agents.source import AgentEpisodes
+from mindrlhf.rollout.chat_server import Prompts, Question
+from mindrlhf.rollout.replicas import find_rollout_python, start_replicas
+from mindrlhf.rollout.turn_texts import TurnTexts
+from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
+from mindrlhf.tools.agents import AgentResult
+
+WORDS = "the agent reads a file and says what is in it, line by line; then it goes on to the next. "
+
+
+def bench_turns(arguments: argparse.Namespace) -> None:
+    """Print the seconds of both ways, and their ratio."""
+    tokenizer = load_tokenizer(arguments.tokenizer)
+    template = load_template(CHAT, tokenizer)
+    prompts, texts = Prompts(tokenizer, template, "auto"), TurnTexts(tokenizer, template)
+    reply = [*tokenizer.encode(WORDS * 4), tokenizer.eos_token_ids[0]]
+
+    async def ask(question: Question) -> list[Completion]:
+        return [Completion(0, 0, np.array(reply, np.int32), np.zeros(len(reply), np.float32), "stop", 0)]
+
+    messages, chats = [], []
+    for _ in range(arguments.turns):
+        messages.append({"role": "user", "content": WORDS * 4})
+        chats.append(tuple(messages))
+        messages.append({"role": "assistant", "content": tokenizer.decode(reply)})
+    limits = EpisodeLimits(arguments.turns, 1 << 40, 1 << 40)
+    episode = Episode(GenerationRequest(0, (1,), 1, 0), 0, SamplingParams(1), prompts, texts, limits, ask)
+
+    async def by_endpoint() -> None:
+        for chat in chats:
+            await episode.answer(Call(messages=chat))
+
+    ours = seconds(lambda: asyncio.run(by_endpoint()))
+    theirs = seconds(lambda: [prompts.ids(Call(messages=chat)) for chat in chats])
+    (sequence, _), *rest = episode.sequences()
+    assert not rest, "the turns are one conversation"
+    length = len(sequence.prompt_ids) + len(sequence.token_ids)
+    print(f"{arguments.turns} turns, {length} tokens: endpoint {ours:.3f} s, rendered anew {theirs:.3f} s")
+    print(f"ratio {theirs / ours:.1f}")
+
+
+def seconds(action: Callable[[], object]) -> float:
+    """Return how long an action takes."""
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+class Clients:
+    """Runs agents in the client's process: one line with the key begins an episode, one line back ends it."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self.url = ""
+        self._ended: dict[str, asyncio.Future] = {}
+
+    async def start(self) -> None:
+        """Nothing: the address of the endpoint is not known yet."""
+
+    async def begin(self) -> None:
+        """Start the client."""
+        words = (str(self._arguments.turns), str(self._arguments.max_tokens))
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, __file__, "client", self.url, *words, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self._following = asyncio.ensure_future(self._follow())
+
+    async def run(self, record: dict, key: str, timeout_s: float) -> AgentResult:
+        """Run one episode."""
+        self._ended[key] = asyncio.get_running_loop().create_future()
+        self._process.stdin.write(f"{key}\n".encode())
+        await self._ended[key]
+        return AgentResult(1.0)
+
+    async def _follow(self) -> None:
+        while line := await self._process.stdout.readline():
+            self._ended.pop(line.decode().strip()).set_result(None)
+
+    async def close(self) -> None:
+        """End the client."""
+        self._process.kill()
+
+
+async def be_client(url: str, num_turns: int, max_tokens: int) -> None:
+    """Read keys, and make an episode of each."""
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(3600)) as session:
+        tasks = set()
+        while line := await reader.readline():
+            task = asyncio.ensure_future(_episode(session, url, line.decode().strip(), num_turns, max_tokens))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+
+async def _episode(session: aiohttp.ClientSession, url: str, key: str, num_turns: int, max_tokens: int) -> None:
+    messages = [{"role": "user", "content": f"Anna has {len(key)} apples."}]
+    for _ in range(num_turns):
+        body = {"model": "policy", "messages": messages, "max_tokens": max_tokens, "temperature": 1.0}
+        body |= {"seed": abs(hash(key)) % 1000}
+        headers = {"Authorization": f"Bearer {key}"}
+        async with session.post(f"{url}/chat/completions", json=body, headers=headers) as response:
+            answer = await response.json()
+            assert response.status == 200, answer
+        messages += [answer["choices"][0]["message"], {"role": "user", "content": "And then?"}]
+        messages[-2] = {"role": "assistant", "content": messages[-2]["content"]}
+    print(key, flush=True)
+
+
+def bench_requests(arguments: argparse.Namespace) -> None:
+    """Print requests per second of both, and their ratio."""
+    count = arguments.episodes * arguments.turns
+    found = {}
+    for name, measure in (("endpoint", _our_server), ("vLLM's own server", _vllm_server)):
+        taken = measure(arguments)
+        found[name] = count / taken
+        print(f"{name}: {count} requests in {taken:.1f} s, {found[name]:.1f} requests/s", flush=True)
+    ours, theirs = found.values()
+    print(f"ratio {ours / theirs:.2f}")
+
+
+def _our_server(arguments: argparse.Namespace) -> float:
+    rollout = RolloutSection(max_num_seqs=arguments.max_num_seqs, num_threads=arguments.threads)
+    tokenizer = load_tokenizer(arguments.model)
+    tools = ToolSection(agent="unused", max_turns=arguments.turns, agents_at_once=4096, agent_gather_s=5.0)
+    requests = [
+        GenerationRequest(number, tuple(tokenizer.encode("Anna")), 1, seed=number)
+        for number in range(arguments.episodes)
+    ]
+    with tempfile.TemporaryDirectory() as logs:
+        generator = start_replicas(
+            rollout,
+            model_dir=arguments.model,
+            max_model_len=512,
+            seed=0,
+            device="cpu",
+            log_dir=Path(logs),
+            load_weights=True,
+            tokenizer_dir=arguments.model,
+        )
+        try:
+            generator.wait_ready()
+            clients = Clients(arguments)
+            template = load_template(CHAT, tokenizer)
+            with AgentEpisodes(generator, tokenizer, template, tools, 256, clients) as source:
+                clients.url = source.url
+                source._in_loop(clients.begin()).result()
+                sampling = SamplingParams(256, stop_token_ids=tokenizer.eos_token_ids)
+                list(source.generate(requests[:8], sampling))
+                return seconds(lambda: list(source.generate(requests, sampling)))
+        finally:
+            generator.close()
+
+
+def _vllm_server(arguments: argparse.Namespace) -> float:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    python = find_rollout_python()
+    words = ["--model", arguments.model, "--served-model-name", "policy", "--port", str(port), "--host", "127.0.0.1"]
+    words += ["--max-model-len", "512", "--max-num-seqs", str(arguments.max_num_seqs), "--dtype", "float32"]
+    words += ["--enforce-eager"]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [python, "-m", "vllm.entrypoints.openai.api_server", *words], env=environment, stdout=log, stderr=log
+        )
+        try:
+            deadline_s = time.monotonic() + 200
+            while True:
+                try:
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                    break
+                except OSError:
+                    if process.poll() is not None or time.monotonic() > deadline_s:
+                        log.seek(0)
+                        raise SystemExit(log.read()[-2000:].decode(errors="replace")) from None
+                    time.sleep(0.5)
+            return asyncio.run(_drive(arguments, f"http://127.0.0.1:{port}/v1"))
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+async def _drive(arguments: argparse.Namespace, url: str) -> float:
+    clients = Clients(arguments)
+    clients.url = url
+    await clients.begin()
+    await asyncio.gather(*(clients.run({}, f"warm{number:039d}", 1e9) for number in range(8)))
+    start = time.perf_counter()
+    await asyncio.gather(*(clients.run({}, f"{number:043d}", 1e9) for number in range(arguments.episodes)))
+    taken = time.perf_counter() - start
+    await clients.close()
+    return taken
+
+
+def main(words: Sequence[str]) -> None:
+    """Measure what the command line asks for."""
+    if words[:1] == ["client"]:
+        asyncio.run(be_client(words[1], int(words[2]), int(words[3])))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    turns = commands.add_parser("turns")
+    turns.add_argument("--tokenizer", required=True)
+    turns.add_argument("--turns", type=int, default=64)
+    turns.set_defaults(run=bench_turns)
+    requests = commands.add_parser("requests")
+    requests.add_argument("--model", required=True)
+    requests.add_argument("--episodes", type=int, default=500)
+    requests.add_argument("--turns", type=int, default=2)
+    requests.add_argument("--max-tokens", type=int, default=16)
+    requests.add_argument("--max-num-seqs", type=int, default=128)
+    requests.add_argument("--threads", type=int, default=1)
+    requests.set_defaults(run=bench_requests)
+    arguments = parser.parse_args(words)
+    arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

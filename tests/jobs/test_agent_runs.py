@@ -1,0 +1,79 @@
+"""GRPO with an agent that is a program with the plain ``openai`` client: tools, three turns and a sub-agent."""
+
+import json
+import math
+import shlex
+import subprocess
+
+import pytest
+import sanity_inputs
+from test_tool_runs import make
+
+pytestmark = pytest.mark.timeout(500)
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'tool' %}<tool_response>{{ message.content }}</tool_response>"
+    "{% else %}{{ message.content or '' }}{% for call in message.tool_calls or [] %}"
+    '<tool_call>{"name":"{{ call.function.name }}","arguments":{{ call.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}{% endif %}<|endoftext|>{% endfor %}"
+)
+AGENT = """
+import json, sys
+from openai import OpenAI
+
+record, client = json.load(sys.stdin), OpenAI()
+tool = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}}}
+
+def ask(messages, **more):
+    return client.chat.completions.create(model="policy", messages=messages, temperature=0.1, **more).choices[0].message
+
+messages = [{"role": "user", "content": record["prompt"]}]
+for turn in range(3):
+    message = ask(messages, tools=[tool], max_tokens=24)
+    messages.append(message.model_dump())
+    answers = [
+        {"role": "tool", "tool_call_id": call.id, "content": "42"} for call in message.tool_calls or []
+    ]
+    messages += answers or [{"role": "user", "content": "8"}]
+text = ask([{"role": "user", "content": "7"}], max_tokens=8).content or ""
+whole = "".join(str(one["content"] or "") for one in messages if one["role"] == "assistant")
+print(json.dumps({"reward": sum(letter.isdigit() for letter in whole) / max(1, len(whole)), "text": text}))
+"""
+
+
+def has_openai(python):
+    return subprocess.run([python, "-c", "import openai"], capture_output=True, timeout=120).returncode == 0
+
+
+def test_training_learns_from_the_tokens_of_an_agent_with_the_openai_client(tmp_path, rollout_python):
+    if not has_openai(rollout_python):
+        pytest.skip("the rollout environment has no openai")
+    make(tmp_path)
+    for directory in ("bare", "model"):
+        config = tmp_path / directory / "tokenizer_config.json"
+        config.write_text(json.dumps({"eos_token": "<|endoftext|>", "chat_template": TEMPLATE}))
+    (tmp_path / "agent.py").write_text(AGENT)
+    finished = sanity_inputs.train(
+        tmp_path,
+        tmp_path / "run",
+        timeout_s=400,
+        run__max_steps=2,
+        tools__agent=shlex.join([str(rollout_python), str(tmp_path / "agent.py")]),
+        tools__memory_limit_mib=2048,
+        tools__agent_gather_s=20,
+        training__chunk_size=2,
+        reward__verifier_function="environment_reward",
+        rollout__max_response_length=192,
+        observe__samples_per_step=16,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    metrics = sanity_inputs.read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [1, 2]
+    for line in metrics:
+        assert line["agents/failures"] == line["agents/refused"] == line["agents/rewritten"] == 0, finished.stderr
+        assert line["agents/sequences"] == 2 and line["turns/mean"] == 4
+        assert line["tools/tokens"] > 0
+        # The trainer read the very tokens that the generator wrote.
+        assert line["rollout_diff/max_abs"] < 1e-4 and line["rollout_diff/mean_abs"] < 1e-5
+        assert line["rollout_ratio/effective"] == pytest.approx(1.0, abs=1e-6)
+        assert math.isfinite(line["loss"]) and line["grad_norm"] > 0
+        print({name: line[name] for name in line if name.startswith(("agents/", "rollout_diff/", "turns", "tools/"))})

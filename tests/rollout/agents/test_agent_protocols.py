@@ -1,0 +1,169 @@
+"""The three protocols, field by field, against bodies that their references show, and clients' own parsers."""
+
+import json
+import urllib.request
+
+import pytest
+from agent_fakes import TOOL, Engine, prompt, run, spelled, user
+
+from mindrlhf.rollout.agents.protocols import BadQuestion, read_anthropic, read_chat, read_completion
+
+pytestmark = pytest.mark.timeout(60)
+CALL = 'hm<tool_call>{"name": "double", "arguments": {"x": 4}}</tool_call>'
+
+
+def ask(body, path="/chat/completions", reply="yes", headers=None):
+    """Return what an agent gets that asks one thing."""
+    got = []
+
+    def agent(record, client):
+        got.append(client.post(body, path))
+        return 1.0
+
+    (completion,) = run(Engine(lambda text: reply), agent, [prompt()])
+    return got[0], completion
+
+
+def events(text):
+    """Return the data of a stream's events, in order."""
+    return [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+
+
+def test_a_chat_with_a_call():
+    (status, answer), _ = ask({"messages": [user("a")], "tools": [TOOL]}, reply=CALL)
+    (choice,) = answer["choices"]
+    assert status == 200 and answer["object"] == "chat.completion" and choice["finish_reason"] == "tool_calls"
+    message = choice["message"]
+    (call,) = message["tool_calls"]
+    assert message["content"] == "hm" and call["type"] == "function" and call["function"]["name"] == "double"
+    assert json.loads(call["function"]["arguments"]) == {"x": 4}
+    assert answer["usage"]["completion_tokens"] == len(spelled(CALL)) + 1
+
+
+@pytest.mark.parametrize("more", [{}, {"tools": [TOOL], "tool_choice": "none"}], ids=["no tools", "tool_choice none"])
+def test_without_tools_a_call_is_text(more):
+    (_, answer), _ = ask({"messages": [user("a")], **more}, reply=CALL)
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": CALL}
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_call_that_cannot_be_read_is_text():
+    broken = "<tool_call>{oops}</tool_call>"
+    (_, answer), _ = ask({"messages": [user("a")], "tools": [TOOL]}, reply=broken)
+    assert answer["choices"][0]["message"]["content"] == broken
+
+
+def test_a_stream_of_a_chat_puts_together_to_the_same_message():
+    body = {"messages": [user("a")], "tools": [TOOL], "stream": True, "stream_options": {"include_usage": True}}
+    (_, text), completion = ask(body, reply=CALL)
+    *chunks, done = events(text)
+    assert done == "[DONE]"
+    chunks = [json.loads(chunk) for chunk in chunks]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == "hm"
+    ((call,),) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+    assert (call["index"], json.loads(call["function"]["arguments"])) == (0, {"x": 4})
+    assert chunks[-2]["choices"][0]["finish_reason"] == "tool_calls"
+    assert chunks[-1]["usage"]["completion_tokens"] == len(completion.token_ids)
+
+
+def test_messages_of_anthropic_and_their_stream():
+    tool = {"name": "double", "description": "d", "input_schema": {"type": "object", "properties": {}}}
+    body = {"model": "m", "max_tokens": 99, "system": "be brief", "messages": [user("a")], "tools": [tool]}
+    (status, answer), _ = ask(body, "/messages", reply=CALL)
+    assert status == 200 and answer["stop_reason"] == "tool_use" and answer["role"] == "assistant"
+    text, use = answer["content"]
+    assert text == {"type": "text", "text": "hm"} and use["type"] == "tool_use" and use["input"] == {"x": 4}
+    assert answer["usage"]["output_tokens"] == len(spelled(CALL)) + 1
+    (_, text), _ = ask({**body, "stream": True}, "/messages", reply=CALL)
+    kinds = [json.loads(event)["type"] for event in events(text)]
+    block = ["content_block_start", "content_block_delta", "content_block_stop"]
+    assert kinds == ["message_start", *block, *block, "message_delta", "message_stop"]
+    delta = json.loads(events(text)[5])["delta"]
+    assert json.loads(delta["partial_json"]) == {"x": 4}
+
+
+def test_a_conversation_of_anthropic_is_one_sequence():
+    def agent(record, client):
+        tool = {"name": "double", "input_schema": {"type": "object", "properties": {}}}
+        body = {"max_tokens": 99, "tools": [tool], "messages": [user("start")]}
+        _, first = client.post(body, "/messages")
+        use = next(block for block in first["content"] if block["type"] == "tool_use")
+        result = {"type": "tool_result", "tool_use_id": use["id"], "content": [{"type": "text", "text": "8"}]}
+        told = [{"role": "assistant", "content": first["content"]}, {"role": "user", "content": [result]}]
+        _, second = client.post({**body, "messages": [user("start"), *told]}, "/messages")
+        return second["content"][0]["text"]
+
+    (completion,) = run(Engine(lambda text: "8!" if "tool_response" in text else CALL), agent)
+    assert len(completion.agent.sequences) == 1 and completion.agent.text == "8!"
+
+
+def test_completions_with_log_probabilities_and_a_stream():
+    body = {"prompt": "hello", "max_tokens": 2, "logprobs": 1}
+    (_, answer), completion = ask(body, "/completions", reply="yes")
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "length" and choice["text"] == "ye"
+    assert choice["logprobs"]["token_logprobs"] == completion.logprobs.tolist()
+    assert choice["logprobs"]["tokens"] == ["y", "e"] and choice["logprobs"]["text_offset"] == [0, 1]
+    (_, text), _ = ask({**body, "stream": True}, "/completions", reply="yes")
+    first, done = events(text)
+    assert json.loads(first)["choices"][0]["text"] == "ye" and done == "[DONE]"
+
+
+CHAT = {"messages": [user("a")]}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ([], "no JSON object"),
+        ({}, "messages must be"),
+        ({"messages": [{"role": "owner", "content": "a"}]}, "messages must be"),
+        ({"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}])]}, "content must be text"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "tool_calls must be"),
+        ({**CHAT, "tool_choice": "required"}, "tool_choice must be auto or none"),
+        ({**CHAT, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice must be"),
+        ({**CHAT, "response_format": {"type": "json_schema"}}, "response_format is not supported"),
+        ({**CHAT, "n": 65}, "n is 65"),
+        ({**CHAT, "n": True}, "n is True"),
+        ({**CHAT, "max_tokens": 1.5}, "max_tokens is 1.5"),
+        ({**CHAT, "max_completion_tokens": 0}, "max_completion_tokens is 0"),
+        ({**CHAT, "temperature": float("nan")}, "temperature is nan"),
+        ({**CHAT, "top_logprobs": 5}, "top_logprobs is not supported"),
+        ({**CHAT, "parallel_tool_calls": False}, "parallel_tool_calls is not supported"),
+        ({**CHAT, "frequency_penalty": 0.5}, "frequency_penalty is not supported"),
+        ({**CHAT, "stop": [""]}, "stop must be"),
+        ({**CHAT, "stop": ["a"] * 17}, "stop must be"),
+        ({**CHAT, "chat_template_kwargs": "x"}, "'chat_template_kwargs' must hold"),
+    ],
+)
+def test_what_a_chat_may_not_ask(body, message):
+    with pytest.raises(BadQuestion, match=message):
+        read_chat(body)
+
+
+@pytest.mark.parametrize("value", [None, [], "", [1.5], [[1], [2]], {"a": 1}, [True]])
+def test_prompts_that_are_none(value):
+    with pytest.raises(BadQuestion, match="prompt must be"):
+        read_completion({"prompt": value})
+
+
+@pytest.mark.parametrize(
+    "body", [{"messages": [{"role": "system", "content": "a"}]}, {"messages": "a"}, {**CHAT, "tools": ["x"]}, []]
+)
+def test_messages_of_anthropic_that_are_none(body):
+    with pytest.raises(BadQuestion):
+        read_anthropic(body)
+
+
+def test_clients_that_list_models_find_one():
+    got = []
+
+    def agent(record, client):
+        request = urllib.request.Request(f"{client.url}/models", headers={"x-api-key": client.key})
+        with urllib.request.urlopen(request, timeout=10) as response:
+            got.append(json.load(response))
+        return 1.0
+
+    run(Engine(lambda text: "ok"), agent)
+    assert [one["id"] for one in got[0]["data"]] == ["policy"]

@@ -1,0 +1,128 @@
+"""An agent's sample has several sequences: what goes into rows and comes back, and that they share one advantage."""
+
+import numpy as np
+import pytest
+from made_samples import make_sample, with_completion
+
+from mindrlhf.config.algorithm import AlgorithmSection, CorrectionSection
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.reward import RewardSection
+from mindrlhf.config.rollout import RolloutSection
+from mindrlhf.config.run import DataSection
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.rollout.types import AgentRecord, OwnSequence
+from mindrlhf.training.batch import RowOptions, make_update_batch
+from mindrlhf.training.loop.objective import Objective
+
+
+def ids(*values):
+    return np.array(values, np.int32)
+
+
+def mask(*values):
+    return np.array(values, bool)
+
+
+# Two contexts: the first with a tool's answer (token 7) within, the second of a sub-agent.
+SEQUENCES = (
+    OwnSequence(ids(1, 2, 3), ids(4, 5, 7, 6), mask(1, 1, 0, 1)),
+    OwnSequence(ids(8, 9), ids(10, 11), mask(1, 1)),
+)
+
+
+def plain(reward, *tokens, group=0):
+    return make_sample(ids(1, 2, 3), ids(*tokens), reward, group=group, logprobs=-np.array(tokens, np.float32) / 16)
+
+
+def of_agent(reward, num_turns=3):
+    base = plain(reward, 4, 5, 7, 6, 10, 11)
+    return with_completion(
+        base,
+        logprobs=-np.array([4, 5, 6, 10, 11], np.float32) / 16,
+        is_generated=np.concatenate([one.is_generated for one in SEQUENCES]),
+        num_turns=num_turns,
+        agent=AgentRecord(SEQUENCES, "left"),
+    )
+
+
+def objective(**algorithm):
+    return Objective(
+        GrpoConfig(
+            model=ModelSection(path="model"),
+            data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
+            reward=RewardSection(verifier_function=("length",)),
+            rollout=RolloutSection(max_response_length=10),
+            algorithm=AlgorithmSection(**algorithm),
+            correction=CorrectionSection(weight="token"),
+        )
+    )
+
+
+SAMPLES = [of_agent(1.0), plain(0.0, 12, 13), of_agent(0.0), plain(0.0, 14)]
+OPTIONS = {
+    "rows of one": RowOptions((16,), 1, 1, False),
+    "packed, two ranks": RowOptions((16, 32), 2, 2, True),
+    "prompts shared": RowOptions((32,), 2, 1, True, packing="shared_prompts"),
+}
+
+
+def test_all_sequences_of_an_episode_have_its_advantage_and_it_counts_once_in_its_group():
+    advantages = objective().advantages(SAMPLES)
+    # The rewards 1, 0, 0, 0: an episode of two sequences is one sample of four, not two of six.
+    rewards = np.array([1.0, 0, 0, 0])
+    expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+    assert [len(one) for one in advantages] == [5, 2, 5, 1]
+    for found, value in zip(advantages, expected):
+        np.testing.assert_allclose(found, value)
+    (first, second), *_ = objective().sequences(SAMPLES, advantages)
+    np.testing.assert_array_equal(first.values["advantages"], advantages[0][:3])
+    np.testing.assert_array_equal(second.values["advantages"], advantages[0][3:])
+    np.testing.assert_array_equal(first.values["rollout_logprobs"], -np.float32([4, 5, 6]) / 16)
+    np.testing.assert_array_equal(second.values["rollout_logprobs"], -np.float32([10, 11]) / 16)
+    assert second.prompt_ids.tolist() == [8, 9] and second.response_ids.tolist() == [10, 11]
+
+
+def test_a_mean_over_sequences_takes_an_episode_for_one():
+    weights = [
+        np.concatenate([one.values["weights"] for one in own])
+        for own in objective(aggregation="sequence_mean").sequences(SAMPLES)
+    ]
+    # 10 generated tokens of all: each of 4 samples weighs 13 / 4, spread over its own tokens.
+    total = 5 + 2 + 5 + 1
+    for found, length in zip(weights, (5, 2, 5, 1)):
+        np.testing.assert_allclose(found, total / (4 * length), rtol=1e-6)
+
+
+def test_nothing_trains_on_an_agent_that_has_asked_nothing():
+    silent = of_agent(0.0, num_turns=0)
+    found = objective().sequences([SAMPLES[1], silent])
+    assert all((one.values["weights"] == 0).all() for one in found[1]) and (found[0][0].values["weights"] > 0).all()
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_what_ranks_compute_of_several_sequences_comes_back_by_sample_and_goes_out_again(options):
+    chosen = OPTIONS[options]
+    computed = np.array([True, True, False, True])
+    batch = make_update_batch(objective().sequences(SAMPLES), computed, chosen)
+    assert batch.counts == (2, 1, 1) and batch.num_samples == 3 and batch.num_tokens == 13
+    assert batch.num_computed == 8
+    # A rank that "computes" the label of each position gives every sample its own generated tokens.
+    labels = [rows.labels.astype(np.float32) for rows in batch.micro_batches]
+    found = batch.responses(labels)
+    assert [one.tolist() for one in found] == [[4, 5, 6, 10, 11], [12, 13], [14]]
+    spread = batch.spread([one * 2.0 for one in found], chosen.num_ranks)
+    for rank, parts in enumerate(spread):
+        for number, array in zip(batch.numbers(rank, chosen.num_ranks), parts):
+            rows = batch.micro_batches[number]
+            np.testing.assert_array_equal(array, 2 * rows.labels * rows.mask)
+
+
+def test_samples_of_one_sequence_are_as_they_were():
+    batch = make_update_batch(
+        objective().sequences([SAMPLES[1], SAMPLES[3]]), np.array([True, True]), OPTIONS["rows of one"]
+    )
+    assert batch.counts == () and batch.num_samples == len(batch.placed) == 2
+    with pytest.raises(AssertionError):
+        batch.spread([np.zeros(2)], 1)
+    with pytest.raises(AssertionError):
+        batch.spread([np.zeros(2), np.zeros(2)], 1)
