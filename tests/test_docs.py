@@ -24,7 +24,7 @@ from mindrlhf.training.batch import RowOptions, make_batch
 from mindrlhf.training.loop.guards import MAX_SAVED_BATCHES
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("model_configs/*.md")])
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("model_configs/*.md")])
 PAGES += sorted(ROOT.glob("examples/**/README.md"))
 KEYS = {dotted for config in (GrpoConfig, SftConfig) for dotted, _, _ in dotted_keys(config)}
 SECTIONS = {dotted.partition(".")[0] for dotted in KEYS}
