@@ -21,7 +21,7 @@ REASONS = (
     "comes before the walk",
 )
 _FENCE = re.compile(r"^( *)```(\S*)[^\n]*\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
-_MARKER = re.compile(r"<!-- not run: (.*?) -->\s*\Z", re.DOTALL)
+_MARKER = re.compile(r"<!-- not run: ((?:(?!-->).)*?) -->\s*\Z", re.DOTALL)
 _FILE = re.compile(r"#\s*(?:file: )?([\w./-]+\.(?:py|yaml|jsonl|txt|sh))\s*$", re.MULTILINE)
 
 
