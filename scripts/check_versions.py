@@ -239,6 +239,7 @@ def page(library: Library, uses: Sequence[Use]) -> str:
         "",
         "To look yourself:",
         "",
+        "<!-- not run: needs another package -->",
         "```bash",
         "python -m pip download --no-deps -d wheels vllm==0.23.0 vllm-ascend==0.23.0 mindformers==2.0.0",
         "python scripts/check_versions.py wheels",

@@ -1,6 +1,7 @@
 """The code blocks of the pages: what a reader types, in the order of the page, and what is only shown."""
 
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,9 @@ REASONS = (
     "needs your own",  # a config, a run, a checkpoint that the page cannot bring
     "makes the environments",
     "serves until",
-    "takes hours",
+    "takes ",  # longer than a night has for one block
+    "measures, on idle cores",
+    "is run by tests/",
     "comes before the walk",
 )
 _FENCE = re.compile(r"^( *)```(\S*)[^\n]*\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
@@ -64,3 +67,30 @@ def blocks_of(text: str, page: Path) -> list[Block]:
         file = "" if language == "bash" else (_FILE.match(body) or ("", ""))[1]
         found.append(Block(page, text[: fence.start()].count("\n") + 1, language, body, reason, file))
     return found
+
+
+def commands(block: Block) -> list[list[str]]:
+    """Return the words of each command of a block, without the variables it sets, its redirections and comments.
+
+    `.venv/bin/mindrlhf` is `mindrlhf`.
+    """
+    found = []
+    for line in block.text.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|<>")
+        lexer.whitespace_split = True
+        words: list[str] = []
+        for word in [*lexer, ";"]:
+            if word in (";", "&&", "||", "|", "&"):
+                found.append(_plain(words))
+                words = []
+            else:
+                words.append(word)
+    return [words for words in found if words]
+
+
+def _plain(words: list[str]) -> list[str]:
+    while words and re.match(r"[A-Za-z_]+=", words[0]):
+        words = words[1:]
+    for mark in (">", ">>", "<"):
+        words = words[: words.index(mark)] if mark in words else words
+    return ["mindrlhf", *words[1:]] if words[:1] == [".venv/bin/mindrlhf"] else words
