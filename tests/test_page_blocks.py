@@ -50,7 +50,7 @@ def _arguments(words: list[str]):
 def test_the_configs_of_commands_are_read(page, monkeypatch):
     """Keys, their values, and the rules between them; also of commands that need NPUs, where the file is there."""
     monkeypatch.chdir(ROOT)
-    for words in (words for block in blocks(page) if block.is_command for words in commands(block)):
+    for words in (words for block in blocks(page) for words in commands(block)):
         if words[0] != "mindrlhf" or not (path := next((Path(w) for w in words if w.endswith(".yaml")), None)):
             continue
         arguments = _arguments(words)
@@ -74,7 +74,7 @@ def _output_dir(words: list[str]) -> str | None:
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_no_run_takes_the_directory_of_an_earlier_one(page):
     """Each reader has run the quickstart, and runs a page's commands one after the other."""
-    lines = [words for block in blocks(page) if block.is_command and not block.reason for words in commands(block)]
+    lines = [words for block in blocks(page) if not block.reason for words in commands(block)]
     begun = [_output_dir(words) for words in lines if words[:2] and words[0] == "mindrlhf" and words[1] in CONFIGS]
     counts = Counter(filter(None, begun))
     assert {directory for directory in counts if counts[directory] > 1 or directory in QUICKSTART} == set()

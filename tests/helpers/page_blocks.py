@@ -72,9 +72,11 @@ def blocks_of(text: str, page: Path) -> list[Block]:
 def commands(block: Block) -> list[list[str]]:
     """Return the words of each command of a block, without the variables it sets, its redirections and comments.
 
-    `.venv/bin/mindrlhf` is `mindrlhf`.
+    `.venv/bin/mindrlhf` is `mindrlhf`. A block of another language has none.
     """
     found = []
+    if not block.is_command:
+        return found
     for line in block.text.replace("\\\n", " ").splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|<>")
         lexer.whitespace_split = True
