@@ -2,7 +2,7 @@
 
 A block that cannot run here says why in a comment above it, such as ``<!-- not run: needs NPUs -->``; the reason begins
 with one of ``page_blocks.REASONS``. A block of another language whose first line is a comment with a file's name, such
-as ``# my_rewards.py``, is saved under that name first. Each page begins in a copy of the clone, so pages need nothing of
+as ``# my_rewards.py``, is saved under that name first. Each page begins in a copy of the clone: pages need nothing of
 each other.
 
 ``WALKED_PAGES`` in the environment (names as in the ids, with commas between) walks these alone; each block's command,
