@@ -84,7 +84,7 @@ def search_lines(result: SearchResult, plan: Plan) -> list[str]:
         f"Rates: {NODE_BYTES_PER_S / 1e9:.0f} GB/s per device inside a node of {plan.machine.node_size}, "
         f"{NETWORK_BYTES_PER_S / 1e9:.0f} GB/s between nodes; weights of a step over "
         f"{format_size(plan.machine.link_bytes_per_s)}/s for each node; layouts with less than 10 % free memory "
-        "rank lower. docs/evidence/plan.md has the formulas."
+        "rank lower. docs/plan.md has the formulas."
     )
     lines += ["", "The best, as overrides:"]
     words = [f"{key}={str(value).lower()}" for key, value in result.best[0].keys.items()]
