@@ -403,7 +403,7 @@ def test_every_page_is_in_the_index():
 
 def test_exit_codes_in_the_faq():
     rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", _text(ROOT / "docs" / "faq.md"), flags=re.MULTILINE))
-    assert "you can mend it" in rows[str(UserError.exit_code)]
+    assert "you can fix it" in rows[str(UserError.exit_code)]
     assert "failed while the run was under way" in rows[str(RunFailure.exit_code)]
 
 
