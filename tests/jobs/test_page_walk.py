@@ -13,7 +13,9 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,7 +34,8 @@ def _name(page: Path) -> str:
 def _environment(clone: Path) -> dict[str, str]:
     """The shell of a user who has activated the environment: imports and programs are the clone's."""
     path = f"{clone / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MINDRLHF_", "PYTEST_"))}
+    ours = {name for name in os.environ if name.startswith(("MINDRLHF_", "PYTEST_"))} - {"MINDRLHF_GRAPH_CACHE"}
+    kept = {name: value for name, value in os.environ.items() if name not in ours}
     return kept | {"PATH": path, "PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1"}
 
 
@@ -58,12 +61,12 @@ def _type(command: str, clone: Path) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(arguments, process.returncode, output)
 
 
-def _clone_with_the_quickstart(directory: Path) -> None:
-    """Copy what the repository tracks, and run what ``scripts/quickstart.sh`` does after the set-up."""
+def _clone_with_the_quickstart(directory: Path, rollout_python: str) -> None:
+    """Copy the repository, and run what ``scripts/quickstart.sh`` does after the set-up."""
     clone = directory / "clone"
     shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", ".*_cache"))
-    for environment in (".venv", ".venv-rollout"):
-        (clone / environment).symlink_to(ROOT / environment)
+    (clone / ".venv").symlink_to(sys.prefix)
+    (clone / ".venv-rollout").symlink_to(Path(rollout_python).parents[1])
     script = (ROOT / "scripts" / "quickstart.sh").read_text(encoding="utf-8")
     _, set_up, after = script.partition("bash scripts/setup.sh\n")
     assert set_up and "examples/quickstart/config.yaml" in after
@@ -73,7 +76,8 @@ def _clone_with_the_quickstart(directory: Path) -> None:
 
 @pytest.fixture
 def clone(rollout_python, tmp_path) -> Path:
-    made = sanity_inputs.made_once("page_walk", _clone_with_the_quickstart)
+    make = partial(_clone_with_the_quickstart, rollout_python=rollout_python)
+    made = sanity_inputs.made_once("page_walk", make)
     return Path(shutil.copytree(made / "clone", tmp_path / "clone", symlinks=True))
 
 
