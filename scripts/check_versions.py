@@ -3,7 +3,7 @@
 
     pip download --no-deps -d wheels vllm==0.23.0 vllm-ascend==0.23.0 mindformers==2.0.0
     python scripts/check_versions.py wheels
-    python scripts/check_versions.py wheels --page docs/versions.md
+    python scripts/check_versions.py wheels --page docs/evidence/versions.md
 
 Nothing is installed or run: the sources in the wheels are parsed. Looked up are the classes and functions that the
 rollout server imports, the arguments and methods that it uses of them, and the environment variables that the
@@ -212,7 +212,7 @@ def cann_releases(library: Library) -> dict[str, str]:
 
 
 def page(library: Library, uses: Sequence[Use]) -> str:
-    """Return docs/versions.md."""
+    """Return docs/evidence/versions.md."""
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     mindspore, mindformers = TRAINING_PINS["mindspore"], TRAINING_PINS["mindformers"]
     cann = cann_releases(library)
@@ -239,6 +239,7 @@ def page(library: Library, uses: Sequence[Use]) -> str:
         "",
         "To look yourself:",
         "",
+        "<!-- not run: needs another package -->",
         "```bash",
         "python -m pip download --no-deps -d wheels vllm==0.23.0 vllm-ascend==0.23.0 mindformers==2.0.0",
         "python scripts/check_versions.py wheels",
@@ -257,7 +258,7 @@ def page(library: Library, uses: Sequence[Use]) -> str:
         "## Requirements that differ",
         "",
         "The two wheels pin different versions of these, so one `pip install` cannot take both;",
-        "[Installing](install.md#on-ascend) says what to do.",
+        "[Installing](../install.md#on-ascend) says what to do.",
         "",
         "| package | vllm | vllm-ascend |",
         "|---|---|---|",

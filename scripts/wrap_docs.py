@@ -20,7 +20,7 @@ _STARTS_BLOCK = re.compile(r" (?=(?:[-*+>#]|\d+\.)(?: |$))")
 def pages() -> list[Path]:
     """Return every page of the repository."""
     found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-    for pattern in ("docs/*.md", "examples/**/README.md", "model_configs/*.md"):
+    for pattern in ("docs/**/*.md", "examples/**/README.md", "model_configs/*.md"):
         found += sorted(ROOT.glob(pattern))
     return [path for path in found if path.name != "config.md"]  # that one is generated
 

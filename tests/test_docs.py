@@ -4,14 +4,16 @@ import argparse
 import importlib.util
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+from page_blocks import PAGES, ROOT, blocks, commands
 
-from mindrlhf.cli import _parse, build_parser
+from mindrlhf.cli import _parse, build_parser, main
 from mindrlhf.config.parse import dotted_keys
-from mindrlhf.config.schema import GrpoConfig, SftConfig
+from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.launch.launch import _CLUSTER_DEFAULTS
@@ -23,14 +25,13 @@ from mindrlhf.rollout.replicas import PYTHON_VARIABLE
 from mindrlhf.training.batch import RowOptions, make_batch
 from mindrlhf.training.loop.guards import MAX_SAVED_BATCHES
 
-ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("model_configs/*.md")])
-PAGES += sorted(ROOT.glob("examples/**/README.md"))
-KEYS = {dotted for config in (GrpoConfig, SftConfig) for dotted, _, _ in dotted_keys(config)}
+CONFIGS = (GrpoConfig, SftConfig, DpoConfig, RewardModelConfig)
+KEYS = {dotted for config in CONFIGS for dotted, _, _ in dotted_keys(config)}
 SECTIONS = {dotted.partition(".")[0] for dotted in KEYS}
 # What pages name as a user's own.
 NOT_OURS = {"path/to/file.py", "tools/search.py", "tools/search_server.py", "games/guess.py"}
 NOT_OURS |= {"agents/solve.py", "agents/solve.sh"}
+OF_A_RECORD = {"reward_model.ground_truth"}  # verl's data sets
 FILE_ENDINGS = {"json", "jsonl", "md", "mindrecord", "py", "safetensors", "sh", "svg", "yaml"}
 
 
@@ -43,19 +44,20 @@ def _text(page: Path) -> str:
 
 
 def _prose(page: Path) -> str:
-    return re.sub(r"^```.*?^```", "", _text(page), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"^ *```.*?^ *```", "", _text(page), flags=re.DOTALL | re.MULTILINE)
 
 
 def _command_lines(page: Path) -> list[list[str]]:
-    """Words of every shell command in a code block, continued lines joined."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", _text(page), flags=re.DOTALL | re.MULTILINE)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+    """Words of every command in a code block, continued lines joined."""
+    return [words for block in blocks(page) for words in commands(block)]
+
+
+def _anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def _anchors(page: Path) -> set[str]:
-    headings = re.findall(r"^#+ (.*)$", _prose(page), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return set(map(_anchor, re.findall(r"^#+ (.*)$", _prose(page), flags=re.MULTILINE)))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
@@ -93,7 +95,7 @@ def test_commands_named_in_prose_exist(page):
 def test_keys_exist(page):
     mentioned = re.findall(r"(?<![\w./*])([a-z_]+)\.([a-z_0-9]+)(?![\w/(])", _text(page))
     for section, key in mentioned:
-        if section in SECTIONS and key not in FILE_ENDINGS:
+        if section in SECTIONS and key not in FILE_ENDINGS and f"{section}.{key}" not in OF_A_RECORD:
             assert f"{section}.{key}" in KEYS, f"there is no key {section}.{key}"
 
 
@@ -118,6 +120,7 @@ def test_sources_and_tests_named_in_prose_exist(page):
         assert not test or f"def {test}(" in file.read_text(encoding="utf-8"), f"{path} has no {test}"
 
 
+@cache
 def _documented_metrics() -> set[str]:
     rows = [line for line in _text(ROOT / "docs" / "metrics.md").splitlines() if line.startswith("| `")]
     return {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
@@ -257,9 +260,152 @@ def test_what_counts_as_a_term_of_the_field(text, number):
     assert len(_private_words(text)) == number
 
 
+SOURCES = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "mindrlhf").rglob("*.py"))
+SCRIPTS = "\n".join(
+    path.read_text(encoding="utf-8") for path in (*ROOT.glob("scripts/*.*"), *ROOT.glob("examples/**/*.py"))
+)
+# Files of others: of Hugging Face's directories, data sets and clusters; what a page tells its reader to write.
+OTHERS_FILES = {
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "preprocessor_config.json", "chat_template.json", "vocab.json", "merges.txt", "model.safetensors",
+    "trace_view.json", "a.jsonl", "code.jsonl", "tools.json", "system.txt", "hosts.txt", "my_run.yaml",
+    "problems.jsonl", "my_rewards.py", "train.jsonl", "test.jsonl", "judge.sqlite", "plan.json", "plan.svg",
+    "ours.yaml",
+}  # fmt: skip
+# Options of other programs.
+OTHERS_OPTIONS = {"--device", "--shm-size", "--no-build-isolation", "--no-kill", "--signal", "--join", "--requeue"}
+
+
+def _code(page: Path) -> list[str]:
+    """What stands in backticks in the prose of a page."""
+    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", re.sub(r"\n(?! *\n)", " ", _prose(page)))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_metrics_named_in_prose_are_reported(page):
+    documented = _documented_metrics()
+    groups = {name.partition("/")[0] for name in documented if "/" in name} - {"tools", "eval", "samples"}
+    patterns = [re.sub("<[a-z]+>", r"[\\w.-]+", name) for name in documented]
+    for name in _code(page):
+        if re.fullmatch(r"[a-z_]+/[a-z_0-9@<>/]+", name) and name.partition("/")[0] in groups:
+            is_reported = name in documented or any(re.fullmatch(pattern, name) for pattern in patterns)
+            assert is_reported, f"there is no metric {name}"
+
+
+@cache
+def _options() -> set[str]:
+    parsers = _parsers(build_parser())
+    options = {option for parser in parsers for action in parser._actions for option in action.option_strings}
+    return options | OTHERS_OPTIONS | set(re.findall(r"(?<![\w-])--[a-z_][\w-]+", SCRIPTS))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_options_named_in_prose_exist(page):
+    """Of this command and of the scripts; lines of other programs may name theirs."""
+    others = re.compile(r"\b(pip|docker|msprobe|mlflow|pytest|srun|sbatch|swanlab|wandb) ")
+    for text in _code(page):
+        if not others.search(text):
+            unknown = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", text)) - _options()
+            assert unknown == set(), f"there is no option {unknown}"
+
+
+@cache
+def _names_in_the_repository() -> set[str]:
+    folders = ("docs", "docker", "examples", "mindrlhf", "model_configs", "scripts", "tests")
+    return {path.name for folder in folders for path in (ROOT / folder).rglob("*.*")} | {"setup.py", "pytest.ini"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_files_named_in_prose_are_written_or_there(page):
+    """Names of files without a folder: the product's source has each, or the repository."""
+    for name in _code(page):
+        if re.fullmatch(r"[a-z_0-9]+\.(jsonl?|html|svg|db|log|md|sh|py|yaml|txt)", name):
+            numbered = re.match(r"([a-z_]+_)\d+", name)  # worker_0.log is f"worker_{rank}.log" there
+            is_written = name in SOURCES or (numbered and f"{numbered[1]}{{" in SOURCES)
+            assert is_written or name in _names_in_the_repository() | OTHERS_FILES, f"nothing writes {name}"
+
+
+def test_exit_codes_of_commands(tmp_path, capsys, monkeypatch):
+    """What install.md, plan.md, faq.md, rewards.md and cluster.md say of them, by commands that take no time."""
+    monkeypatch.chdir(ROOT)
+    plan = ["plan", "examples/grpo/qwen2_5_7b_8npu.yaml", "--workers", "8"]
+    (tmp_path / "mine.py").write_text("def wrong(completion, answer):\n    raise ValueError(1)\n")
+    codes = {
+        "fits": main(plan),
+        "does not fit": main([*plan, "--device-memory", "20GB"]),
+        "of a mistake": main([*plan, "optimizer.start_lr=x"]),
+        "something must be mended": main(["rewards", "check", f"{tmp_path}/mine.py:wrong"]),
+        "no config": main(["config", "check", str(tmp_path / "none.yaml")]),
+    }
+    assert codes == {
+        "fits": 0,
+        "does not fit": 1,
+        "of a mistake": UserError.exit_code,
+        "something must be mended": 1,
+        "no config": UserError.exit_code,
+    }
+    assert "The exit code is 0 when the run fits, 1 when it does not, 2 when" in _flat(ROOT / "docs" / "plan.md")
+    assert "Its exit code is 1 when no run is possible" in _flat(ROOT / "docs" / "install.md")
+    assert f"with exit code {UserError.exit_code}" in _flat(ROOT / "docs" / "cluster.md")
+    assert "`mindrlhf diff`: the runs differ; `mindrlhf plan`: it does not fit" in _flat(ROOT / "docs" / "faq.md")
+
+
+def _flat(page: Path) -> str:
+    return " ".join(_text(page).split())
+
+
+def _words_to_read(target: str) -> int:
+    """The words of a page, or of the section that a link names; comments aside."""
+    path, _, anchor = target.partition("#")
+    page = (ROOT / "docs" / path).resolve()
+    if not anchor:
+        return len(_text(page).split())
+    words, level, is_code = 0, 0, False
+    for line in _text(page).splitlines():
+        is_code ^= line.lstrip().startswith("```")
+        if not is_code and (heading := re.match(r"(#+) (.*)", line)):
+            if level and len(heading[1]) <= level:
+                break
+            level = level or len(heading[1]) * (_anchor(heading[2]) == anchor)
+        words += len(line.split()) if level else 0
+    assert level, f"{target}: no such heading"
+    return words
+
+
+@pytest.mark.parametrize(("path", "most"), [("on one machine", 2500), ("on a cluster", 6000)])
+def test_what_has_to_be_read_is_short(path, most):
+    """docs/README.md names the pages to read for GRPO on one's own data, in their order."""
+    index = _text(ROOT / "docs" / "README.md")
+    (line,) = re.findall(rf"^\*\*GRPO on your own data, {path}\*\*:(.*?)\n\n", index, flags=re.DOTALL | re.MULTILINE)
+    targets = re.findall(r"\]\(([^)]+)\)", line)
+    words = {target: _words_to_read(target) for target in targets}
+    if path == "on a cluster":
+        (first,) = re.findall(r"on one machine\*\*:(.*?)\n\n", index, flags=re.DOTALL)
+        words |= {target: _words_to_read(target) for target in re.findall(r"\]\(([^)]+)\)", first)}
+    assert len(targets) > 2 and sum(words.values()) <= most, words
+
+
+# In words, of which one reads 230 a minute; evidence, and pages that are generated, are not for reading through.
+FIVE_MINUTES = 1300
+READ_THROUGH = ("install", "tutorial", "concepts", "data", "weights", "cluster")
+
+
+def test_the_pages_to_begin_with_take_five_minutes_each():
+    words = {name: _words_to_read(f"{name}.md") for name in READ_THROUGH}
+    assert max(words.values()) <= FIVE_MINUTES, words
+
+
+def test_every_page_is_in_the_index():
+    index = _text(ROOT / "docs" / "README.md")
+    listed = set(re.findall(r"\]\(([\w/]+\.md)[)#]", index))
+    assert {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"} <= listed
+    groups = re.findall(r"^## (\w+)$", index, flags=re.MULTILINE)
+    assert groups == ["Start", "Use", "Reference"]
+
+
 def test_exit_codes_in_the_faq():
     rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", _text(ROOT / "docs" / "faq.md"), flags=re.MULTILINE))
-    assert "you can mend it" in rows[str(UserError.exit_code)]
+    assert "you can fix it" in rows[str(UserError.exit_code)]
     assert "failed while the run was under way" in rows[str(RunFailure.exit_code)]
 
 

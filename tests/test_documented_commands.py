@@ -1,56 +1,41 @@
 """The commands in README, docs and examples run as they are typed, page by page, in a directory with what they name.
 
-Run are those that need no NPU, no training and no download. Every other command must be in ``NOT_RUN``, so that a new
-one is either run or left out on purpose.
+The nightly walk (tests/jobs/test_page_walk.py) runs blocks whole in a clone. This runs every day what needs no NPU, no
+training and no download, with small stand-ins for models and data of the hub, so that blocks which the walk has to
+leave out are tried too. Every other `mindrlhf` command must be in ``NOT_RUN``.
 """
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
-from test_docs import PAGES, ROOT, _command_lines, _name
+from page_blocks import PAGES, ROOT, Block, blocks, commands
 
 from mindrlhf.cli import main
 from mindrlhf.weights.convert import export_hf, random_hf_weights
 
 # The first words of commands that are not run here, and why.
 NOT_RUN = {
-    "bash": "sets environments up, or trains",
-    "source": "of the shell",
-    "export": "of the shell",
-    "MODEL=model_configs/qwen2_5/qwen2_5_tiny": "of the shell",
-    "python3.11": "makes an environment",
-    "msprobe": "another project's command, on dumps of two runs",
-    "msrun": "starts ranks; in tests/jobs/test_tutorial_msrun.py",
-    "python scripts/benchmark_rewards.py": "measures",
-    "python scripts/benchmark_off_policy.py": "measures",
-    "python scripts/benchmark_segments.py": "measures",
-    "python scripts/benchmark_drafts.py": "measures",
-    "python scripts/fuzz.py": "takes minutes; in tests/fuzz",
-    "python scripts/compare_algorithms.py": "trains",
-    "python examples/grpo/qwen_grpo_tutorial/rlhf_data.py": "in tests/examples/test_rlhf_data.py",
-    "python examples/quickstart/problems.py": "in tests/examples/test_quickstart_problems.py",
-    "python examples/quickstart/make_tokenizer.py": "on 20,000 problems",
-    "python examples/vision/make_checkpoint.py": "trains",
-    "python -m pip": "installs",
-    "python scripts/check_versions.py": "needs the wheels; in tests/test_versions.py",
     "mindrlhf doctor": "asks both environments; in tests/test_doctor.py",
     "mindrlhf train": "trains; configs of examples are checked below",
+    "mindrlhf dpo": "trains",
+    "mindrlhf reward-model": "trains",
     "mindrlhf eval": "starts vLLM",
     "mindrlhf models get": "fetches; in tests/hub",
     "mindrlhf data get": "fetches; in tests/hub",
     "mindrlhf diff": "needs two runs; in tests/jobs/test_run_diff.py",
     "mindrlhf replay": "needs a run",
     "mindrlhf report": "needs a run; in tests/observe/test_report.py",
+    "mindrlhf view": "needs a run; in tests/observe",
     "mindrlhf rewards audit": "needs a run; in tests/evaluation/test_reward_audit.py",
     "mindrlhf rewards serve": "serves until it is ended; in tests/jobs/test_judge_served.py",
-    "mindrlhf tools --names mcp:python": "starts `python`, wherever that is; in tests/tools/test_mcp.py",
-    "python examples/environments/lake_prompts.py": "needs gymnasium; in tests/tools/test_gymnasium_text.py",
+    "mindrlhf tools --names mcp:": "starts a server; in tests/tools/test_mcp.py",
     "mindrlhf data build --input runs/lake/train.jsonl": "needs the prompts of the line before",
     "mindrlhf data build --input runs/lake/test.jsonl": "needs the prompts of the line before",
     "mindrlhf weights convert SmolLM2-135M-Instruct.Q4_1.gguf": "needs a published file; in tests/weights/test_gguf.py",
     "mindrlhf weights merge-adapter": "needs an adapter; in tests/weights/adapters",
-    "mindrlhf config check ours.yaml": "paths of a taken-over config are the user's to fill in",
     **dict.fromkeys(
         (
             "mindrlhf data build --input train.parquet",
@@ -67,18 +52,12 @@ NOT_RUN = {
 MODELS = ("MODEL_DIR", "Qwen2.5-7B-Instruct", "qwen2.5_tokenizer", "model")
 
 
-def plain(words: list[str]) -> list[str]:
-    """Return a command without the environment it sets and the directory of its program."""
-    while "=" in words[0] and len(words) > 1:
-        words = words[1:]
-    return [Path(words[0]).name if words[0].startswith(".venv") else words[0], *words[1:]]
-
-
 def is_run(words: list[str]) -> bool:
-    text = " ".join(words)
-    reasons = [prefix for prefix in NOT_RUN if text == prefix or text.startswith(f"{prefix} ")]
-    assert reasons or words[0] == "mindrlhf", f"'{text}' is neither run nor left out on purpose"
-    return not reasons
+    return words[0] == "mindrlhf" and not any(" ".join(words).startswith(prefix) for prefix in NOT_RUN)
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
 @pytest.fixture(scope="session")
@@ -117,6 +96,11 @@ def workshop(tmp_path, monkeypatch, model_dir, capsys) -> Path:
     (tmp_path / "path" / "to").mkdir(parents=True)
     source = "def brief(completion, answer):\n    return 1.0 / (1 + len(completion))\n"
     (tmp_path / "path" / "to" / "file.py").write_text(source)
+    quickstart = tmp_path / "runs" / "quickstart"
+    quickstart.mkdir(parents=True)
+    for name in ("train", "test"):
+        shutil.copy(tmp_path / f"{name}.jsonl", quickstart)
+    shutil.copytree(ROOT / "examples" / "quickstart" / "checkpoint", quickstart / "grpo" / "final")
     monkeypatch.chdir(tmp_path)
     for name in ("gsm8k_train", "gsm8k_test"):
         build = ["--output", f"{name}.mindrecord", "--tokenizer", "model", "--max-prompt-length", "400"]
@@ -126,21 +110,31 @@ def workshop(tmp_path, monkeypatch, model_dir, capsys) -> Path:
 
 
 def test_every_reason_to_leave_a_command_out_is_needed():
-    commands = [" ".join(plain(words)) for page in PAGES for words in _command_lines(page)]
-    unused = [prefix for prefix in NOT_RUN if not any(command.startswith(prefix) for command in commands)]
+    typed = [" ".join(words) for page in PAGES for block in blocks(page) for words in commands(block)]
+    unused = [prefix for prefix in NOT_RUN if not any(command.startswith(prefix) for command in typed)]
     assert unused == []
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if _command_lines(page)], ids=_name)
+def _save_or_echo(block: Block) -> None:
+    """What a block leaves for those after it: a file of its name, or what its `echo` writes."""
+    if block.file:
+        Path(block.file).write_text(block.text, encoding="utf-8")
+    for line in block.text.splitlines() if block.is_command else ():
+        if line.startswith("echo "):
+            subprocess.run(["bash", "-c", line], check=True)
+
+
+WITH_COMMANDS = [page for page in PAGES if any(is_run(words) for block in blocks(page) for words in commands(block))]
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=_name)
 def test_commands_run_as_typed(page, workshop, capsys):
-    for words in map(plain, _command_lines(page)):
-        if not is_run(words):
-            continue
-        if ">" in words:
-            words = words[: words.index(">")]
-        code = main(words[1:])
-        assert code == 0, f"{' '.join(words)}: {capsys.readouterr().err}"
-        capsys.readouterr()
+    for block in blocks(page):
+        _save_or_echo(block)
+        for words in filter(is_run, commands(block)):
+            code = main(words[1:])
+            assert code == 0, f"{block}: {' '.join(words)}: {capsys.readouterr().err}"
+            capsys.readouterr()
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*/config.yaml")), ids=_name)

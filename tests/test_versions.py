@@ -18,6 +18,7 @@ from mindrlhf.doctor.diagnosis import TRAINING_PINS
 from mindrlhf.models.context import INSTALL_MINDFORMERS
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "evidence" / "versions.md"
 # A directory with both wheels (about 300 MB), where there is one.
 WHEELS_VARIABLE = "MINDRLHF_ASCEND_WHEELS"
 
@@ -103,7 +104,7 @@ def test_the_server_is_read(tmp_path):
 
 def test_the_page_has_every_use_and_the_pins_of_setup():
     """A use that is new makes the page old: it is made again with the wheels, and so looked up."""
-    page = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\w+) \| `(.+)` \| (.+) \|$", page, flags=re.MULTILINE)
     assert [row[:2] for row in rows] == [(use.kind, use.shown) for use in check_versions.all_uses()]
     assert {row[2] for row in rows} == {"yes"}
@@ -134,7 +135,7 @@ def test_both_environments_ask_for_one_cann():
     mindspore = releases["mf"][TRAINING_PINS["mindformers"]]["prefer"]
     assert mindspore == TRAINING_PINS["mindspore"]
     assert releases["ms"][mindspore]["prefer"] == f"{CANN_PIN}.0"
-    page = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     assert set(re.findall(r"\| (\d+\.\d+\.\d+) \| [\d.]*", page.partition("## CANN")[2].partition("##")[0])) == {
         f"{CANN_PIN}.0"
     }
@@ -167,4 +168,4 @@ def test_the_wheels_have_everything_and_the_page_is_theirs(wheels):
         check_versions.Use("value", "vllm.model_executor.model_loader.LoadFormats", "magic", ""),
     ):
         assert not check_versions.is_there(library, invented)
-    assert check_versions.page(library, uses) == (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+    assert check_versions.page(library, uses) == PAGE.read_text(encoding="utf-8")

@@ -13,11 +13,12 @@ build() {
     local name=$1 mapping=$2
     shift 2
     .venv/bin/mindrlhf data build --input "$data/$name.jsonl" --output "$data/$name.mindrecord" --handler map_keys \
-        --map "$mapping" --template "$recipe/prompt.jinja" --tokenizer examples/quickstart/checkpoint "$@"
+        --map "$mapping" --template "$recipe/prompt.jinja" --tokenizer examples/quickstart/checkpoint \
+        --keep-control-tokens "$@" # make_data.py writes the turns out
 }
 
 build sft question=prompt,response=response --task sft --max-prompt-length 160 --max-length 192
-build train question=prompt,answer=answer --max-prompt-length 40 --keep-control-tokens
-build test question=prompt,answer=answer --max-prompt-length 40 --keep-control-tokens
+build train question=prompt,answer=answer --max-prompt-length 40
+build test question=prompt,answer=answer --max-prompt-length 40
 .venv/bin/mindrlhf sft "$recipe/sft.yaml"
 .venv/bin/mindrlhf train "$recipe/config.yaml" "$@"

@@ -44,7 +44,7 @@ REFUSALS = tuple(
         (("profiler.vllm", _LAG), "servers work on several steps at once, and a trace is of one", "set it to false"),
         (("tools.agent", _LAG), "an agent's calls are gathered within a step", "set it to 0"),
         (("tools.agent", "rollout.segment_tokens"), "an agent's clock does not stop between steps", "set it to 0"),
-        (("tools.agent", "algorithm.dynamic_sampling"), "an agent's samples are counted once a step", "set it to false"),
+        (("tools.agent", "algorithm.dynamic_sampling"), "agents' samples are counted once a step", "set it to false"),
         (("tools.agent", _MODEL), "a reward model reads one response", "use verifiers, or the agent's reward"),
         (("tools.agent", IMAGES), "the endpoint takes text only", "leave the agent out"),
         (("tools.agent", ELASTIC), "agents talk to the servers of one set of nodes", "leave one of them out"),

@@ -40,9 +40,9 @@ class RolloutSection:
         "docs/async.md",
     )
     replay_order: str = key("", "output directory of an asynchronous run to repeat exactly", is_path=True)
-    max_segments: int = key(4, "most versions of the weights that a response is made with; the last ends it", minimum=2)
+    max_segments: int = key(4, "max. policy versions per response; the last one finishes it", minimum=2)
     in_flight: float = key(
-        1.5, "prompts being answered as a step begins, as a multiple of those it trains on; only with `segment_tokens`",
+        1.5, "prompts in flight, as a multiple of those that a step trains on; only with `segment_tokens`",
         minimum=1,
         exclusive_minimum=True,
     )
@@ -72,7 +72,7 @@ class RolloutSection:
     )
     weights_transport: str = key(
         TCP,
-        "how weights that a node lacks come from others: tcp between hosts, or collectives between devices (Ascend, "
+        "transport for weight sync between nodes: tcp between hosts, or collectives between devices (Ascend, "
         "not run on NPUs yet); see docs/cluster.md",
         choices=(TCP, COLLECTIVES),
     )

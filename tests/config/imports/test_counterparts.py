@@ -144,7 +144,7 @@ def test_advice_names_keys_and_pages_that_there_are():
 
 
 def test_counts_of_keys_stand_in_the_page():
-    page = (DOCS / "migration.md").read_text()
+    page = (DOCS / "evidence" / "migration.md").read_text()
     for stack, module in STACKS.items():
         numbers = counterparts.counts(module)
         row = f"| `{stack}` | {numbers['carried']} | {numbers['by hand']} | {numbers['explained']} |"
@@ -154,7 +154,7 @@ def test_counts_of_keys_stand_in_the_page():
 def test_the_words_of_the_page_are_those_of_the_tables():
     """Each cell names keys of a stack that set our key of that row, or that a rule which does reads."""
     page = (DOCS / "migration.md").read_text()
-    table = page[page.index("## The words") : page.index("## Renamed keys")]
+    table = page[page.index("## The words") : page.index("## What is different")]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")
     ]
@@ -178,4 +178,4 @@ def test_the_words_of_the_page_are_those_of_the_tables():
 
 @pytest.mark.parametrize("stack", STACKS)
 def test_the_page_knows_the_stack(stack):
-    assert f"`{stack}`" in (DOCS / "migration.md").read_text()
+    assert f"`{stack}`" in (DOCS / "evidence" / "migration.md").read_text()
