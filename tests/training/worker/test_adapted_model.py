@@ -161,7 +161,8 @@ def test_what_is_published_and_exported_is_the_sum(stepped, model_dirs):
 def test_a_critic_has_adapters_of_its_own_and_its_projection_is_trained(make_worker, model_dirs, tmp_path):
     critic = {"path": str(model_dirs / "policy"), "start_lr": 0.01}
     worker = make_worker(algorithm={"name": "ppo"}, critic=critic)
-    actor, before = parameters(worker), {p.name: p.asnumpy().copy() for p in worker.critic.model.network.get_parameters()}
+    network = worker.critic.model.network
+    actor, before = parameters(worker), {p.name: p.asnumpy().copy() for p in network.get_parameters()}
     batch = make_batch(make_sequences(), PACKED)
     worker.receive([batch.part_of(0, 1)])
     assert not worker.compute_values(0)[0].any()  # the projection begins at 0
