@@ -39,6 +39,7 @@ TRAINING_LAYERS = (
     ("checkpoints",),
     ("worker",),
     ("sharded",),
+    ("engine",),
     ("facts", "life_cycle"),
     ("loop",),
     ("offline", "reinforcement"),

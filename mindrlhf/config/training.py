@@ -124,7 +124,7 @@ def is_split(parallel: ParallelSection) -> bool:
     return max(sizes) > 1 or parallel.enable_parallel_optimizer
 
 
-def is_sharded(config: RunConfig) -> bool:
+def trains_sharded(config: RunConfig) -> bool:
     """Whether a run trains in semi-auto-parallel graphs, each rank on its shards: on an NPU, whatever its layout."""
     return config.run.device != "cpu" or is_split(config.parallel_config)
 

@@ -4,7 +4,7 @@ from mindrlhf.algorithms import policy_losses
 from mindrlhf.config.derived import correction_weight
 from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.training import ParallelSection, is_split
+from mindrlhf.config.training import ParallelSection, trains_sharded
 from mindrlhf.errors import UserError, refuse
 from mindrlhf.layout.batch import BatchPlan, check_micro_batches, plan_batch
 from mindrlhf.layout.layout import Layout, check_divisible
@@ -43,10 +43,10 @@ def check_feasible(config: GrpoConfig, dims: ModelDims, layout: Layout) -> Batch
     Raises:
         UserError: heads, layers, vocabulary, rows or experts do not divide; or the loss cannot be split this way.
     """
-    if config.algorithm.distill_top_k and is_split(config.parallel_config):
+    if config.algorithm.distill_top_k and trains_sharded(config):
         raise UserError(
-            f"'algorithm.distill_top_k' is {config.algorithm.distill_top_k}, but a model that 'parallel_config' shards "
-            "learns from the sampled token alone: set it to 0, or train in data parallel"
+            f"'algorithm.distill_top_k' is {config.algorithm.distill_top_k}, but a sharded model, as all are on "
+            f"run.device={config.run.device}, learns from the sampled token alone: set it to 0, or train on a CPU"
         )
     check_divisible(dims, layout)
     batch = plan_batch(config, layout.data_parallel)
@@ -76,6 +76,24 @@ def check_model(dims: ModelDims, layout: Layout) -> None:
         raise UserError(
             f"'parallel_config.pipeline_stage' is {layout.pipeline_stage}, but the model's output layer is its "
             "embedding (tie_word_embeddings), which MindSpore's pipeline cannot share between stages here: set it to 1"
+        )
+
+
+def can_compile(num_ranks: int) -> bool:
+    """Whether MindSpore shards graphs for this many ranks (`CheckDeviceConfig` of its device manager)."""
+    return num_ranks in (1, 2, 4) or num_ranks % 8 == 0
+
+
+def check_num_ranks(num_ranks: int) -> None:
+    """Check that MindSpore shards graphs for this many ranks.
+
+    Raises:
+        UserError: it does not.
+    """
+    if not can_compile(num_ranks):
+        choice = next((number for number in (2, 4) if num_ranks < number), -(-num_ranks // 8) * 8)
+        raise UserError(
+            f"the run has {num_ranks} ranks, but MindSpore shards models over 1, 2, 4 or a multiple of 8: use {choice}"
         )
 
 

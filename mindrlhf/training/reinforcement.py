@@ -14,7 +14,7 @@ from mindrlhf.checkpoint.algorithm_state import LearningState
 from mindrlhf.checkpoint.state import CRITIC_NAME
 from mindrlhf.config.derived import needs_critic
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.training import is_split
+from mindrlhf.config.training import trains_sharded
 from mindrlhf.data.metadata import add_generation
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.stream import PromptStream
@@ -137,7 +137,7 @@ class ReinforcementTraining(life_cycle.Training):
             failures = self._output_dir / "reward_failures.jsonl"
             rewards = stack.enter_context(RewardPool.from_config(config.reward, failures))
         self._ranks = ranks = Team(worker, connections)
-        self.team = with_replicas(config.parallel_config, ranks)
+        self.team = with_replicas(config, ranks)
         stack.callback(self.team.close)
         form = {"dtype": config.rollout.dtype, "bucket_bytes": int(config.rollout.weight_buffer_gib * 2**30)}
         nodes = find_nodes(ranks)
@@ -162,13 +162,13 @@ class ReinforcementTraining(life_cycle.Training):
             plain,
             packing=training.packing,
             cost=row_cost(find_spec(hf_config).dims(hf_config)),
-            in_step=is_split(config.parallel_config),
+            in_step=trains_sharded(config),
             image_tokens=inputs.image_tokens,
             experts=replayed_experts(config),
         )
         self._reward_model = None
         if config.reward.model_path:
-            scored = dataclasses.replace(plain, in_step=is_split(config.parallel_config))
+            scored = dataclasses.replace(plain, in_step=trains_sharded(config))
             self._reward_model = RewardModel(self.team, scored, config.reward, requests.uninterruptible)
         files = [inputs.prompts, *filter(None, (inputs.held_out, *inputs.more_held_out.values()))]
         source = with_tools(config.tools, self._generator, inputs.tokenizer, stack, files)
@@ -200,7 +200,7 @@ class ReinforcementTraining(life_cycle.Training):
             self._reward_model.warm_up()
         heartbeat.enter("waiting for vLLM")
         self._generator.wait_ready()
-        if self._has_multi_node_servers and is_split(self._config.parallel_config):
+        if self._has_multi_node_servers and trains_sharded(self._config):
             heartbeat.enter("asking vLLM which parts of the weights it reads")
             self._policy.require(find_required_slices(self._ranks, find_nodes(self._ranks), self._places))
         return trainer
@@ -209,7 +209,7 @@ class ReinforcementTraining(life_cycle.Training):
         """Compare the model with the starting one, write the report, and export it."""
         summary = write_summary(self._output_dir, progress.evaluations)
         report = write_pages(self._output_dir)
-        if self._config.lora.rank is not None and is_split(self._config.parallel_config):
+        if self._config.lora.rank is not None and trains_sharded(self._config):
             export_adapter(self.team, self._output_dir / FINAL_NAME)
         if needs_critic(self._config):
             self._export_critic(worker)
@@ -227,7 +227,7 @@ class ReinforcementTraining(life_cycle.Training):
 
     def _tensors(self, of: str = "") -> Iterator[tuple[str, np.ndarray]] | None:
         """Return the tensors of a model that is sharded; None where rank 0 has all."""
-        if not is_split(self._config.parallel_config):
+        if not trains_sharded(self._config):
             return None
         return sharded_tensors(self.team, self._ranks, find_nodes(self._ranks), of)
 

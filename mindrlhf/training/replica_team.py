@@ -3,17 +3,18 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindrlhf.config.training import ParallelSection, is_split
+from mindrlhf.config.keys import RunConfig
+from mindrlhf.config.training import trains_sharded
 from mindrlhf.layout.layout import Layout
 from mindrlhf.system.messages import merge
 from mindrlhf.training.team import Results, Team
 
 
-def with_replicas(parallel: ParallelSection, team: Team) -> "Team | ReplicaTeam":
+def with_replicas(config: RunConfig, team: Team) -> "Team | ReplicaTeam":
     """Return the ranks as the loop sees them: a worker for each rank, or where the model is sharded, each replica."""
-    if not is_split(parallel):
+    if not trains_sharded(config):
         return team
-    return ReplicaTeam(team, Layout.from_config(parallel, team.world_size))
+    return ReplicaTeam(team, Layout.from_config(config.parallel_config, team.world_size))
 
 
 class ReplicaTeam:

@@ -8,7 +8,7 @@ import pytest
 import sanity_inputs
 from slow_tests import SLOW
 
-from mindrlhf.dryrun.compile.request import can_compile
+from mindrlhf.layout.feasibility import can_compile
 
 pytestmark = [pytest.mark.timeout(600), SLOW]
 

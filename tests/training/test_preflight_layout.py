@@ -52,6 +52,9 @@ FITTING = [
     (4, {"pipeline_stage": 2, "micro_batch_num": 2}),
     (2, {"enable_parallel_optimizer": True}),
     (2, {"context_parallel": 2}),
+    # Data parallelism alone, and one device: on an NPU both are sharded graphs.
+    (2, {}),
+    (1, {}),
 ]
 
 
@@ -59,11 +62,6 @@ FITTING = [
 def test_adapters_are_taken_with_layouts_that_shard_the_model(npu_config, world_size, parallel):
     config = changed(changed(npu_config, "lora", rank=4), "parallel_config", **parallel)
     assert check_grpo_inputs(config, world_size).row_lengths == (32,)
-
-
-def test_adapters_of_whole_models_on_devices_are_refused(npu_config):
-    message = refused(changed(npu_config, "lora", rank=4), 2)
-    assert message.startswith("'lora.rank' is set, but on run.device=ascend") and "enable_parallel_optimizer" in message
 
 
 def test_adapters_of_experts_on_devices_are_refused(npu_config, tmp_path):

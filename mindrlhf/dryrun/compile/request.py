@@ -161,24 +161,6 @@ _ERRORS = ("RuntimeError", "ValueError", "TypeError", "Exception")
 _KILLED = "it was killed, as when the machine's memory is used up: free some, or compile fewer layers"
 
 
-def can_compile(num_ranks: int) -> bool:
-    """Whether MindSpore shards graphs for this many ranks (`CheckDeviceConfig` of its device manager)."""
-    return num_ranks in (1, 2, 4) or num_ranks % 8 == 0
-
-
-def check_num_ranks(num_ranks: int) -> None:
-    """Check that MindSpore shards graphs for this many ranks.
-
-    Raises:
-        UserError: it does not.
-    """
-    if not can_compile(num_ranks):
-        choice = next((number for number in (2, 4) if num_ranks < number), -(-num_ranks // 8) * 8)
-        raise UserError(
-            f"the run has {num_ranks} ranks, but MindSpore shards models over 2, 4 or a multiple of 8: use {choice}"
-        )
-
-
 def compiled_config(hf_config: dict) -> dict:
     """Return the config.json of what is compiled of a model: of one whose layers take image rows its decoder alone.
 

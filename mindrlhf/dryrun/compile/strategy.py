@@ -18,13 +18,11 @@ from mindrlhf.config.training import SHARED_PROMPTS
 from mindrlhf.dryrun.compile.request import (
     CompileReport,
     CompileRequest,
-    can_compile,
-    check_num_ranks,
     compile_ranks,
     compiled_config,
 )
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.layout.feasibility import check_feasible
+from mindrlhf.layout.feasibility import can_compile, check_feasible, check_num_ranks
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.shards.strategy_files import (

@@ -6,7 +6,7 @@ It ranks, it does not predict: the rates below are round numbers for an Ascend 9
 import math
 from dataclasses import dataclass
 
-from mindrlhf.config.training import is_split
+from mindrlhf.config.training import trains_sharded
 from mindrlhf.dryrun.plan.groups import num_nodes
 from mindrlhf.dryrun.plan.memory import MemoryInputs
 
@@ -168,7 +168,7 @@ def _layer_exchange(inputs: MemoryInputs, num_layers: int, node_size: int) -> tu
 def _gradient_exchange(inputs: MemoryInputs, node_size: int) -> float:
     """Seconds of summing gradients and of gathering sharded weights, both once a micro-batch.
 
-    Where nothing but the data is split, the sum comes once an update, outside of the graph of a micro-batch.
+    On a CPU the sum comes once an update, outside of the graph of a micro-batch.
     """
     layout, num_calls = inputs.layout, inputs.batch.num_micro_batches_per_rank
     replicas = layout.data_parallel * layout.context_parallel
@@ -179,7 +179,7 @@ def _gradient_exchange(inputs: MemoryInputs, node_size: int) -> float:
         # Gradients are scattered where they are summed; all-reducing them would be twice that.
         moved = num_calls * elements * (GRADIENT_BYTES + inputs.element_bytes)
     else:
-        moved = (num_calls if is_split(inputs.config.parallel_config) else 1) * elements * 2 * GRADIENT_BYTES
+        moved = (num_calls if trains_sharded(inputs.config) else 1) * elements * 2 * GRADIENT_BYTES
     rate = _rate(range(0, layout.stage_size, layout.model_parallel), node_size)
     return moved * (replicas - 1) / replicas / rate
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from mindrlhf.algorithms.optimizers import OPTIMIZERS
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.training import is_split
+from mindrlhf.config.training import trains_sharded
 from mindrlhf.dryrun.plan import activations
 from mindrlhf.dryrun.plan.parameters import (
     ADAPTER_BYTES,
@@ -121,7 +121,7 @@ def plan_memory(inputs: MemoryInputs) -> list[PhaseMemory]:
     """Return the memory of every phase that the run has, for every pipeline stage."""
     config, memory, moments = inputs.config, [], inputs.moments_name
     # One compiled graph makes an update of a model that is sharded, so the log-probabilities have a pass of their own.
-    needs_forward = config.algorithm.beta > 0 or inputs.batch.num_updates > 1 or is_split(config.parallel_config)
+    needs_forward = config.algorithm.beta > 0 or inputs.batch.num_updates > 1 or trains_sharded(config)
     asleep = _asleep(inputs)
     for stage, state in enumerate(inputs.states):
         resident = _resident(inputs, stage)
@@ -255,7 +255,7 @@ def _step_item(inputs: MemoryInputs, state: StageState) -> MemoryItem:
     largest = state.largest_elements
     others = num_trained - largest
     elements, how = num_trained, f"{num_trained:,}"
-    if is_split(inputs.config.parallel_config):
+    if trains_sharded(inputs.config):
         elements, how = largest + others // NUM_BUCKETS, f"({largest:,} + {others:,} / {NUM_BUCKETS})"
     size = NUM_STEP_COPIES * elements * 4
     return MemoryItem("optimizer's work", size, False, f"{NUM_STEP_COPIES} x {how} x 4 B")

@@ -14,8 +14,7 @@ from mindrlhf.config.derived import is_base, reference_paths
 from mindrlhf.config.memory import check_num_layers
 from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.training import ParallelSection, is_split
-from mindrlhf.dryrun.compile.request import check_num_ranks
+from mindrlhf.config.training import ParallelSection, trains_sharded
 from mindrlhf.dryrun.plan.activations import LayerWidths, model_widths
 from mindrlhf.dryrun.plan.cost import VisionPlan, plan_vision
 from mindrlhf.dryrun.plan.groups import GroupKind, num_communicators, plan_groups
@@ -36,7 +35,7 @@ from mindrlhf.dryrun.plan.rollout import RolloutPlan, plan_rollout
 from mindrlhf.dryrun.plan.transfer import LINK_BYTES_PER_S, TransferPlan, plan_transfer
 from mindrlhf.errors import UserError
 from mindrlhf.layout.batch import BatchPlan
-from mindrlhf.layout.feasibility import check_feasible, check_model, check_rollout
+from mindrlhf.layout.feasibility import check_feasible, check_model, check_num_ranks, check_rollout
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.layout.servers import place_servers
@@ -173,20 +172,15 @@ def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryI
     check_num_layers(config.memory, model.dims.num_layers, model.dims.has_dense_mlps)
     layout = Layout.from_config(config.parallel_config, machine.world_size)
     batch = check_feasible(config, model.dims, layout)
-    if is_split(config.parallel_config):
+    if trains_sharded(config):
         check_num_ranks(machine.world_size)
     if config.run.device != "cpu":  # where servers share cores, and any number of them runs
         check_rollout(config.rollout, model.dims, machine.world_size)
     _check_places(config.rollout, machine)
     layouts, _ = _layouts(model, layout, config.model.param_dtype, config.lora.options)
-    states = _states(
-        model,
-        layout,
-        config.model.param_dtype,
-        config.lora.options,
-        accumulates(config.parallel_config),
-        config.optimizer.type,
-    )
+    adds_up = trains_sharded(config) and accumulates(config.parallel_config)
+    options = (config.model.param_dtype, config.lora.options, adds_up, config.optimizer.type)
+    states = _states(model, layout, *options)
     inputs = MemoryInputs(
         config=config,
         layout=layout,
@@ -221,7 +215,7 @@ _frozen = lru_cache(maxsize=8)(read_model)
 
 def accumulates(parallel: ParallelSection) -> bool:
     """Whether the compiler adds up the gradients of pipeline micro-batches, which takes memory of its own."""
-    return is_split(parallel) and (parallel.pipeline_stage > 1 or parallel.micro_batch_num > 1)
+    return parallel.pipeline_stage > 1 or parallel.micro_batch_num > 1
 
 
 @lru_cache(maxsize=4)

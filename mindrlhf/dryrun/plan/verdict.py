@@ -7,7 +7,6 @@ from typing import Any
 
 from mindrlhf.algorithms.optimizers import OPTIMIZERS
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.training import is_split
 from mindrlhf.dryrun.plan.memory import PhaseMemory, plan_memory
 from mindrlhf.dryrun.plan.plan import Machine, Model, Plan, prepare
 from mindrlhf.errors import UserError
@@ -106,11 +105,6 @@ def _reason(plan: Plan) -> str:
 def _notes(plan: Plan) -> tuple[str, ...]:
     notes = []
     config = plan.config
-    if config.lora.rank is not None and config.run.device != "cpu" and not is_split(config.parallel_config):
-        notes.append(
-            f"on run.device={config.run.device} `train` takes adapters where parallel_config shards the model only: "
-            "set parallel_config.enable_parallel_optimizer to true"
-        )
     if plan.transfer.buffer_bytes > LARGE_BUFFER_BYTES:
         notes.append(
             f"the weight buffer takes {format_size(plan.transfer.buffer_bytes)} of every node's host memory: check "
@@ -155,12 +149,12 @@ def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
     if not parallel.enable_parallel_optimizer and layout.data_parallel > 1:
         yield {"parallel_config.enable_parallel_optimizer": True}
     on_ascend = config.run.device == "ascend"
-    if on_ascend and is_split(parallel) and not rollout.off_policy_steps and not config.memory.offload_optimizer:
+    if on_ascend and not rollout.off_policy_steps and not config.memory.offload_optimizer:
         yield {"memory.offload_optimizer": True}
     yield from _rollout_candidates(plan)
     if on_ascend and not config.memory.head_tile:
         yield {"memory.logit_positions": _LOGIT_POSITIONS}
-    if on_ascend and is_split(parallel) and not config.memory.swap_moments:
+    if on_ascend and not config.memory.swap_moments:
         yield {"memory.swap_moments": True}
     recompute = {} if config.memory.recomputes_parts else {"model.recompute": True}
     if recompute and not config.model.recompute:

@@ -18,8 +18,9 @@ from mindrlhf.config.training import (
     SHARED_PROMPTS,
     OptimizerSection,
     ParallelSection,
-    is_sharded,
+    is_split,
     resolve_data_parallel,
+    trains_sharded,
 )
 from mindrlhf.data.packing import PackedRows, padding_rows
 from mindrlhf.debugging.dump_files import dump_dir
@@ -28,7 +29,7 @@ from mindrlhf.specs import scorer_config
 from mindrlhf.training.distillation.models import as_one
 from mindrlhf.training.engine.actor import Actor
 from mindrlhf.training.engine.cell_dump import CellDump
-from mindrlhf.training.engine.critic import ActorCritic, Turns
+from mindrlhf.training.engine.critic import NO_TURNS, ActorCritic, Turns
 from mindrlhf.training.engine.engine import Engine, WholeUpdater
 from mindrlhf.training.engine.model import Model, Whole
 from mindrlhf.training.engine.offline import OfflineWorker
@@ -102,6 +103,10 @@ def _build_critic(models: "Models", config: GrpoConfig) -> Engine:
 
 
 def _turns(models: "Models", engine: Engine, critic: Engine, references: Sequence[Model]) -> Turns:
+    """Have actor and critic take turns on the device where each is whole there, and nothing else moves state."""
+    memory = models.config.memory
+    if is_split(models.config.parallel_config) or memory.offload_optimizer or memory.swap_moments:
+        return NO_TURNS
     frozen = [parameter for one in references for parameter in one.network.get_parameters()]
     of_actor = [*engine.state_parameters(), *frozen]
     return Turns(models.config.run.device, {"actor": of_actor, "critic": critic.state_parameters()})
@@ -144,7 +149,7 @@ class Models:
         self._temperature = config.rollout.temperature if is_rl else 1.0
         self._shares_prompts = is_rl and config.training.packing == SHARED_PROMPTS
         self._num_image_rows = micro_batch_size * row_lengths[-1]
-        self._parallel = start_sharding(config, rank) if is_sharded(config) else None
+        self._parallel = start_sharding(config, rank) if trains_sharded(config) else None
         # Of shards: what compiles for a length of rows, and what loads, once all is compiled.
         self._compiling: list[Callable[[int], None]] = []
         self._updates: list[Callable[[int], None]] = []

@@ -14,7 +14,7 @@ import numpy as np
 from mindrlhf.checkpoint.algorithm_state import PairAccuracy
 from mindrlhf.config.derived import reference_is_base
 from mindrlhf.config.schema import DpoConfig, RewardModelConfig
-from mindrlhf.config.training import is_split
+from mindrlhf.config.training import trains_sharded
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.packing import TokenSequence
@@ -89,7 +89,7 @@ class PreferenceTrainer:
             preference.micro_batch_size,
             team.world_size,
             preference.pack,
-            in_step=is_split(config.parallel_config),
+            in_step=trains_sharded(config),
             image_tokens=inputs.image_tokens,
         )
         is_dpo = isinstance(config, DpoConfig)

@@ -9,7 +9,7 @@ import numpy as np
 
 from mindrlhf.checkpoint.algorithm_state import LearningState
 from mindrlhf.config.schema import DpoConfig, RewardModelConfig, SftConfig
-from mindrlhf.config.training import is_split
+from mindrlhf.config.training import trains_sharded
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.metadata import add_generation
 from mindrlhf.errors import RunFailure
@@ -131,7 +131,7 @@ class OfflineTraining(life_cycle.Training):
     ) -> None:
         """Connect the ranks and make the trainer."""
         self._ranks = Team(worker, connections)
-        self.team = with_replicas(self._config.parallel_config, self._ranks)
+        self.team = with_replicas(self._config, self._ranks)
         stack.callback(self.team.close)
         self._trainer = self._make_trainer(self._config, self._inputs, self.team)
         self.order = self._trainer.order
@@ -154,11 +154,11 @@ class OfflineTraining(life_cycle.Training):
             print(f"\n{summary}", flush=True)
         output_dir = Path(self._config.run.output_dir)
         report, final = write_report(output_dir), output_dir / FINAL_NAME
-        if self._config.lora.rank is not None and is_split(self._config.parallel_config):
+        if self._config.lora.rank is not None and trains_sharded(self._config):
             export_adapter(self.team, final)
         # Last, because it marks the run as complete: one that was killed before can be resumed.
         tensors = None
-        if is_split(self._config.parallel_config):
+        if trains_sharded(self._config):
             tensors = sharded_tensors(self.team, self._ranks, find_nodes(self._ranks))
         worker.export(final, self._config.data.tokenizer_dir, tensors)
         add_generation(final, self._config.model.path)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mindrlhf.config.schema import SftConfig
-from mindrlhf.config.training import is_split
+from mindrlhf.config.training import trains_sharded
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.packing import Row, TokenSequence, plan_rows
 from mindrlhf.images.pixels import decode_png
@@ -45,7 +45,7 @@ class SupervisedTrainer:
             section.micro_batch_size,
             team.world_size,
             section.pack,
-            in_step=is_split(config.parallel_config),
+            in_step=trains_sharded(config),
             image_tokens=inputs.image_tokens,
         )
         self._sequences = read_sequences(inputs.prompts)

@@ -11,7 +11,7 @@ from mindrlhf.config.memory import MemorySection, check_num_layers
 from mindrlhf.config.model import ModelSection
 from mindrlhf.config.run import DataSection, RunSection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
-from mindrlhf.config.training import FIRST_FIT, SHARED_PROMPTS, cpu_rules, is_split
+from mindrlhf.config.training import FIRST_FIT, SHARED_PROMPTS, cpu_rules
 from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
 from mindrlhf.data.packing import choose_row_length
 from mindrlhf.data.tokenizer_config import end_ids
@@ -320,11 +320,6 @@ def _check_lora(config: GrpoConfig | SftConfig | DpoConfig | RewardModelConfig, 
     lora, device = config.lora, config.run.device
     if lora.options is None:
         return
-    if device != "cpu" and not is_split(config.parallel_config):
-        raise UserError(
-            f"'lora.rank' is set, but on run.device={device} adapters are trained in models that 'parallel_config' "
-            "shards only: set parallel_config.enable_parallel_optimizer to true, or remove lora.rank"
-        )
     if device != "cpu" and config.checkpoint.node_local:
         raise UserError(
             "'checkpoint.node_local' is true, but adapters of sharded models are put together from a directory that "

@@ -7,7 +7,7 @@ from mindrlhf.config.derived import needs_critic, reference_paths
 from mindrlhf.config.observe import CELL_LEVEL
 from mindrlhf.config.refusals import DEEP_IMAGES, ELASTIC, IMAGES, REPLAY, SHARDED, SPANNING, refusal_rules
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
-from mindrlhf.config.training import is_split
+from mindrlhf.config.training import is_split, trains_sharded
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.debugging.dump_files import check_dump, dump_dir
 from mindrlhf.errors import Rules, UserError, refuse
@@ -131,9 +131,9 @@ def check_msprobe(config: GrpoConfig) -> None:
         return
     refused = (
         (
-            is_split(config.parallel_config),
-            "cells of a model that 'parallel_config' shards cannot be run one by one: set it to debug, or debug a "
-            "smaller model in data parallel",
+            trains_sharded(config),
+            f"cells of a sharded model, as all are on run.device={config.run.device}, cannot be run one by one: set it "
+            "to debug, or debug a smaller model on a CPU",
         ),
         (
             len(reference_paths(config)) > 1,

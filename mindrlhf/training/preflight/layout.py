@@ -5,11 +5,10 @@ import math
 from pathlib import Path
 
 from mindrlhf.config.derived import needs_critic, reference_paths
-from mindrlhf.config.memory import MemorySection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
-from mindrlhf.config.training import is_split
-from mindrlhf.errors import Rules, UserError, refuse
-from mindrlhf.layout.feasibility import check_feasible, check_model, check_rollout, check_rows
+from mindrlhf.config.training import trains_sharded
+from mindrlhf.errors import UserError
+from mindrlhf.layout.feasibility import check_feasible, check_model, check_num_ranks, check_rollout, check_rows
 from mindrlhf.layout.layout import Layout
 from mindrlhf.layout.servers import place_servers, spans_nodes
 from mindrlhf.shards.strategy_files import check_strategy_directory
@@ -24,10 +23,10 @@ from mindrlhf.weights.tensors import align
 
 def check_layout(config: GrpoConfig, row_lengths: tuple[int, ...], world_size: int) -> None:
     """Check that the models can be sharded over the ranks, and that what the run needs beside the actor can."""
-    if not is_split(config.parallel_config):
-        refuse(_whole_model_rules(config.memory))
+    if not trains_sharded(config):
         return
     layout = Layout.from_config(config.parallel_config, world_size)
+    check_num_ranks(world_size)
     if needs_critic(config):
         check_model(model_dims(config.critic.path, as_scorer=True), layout)
     for path in dict.fromkeys((config.model.path, *reference_paths(config))):
@@ -57,24 +56,16 @@ def check_offline_layout(
         section: that has ``micro_batch_size`` and `sequence_lengths`.
         as_scorer: it is their scoring form that is trained.
     """
-    parallel = config.parallel_config
-    if not is_split(parallel):
-        refuse(_whole_model_rules(config.memory))
+    if not trains_sharded(config):
         return
+    parallel = config.parallel_config
     layout = Layout.from_config(parallel, world_size)
+    check_num_ranks(world_size)
     check_rows(parallel, layout, row_lengths, micro_batch_size, section)
     for path in dict.fromkeys(paths):
         dims = model_dims(path)
         check_model(model_dims(path, as_scorer=as_scorer), layout)
         _check_strategy(path, dims, layout)
-
-
-def _whole_model_rules(memory: MemorySection) -> Rules:
-    for name in ("offload_optimizer", "swap_moments"):
-        yield getattr(memory, name), (
-            f"'memory.{name}' is true, but the model is whole on every rank: shard it, or its optimiser "
-            "(parallel_config.enable_parallel_optimizer), or remove it"
-        )
 
 
 def _check_strategy(path: str, dims: ModelDims, layout: Layout) -> None:

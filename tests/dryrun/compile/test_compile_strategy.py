@@ -6,9 +6,9 @@ import json
 import pytest
 
 from mindrlhf.dryrun.compile.report import report_strategy
-from mindrlhf.dryrun.compile.request import check_num_ranks
 from mindrlhf.dryrun.compile.strategy import extend_strategies, shorten
 from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.layout.feasibility import check_num_ranks
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.shards.strategy_files import finish_strategy_directory, read_strategy, stage_path, write_strategy_file
 from mindrlhf.specs import find_spec

@@ -66,13 +66,3 @@ def test_32b_fits_eight_devices_with_adapters_only():
     text = render_text(adapted, give_verdict(adapted))
     assert "trained: adapters of rank 32, 268,435,456 parameters (0.82% more)" in text
     assert max(map(len, text.splitlines())) <= 100
-
-
-def test_a_plan_says_that_whole_models_on_devices_take_no_adapters():
-    keys = {"data_parallel": 8, "model_parallel": 1, "use_seq_parallel": "false", "enable_parallel_optimizer": "false"}
-    whole = [f"parallel_config.{key}={value}" for key, value in keys.items()]
-    notes = [
-        " ".join(give_verdict(plan_of("qwen2_5_7b_8npu", *layout, "lora.rank=8")).notes) for layout in (whole, [])
-    ]
-    assert "`train` takes adapters where parallel_config shards the model only" in notes[0]
-    assert "adapters" not in notes[1]

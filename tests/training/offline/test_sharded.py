@@ -17,10 +17,12 @@ from slow_tests import SLOW
 from test_preference import run
 
 from mindrlhf.config.load import load_dpo_config, load_reward_model_config, load_sft_config
+from mindrlhf.config.run import RunSection
 from mindrlhf.config.training import ParallelSection
 from mindrlhf.training.preflight import RunInputs
 
 PARALLEL = ParallelSection(data_parallel=1, model_parallel=2)
+CONFIG = SimpleNamespace(run=RunSection(device="ascend"), parallel_config=PARALLEL)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +100,7 @@ def make_sharded(whole, make_trainer, token_inputs, *, after_token=False, refere
             frozen = Model(Shards(reference.model.network, PARALLEL, rank, {}), outputs)
         engine = Engine(Model(shards, graphs.outputs), ShardedUpdater(shards, graph))
         workers.append(OfflineWorker(engine, frozen))
-    return make_trainer(with_replicas(PARALLEL, LocalTeam(workers)))
+    return make_trainer(with_replicas(CONFIG, LocalTeam(workers)))
 
 
 def as_sharded(config):

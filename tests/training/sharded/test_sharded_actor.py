@@ -5,6 +5,7 @@ Two data-parallel ranks, each with the optimiser's shard of the parameters (wher
 
 import dataclasses
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from thread_broadcasts import Network
 
 from mindrlhf.algorithms.losses import POLICY_INPUTS, POLICY_STATISTICS
 from mindrlhf.config.rollout import COLLECTIVES, TCP
+from mindrlhf.config.run import RunSection
 from mindrlhf.config.training import ParallelSection
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.training.batch import RowOptions, make_batch
@@ -30,6 +32,7 @@ MODEL = {
     "tie_word_embeddings": False,
 }
 PARALLEL = ParallelSection(data_parallel=2, enable_parallel_optimizer=True)
+CONFIG = SimpleNamespace(run=RunSection(device="ascend"), parallel_config=PARALLEL)
 NUM_RANKS, LENGTH = 2, 16
 
 
@@ -194,7 +197,7 @@ def test_all_ranks_publish_the_model_and_rank_0_exports_it(make_ranks, model_dir
     actors = [actor for actor, _, _ in ranks]
     team = LocalRanks(actors, machines)
     monkeypatch.setattr(publisher, "_EXPORT_BUCKET_BYTES", 1 << 16)
-    tensors = publisher.sharded_tensors(with_replicas(PARALLEL, team), team, find_nodes(team))
+    tensors = publisher.sharded_tensors(with_replicas(CONFIG, team), team, find_nodes(team))
     actors[0].export(tmp_path / "final", None, tensors)
     assert [actor._buffers for actor in actors] == [{}, {}]
     expected, found = open_tensors(model_dir), open_tensors(tmp_path / "final")
@@ -289,7 +292,7 @@ def test_ranks_on_two_machines_complete_the_buffers_of_both(make_ranks, model_di
         ranks, found = LocalRanks(actors, machines), []
         look = partial(_look, actors, expected, found)
         with open_weight_buffers(ranks, find_nodes(ranks), transport=transport, **form) as buffer:
-            digests.append(WeightPublisher(with_replicas(PARALLEL, ranks), buffer).publish(1, look))
+            digests.append(WeightPublisher(with_replicas(CONFIG, ranks), buffer).publish(1, look))
             assert sorted(found) == sorted([*expected] * len(set(machines))), "every buffer had every tensor"
             assert bool(form) == (buffer.num_buckets > 2)
         for actor in actors:
