@@ -250,15 +250,19 @@ def _update_items(inputs: MemoryInputs, stage: int) -> list[MemoryItem]:
 
 
 def _step_item(inputs: MemoryInputs, state: StageState) -> MemoryItem:
-    """What AdamW computes on the way, of the parameters of a bucket: at most the largest and a share of the others."""
-    num_trained = state.gradient_sums // GRADIENT_SUM_BYTES
-    largest = state.largest_elements
-    others = num_trained - largest
-    elements, how = num_trained, f"{num_trained:,}"
-    if trains_sharded(inputs.config):
-        elements, how = largest + others // NUM_BUCKETS, f"({largest:,} + {others:,} / {NUM_BUCKETS})"
-    size = NUM_STEP_COPIES * elements * 4
-    return MemoryItem("optimizer's work", size, False, f"{NUM_STEP_COPIES} x {how} x 4 B")
+    """What the optimiser computes on the way: of a bucket's parameters, and of the matrices that it gathers for them."""
+    elements, how = _of_bucket(state.gradient_sums // GRADIENT_SUM_BYTES, state.largest_elements)
+    size, how = NUM_STEP_COPIES * elements * 4, f"{NUM_STEP_COPIES} x {how} x 4 B"
+    if state.gathered_matrices:
+        gathered, more = _of_bucket(state.gathered_matrices, state.largest_gathered_matrices)
+        size, how = size + gathered * 4, f"{how} + {more} x 4 B of matrices"
+    return MemoryItem("optimizer's work", size, False, how)
+
+
+def _of_bucket(elements: int, largest: int) -> tuple[int, str]:
+    """Return the elements of the parameters of a bucket: at most the largest and a share of the others."""
+    others = elements - largest
+    return largest + others // NUM_BUCKETS, f"({largest:,} + {others:,} / {NUM_BUCKETS})"
 
 
 def _activations(inputs: MemoryInputs, stage: int) -> MemoryItem:

@@ -106,3 +106,16 @@ def test_long_rows_fit_with_tiles(name, logits):
     assert plan_of(name).fits
     (whole,) = (one for one in plan_of(name, "memory.logit_positions=0").memory if one.phase == UPDATE)
     assert {item.name: item.size_bytes for item in whole.items}["logits"] == logits * WORDS // 4 * 18
+
+
+def test_muon_has_half_the_moments_of_matrices_and_gathers_them_for_its_step():
+    adamw, muon = (items(*more, phase="optimizer step") for more in ([], ["optimizer.type=muon"]))
+    layer = 36 * 128 * HIDDEN + 28 * 128 * HIDDEN + 3 * HIDDEN * MLP
+    saved = LAYERS * layer * 4 / 8
+    assert adamw["AdamW moments"] - muon["Muon moments"] == saved
+    # Gates and ups of a layer are the largest of the matrices, which are whole here; an eighth of the others.
+    largest = 2 * HIDDEN * MLP
+    gathered = (largest + (LAYERS * layer - largest) // 8) * 4
+    assert muon["optimizer's work"] - adamw["optimizer's work"] == gathered
+    swapped = items("optimizer.type=muon", "memory.swap_moments=true")
+    assert items("optimizer.type=muon").keys() - swapped.keys() == {"Muon moments"}

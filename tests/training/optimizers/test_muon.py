@@ -286,3 +286,48 @@ def test_ranks_gather_whole_blocks_and_keep_their_shards(name, text):
             np.testing.assert_array_equal(own, whole[layout.shard_of(first + rank)])
             num_gathered += len(ranks) > 1
     assert num_gathered or "ep=4" in text
+
+
+@pytest.mark.parametrize("rank", [None, 4], ids=["all weights", "adapters"])
+def test_a_learner_steps_by_its_own_gradients(rank, tmp_path):
+    """The CPU has no step of its own for Muon: its graph follows the gradients of the CPU's head."""
+    from mindrlhf.algorithms.logprobs import PolicyLogProbs
+    from mindrlhf.algorithms.losses import SupervisedLoss
+    from mindrlhf.data.packing import TokenSequence
+    from mindrlhf.models.causal_lm import build_model
+    from mindrlhf.models.lora.model import attach_lora
+    from mindrlhf.training.batch import RowOptions, make_batch
+    from mindrlhf.training.runtime import Rank
+    from mindrlhf.training.worker.learner import Learner
+    from mindrlhf.weights.convert import load_random_weights
+
+    network = build_model(QWEN, seq_length=16)
+    load_random_weights(network, seed=5)
+    if rank:
+        attach_lora(network, LoraOptions(rank, 8.0), 3, "base")
+    options = OptimizerSection(**{**vars(OPTIONS), "max_grad_norm": 0.01})
+    learner = Learner(network, SupervisedLoss(PolicyLogProbs(network, 1.0, "cpu")), options, Rank(0, 1), "cpu")
+    rules = {rule.mf_name: rule for rule in rules_of("lora" if rank else "qwen2")[0]}
+    dims = network.dims
+    random = np.random.default_rng(1)
+    sequences = [TokenSequence(*np.split(random.integers(1, 40, 14).astype(np.int32), [4]), {}) for _ in range(2)]
+    batch = make_batch(sequences, RowOptions((16,), 2, 1, False))
+    parameters = {one.name: one for one in network.trainable_params()}
+    assert parameters.keys() == rules.keys()
+    expected = {
+        hf_name: Float64Muon(hf_name, tensor)
+        for name, rule in rules.items()
+        for hf_name, tensor in zip(rule.hf_names, split(rule, dims, parameters[name].asnumpy()))
+    }
+    for lr in RATES:
+        for rows in batch.micro_batches:
+            learner.accumulate(rows, (), batch.num_tokens)
+        gradients = {name: array.astype(np.float64) for name, array in learner.gradients()}
+        norm = np.sqrt(sum((array**2).sum() for array in gradients.values()))
+        assert norm > 0.02, "it is clipped"
+        np.testing.assert_allclose(learner.apply(lr), norm, rtol=1e-5)
+        for name, rule in rules.items():
+            clipped = split(rule, dims, gradients[name] * 0.01 / norm)
+            for hf_name, gradient, found in zip(rule.hf_names, clipped, split(rule, dims, parameters[name].asnumpy())):
+                expected[hf_name].step(gradient, lr)
+                np.testing.assert_allclose(found, expected[hf_name].weights, rtol=0, atol=2e-5, err_msg=hf_name)
