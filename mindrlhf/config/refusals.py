@@ -30,11 +30,10 @@ class Refusal(NamedTuple):
     fix: str
 
 
-_BUFFER, _LAG, _MODEL = "rollout.weight_buffer_gib", "rollout.off_policy_steps", "reward.model_path"
+_LAG, _MODEL = "rollout.off_policy_steps", "reward.model_path"
 REFUSALS = tuple(
     Refusal(*one)
     for one in (
-        ((_BUFFER, _LAG), "new weights wait for the servers, so that the buffer must hold all of them", "set it to 0"),
         (
             ("algorithm.dynamic_sampling", _MODEL, _LAG),
             "whether a group teaches is decided while the ranks, on which a reward model scores, are busy",
@@ -57,7 +56,7 @@ REFUSALS = tuple(
         ((REPLAY, "rollout.tensor_parallel"), "experts are recorded in a server of one process", "set it to false"),
         ((REPLAY, "rollout.draft_tokens"), "experts of mere guesses would be recorded", "set it to false"),
         ((REPLAY, "msprobe.level=L0"), "single cells are run without it", "set one of them otherwise"),
-        ((_BUFFER, ELASTIC), "a node that joins takes the weights from a whole buffer", "set it to 0"),
+        (("rollout.weight_buffer_gib", ELASTIC), "a node that joins takes weights from a whole buffer", "set it to 0"),
         ((SHARDED, ELASTIC), "rank 0, from which nodes take the weights, has a part of them", "leave out --elastic"),
         ((SPANNING, ELASTIC), "a node comes and goes with its servers", "set rollout.tensor_parallel to its ranks"),
     )

@@ -124,6 +124,7 @@ class Server(test_loop.Script):
     def generate(self, requests, sampling):
         time.sleep(DELAY_S * random.random())
         self.requests.append((list(requests), self.version))
+        self.journal.append(f"generate {len(requests)}")
         for request in requests:
             prompt, so_far = request.prompt_ids[0] - 1, list(request.prompt_ids[1:])
             for expected, seen in zip(self.images.get(prompt, ()), request.images, strict=True):
@@ -160,6 +161,9 @@ class Rank(test_loop.Rank):
     def update(self, **arguments):
         time.sleep(2 * DELAY_S * random.random())
         return super().update(**arguments)
+
+    def publish(self, version, bucket, purpose):
+        return super().publish(version, 0, purpose)
 
 
 class Tools:
@@ -230,6 +234,7 @@ FEATURES = {
     "reward model": {},
     "images": {},
     "critic": {"algorithm": {"num_generations": NUM_GENERATIONS, **ALGORITHM}},
+    "buckets": {},
 }
 # Only while the ranks wait: beside the training nobody could score when groups are chosen.
 FEATURES["reward model, dynamic sampling"] = FEATURES["dynamic sampling"]
@@ -256,6 +261,9 @@ def start(monkeypatch, tmp_path):
         options = {"num_prompts": NUM_PROMPTS, **FEATURES[feature]}
         options["training"] = {"chunk_size": NUM_GROUPS, "micro_batch_size": 4, "epochs": 50}
         rollout = {"max_response_length": LONGEST, **SCHEDULES[schedule], **more}
+        if feature == "buckets":
+            rollout["weight_buffer_gib"] = 1.0
+            monkeypatch.setattr(test_loop.Buffer, "num_buckets", 3)
         directory = {"output_dir": str(tmp_path / name)}
         if feature == "critic":
             monkeypatch.setattr(test_loop, "Rank", CriticRank)
@@ -361,6 +369,12 @@ def test_what_is_trained_on_is_what_was_told(schedule, feature, start, request):
     if feature == "episodes":
         (pool,) = start.pools
         assert not pool.actions, "all that was begun has ended"
+    if feature == "buckets":
+        served = [entry for entry in run.journal if entry.startswith(("generate", "update_weights"))]
+        loads = [place for place, entry in enumerate(served) if entry.startswith("update_weights")]
+        assert len(loads) == 3 * (NUM_STEPS + 1)
+        for first in loads[::3]:  # nothing is generated with a part of the weights
+            assert served[first : first + 3] == [served[first]] * 3
     if feature == "critic":
         for read, arrays in (one for update in range(NUM_STEPS) for one in responses_of(run.ranks[0], update)):
             rewards = np.zeros(len(read))

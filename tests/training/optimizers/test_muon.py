@@ -291,6 +291,8 @@ def test_ranks_gather_whole_blocks_and_keep_their_shards(name, text):
 @pytest.mark.parametrize("rank", [None, 4], ids=["all weights", "adapters"])
 def test_a_learner_steps_by_its_own_gradients(rank, tmp_path):
     """The CPU has no step of its own for Muon: its graph follows the gradients of the CPU's head."""
+    from mindrlhf.training.worker.learner import Learner
+
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.losses import SupervisedLoss
     from mindrlhf.data.packing import TokenSequence
@@ -298,7 +300,6 @@ def test_a_learner_steps_by_its_own_gradients(rank, tmp_path):
     from mindrlhf.models.lora.model import attach_lora
     from mindrlhf.training.batch import RowOptions, make_batch
     from mindrlhf.training.runtime import Rank
-    from mindrlhf.training.worker.learner import Learner
     from mindrlhf.weights.convert import load_random_weights
 
     network = build_model(QWEN, seq_length=16)

@@ -37,7 +37,7 @@ class LoadOrder:
     def __init__(self, config: GrpoConfig, state: AsynchronousState | None):
         state = state or AsynchronousState(num_rounds=0, version=0)
         self.num_rounds = state.num_rounds
-        self._restored_version = state.version
+        self._restored_version = self._noted = state.version
         self._replayed = read_order(config.rollout.replay_order)
         self.is_replay = self._replayed is not None
         self._writer = JsonlWriter(Path(config.run.output_dir) / ORDER_NAME, first_step=state.version)
@@ -64,7 +64,8 @@ class LoadOrder:
 
     def note(self, version: int) -> None:
         """Write that weights are loaded."""
-        if version != self._restored_version:  # else it stands there already, with the rounds of then
+        if version != self._noted:  # before the run was resumed, with the rounds of then, or with an earlier bucket
+            self._noted = version
             self._writer.write({"step": version - 1, "round": self.num_rounds})
 
     def close(self) -> None:

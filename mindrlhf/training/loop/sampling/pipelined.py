@@ -54,6 +54,7 @@ class PipelinedScheduler(Scheduler):
     ):
         super().__init__(rollout, progress, num_steps, maker)
         self._lag = config.rollout.off_policy_steps
+        self._in_buckets = config.rollout.weight_buffer_gib > 0
         self._timer = timer
         self._order = LoadOrder(config, progress.algorithm.asynchronous) if config.rollout.asynchronous else None
         # Shared with the thread, and changed with this lock alone.
@@ -63,7 +64,7 @@ class PipelinedScheduler(Scheduler):
         self._pending: int | None = None  # in the weight buffer, and not loaded yet
         self._ready = deque((step, None) for step in self._restored)  # in order, each with the seconds it took
         self._failure: BaseException | None = None
-        self._is_working = self._is_paused = self._is_closed = False
+        self._is_working, self._is_paused, self._is_closed = False, True, False
         self._worked_s, self._since_s, self._sampled_s = 0.0, 0.0, 0.0
         self._step_s = self._worked_before_s = 0.0  # when the step began
         self._has_begun = False
@@ -71,10 +72,11 @@ class PipelinedScheduler(Scheduler):
         self._thread.start()
 
     def load(self, version: int, bucket: int) -> None:
-        assert bucket == 0, "the weight buffer holds a part of the weights, which could not wait"
         with self._changed:
             self._pending = version
             self._changed.notify_all()
+            if self._in_buckets:  # the next takes the place of this one in the buffer
+                self._wait_for(lambda: self._pending is None)
 
     def sample(self, index: int) -> StepSamples:
         """Return the samples of step ``index``, and have those of step ``index`` + k made.
@@ -105,17 +107,20 @@ class PipelinedScheduler(Scheduler):
         """What is not trained on stays with the thread."""
 
     def free_buffer(self, next_step: int) -> None:
-        """Return when the published weights are loaded; in steps also when the samples of ``next_step`` are there."""
+        """Return when the published weights are loaded; in steps also when the samples of ``next_step`` are there.
+
+        Weights that come in buckets find nothing being generated.
+        """
         needs_samples = self._order is None and next_step < self._num_steps
         with self._timer.stage("rollout_wait"), self._changed:
             self._wait_for(lambda: self._pending is None and (bool(self._ready) or not needs_samples))
+            if self._in_buckets:
+                self._pause()
 
     def settle(self) -> None:
         """See ``Scheduler``; the thread goes on with the next ``sample``."""
         with self._timer.stage("rollout_wait"), self._changed:
-            self._is_paused = True
-            self._changed.notify_all()
-            self._wait_for(lambda: not self._is_working and self._pending is None and self._due() is None)
+            self._pause()
             self._maker.save([step for step, _ in self._ready])
             if self._order is not None:
                 self._progress.algorithm.asynchronous = AsynchronousState(self._order.num_rounds, self._version)
@@ -140,6 +145,12 @@ class PipelinedScheduler(Scheduler):
         self._maker.close()
         if self._order is not None:
             self._order.close()
+
+    def _pause(self) -> None:
+        """Wait, with the lock held, until the thread has nothing to do, and until ``sample`` nothing more."""
+        self._is_paused = True
+        self._changed.notify_all()
+        self._wait_for(lambda: not self._is_working and self._pending is None and self._due() is None)
 
     def _wait_for(self, is_reached: Callable[[], bool]) -> None:
         """Wait, with the lock held; raise what has ended the thread: what comes after it would fail too."""
@@ -202,7 +213,7 @@ class PipelinedScheduler(Scheduler):
         try:
             steps = self._maker.advance(self._version)
         except WeightsReplaced:
-            if self._order is None or self._order.is_replay:
+            if self._order is None or self._order.is_replay or self._in_buckets:
                 raise
             with self._changed:
                 self._changed.wait_for(lambda: self._pending is not None or self._is_closed)
