@@ -153,8 +153,8 @@ def test_config_check_says_what_will_happen(contents, inputs_dir, tmp_path, caps
     assert main(words) == 0
     told = capsys.readouterr().out.splitlines()
     # 5 prompts three times, two a step.
-    assert "7 steps of 2 prompts, 16 samples and 2 updates: 2.8 times the 5 prompts" in told
-    assert "5 evaluations on 2 held-out prompts, 3 samples each" in told  # 0, 2, 4, 6 and 7
+    assert "8 steps of 2 prompts, 16 samples and 2 updates: 3.2 times the 5 prompts" in told
+    assert "5 evaluations on 2 held-out prompts, 3 samples each" in told  # 0, 2, 4, 6 and 8
     assert any(line.startswith("2 checkpoints of ") and line.endswith(", of which 2 are kept") for line in told)
     assert not any("min, by" in line for line in told)
     (tmp_path / "run").mkdir()
