@@ -6,7 +6,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
 
-rm -rf runs/quickstart
+source scripts/keep_run.sh
+keep_run runs/quickstart
 bash examples/quickstart/make_data.sh
 echo "== training"
 .venv/bin/mindrlhf train examples/quickstart/config.yaml --workers 2 "$@"

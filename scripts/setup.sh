@@ -25,7 +25,7 @@ USAGE
 }
 
 say() { printf 'setup: %s\n' "$*"; }
-fail() { printf 'setup: error: %s\n' "$*" >&2; exit 1; }
+fail() { printf 'setup: error: %s\n' "$*" >&2; kill "${FOLLOWER:-}" 2>/dev/null || true; exit 1; }
 
 want_train=1
 want_rollout=1
@@ -98,12 +98,12 @@ follow() {
 
 # run LOG COMMAND...: output goes to the log; a network error is worth one more try.
 run() {
-  local log="$1" status=0 follower caller=$BASHPID
+  local log="$1" status=0 caller=$BASHPID
   follow "$log" "$([[ "$log" == *rollout* ]] && echo .venv-rollout || echo .venv)" "$caller" &
-  follower=$!
+  FOLLOWER=$!
   run_quietly "$@" || status=$?
-  kill "$follower" 2>/dev/null || true
-  wait "$follower" 2>/dev/null || true
+  kill "$FOLLOWER" 2>/dev/null || true
+  wait "$FOLLOWER" 2>/dev/null || true
   return "$status"
 }
 

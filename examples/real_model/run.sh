@@ -6,7 +6,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 bash scripts/setup.sh
 data=runs/real_model
-rm -rf "$data/grpo" "$data"/{train,test}.{jsonl,mindrecord,mindrecord.db}
+source scripts/keep_run.sh
+keep_run "$data/grpo"
+rm -f "$data"/{train,test}.{jsonl,mindrecord,mindrecord.db}
 echo "== model"
 bash examples/real_model/get_model.sh "$data/model"
 echo "== problems"

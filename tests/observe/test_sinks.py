@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mindrlhf.errors import RunFailure
 from mindrlhf.observe.console import HEADER_EVERY, PLAIN_WIDTH, ConsoleSink
 from mindrlhf.observe.sinks import StepDetails, TensorBoardSink, open_sinks
+from mindrlhf.system.terminal import GREEN, RED, RESET, coloured, verdict_coloured
 
 FULL = {
     "reward/mean": 0.5,
@@ -179,3 +180,38 @@ def test_tensorboard_gets_histograms_and_texts(tmp_path):
     assert set(events.Tags()["tensors"]) == {"config", "samples/1"}
     assert events.Tensors("config")[0].tensor_proto.string_val == [b"    run:\n      seed: 3"]
     assert events.SummaryMetadata("samples/1").plugin_data.plugin_name == "text"
+
+
+def test_the_console_says_how_long_the_rest_takes(monkeypatch):
+    clock = iter([0.0, 100.0, 160.0, 220.0, 280.0, 340.0])
+    monkeypatch.setattr("mindrlhf.observe.console.time.monotonic", lambda: next(clock))
+    stream = io.StringIO()
+    console = ConsoleSink(stream, num_steps=100)
+    for step in (1, 2, 3):
+        console.write(step, {"loss": 1.0})
+    console.write(4, {"eval/accuracy": 0.5})
+    assert "4/100  held-out accuracy 50.0%; about 117 min left" in stream.getvalue()  # 96 steps of 220 / 3 s
+    silent = ConsoleSink(io.StringIO())
+    silent.write(1, {"loss": 1.0})
+    silent.write(2, {"eval/accuracy": 0.5})
+    assert "left" not in silent._stream.getvalue()
+
+
+@pytest.mark.parametrize(("variable", "shown"), [("", True), ("NO_COLOR", False), ("NO_COLOUR", False)])
+def test_verdicts_and_errors_have_colours_where_they_are_wanted(variable, shown, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    for name in ("NO_COLOR", "NO_COLOUR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    verdicts = {"+4 points: better": GREEN, "-4 points: worse": RED, "+0.1 points: no clear difference": ""}
+    for text, colour in verdicts.items():
+        painted = verdict_coloured(text, Terminal())
+        assert painted.replace(colour or "\0", "").replace(RESET, "") == text
+        assert (painted != text) == (shown and bool(colour))
+        assert verdict_coloured(text, io.StringIO()) == text
+    assert coloured("error:", RED, Terminal()) == (f"{RED}error:{RESET}" if shown else "error:")

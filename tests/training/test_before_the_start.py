@@ -140,3 +140,26 @@ def test_advice_never_repeats_what_was_just_refused(tmp_path):
         assert again not in refused and "mend what the error names" in refused
     later = _advice(checkpoint, again, is_mistake=True, begun_with=None)
     assert later.startswith("step 12 is saved; mend what the error names; then, to resume") and again in later
+
+
+def test_config_check_says_what_will_happen(contents, inputs_dir, tmp_path, capsys):
+    content = contents["train"]
+    content["data"] = {**content["data"], "eval_file": str(inputs_dir / "long.mindrecord")}
+    content |= {"evaluation": {"every_steps": 2, "num_samples": 3}, "checkpoint": {"every_steps": 3}}
+    content["training"] |= {"num_minibatches": 2}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(content))
+    words = ["config", "check", str(path), "rollout.temperature=1"]
+    assert main(words) == 0
+    told = capsys.readouterr().out.splitlines()
+    # 5 prompts three times, two a step.
+    assert "8 steps of 2 prompts, 16 samples and 2 updates: 3.2 times the 5 prompts" in told
+    assert "5 evaluations on 2 held-out prompts, 3 samples each" in told  # 0, 2, 4, 6 and 8
+    assert any(line.startswith("2 checkpoints of ") and line.endswith(", of which 2 are kept") for line in told)
+    assert not any("min, by" in line for line in told)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {n}, "timing/all": {n}.5}}\n' for n in (29, 30, 90))
+    )
+    assert main(words) == 0
+    assert "about 4 min, by the 30.50 s a step of the last run there" in capsys.readouterr().out.splitlines()

@@ -133,3 +133,7 @@ def test_hosts_are_read_with_comments(tmp_path):
     path = tmp_path / "hosts"
     path.write_text("# nodes\nnpu01\n\nuser@npu02  # the second\n")
     assert read_hosts(str(path)) == ["npu01", "user@npu02"]
+
+
+def test_the_sample_hostfile_is_read():
+    assert read_hosts("examples/cluster/hostfile") == ["node-0", "node-1"]
