@@ -6,9 +6,10 @@
     OMP_NUM_THREADS=1 .venv/bin/python scripts/compare_algorithms.py --recipes GRPO DAPO --seeds 0 1
     OMP_NUM_THREADS=1 .venv/bin/python scripts/compare_algorithms.py --table schedules
 
-The tables: each algorithm's recipe; when samples are drawn (docs/async.md); all weights and adapters (docs/lora.md);
-further presets of docs/algorithms.md (--table presets, three seeds each: 30 runs); a model with experts that are routed anew or as the generator did (examples/experts); a teacher's verdict on the
-sampled token, its top-k tokens, and rewards (examples/distill).
+The tables: each algorithm's recipe; further presets of docs/algorithms.md (--table presets: 30 runs); when samples are
+drawn (docs/async.md); all weights and adapters (docs/lora.md); a model with experts that are routed anew or as the
+generator did (examples/experts); a teacher's verdict on the sampled token, its top-k tokens, and rewards
+(examples/distill).
 One run of one rank after another. A finished run stays in its directory and is read, not repeated, the next time; when
 its config is no longer the recipe's, that is an error. A run that was broken off starts again. The Markdown table goes
 to stdout, progress to stderr.
