@@ -12,6 +12,7 @@ from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import UserError
 from mindrlhf.rewards.registry import part_name
 from mindrlhf.rollout.samples import Sample, reward_matrix
+from mindrlhf.training.preflight.features import check_curriculum
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,7 @@ def read_levels(prompts: PromptFile, column: str) -> np.ndarray:
     Raises:
         UserError: the prompts do not keep it, or one has no number there.
     """
-    if column not in prompts.header.columns:
-        raise UserError(
-            f"'algorithm.curriculum' is {column}, which the prompts of {prompts.path} do not keep: build them with "
-            f"--keep {column}"
-        )
+    check_curriculum(column, prompts)
     values = [prompt.extra[column] for prompt in prompts.read(range(len(prompts)))]
     for number, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not np.isfinite(value):

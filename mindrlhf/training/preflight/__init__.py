@@ -29,6 +29,7 @@ from mindrlhf.tools.environments import check_columns, check_environment
 from mindrlhf.tools.registry import check as check_tools
 from mindrlhf.training.loop.sampling.order import read_order
 from mindrlhf.training.preflight.features import (
+    check_curriculum,
     check_images,
     check_msprobe,
     check_offline_vision,
@@ -121,6 +122,7 @@ def check_grpo_inputs(
     num_steps = 0
     if files.training is not None:
         check(check_sources, config, files.training)
+        check(check_curriculum, config.algorithm.curriculum, files.training)
         per_step = config.training.chunk_size * config.training.num_rollouts
         num_steps = _num_steps(len(files.training) * config.training.epochs, per_step, config.run.max_steps)
     needed = ["training.sequence_lengths"]

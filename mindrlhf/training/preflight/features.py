@@ -181,3 +181,16 @@ def _listed(sources: list[str]) -> str:
     shown = ", ".join(repr(source) for source in sources[:_MOST_LISTED])
     rest = len(sources) - _MOST_LISTED
     return f"the sources {shown}" + (f" and {rest} more" if rest > 0 else "")
+
+
+def check_curriculum(column: str, prompts: PromptFile) -> None:
+    """Check that the prompts keep the column of `algorithm.curriculum`, if there is one.
+
+    Raises:
+        UserError: they do not.
+    """
+    if column and column not in prompts.header.columns:
+        raise UserError(
+            f"'algorithm.curriculum' is {column}, which the prompts of {prompts.path} do not keep: build them with "
+            f"--keep {column}"
+        )
