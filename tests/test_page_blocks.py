@@ -80,6 +80,19 @@ def test_no_run_takes_the_directory_of_an_earlier_one(page):
     assert {directory for directory in counts if counts[directory] > 1 or directory in QUICKSTART} == set()
 
 
+def test_pages_take_no_directory_or_file_of_another():
+    """A reader goes from one page to the next in one clone."""
+    taken: dict[str, set[str]] = {}
+    for page in PAGES:
+        for words in (words for block in blocks(page) if not block.reason for words in commands(block)):
+            if words[0] != "mindrlhf" or words[1] not in CONFIGS and words[1:3] != ["config", "new"]:
+                continue
+            made = _arguments(words).output if words[1] == "config" else _output_dir(words)
+            taken.setdefault(made, set()).add(_name(page))
+    taken.pop(None, None)
+    assert {made: pages for made, pages in taken.items() if len(pages) > 1} == {} and len(taken) > 20
+
+
 def test_every_example_is_walked_or_named_by_a_test():
     """A folder without commands that run here is one that a test reads by its name."""
     named = "\n".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/*.py"))
