@@ -83,7 +83,6 @@ def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> Non
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    import os
     import signal
 
     # Before the imports below, which take a while on a slow disk.
@@ -101,7 +100,6 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.hostfile:
         return _run_over_ssh(arguments, overrides, is_resumed)
     hold_on_to_lifeline()
-    _check_spares(arguments)
     place = _place_of(arguments)
     num_nodes = place.num_nodes if place else 1
     # All checks run here once before any rank starts, so that a mistake costs a second.
@@ -110,7 +108,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with says():
         checked = check_run(command, arguments.config, overrides, node=place.node if place else 0, **sizes, **options)
     config = checked.config
-    use_ports(config.run.ports, os.environ)
+    use_ports(config.run.ports)
     _check_spare_disks(arguments, config)
     log_dir = Path(config.run.output_dir, "logs", *([f"node_{place.node}"] if place and place.node else []))
 
@@ -134,7 +132,6 @@ def _run(arguments: argparse.Namespace) -> int:
         )
 
     run = _Run(command, config, log_dir, is_resumed, arguments.max_restarts, start)
-
     facts = _facts_of(arguments, config, place) if place else None
     if place and place.is_for_rollout:
         return run.on_rollout_node(place, checked.raise_if_any, facts, sizes["num_ranks"])
@@ -174,6 +171,7 @@ def _place_of(arguments: argparse.Namespace) -> "Place | None":
 
     from mindrlhf.launch.nodes.place import find_place
 
+    _check_spares(arguments)
     return find_place(
         arguments.nodes,
         arguments.node_rank,

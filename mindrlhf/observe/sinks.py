@@ -9,10 +9,9 @@ from typing import Any, Protocol, TextIO
 
 import numpy as np
 
-from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.errors import RunFailure
 from mindrlhf.observe.console import ConsoleSink
 from mindrlhf.observe.records import JsonlWriter
-from mindrlhf.observe.report import write_report
 from mindrlhf.observe.trackers.background import Trackers
 
 NUM_BINS = 30
@@ -143,10 +142,9 @@ def _histogram(values: np.ndarray) -> dict[str, Any]:
 class SinkGroup:
     """Several sinks behind one, and the trackers, which are closed apart: they get the report in the end."""
 
-    def __init__(self, sinks: Sequence[Sink], trackers: Trackers | None = None, run_dir: Path = Path()) -> None:
+    def __init__(self, sinks: Sequence[Sink], trackers: Trackers | None = None) -> None:
         self._sinks = tuple(sinks)
         self._trackers = trackers
-        self._run_dir = run_dir
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write to each sink in turn."""
@@ -162,13 +160,6 @@ class SinkGroup:
                 sink.write_details(step, details)
         if self._trackers is not None:
             self._trackers.write_samples(step, details.samples)
-
-    def write_report(self) -> None:
-        """Write the page of the run as far as it is; one that cannot be written is a warning."""
-        try:
-            write_report(self._run_dir, is_running=True)
-        except (UserError, RunFailure) as failure:
-            print(f"warning: no report: {failure}", file=sys.stderr, flush=True)
 
     def write_text(self, tag: str, text: str) -> None:
         """Write a text of the whole run to the sinks that take any."""
@@ -214,4 +205,4 @@ def open_sinks(
     sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl", first_step=first_step)]
     if tensorboard:
         sinks.append(TensorBoardSink(run_dir / "tensorboard", first_step=first_step))
-    return SinkGroup([*sinks, console], trackers, run_dir)
+    return SinkGroup([*sinks, console], trackers)

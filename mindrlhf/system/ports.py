@@ -30,7 +30,7 @@ def parse_ports(text: str) -> range:
     return range(first, last + 1)
 
 
-def use_ports(text: str, environment: MutableMapping[str, str]) -> None:
+def use_ports(text: str, environment: MutableMapping[str, str] = os.environ) -> None:
     """Have this process and those that it starts listen on these ports only; nothing happens for ""."""
     if text:
         ports = parse_ports(text)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,9 @@ from mindrlhf.config.training import is_split
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.fingerprint import data_fingerprint
 from mindrlhf.data.stream import PromptStream
+from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.observe.records import JsonlWriter
-from mindrlhf.observe.report import REPORT_NAME
+from mindrlhf.observe.report import REPORT_NAME, write_report
 from mindrlhf.observe.run_data import STARTS_NAME
 from mindrlhf.observe.sinks import SinkGroup, StepDetails, open_sinks
 from mindrlhf.observe.trackers.background import open_trackers
@@ -212,7 +214,7 @@ def _run_rank_0(
     steps = training.open(progress, checkpoints, first_step, stack)
     requests.listen()
     profiler = StepProfiler(config.profiler, training.team, output_dir)
-    is_complete = run_steps(steps, checkpoints, sinks, profiler.step)
+    is_complete = run_steps(_Reported(steps, output_dir), checkpoints, sinks, profiler.step)
     profiler.close()
     checkpoints.wait()
     if is_complete:
@@ -221,6 +223,32 @@ def _run_rank_0(
         training.finish(worker, progress)
         trackers.complete(output_dir / REPORT_NAME)
     heartbeat.enter(heartbeat.STOPPING)
+
+
+class _Reported:
+    """The steps of a run, of which each evaluation has the page of the run written anew."""
+
+    def __init__(self, steps: Steps, output_dir: Path) -> None:
+        self._steps, self._output_dir, self._is_due = steps, output_dir, False
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate, where that is due."""
+        metrics = self._steps.evaluate()
+        self._is_due = bool(metrics)
+        return metrics
+
+    def is_over(self) -> bool:
+        """Write the page, and return whether the run is over."""
+        if self._is_due:
+            self._is_due = False
+            try:
+                write_report(self._output_dir, is_running=True)
+            except (UserError, RunFailure) as failure:
+                print(f"warning: no report: {failure}", file=sys.stderr, flush=True)
+        return self._steps.is_over()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._steps, name)
 
 
 def _note_start(output_dir: Path, first_step: int, start_s: float) -> None:
@@ -249,7 +277,6 @@ def run_steps(
     steps.begin()
     if progress.step == 0 and (metrics := steps.evaluate()):
         sinks.write(0, metrics)
-        sinks.write_report()
     while progress.step < steps.num_steps and not steps.is_over():
         with profiled(progress.step + 1):
             if not _run_step(steps, checkpoints, sinks):
@@ -266,12 +293,10 @@ def _run_step(steps: Steps, checkpoints: RunCheckpoints, sinks: SinkGroup) -> bo
     except StopRequested:
         checkpoints.save_broken_off(progress)
         return False
-    metrics |= (evaluation := steps.evaluate())
+    metrics |= steps.evaluate()
     sinks.write(progress.step, metrics)
     if details := steps.details():
         sinks.write_details(progress.step, details)
-    if evaluation:
-        sinks.write_report()
     steps.check()
     must_stop = checkpoints.must_stop  # read first: what comes while the checkpoint is written ends the next step
     if checkpoints.is_due(progress):
