@@ -110,7 +110,9 @@ class Clients:
 
     async def close(self) -> None:
         """End the client."""
+        self._following.cancel()
         self._process.kill()
+        await self._process.wait()
 
 
 async def be_client(url: str, num_turns: int, max_tokens: int) -> None:

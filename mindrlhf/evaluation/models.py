@@ -104,7 +104,7 @@ def evaluate_models(job: EvaluationJob, model_dirs: Sequence[str], out_dir: Path
                 device=job.config.run.device,
                 log_dir=out_dir,
                 load_weights=True,
-                tokenizer_dir=job.config.data.tokenizer_dir,
+                tokenizer_dir=job.config.data.tokenizer_dir if job.config.rollout.stop or tools.agent else "",
             )
             try:
                 generator.wait_ready()

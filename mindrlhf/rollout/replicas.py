@@ -265,7 +265,7 @@ def server_options(
         record_routing: samples bring the experts of their tokens.
         profile_dir: where the servers' profilers write, each into a directory of its own; None leaves them out.
         num_nodes: that a server lies over.
-        tokenizer_dir: of the model, for texts that end a response.
+        tokenizer_dir: of the model, where texts may end a response; "" where none does.
 
     Raises:
         UserError: there are too few devices.

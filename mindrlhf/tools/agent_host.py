@@ -40,6 +40,7 @@ _FLAGS = namespaces.NETWORK_AND_PROCESSES
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 0x1
 _PR_SET_NO_NEW_PRIVS = 38
 _FAILED = 1
+_kept: list[Any] = []
 
 
 def main() -> int:
@@ -57,6 +58,7 @@ class _Host:
         self._pids: dict[int, int] = {}  # of the first process of each agent
         self._settings: dict[str, Any] = {}
         self._function = None
+        self._following: set[asyncio.Task] = set()
 
     async def serve(self) -> None:
         reader, self._writer = await asyncio.open_connection(sock=self._connection, limit=_MAX_LINE_BYTES)
@@ -90,9 +92,13 @@ class _Host:
 
     def _start(self, message: Mapping[str, Any]) -> None:
         reading, writing = os.pipe()
+        loop = asyncio.get_running_loop()
+        inherited = [loop, *asyncio.all_tasks(loop)]
         pid = os.fork()
         if pid == 0:
             try:
+                # Never taken apart here: its epoll is the parent's too, which would lose what it waits for.
+                _kept.extend(inherited)
                 os.close(reading)
                 self._connection.detach()
                 _be_first(self._settings, self._function, message, writing)
@@ -100,7 +106,9 @@ class _Host:
                 os._exit(_FAILED)
         os.close(writing)
         self._pids[message["start"]] = pid
-        asyncio.get_running_loop().create_task(self._follow(message["start"], pid, reading))
+        task = loop.create_task(self._follow(message["start"], pid, reading))
+        self._following.add(task)
+        task.add_done_callback(self._following.discard)
 
     async def _follow(self, number: int, pid: int, reading: int) -> None:
         told = await _read_all(reading, MAX_RESULT_BYTES + 4096)

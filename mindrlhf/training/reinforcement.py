@@ -272,7 +272,7 @@ def _server_settings(config: GrpoConfig, inputs: RunInputs, log_dir: Path) -> di
         "log_dir": log_dir,
         "load_weights": False,
         "record_routing": config.training.replay_routing,
-        "tokenizer_dir": config.data.tokenizer_dir,
+        "tokenizer_dir": config.data.tokenizer_dir if config.rollout.stop or config.tools.agent else "",
         "profile_dir": profile_dir(config.run.output_dir) / "vllm" if config.profiler.vllm else None,
     }
 

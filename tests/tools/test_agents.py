@@ -254,3 +254,20 @@ def test_files_in_a_command_are_named_whole(tmp_path, monkeypatch):
 )
 def test_what_an_agent_may_give(result, expected):
     assert read_result({"result": result}) == expected
+
+
+@pytest.mark.parametrize("is_open", [True, pytest.param(False, marks=NEEDS_NAMESPACES)])
+def test_many_at_once_all_end(tmp_path, endpoint, is_open, capfd):
+    """The garbage collector of the process that starts them takes none away that it waits for."""
+    source = (
+        "import gc, time\n"
+        "gc.set_threshold(1)\n"
+        "async def agent(record, base_url, api_key):\n"
+        "    gc.collect()\n"
+        "    time.sleep(0.01 * record['x'])\n"
+        "    return record['x']\n"
+    )
+    records = [{"x": number} for number in range(60)]
+    found = run_all(file_of(tmp_path, source), endpoint, records, timeout_s=60.0, is_open=is_open)
+    assert found == [AgentResult(float(number)) for number in range(60)]
+    assert capfd.readouterr().err == ""
