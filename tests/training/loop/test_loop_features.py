@@ -204,7 +204,7 @@ class Rewards(test_loop.Rewards):
     def submit(self, sample):
         value = sample.num_tokens if sample.episode_return is None else sample.episode_return
         self.waiting.append(
-            RewardResult(sample.index, {"length": float(value)}, 1.0 if sample.answer == "0" else value, {})
+            RewardResult(sample.index, {"length": float(value), "half": 0.5}, 1.0 if sample.answer == "0" else value, {})
         )
 
 
@@ -454,6 +454,35 @@ def test_nodes_that_come_and_are_lost_change_nothing(schedule, feature, start, t
     assert finish(run) == expected
     nodes = run.generator._listener.nodes
     assert len(nodes) == 6 and any(node.is_lost for node in nodes)
+
+
+class OneByOne(Rewards):
+    """Takes its time, and samples of one thread at a time only, as a pool of verifiers does."""
+
+    def __init__(self):
+        super().__init__()
+        self.thread, self.evaluated = None, 0
+
+    def submit(self, sample):
+        assert self.thread in (None, threading.current_thread())
+        self.thread = threading.current_thread()
+        super().submit(sample)
+
+    def results(self):
+        time.sleep(2 * DELAY_S)
+        yield from super().results()
+        self.evaluated += self.thread is threading.main_thread()
+        self.thread = None
+
+
+@pytest.mark.parametrize("schedule", [name for name, keys in SCHEDULES.items() if "off_policy_steps" in keys])
+def test_verifiers_are_free_when_held_out_prompts_are_scored(schedule, start, monkeypatch):
+    monkeypatch.setattr(test_loop, "Rewards", OneByOne)
+    evaluation = {"held_out": True, "evaluation": {"every_steps": 1}}
+    monkeypatch.setitem(FEATURES, "episodes", evaluation)
+    run = start(schedule, "episodes", "run")
+    finish(run)
+    assert run.trainer.parts.rollout.sampler._rewards.evaluated == NUM_STEPS + 1
 
 
 def saver(run, tmp_path):

@@ -144,7 +144,9 @@ class Segments:
         )
 
     def save(self, ready: Sequence[Chosen]) -> None:
-        """Put all groups that are not trained on into ``Progress``."""
+        """Put all groups that are not trained on into ``Progress``, and have them scored: verifiers are free then."""
+        for scored in self._scored.values():
+            _result(scored)
         groups = [group for chosen, dropped in ready for group in (*dropped, *chosen)]
         groups += [*self._dropped, *self._complete, *self._going_on]
         self._progress.leftover = to_leftover(groups if self._lag else sorted(groups, key=lambda group: group.place))
