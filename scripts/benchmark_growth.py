@@ -354,10 +354,10 @@ CASES = {
     "messages, ranks": Case(
         "ranks of a replica", 4, lambda size, _: messages(1, size, 1024), "one copy, which the ranks of a machine map"
     ),
-    "messages, rows": Case("rows of 4,096 places", 256, lambda size, _: messages(4, 4, size), "copies of the rows"),
+    "messages, rows": Case("packed sequences of 4,096", 256, lambda size, _: messages(4, 4, size), "copies"),
     "shards": Case("copies of a model", 4, shards, "one copy; a link for each rank"),
     "checkpoints": Case("evaluations, a checkpoint each", 16, checkpoints, "JSON of each new evaluation; fsync"),
-    "resume": Case("steps of long samples", 400, resume, "the steps that are cut"),
+    "resume": Case("steps of long samples", 400, resume, "the steps that are removed"),
     "view": Case("steps of long samples", 400, view, "JSON of each sample, read twice"),
     "audit": Case("steps of long samples", 400, audit, "JSON and features of each completion, 2,000 permutations"),
     **{

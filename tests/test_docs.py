@@ -151,7 +151,7 @@ def _reported_metrics() -> set[str]:
     others |= set(re.findall(r'"(value/\w+)"', modules["value_function"]))
     others |= set(re.findall(r'"(guard/\w+)"', loop)) | {f"judge/{name}" for name in COUNTED}
     others |= set(re.findall(r'"(samples/\w+)"', modules["leftover"]))
-    others |= set(re.findall(r'"((?:async|packing|segments|staleness)/\w+)": ', loop))
+    others |= set(re.findall(r'"((?:async|packing|segments|staleness|timing)/\w+)": ', loop))
     tools = (ROOT / "mindrlhf" / "rollout" / "conversations.py").read_text(encoding="utf-8")
     others |= set(re.findall(r'"((?:agents|tools|turns)/\w+)": ', tools))
     others |= {name.format(name="<environment>") for name in re.findall(r'f"(environments/[^"]+)"', tools)}

@@ -25,9 +25,7 @@ class RewardSection:
         is_model=True,
     )
     model_weight: float = key(1.0, "weight of the reward model's score in the sum")
-    num_workers: int | None = key(
-        None, "verifier processes; null starts more while samples wait, up to one for each core", minimum=1, maximum=256
-    )
+    num_workers: int | None = key(None, "verifier processes; null: up to one for each core", minimum=1, maximum=256)
     timeout_s: float = key(
         10.0, "time limit for one sample in one verifier, in seconds", minimum=0, exclusive_minimum=True
     )

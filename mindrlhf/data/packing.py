@@ -92,8 +92,8 @@ def _first_fit(indices: Sequence[int], lengths: Sequence[int], row_length: int) 
             node = 2 * node + (most[2 * node] < lengths[index])
         contents.setdefault(node, []).append(index)
         most[node] -= lengths[index]
-        while node := node // 2:
-            most[node] = max(most[2 * node], most[2 * node + 1])
+        while (node := node // 2) and most[node] != (room := max(most[2 * node], most[2 * node + 1])):
+            most[node] = room
     return [Row(row_length, tuple(items)) for items in contents.values()]
 
 
