@@ -124,6 +124,7 @@ def _run(arguments: argparse.Namespace) -> int:
             still_limit_s=_still_limit_s(config),
             start_timeout_s=config.run.start_timeout_s,
             computes_on_cpu=config.run.device == "cpu",
+            joins_alone=config.run.device != "cpu",
             rank_0_signals=(signal.SIGTERM, signal.SIGUSR1),
             **advisers,
             env={**_terminal_width(), NUM_NODES_VARIABLE: str(num_nodes), COMMAND_VARIABLE: again},

@@ -67,6 +67,7 @@ def launch(
     advice_after_mistake: Callable[[], str] | None = None,
     says_stages: bool = False,
     peers: Peers = ALONE,
+    joins_alone: bool = False,
 ) -> int:
     """Run ``python COMMAND`` on ``num_workers`` ranks of this machine and return an exit code.
 
@@ -85,6 +86,7 @@ def launch(
         advice, advice_after_mistake: last line of a failure's report, or of one with ``UserError.exit_code``.
         says_stages: tell what rank 0 does (:mod:`mindrlhf.launch.stages`).
         peers: launchers of the run's other nodes, each of which starts as many ranks.
+        joins_alone: start one rank by ``msrun`` too, as MindSpore's communication on NPUs asks for it.
 
     Returns:
         0 when every rank here ended with 0; the exit code of the first that failed on any node (128 + signal number if
@@ -99,11 +101,13 @@ def launch(
     with processes.adopting_orphans(), _recorded_signals() as received:
         while True:
             port = peers.scheduler_port or master_port or find_free_port()
-            root = _start(command, num_workers, log_dir, env or {}, port, peers, computes_on_cpu)
+            is_alone = num_workers * peers.num_nodes == 1 and not joins_alone
+            start = (command, num_workers, log_dir, env or {}, port, peers)
+            root = _start(*start, is_lean=computes_on_cpu, is_alone=is_alone)
             follower = _follower(log_dir, peers.ranks(num_workers), out or sys.stdout, says_stages)
             health = HealthMonitor(log_dir, hang_timeout_s, still_limit_s, computes_on_cpu=computes_on_cpu, peers=peers)
             joining = JoiningWatch(num_workers, start_timeout_s, peers, rouses=computes_on_cpu)
-            ranks = RunProcesses(root, num_workers, log_dir, bystanders, peers)
+            ranks = RunProcesses(root, num_workers, log_dir, bystanders, peers, is_alone=is_alone)
             run = _Watch(ranks, follower, health, joining, port, received, rank_0_signals, log_dir, advices, peers)
             if (code := run.watch_to_the_end(grace_s, may_repeat=may_repeat)) is not None:
                 return code
@@ -171,13 +175,15 @@ def _start(
     env: Mapping[str, str],
     master_port: int,
     peers: Peers,
+    *,
     is_lean: bool,
+    is_alone: bool,
 ) -> subprocess.Popen:
     """Start msrun, or the only rank itself; ``is_lean``: msrun and its scheduler may do without most of MindSpore."""
     environment = worker_environment(num_workers, {**env, **peers.environment}) | {
         heartbeat.DIRECTORY_VARIABLE: str(log_dir)
     }
-    if num_workers == 1 and peers.num_nodes == 1:
+    if is_alone:
         environment |= {"RANK_ID": "0", "RANK_SIZE": "1", "DEVICE_ID": "0"}
         argv, log_path = [sys.executable, *command], log_dir / "worker_0.log"
     else:

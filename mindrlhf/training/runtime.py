@@ -84,7 +84,7 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
         ms.set_deterministic(True)
     world_size = num_ranks_from_environment()
     index = 0
-    if world_size > 1:
+    if world_size > 1 or run.device != "cpu":  # graphs that are sharded ask for it, of one rank too
         from mindspore.communication import get_rank, init
 
         # Nothing is to be done but to be woken.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mindrlhf.config.memory import MemorySection
 from mindrlhf.config.parse import build
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.training import ParallelSection
@@ -65,7 +66,7 @@ class Replay:
 
 
 def replay(directory: Path, model_dir: Path | None = None) -> Replay:
-    """Compute a saved batch again, on one rank and on the device of its run.
+    """Compute a saved batch again, on one rank: in float32 on the CPU, wherever the run was.
 
     Args:
         directory: what the run left below ``skipped``.
@@ -84,9 +85,10 @@ def replay(directory: Path, model_dir: Path | None = None) -> Replay:
     for rows in micro_batches:
         statistics, values = engine.updater.add(rows, batch.num_tokens, batch.kl_coefficient)
         losses.append(float(statistics[0]))
-        computed.append(engine.model.logprobs(rows) if values is None else values.copy())
+        computed.append(values.copy())
     norms = {name: float(np.linalg.norm(array.astype(np.float64))) for name, array in engine.updater.gradients()}
-    has_same_weights = _weights_digest(engine.model.placement) == batch.weights if batch.weights else None
+    digest = _weights_digest(engine.model.placement, config.model.param_dtype)
+    has_same_weights = digest == batch.weights if batch.weights else None
     samples = _extremes(batch, micro_batches, computed, logprobs)
     return Replay(batch, model_dir, has_same_weights, losses, norms, samples)
 
@@ -118,21 +120,20 @@ def _build_engine(config: GrpoConfig, model_dir: Path, micro_batches: Sequence[P
     from mindrlhf.training.engine.build import Models, build_policy_engine
     from mindrlhf.training.runtime import start_runtime
 
+    model = replace(config.model, param_dtype="float32", compute_dtype="float32")
+    run = replace(config.run, device="cpu")
+    config = replace(config, run=run, model=model, memory=MemorySection(), parallel_config=ParallelSection())
     with tempfile.TemporaryDirectory(prefix="mindrlhf-replay-") as log_dir:
         rank = start_runtime(config.run, Path(log_dir))
-        # One rank has all of the model.
-        config = replace(config, parallel_config=ParallelSection(), run=replace(config.run, output_dir=log_dir))
-        lengths = tuple(sorted({rows.mask.shape[1] for rows in micro_batches}))
-        models = Models(config, lengths, max(len(rows.mask) for rows in micro_batches), rank)
-        engine = build_policy_engine(models, str(model_dir))[1]
-        models.make_ready()
-    return engine
+    lengths = tuple(sorted({rows.mask.shape[1] for rows in micro_batches}))
+    models = Models(config, lengths, max(len(rows.mask) for rows in micro_batches), rank)
+    return build_policy_engine(models, str(model_dir))[1]
 
 
-def _weights_digest(placement) -> str:
+def _weights_digest(placement, dtype: str) -> str:
     from mindrlhf.observe.fingerprint import digest_weights
 
-    with placement.create_weight_buffer() as buffer:
+    with placement.create_weight_buffer(dtype) as buffer:
         buffer.begin(1)
         placement.write_to(buffer)
         return digest_weights(buffer.written())
