@@ -233,7 +233,7 @@ def _update_items(inputs: MemoryInputs, stage: int) -> list[MemoryItem]:
 
 
 def _step_item(inputs: MemoryInputs, state: StageState) -> MemoryItem:
-    """What the optimiser computes on the way: of a bucket's parameters, and of the matrices that it gathers for them."""
+    """What the optimiser computes on the way, of a bucket's parameters and the matrices that it gathers for them."""
     elements, how = _of_bucket(state.gradient_sums // GRADIENT_SUM_BYTES, state.largest_elements)
     size, how = NUM_STEP_COPIES * elements * 4, f"{NUM_STEP_COPIES} x {how} x 4 B"
     if state.gathered_matrices:
