@@ -57,6 +57,7 @@ class Optimizer(nn.Optimizer):
             setattr(self, kind, self.clone_state(GRAPH_NAMES[kind], members))
             made[kind] = iter(getattr(self, kind))
         self.state = {f"{kind}.{one.name}": next(made[kind]) for one in parameters for kind in kinds[one.name]}
+        self.has_adamw = any(name.startswith("exp_avg.") for name in self.state)
         assert len(kinds) == len(parameters), "two trained parameters have the same name"
         self.buckets = buckets_of_equal_size([parameter.size for parameter in parameters])
 
@@ -82,7 +83,9 @@ class Optimizer(nn.Optimizer):
             applied = ops.depend(applies, done)
             held = 1.0 - applied
             betas = (self.beta1 * applied + held, self.beta2 * applied + held)
-            adamw = ops.partial(_update, betas, corrections, self.eps, lr * applied, scale)
+            adamw = ()
+            if self.has_adamw:  # a function that nothing calls would not compile (MindSpore 2.9.0)
+                adamw = ops.partial(_update, betas, corrections, self.eps, lr * applied, scale)
             start, stop = self.buckets[index]
             waiting = ops.depend(gradients[start:stop], done)
             done = self.update_bucket(index, adamw, waiting, decays, lr * applied, scale, applied)

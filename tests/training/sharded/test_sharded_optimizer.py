@@ -19,7 +19,6 @@ def make(tmp_path_factory):
     The parameters of both kinds begin with equal values; each is compiled once.
     """
     import mindspore as ms
-    from mindformers.core.optim.adamw import AdamW
     from mindspore import nn
 
     from mindrlhf.checkpoint.optimizer import optimizer_state
@@ -27,6 +26,7 @@ def make(tmp_path_factory):
     from mindrlhf.training.optimizers import make_optimizer
 
     prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
+    from mindformers.core.optim.adamw import AdamW
 
     class Step(nn.Cell):
         def __init__(self, optimizer):
