@@ -188,3 +188,27 @@ def test_a_tracker_hears_of_the_run_from_its_config_to_its_report(run, monkeypat
     run(resume=True, observe=observe)
     assert heard[0] == ("numbers", "one", 2) and [step[1] for step in heard if step[0] == "write"] == [2, 3]
     assert heard[-2:] == [("write_report", directory / "report.html"), ("close", True)]
+
+
+def test_each_evaluation_has_the_page_written_anew_and_a_page_that_cannot_be_is_a_warning(tmp_path, capsys):
+    class Steps:
+        evaluated, num_steps = {"eval/accuracy": 0.5}, 9
+
+        def evaluate(self):
+            return self.evaluated
+
+        def is_over(self):
+            return False
+
+    steps = life_cycle._Reported(Steps(), tmp_path)
+    assert steps.num_steps == 9
+    assert steps.evaluate() == {"eval/accuracy": 0.5} and not steps.is_over()
+    assert "warning: no report: no metrics in" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n')
+    Steps.evaluated = {}
+    assert steps.evaluate() == {} and not steps.is_over()
+    assert not (tmp_path / "report.html").exists()
+    Steps.evaluated = {"eval/accuracy": 0.5}
+    steps.evaluate()
+    assert not steps.is_over()
+    assert 'http-equiv="refresh"' in (tmp_path / "report.html").read_text()
