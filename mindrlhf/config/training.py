@@ -130,12 +130,10 @@ def trains_sharded(config: RunConfig) -> bool:
 
 
 def parallel_rules(parallel: ParallelSection) -> Rules:
-    """Rules of the section `parallel_config` alone."""
     yield parallel.use_seq_parallel and parallel.model_parallel == 1, (
         "'parallel_config.use_seq_parallel' shards over model_parallel ranks, which is 1: set it to false"
     )
-    stages = parallel.pipeline_stage
-    yield stages > 1 and parallel.micro_batch_num < stages, (
+    yield (stages := parallel.pipeline_stage) > 1 and parallel.micro_batch_num < stages, (
         f"'parallel_config.micro_batch_num' is {parallel.micro_batch_num}, but a pipeline of {stages} stages needs at "
         f"least {stages}"
     )
@@ -150,9 +148,8 @@ def cpu_rules(config: RunConfig) -> Rules:
         yield dtype != "float32", (
             f"'model.{name}' is {dtype}, but run.device=cpu has float32 kernels only: set float32"
         )
-    parallel = config.parallel_config
-    names = ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel", "micro_batch_interleave_num")
-    for name in names:
+    parallel, kinds = config.parallel_config, ("model", "context", "expert")
+    for name in (*(f"{kind}_parallel" for kind in kinds), "pipeline_stage", "micro_batch_interleave_num"):
         yield getattr(parallel, name) != 1, (
             f"'parallel_config.{name}' is {getattr(parallel, name)}, but run.device=cpu trains in data parallel only: "
             "set it to 1"
@@ -163,7 +160,6 @@ def cpu_rules(config: RunConfig) -> Rules:
 
 
 def batch_rules(config: RunConfig) -> Rules:
-    """Rules of the section `training`."""
     training, longest = config.training, max(config.training.sequence_lengths, default=0)
     num_samples = training.chunk_size * training.num_rollouts * config.algorithm.num_generations
     yield num_samples % training.num_minibatches, (

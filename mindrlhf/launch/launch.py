@@ -66,9 +66,8 @@ def launch(
     advice: Callable[[], str] = lambda: "",
     advice_after_mistake: Callable[[], str] | None = None,
     says_stages: bool = False,
-    peers: Peers = ALONE,
-    joins_alone: bool = False,
-) -> int:
+    peers: Peers = ALONE, joins_alone: bool = False,
+) -> int:  # fmt: skip
     """Run ``python COMMAND`` on ``num_workers`` ranks of this machine and return an exit code.
 
     Rank ``i`` writes ``log_dir/worker_i.log``. When a rank fails or hangs or this process gets SIGINT, SIGTERM or
@@ -76,7 +75,7 @@ def launch(
 
     Args:
         command: the interpreter's arguments: ``["main.py", ...]`` or ``["-m", "package.module", ...]``.
-        num_workers: ranks on this machine; more than one in all goes through ``msrun``.
+        num_workers: ranks on this machine; through ``msrun``, but for one in all that does not ``joins_alone``.
         log_dir: made if missing; logs of an earlier launch in it are removed.
         env, master_port: for the ranks, over this process's; TCP port of the scheduler, a free one when None.
         hang_timeout_s, start_timeout_s: longest time without progress of rank 0, and until all ranks met; 0: no limit.
@@ -86,7 +85,6 @@ def launch(
         advice, advice_after_mistake: last line of a failure's report, or of one with ``UserError.exit_code``.
         says_stages: tell what rank 0 does (:mod:`mindrlhf.launch.stages`).
         peers: launchers of the run's other nodes, each of which starts as many ranks.
-        joins_alone: start one rank by ``msrun`` too, as MindSpore's communication on NPUs asks for it.
 
     Returns:
         0 when every rank here ended with 0; the exit code of the first that failed on any node (128 + signal number if
@@ -101,13 +99,11 @@ def launch(
     with processes.adopting_orphans(), _recorded_signals() as received:
         while True:
             port = peers.scheduler_port or master_port or find_free_port()
-            is_alone = num_workers * peers.num_nodes == 1 and not joins_alone
-            start = (command, num_workers, log_dir, env or {}, port, peers)
-            root = _start(*start, is_lean=computes_on_cpu, is_alone=is_alone)
+            root = _start(command, num_workers, log_dir, env or {}, port, peers, computes_on_cpu, joins_alone)
             follower = _follower(log_dir, peers.ranks(num_workers), out or sys.stdout, says_stages)
             health = HealthMonitor(log_dir, hang_timeout_s, still_limit_s, computes_on_cpu=computes_on_cpu, peers=peers)
             joining = JoiningWatch(num_workers, start_timeout_s, peers, rouses=computes_on_cpu)
-            ranks = RunProcesses(root, num_workers, log_dir, bystanders, peers, is_alone=is_alone)
+            ranks = RunProcesses(root, num_workers, log_dir, bystanders, peers, joins_alone)
             run = _Watch(ranks, follower, health, joining, port, received, rank_0_signals, log_dir, advices, peers)
             if (code := run.watch_to_the_end(grace_s, may_repeat=may_repeat)) is not None:
                 return code
@@ -175,15 +171,14 @@ def _start(
     env: Mapping[str, str],
     master_port: int,
     peers: Peers,
-    *,
     is_lean: bool,
-    is_alone: bool,
+    joins_alone: bool,
 ) -> subprocess.Popen:
     """Start msrun, or the only rank itself; ``is_lean``: msrun and its scheduler may do without most of MindSpore."""
     environment = worker_environment(num_workers, {**env, **peers.environment}) | {
         heartbeat.DIRECTORY_VARIABLE: str(log_dir)
     }
-    if is_alone:
+    if num_workers * peers.num_nodes == 1 and not joins_alone:
         environment |= {"RANK_ID": "0", "RANK_SIZE": "1", "DEVICE_ID": "0"}
         argv, log_path = [sys.executable, *command], log_dir / "worker_0.log"
     else:

@@ -35,7 +35,7 @@ class RunProcesses:
         num_workers: ranks on this node.
         bystanders: children of this process that do not belong to the run; those that come later do.
         peers: the run's other nodes.
-        is_alone: ``root`` is rank 0.
+        joins_alone: one rank is not ``root`` either.
     """
 
     def __init__(
@@ -45,15 +45,14 @@ class RunProcesses:
         log_dir: Path,
         bystanders: set[int],
         peers: Peers,
-        *,
-        is_alone: bool,
+        joins_alone: bool = False,
     ) -> None:
         self._root = root
         self._num_workers = num_workers
         self._expected = {*map(rank_name, peers.ranks(num_workers)), *([SCHEDULER] if peers.node == 0 else [])}
         self._log_dir = log_dir
         self._bystanders = bystanders
-        self._names = {root.pid: rank_name(0)} if is_alone else {}
+        self._names = {root.pid: rank_name(0)} if num_workers * peers.num_nodes == 1 and not joins_alone else {}
         self._returncodes: dict[int, int] = {}
         self._first_seen_s: dict[int | str, float] = {}
 

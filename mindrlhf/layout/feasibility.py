@@ -4,7 +4,7 @@ from mindrlhf.algorithms import policy_losses
 from mindrlhf.config.derived import correction_weight
 from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.training import ParallelSection, trains_sharded
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.errors import UserError, refuse
 from mindrlhf.layout.batch import BatchPlan, check_micro_batches, plan_batch
 from mindrlhf.layout.layout import Layout, check_divisible
@@ -43,7 +43,7 @@ def check_feasible(config: GrpoConfig, dims: ModelDims, layout: Layout) -> Batch
     Raises:
         UserError: heads, layers, vocabulary, rows or experts do not divide; or the loss cannot be split this way.
     """
-    if config.algorithm.distill_top_k and trains_sharded(config):
+    if config.algorithm.distill_top_k and config.run.device != "cpu":
         raise UserError(
             f"'algorithm.distill_top_k' is {config.algorithm.distill_top_k}, but a sharded model, as all are on "
             f"run.device={config.run.device}, learns from the sampled token alone: set it to 0, or train on a CPU"

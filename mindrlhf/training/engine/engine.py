@@ -60,10 +60,7 @@ class Engine:
         self._shapes_seen: set[tuple[str, tuple[int, ...]]] = set()
 
     def count_compile(self, graph: str, rows: PackedRows) -> None:
-        """Note that ``graph`` runs on these rows: a shape seen for the first time is a compilation.
-
-        Images may be of the shape.
-        """
+        """Note that ``graph`` runs on these rows: a shape, of their images too, seen first is a compilation."""
         images = self.model.network.images
         shape = rows.input_ids.shape + (() if images is None else images.shape_of(rows.images))
         self._shapes_seen.add((graph, shape))
@@ -73,10 +70,7 @@ class Engine:
         return ProcessStatistics(len(self._shapes_seen), peak_rss_gb())
 
     def outputs(self, name: str, rows: PackedRows) -> np.ndarray:
-        """Return log-probabilities, values or scores ``name`` of one micro-batch, float32 [rows, length].
-
-        They are 0 outside the responses, and before the last pipeline stage.
-        """
+        """Return log-probabilities, values or scores ``name`` of one micro-batch; see :meth:`Model.logprobs`."""
         self.count_compile(name, rows)
         return self.model.logprobs(rows)
 
@@ -91,10 +85,7 @@ class Engine:
         self.updater.warm_up(rows)
 
     def update(self, batch: Batch, lr: float, kl_coefficient: float = 0.0) -> Updated:
-        """Make one optimiser update of this rank's rows, with as many micro-batches on every rank of a graph.
-
-        The norm is not finite when there was none: then it, or the loss of any rank, was not.
-        """
+        """Make one optimiser update; the norm is not finite when there was none, since it or a loss was not."""
         for rows in batch.micro_batches:
             self._count_update(rows)
         return self.updater.update(batch, lr, kl_coefficient)

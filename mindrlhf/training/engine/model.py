@@ -142,11 +142,7 @@ class Whole(Placement):
         return lambda directory: below(name, export_hf(weights, network.hf_config, directory / name, dtype=self.dtype))
 
     def restore(self, directory: str | os.PathLike) -> None:
-        """Load what the ranks of any layout have written.
-
-        Raises:
-            UserError: it is damaged, or of another model.
-        """
+        """Load what the ranks of any layout have written; raises UserError where it is of another model."""
         (load_hf_weights if self.network.lora is None else peft.load_adapter)(self.network, directory)
 
     def export(

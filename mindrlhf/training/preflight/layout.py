@@ -6,7 +6,6 @@ from pathlib import Path
 
 from mindrlhf.config.derived import needs_critic, reference_paths
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
-from mindrlhf.config.training import trains_sharded
 from mindrlhf.errors import UserError
 from mindrlhf.layout.feasibility import check_feasible, check_model, check_num_ranks, check_rollout, check_rows
 from mindrlhf.layout.layout import Layout
@@ -23,7 +22,7 @@ from mindrlhf.weights.tensors import align
 
 def check_layout(config: GrpoConfig, row_lengths: tuple[int, ...], world_size: int) -> None:
     """Check that the models can be sharded over the ranks, and that what the run needs beside the actor can."""
-    if not trains_sharded(config):
+    if config.run.device == "cpu":  # which trains whole models
         return
     layout = Layout.from_config(config.parallel_config, world_size)
     check_num_ranks(world_size)
@@ -56,7 +55,7 @@ def check_offline_layout(
         section: that has ``micro_batch_size`` and `sequence_lengths`.
         as_scorer: it is their scoring form that is trained.
     """
-    if not trains_sharded(config):
+    if config.run.device == "cpu":  # which trains whole models
         return
     parallel = config.parallel_config
     layout = Layout.from_config(parallel, world_size)
