@@ -59,6 +59,7 @@ ASSUMED: dict[str, tuple[Any, str]] = {
     "mindrlhf.training.runtime:num_ranks_from_environment": (1, "one rank"),
     "mindrlhf.training.reinforcement:ReinforcementTraining._has_multi_node_servers": (False, "one machine"),
     "mindrlhf.rollout.elastic.listener:take_address": (None, "one machine"),
+    "mindrlhf.config.training:trains_sharded": (False, "run.device: cpu, data parallelism alone"),
 }
 # What such a step does not do, although neither sources nor config say so: not followed.
 CUT = {

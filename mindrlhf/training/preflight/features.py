@@ -7,7 +7,7 @@ from mindrlhf.config.derived import needs_critic, reference_paths
 from mindrlhf.config.observe import CELL_LEVEL
 from mindrlhf.config.refusals import DEEP_IMAGES, ELASTIC, IMAGES, REPLAY, SHARDED, SPANNING, refusal_rules
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
-from mindrlhf.config.training import is_split
+from mindrlhf.config.training import is_split, trains_sharded
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.debugging.dump_files import check_dump, dump_dir
 from mindrlhf.errors import Rules, UserError, refuse
@@ -47,11 +47,11 @@ def check_offline_vision(config: SftConfig | DpoConfig | RewardModelConfig) -> N
         return
     refuse(_tower_rules(config))
     refuse(refusal_rules(config, {IMAGES}) if sees else ())
-    if sees and is_split(config.parallel_config):
+    if sees and trains_sharded(config):
         command = "sft" if isinstance(config, SftConfig) else "dpo"
         raise UserError(
-            f"the model in {model.path} sees images, and mindrlhf {command} does not train such a model sharded yet: "
-            "use data parallelism alone"
+            f"the model in {model.path} sees images, and mindrlhf {command} does not train such a model sharded yet, "
+            "as on NPUs: use data parallelism alone, and run.device=cpu"
         )
 
 
