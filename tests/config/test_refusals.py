@@ -33,6 +33,8 @@ USED = {
     "lora.rank": "4",
     "rollout.tensor_parallel": "2",
     "rollout.draft_tokens": "2",
+    "rollout.segment_tokens": "8",
+    "tools.agent": "true",
 }
 # What a key needs beside it.
 NEEDED = {

@@ -70,7 +70,10 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
             "guard.max_skipped_updates guard.warn_rollout_diff guard.max_rollout_diff guard.grad_spike_factor "
             "guard.max_failed_steps"
         ),
-        "text alone is written": "observe.sample_tokens",
+        "text alone is written": "observe.sample_tokens observe.groups_per_step",
+        "metrics go to a tracker": "observe.prometheus_port",
+        "ports are the system's choice": "run.ports",
+        "the optimiser is AdamW": "optimizer.type optimizer.momentum",
         "an agent is code within the run, or has settings of its own": (
             "tools.agent_open tools.agent_timeout_s tools.agent_tokens tools.agents_at_once "
             "tools.agent_gather_s"
