@@ -31,6 +31,9 @@ USED = {
     "profiler.vllm": "true",
     "parallel_config.pipeline_stage": "2",
     "lora.rank": "4",
+    "rollout.segment_tokens": "8",
+    "tools.names": "calculator",
+    "tools.environment": "gymnasium",
     "rollout.tensor_parallel": "2",
     "rollout.draft_tokens": "2",
 }
