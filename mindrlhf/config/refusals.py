@@ -1,7 +1,7 @@
 """What does not go together, each with its reason: the one table of which the checks and docs/async.md are made.
 
-What is not in it goes together: tools, environments, adapters, images, dynamic sampling, reward models, critics, ReMax
-and nodes for rollout only, in step, off-policy, by segments and asynchronously.
+What is not in it goes together: tools, environments, adapters, dynamic sampling, reward models, critics, ReMax and
+nodes for rollout only, in step, off-policy, by segments and asynchronously.
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ class Refusal(NamedTuple):
     fix: str
 
 
+_WRITTEN = "a response with an image token that the model wrote cannot be sent to the server again"
 _LAG, _MODEL = "rollout.off_policy_steps", "reward.model_path"
 REFUSALS = tuple(
     Refusal(*one)
@@ -51,6 +52,9 @@ REFUSALS = tuple(
         ((_MODEL, IMAGES), "a reward model reads text only", "use verifiers"),
         (("training.packing=shared_prompts", IMAGES), "image positions are of whole sequences", "set it to best_fit"),
         (("parallel_config.pipeline_stage", DEEP_IMAGES), "stages hand no images on to each other", "set it to 1"),
+        (("rollout.segment_tokens", IMAGES), _WRITTEN, "set it to 0"),
+        (("tools.names", IMAGES), _WRITTEN, "leave it out"),
+        (("tools.environment", IMAGES), _WRITTEN, "leave it out"),
         (("lora.rank", IMAGES), "adapters are of text models so far", "remove it"),
         ((REPLAY, "run.device=ascend"), "MindFormers' routers for Ascend take none", "set it to false"),
         ((REPLAY, "rollout.tensor_parallel"), "experts are recorded in a server of one process", "set it to false"),

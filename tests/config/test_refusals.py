@@ -31,10 +31,13 @@ USED = {
     "profiler.vllm": "true",
     "parallel_config.pipeline_stage": "2",
     "lora.rank": "4",
+    "rollout.segment_tokens": "8",
+    "tools.names": "calculator",
+    "tools.environment": "gymnasium",
     "rollout.tensor_parallel": "2",
     "rollout.draft_tokens": "2",
     "rollout.segment_tokens": "8",
-    "tools.agent": "true",
+    "tools.agent": "sh a.sh",
 }
 # What a key needs beside it.
 NEEDED = {

@@ -203,11 +203,8 @@ class Rewards(test_loop.Rewards):
 
     def submit(self, sample):
         value = sample.num_tokens if sample.episode_return is None else sample.episode_return
-        self.waiting.append(
-            RewardResult(
-                sample.index, {"length": float(value), "half": 0.5}, 1.0 if sample.answer == "0" else value, {}
-            )
-        )
+        parts, total = {"length": float(value), "half": 0.5}, 1.0 if sample.answer == "0" else value
+        self.waiting.append(RewardResult(sample.index, parts, total, {}))
 
 
 class Model:

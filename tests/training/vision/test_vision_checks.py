@@ -43,6 +43,9 @@ def overrides(directory, *changes) -> list[str]:
         (["algorithm.name=ppo", "critic.path=critic"], "does not see images as the model"),
         (["reward.model_path=scorer"], "reward model reads text only"),
         (["training.packing=shared_prompts"], "image positions are of whole sequences"),
+        (["tools.names=calculator"], "an image token that the model wrote"),
+        (["tools.environment=gymnasium"], "an image token that the model wrote"),
+        (["rollout.segment_tokens=4"], "an image token that the model wrote"),
         (["lora.rank=4"], "adapters are of text models"),
     ],
 )
@@ -51,19 +54,6 @@ def test_what_a_run_does_not_do_is_refused(directory, changes, message):
     with pytest.raises(UserError, match=message) as error:
         check_vision(config)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        ["tools.names=calculator"],
-        ["tools.environment=gymnasium", "rollout.off_policy_steps=1"],
-        ["rollout.segment_tokens=4", "tools.names=calculator"],
-        ["rollout.segment_tokens=4", "rollout.off_policy_steps=1", "rollout.asynchronous=true"],
-    ],
-)
-def test_conversations_and_segments_are_allowed(directory, changes):
-    check_vision(load_grpo_config(directory / "config.yaml", overrides(directory, *changes), world_size=None))
 
 
 def test_a_plain_run_is_allowed(directory):
