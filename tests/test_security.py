@@ -310,33 +310,39 @@ def test_the_buffer_is_memory_without_a_name_that_only_its_user_can_open():
 
 def test_nothing_listens_but_ranks_and_between_nodes_node_0():
     """All other channels are socket pairs and pipes, which have no name or port to connect to."""
-    pattern = re.compile(r"\.bind\(\(|create_server\(|\.listen\(\d|AF_UNIX|start_unix_server|mkfifo|SharedMemory\(")
+    calls = r"\.bind\(\(|create_server\(|\.listen\(\d|AF_UNIX|start_unix_server|mkfifo|SharedMemory\(|http_server\("
+    pattern = re.compile(rf"(?<=[ =])listen\((?!self)|{calls}|HTTPServer\(\(")
     found = {
         (path.relative_to(ROOT).as_posix(), call)
         for path in SOURCES
         if path.is_relative_to(ROOT / "mindrlhf")
         for call in pattern.findall(path.read_text(encoding="utf-8"))
     }
-    # The launcher only looks for a free port of the local machine.
     assert found == {
-        ("mindrlhf/training/team.py", "create_server("),
+        # What the calls of `listen` below do; and a look for a free port of the local machine.
+        ("mindrlhf/system/ports.py", "listen("),
+        ("mindrlhf/system/ports.py", "create_server("),
+        ("mindrlhf/system/ports.py", ".bind(("),
+        ("mindrlhf/training/team.py", "listen("),
         # Each rank of more than two, for the rank that passes rows on to it: from other machines, and from its own.
-        ("mindrlhf/training/relay.py", "create_server("),
+        ("mindrlhf/training/relay.py", "listen("),
         ("mindrlhf/training/relay.py", "AF_UNIX"),
-        ("mindrlhf/launch/launch.py", ".bind(("),
         # With --nodes: the launcher of node 0, and rank 0 while the other nodes' rollout servers are connected.
         ("mindrlhf/launch/nodes/first.py", "create_server("),
-        ("mindrlhf/training/nodes.py", "create_server("),
+        ("mindrlhf/training/nodes.py", "listen("),
         # The first rank of a node, while weights that are cut over nodes cross to its buffer; a node for rollout only.
-        ("mindrlhf/weights/publish/tcp.py", "create_server("),
+        ("mindrlhf/weights/publish/tcp.py", "listen("),
         # Of a rollout server over several nodes: the rank that owns it, while those of the others connect, and torch's
         # store, which would listen on all addresses.
-        ("mindrlhf/rollout/multi_node/share.py", "create_server("),
+        ("mindrlhf/rollout/multi_node/share.py", "listen("),
         ("mindrlhf/rollout/server/multi_node.py", "create_server("),
         # With tools.agent, and `mindrlhf rewards serve`: on 127.0.0.1 alone, for whoever has a key. And for an agent
         # without a network, on the loopback of its own namespace.
         ("mindrlhf/rollout/chat_server.py", "create_server("),
         ("mindrlhf/tools/agent_host.py", "create_server("),
+        # On 127.0.0.1: metrics for Prometheus, and `mindrlhf view` of many samples.
+        ("mindrlhf/observe/trackers/prometheus.py", "http_server("),
+        ("mindrlhf/observe/viewer/server.py", "HTTPServer(("),
         # With --elastic: rank 0, for nodes for rollout only.
         ("mindrlhf/rollout/elastic/listener.py", "create_server("),
     }

@@ -101,7 +101,8 @@ def memory_rules(
         "'memory.offload_optimizer' is true, but no generator takes turns with training on its devices: remove it"
     )
     yield layers and not _LAYERS.fullmatch(layers), (
-        f"'memory.recompute_layers' is {layers!r}: write numbers and ranges with commas between, such as 0-7,20"
+        f"'memory.recompute_layers' is {layers[:60]!r}{'...' * (len(layers) > 60)}: write numbers and ranges with "
+        "commas between, such as 0-7,20"
     )
     yield any(int(last) < int(first) for first, last in re.findall(r"(\d+)-(\d+)", layers)), (
         f"'memory.recompute_layers' is {layers!r}, where a range ends before it begins: turn it"

@@ -20,10 +20,10 @@ import numpy as np
 from mindrlhf.errors import RunFailure
 from mindrlhf.system import processes
 from mindrlhf.system.handshake import keep_alive
+from mindrlhf.system.ports import listen
 from mindrlhf.system.wire import (
     ConnectionClosed,
     ProtocolError,
-    family_of,
     own_host,
     receive_hello,
     receive_message,
@@ -55,7 +55,7 @@ class Relay:
         self._rank = rank
         self._token = list(token)
         host = own_host()
-        self._far = socket.create_server((host, 0), family=family_of(host), backlog=_MAX_WAITING)
+        self._far = listen(host, backlog=_MAX_WAITING)
         self._near = socket.socket(socket.AF_UNIX)
         self._near.bind("")  # the kernel chooses a name that is no file
         self._near.listen(_MAX_WAITING)

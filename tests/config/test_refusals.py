@@ -36,7 +36,6 @@ USED = {
     "tools.environment": "gymnasium",
     "rollout.tensor_parallel": "2",
     "rollout.draft_tokens": "2",
-    "rollout.segment_tokens": "8",
     "tools.agent": "sh a.sh",
 }
 # What a key needs beside it.
