@@ -49,7 +49,7 @@ class PolicyUpdate:
 
 
 class Policy:
-    """The trained model and its reference on all ranks; :class:`mindrlhf.training.worker.actor.Actor` is their part.
+    """The trained model and its reference on all ranks; :class:`mindrlhf.training.engine.actor.Actor` is their part.
 
     The ranks keep the batches of a step until the next one's; what is said of a sample is in the order of the batches.
 

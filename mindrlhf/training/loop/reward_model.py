@@ -20,7 +20,7 @@ class RewardModel:
 
     Args:
         team: the ranks, whose workers have a reward model; see
-            :meth:`mindrlhf.training.worker.actor.Actor.score_responses`.
+            :meth:`mindrlhf.training.engine.actor.Actor.score_responses`.
         rows: how responses become micro-batches.
         reward: the section of the config.
         uninterruptible: context in which nothing breaks off a call to the ranks.

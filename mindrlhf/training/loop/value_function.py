@@ -18,11 +18,11 @@ EQUAL_RETURNS_STD = 1e-8
 
 
 class ValueFunction:
-    """The critic as the loop sees it; the ranks' part is :mod:`mindrlhf.training.worker.critic`.
+    """The critic as the loop sees it; the ranks' part is :mod:`mindrlhf.training.engine.critic`.
 
     Args:
         config: of the run.
-        team: the ranks, whose worker is :class:`mindrlhf.training.worker.critic.ActorCritic`.
+        team: the ranks, whose worker is :class:`mindrlhf.training.engine.critic.ActorCritic`.
         timer: times ``values`` and ``update_critic``.
         num_steps: of the whole run.
     """
