@@ -386,7 +386,7 @@ def test_a_run_repeats_bit_for_bit_whatever_the_agents_time():
 class Rewards:
     """Gives the length of what verifiers read, and keeps what they were told."""
 
-    compares = False
+    compares = reads_steps = False
 
     def __init__(self):
         self.inputs = {}

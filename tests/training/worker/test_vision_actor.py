@@ -95,14 +95,14 @@ def test_an_update_moves_the_decoder_and_leaves_the_tower(actor):
 def test_the_tower_is_published_once(actor, monkeypatch):
     from mindrlhf.weights.convert import iter_hf_tensors
 
-    with actor.model.create_weight_buffer() as buffer:
+    with actor.model.placement.create_weight_buffer() as buffer:
         names, written = [], []
         write = buffer.write
         monkeypatch.setattr(buffer, "write", lambda name, array: names.append(name) or write(name, array))
         for version in (1, 2):
             names.clear()
             buffer.begin(version)
-            actor.model.write_to(buffer)
+            actor.model.placement.write_to(buffer)
             buffer.commit()
             buffer.verify(version)
             written.append(sorted(buffer.written()))
