@@ -30,6 +30,8 @@ _NO_COV = "no tokens are left out by their covariance"
 _COV = "algorithm.clip_cov_ratio algorithm.clip_cov_low algorithm.clip_cov_high"
 _BY_FUNCTION = "rewards are functions of the user, or of the data set"
 _OF_OURS = "a switch of the cells here"
+_ADAMW = "the optimiser is AdamW"
+_OPTIMIZER = "optimizer.type optimizer.momentum"
 _LAYOUT = "the layout is that of FSDP or DeepSpeed"
 
 # Stack -> reason -> keys, with spaces between.
@@ -73,7 +75,6 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "text alone is written": "observe.sample_tokens observe.groups_per_step",
         "metrics go to a tracker": "observe.prometheus_port",
         "ports are the system's choice": "run.ports",
-        "the optimiser is AdamW": "optimizer.type optimizer.momentum",
         "an agent is code within the run, or has settings of its own": (
             "tools.agent_open tools.agent_timeout_s tools.agent_tokens tools.agents_at_once "
             "tools.agent_gather_s"
@@ -88,6 +89,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "observe.samples_per_step memory.logit_positions",
     },
     "mindspeed-rl": {
+        _ADAMW: _OPTIMIZER,
         _NO_COV: _COV,
         _NO_VESPO: _VESPO,
         _END_TOKENS: "rollout.stop",
@@ -119,6 +121,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "steps of its profiler are a range": "profiler.steps",
     },
     "mindrlhf": {
+        _ADAMW: _OPTIMIZER,
         _NO_COV: _COV,
         _NO_VESPO: _VESPO,
         _END_TOKENS: "rollout.stop",
@@ -160,6 +163,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "steps of its profiler are a range": "profiler.steps",
     },
     "verl": {
+        _ADAMW: _OPTIMIZER,
         "drift is masked on both sides": "correction.off_policy_mask",
         _NO_VESPO: _VESPO,
         _END_TOKENS: "rollout.stop",
@@ -178,6 +182,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "weights go in buckets of megabytes within the engine": "rollout.weight_buffer_gib",
     },
     "trl": {
+        _ADAMW: _OPTIMIZER,
         _NO_COV: _COV,
         _END_TOKENS: "rollout.stop",
         _ONE_DIALECT: "tools.dialect",
@@ -249,6 +254,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "profilers are outside": "profiler.steps",
     },
     "slime": {
+        _ADAMW: _OPTIMIZER,
         _NO_COV: _COV,
         _NO_VESPO: _VESPO,
         _ONE_DIALECT: "tools.dialect",

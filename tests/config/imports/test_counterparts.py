@@ -25,7 +25,7 @@ PROBES = (
     True, False, 0, 1, 2, 8, 64, 0.5, 1e-6, "x", "full", "gae", "ppo", "grpo", "cosine", "linear", "group_norm", "R3",
     "bfloat16", "bf16", "token", "k3", "topk", "adaptive", "steps", "cispo", "sapo", "dapo", "sequence", "icepop",
     "group", "tis",     "token_truncate", "sequence_mask", "vanilla", "token-mean", "cpu", "remax",
-    "reinforce_plus_plus", "nonzero_std", "hermes",
+    "reinforce_plus_plus", "nonzero_std", "hermes", "muon",
     [0.1, 0.9], ["wandb"], {"top_p": 0.9, "temperature": 1.0, "top_k": 5}, {"a": "b"}, "q_proj", "wandb",
 )  # fmt: skip
 
