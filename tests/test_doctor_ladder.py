@@ -184,7 +184,7 @@ def test_versions_of_the_toys_weights_differ(tmp_path):
         (["--device"], "no NPU on this machine"),
         (["--device", "cpu", "--rungs", "0"], "no rung '0'"),
         (["--device", "cpu", "--npus", "-1"], "at least 1"),
-        (["--device", "cpu", "--out", "there"], "is there already"),
+        (["--device", "cpu", "--output", "there"], "is there already"),
     ],
 )
 def test_what_cannot_be_tried_is_one_line(arguments, message, monkeypatch, tmp_path, capsys):

@@ -5,7 +5,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 recipe=examples/agents
 data=runs/agents
-rm -rf "$data"
+source scripts/keep_run.sh
+keep_run "$data"
 .venv/bin/python "$recipe/make_data.py" --out "$data"
 
 # build NAME OPTIONS...

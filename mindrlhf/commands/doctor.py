@@ -18,7 +18,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--rungs", default="", metavar="1,4-6", help="what to try of it, by number or name (default: all)"
     )
-    parser.add_argument("--out", default="doctor", metavar="DIR", help="for logs and report (default: doctor)")
+    parser.add_argument("--output", default="doctor", metavar="DIR", help="for logs and report (default: doctor)")
     parser.set_defaults(run=_run)
 
 
@@ -40,13 +40,13 @@ def _climb(arguments: argparse.Namespace) -> int:
     from mindrlhf.errors import UserError
     from mindrlhf.rollout.replicas import find_rollout_python
 
-    directory, names = Path(arguments.out).absolute(), choose_rungs(arguments.rungs)
+    directory, names = Path(arguments.output).absolute(), choose_rungs(arguments.rungs)
     if arguments.npus < 0:
         raise UserError(f"--npus {arguments.npus}: give the number of devices to try, at least 1")
     python = find_rollout_python()
     num_devices = count_devices(arguments.device, arguments.npus, python)
     if directory.exists():
-        raise UserError(f"--out {arguments.out} is there already: remove it, or give another directory")
+        raise UserError(f"--output {arguments.output} is there already: remove it, or give another directory")
     directory.mkdir(parents=True)
     say = (lambda text: None) if arguments.json else (lambda text: print(text, flush=True))
     say(f"trying {num_devices} device{'s' if num_devices > 1 else ''} ({arguments.device}); logs: {directory}")

@@ -46,6 +46,8 @@ def _report(arguments: argparse.Namespace) -> int:
     from mindrlhf.system.run_lock import is_held
 
     run_dir, *others = arguments.run_dirs
+    if keys := [str(one) for one in others if "=" in str(one) and not one.exists()]:
+        raise UserError(f"'{keys[0]}' is no run directory, and this command has no config to set keys of")
     if others and arguments.svg is not None:
         raise UserError("--svg draws the curve of one run: give one, or leave it out")
     if arguments.svg == "-":

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_script_builds_all_that_it_makes(tmp_path):
     """`run.sh` up to its first training, in a directory of its own."""
-    for name in ("examples", "mindrlhf"):
+    for name in ("examples", "mindrlhf", "scripts"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     for name, command in (("python", ""), ("mindrlhf", "-m mindrlhf.cli")):

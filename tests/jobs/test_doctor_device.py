@@ -17,7 +17,7 @@ pytestmark = [
 
 def test_two_ranks_train_and_have_the_losses_of_one(tmp_path):
     finished = run(
-        "doctor", "--device", "cpu", "--rungs", "graph,train,same-numbers", "--out", tmp_path / "out", timeout_s=850
+        "doctor", "--device", "cpu", "--rungs", "graph,train,same-numbers", "--output", tmp_path / "out", timeout_s=850
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     climbed = json.loads((tmp_path / "out" / "doctor.json").read_text())["rungs"]
@@ -28,7 +28,7 @@ def test_two_ranks_train_and_have_the_losses_of_one(tmp_path):
 
 @SLOW
 def test_the_whole_ladder_holds_on_a_cpu_of_two_ranks(tmp_path):
-    finished = run("doctor", "--device", "cpu", "--npus", 2, "--out", tmp_path / "out", timeout_s=850)
+    finished = run("doctor", "--device", "cpu", "--npus", 2, "--output", tmp_path / "out", timeout_s=850)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     climbed = json.loads((tmp_path / "out" / "doctor.json").read_text())["rungs"]
     said = {one["name"]: one["status"] for one in climbed}

@@ -190,7 +190,7 @@ def test_the_doctors_rungs_of_a_server_hold_on_the_fake_npu(fake_npu, tmp_path, 
     monkeypatch.setenv("FAKE_NPUS", "2")
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "mindrlhf.cli", "doctor", "--device", "--rungs", "4-6", "--out", str(out)]
+    command = [sys.executable, "-m", "mindrlhf.cli", "doctor", "--device", "--rungs", "4-6", "--output", str(out)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=1500)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     document = json.loads((out / "doctor.json").read_text())

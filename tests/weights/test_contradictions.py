@@ -65,7 +65,7 @@ def test_a_tied_head_that_differs_is_refused(model, change, capsys):
         UserError, match="lm_head.weight is another matrix than model.embed_tokens.weight: set tie_word"
     ):
         check(model)
-    assert main(["weights", "import", str(model), "--out", str(model.with_name("mf"))]) == 2
+    assert main(["weights", "import", str(model), "--output", str(model.with_name("mf"))]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     with pytest.raises(UserError, match="is another matrix"):
         check_tied(open_tensors(model))

@@ -172,7 +172,7 @@ def read_directory(directory) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("config", [CONFIG, QWEN2, QWEN3], ids=["llama", "qwen2", "qwen3"])
 def test_numbers_that_are_stored_come_back_under_their_names_in_their_order(tmp_path, config, capsys):
     expected = write_gguf(tmp_path / "model.gguf", config, pre="qwen2")
-    assert main(["weights", "convert", str(tmp_path / "model.gguf"), "--out", str(tmp_path / "hf")]) == 0
+    assert main(["weights", "convert", str(tmp_path / "model.gguf"), "--output", str(tmp_path / "hf")]) == 0
     assert capsys.readouterr().out == f"wrote {tmp_path / 'hf'}\n"
     found = read_directory(tmp_path / "hf")
     assert found.keys() == expected.keys()
@@ -405,7 +405,7 @@ def test_what_is_not_supported_is_refused_in_one_line(tmp_path, case, capsys):
             write_gguf(tmp_path / "model.gguf", {**CONFIG, key[name]: value})
     else:
         write_gguf(tmp_path / "model.gguf", config, **metadata)
-    assert main(["weights", "convert", str(tmp_path / "model.gguf"), "--out", str(tmp_path / "hf")]) == 2
+    assert main(["weights", "convert", str(tmp_path / "model.gguf"), "--output", str(tmp_path / "hf")]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf"], "nothing is left behind"

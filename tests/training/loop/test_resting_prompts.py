@@ -66,7 +66,7 @@ def sampling(stream):
 def draw(prompts, steps):
     for step in steps:
         prompts.sample(step, [], needs_greedy=False)
-    return prompts._sampler.drawn
+    return prompts.sampler.drawn
 
 
 def test_hopeless_and_easy_prompts_rest_for_an_epoch():

@@ -291,7 +291,7 @@ def test_ranks_gather_whole_blocks_and_keep_their_shards(name, text):
 @pytest.mark.parametrize("rank", [None, 4], ids=["all weights", "adapters"])
 def test_a_learner_steps_by_its_own_gradients(rank, tmp_path):
     """The CPU has no step of its own for Muon: its graph follows the gradients of the CPU's head."""
-    from mindrlhf.training.worker.learner import Learner
+    from engines import whole_engine
 
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.losses import SupervisedLoss
@@ -299,7 +299,6 @@ def test_a_learner_steps_by_its_own_gradients(rank, tmp_path):
     from mindrlhf.models.causal_lm import build_model
     from mindrlhf.models.lora.model import attach_lora
     from mindrlhf.training.batch import RowOptions, make_batch
-    from mindrlhf.training.runtime import Rank
     from mindrlhf.weights.convert import load_random_weights
 
     network = build_model(QWEN, seq_length=16)
@@ -307,7 +306,7 @@ def test_a_learner_steps_by_its_own_gradients(rank, tmp_path):
     if rank:
         attach_lora(network, LoraOptions(rank, 8.0), 3, "base")
     options = OptimizerSection(**{**vars(OPTIONS), "max_grad_norm": 0.01})
-    learner = Learner(network, SupervisedLoss(PolicyLogProbs(network, 1.0, "cpu")), options, Rank(0, 1), "cpu")
+    updater = whole_engine(SupervisedLoss(PolicyLogProbs(network, 1.0, "cpu")), options).updater
     rules = {rule.mf_name: rule for rule in rules_of("lora" if rank else "qwen2")[0]}
     dims = network.dims
     random = np.random.default_rng(1)
@@ -322,11 +321,11 @@ def test_a_learner_steps_by_its_own_gradients(rank, tmp_path):
     }
     for lr in RATES:
         for rows in batch.micro_batches:
-            learner.accumulate(rows, (), batch.num_tokens)
-        gradients = {name: array.astype(np.float64) for name, array in learner.gradients()}
+            updater.add(rows, batch.num_tokens)
+        gradients = {name: array.astype(np.float64) for name, array in updater.gradients()}
         norm = np.sqrt(sum((array**2).sum() for array in gradients.values()))
         assert norm > 0.02, "it is clipped"
-        np.testing.assert_allclose(learner.apply(lr), norm, rtol=1e-5)
+        np.testing.assert_allclose(updater.apply(lr), norm, rtol=1e-5)
         for name, rule in rules.items():
             clipped = split(rule, dims, gradients[name] * 0.01 / norm)
             for hf_name, gradient, found in zip(rule.hf_names, clipped, split(rule, dims, parameters[name].asnumpy())):
