@@ -24,15 +24,18 @@ class CheckpointStore:
     Args:
         save_dir: where the checkpoints lie.
         keep_last: newest checkpoints kept, at least 1.
+        only_reads: of a process that may not be the run: nothing is made or removed.
 
     Raises:
         UserError: the directory cannot be made or read.
     """
 
-    def __init__(self, save_dir: str | os.PathLike, keep_last: int):
+    def __init__(self, save_dir: str | os.PathLike, keep_last: int, *, only_reads: bool = False):
         assert keep_last >= 1, f"keep_last is {keep_last}: the checkpoint just written must stay"
         self.save_dir = Path(save_dir)
         self.keep_last = keep_last
+        if only_reads:
+            return
         try:
             self.save_dir.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()

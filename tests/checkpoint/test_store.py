@@ -271,6 +271,20 @@ def test_kill_9_while_pruning_leaves_the_new_checkpoint(tmp_path, start_writer):
     assert not [name for name in names(tmp_path) if name.startswith(".")]
 
 
+def test_who_only_reads_makes_and_removes_nothing(tmp_path):
+    reader = CheckpointStore(tmp_path / "none", 1, only_reads=True)
+    assert not reader.save_dir.exists()
+    store = CheckpointStore(tmp_path, 1)
+    with store.writing(1, 10) as temporary:
+        (temporary / "file").write_text("x")
+        left = temporary.name
+    (tmp_path / left).mkdir()  # as a run that prunes has it for a moment
+    assert CheckpointStore(tmp_path, 1, only_reads=True).steps() == [1]
+    assert (tmp_path / left).exists()
+    CheckpointStore(tmp_path, 1)
+    assert not (tmp_path / left).exists()
+
+
 def test_what_a_living_process_is_writing_is_left_alone(tmp_path, start_writer):
     process = start_writer("write", tmp_path)
     (temporary,) = names(tmp_path)

@@ -74,7 +74,7 @@ def _make(directory: Path) -> None:
     finished = run(
         *("data", "build", "--input", directory / "prompts.jsonl", "--output", directory / "prompts.mindrecord"),
         *("--tokenizer", directory / "model", "--handler", "map_keys", "--map", "question=prompt,answer=answer"),
-        *("--template", "plain", "--max-prompt-length", 32, "--workers", 1),
+        *("--template", "plain", "--max-prompt-length", 32, "--processes", 1),
         timeout_s=300,
     )
     assert finished.returncode == 0, finished.stderr

@@ -89,7 +89,7 @@ def test_data_without_a_usable_record(inputs_dir, tmp_path, text):
     finished = sanity_inputs.run(
         *("data", "build", "--input", tmp_path / "raw.jsonl", "--output", tmp_path / "out.mindrecord"),
         *("--tokenizer", inputs_dir / "model", "--handler", "map_keys", "--map", "question=prompt,answer=answer"),
-        *("--template", "plain", "--max-prompt-length", 3, "--workers", 1),
+        *("--template", "plain", "--max-prompt-length", 3, "--processes", 1),
         timeout_s=TIMEOUT_S,
     )
     assert_one_line(finished, "mindrlhf data: error:")

@@ -87,7 +87,8 @@ def test_an_ended_and_killed_run_resumes_exactly(start_job, tmp_path, kind):
     job.kill_rank(0)
     assert job.wait(TIMEOUT_S) != 0
     assert "rank 0 was killed by SIGKILL" in job.text() and f"mindrlhf {kind.partition(' ')[0]} " in job.text()
-    assert job.text().rstrip().endswith("--resume"), job.text()
+    advice, report = job.text().rstrip().splitlines()[-2:]
+    assert advice.endswith("--resume") and "mindrlhf: report: " in report, job.text()
 
     job = start_job(kind, output_dir, "--resume")
     assert job.wait(TIMEOUT_S) == 0, job.text()

@@ -140,7 +140,7 @@ def newest_checkpoint(config: AnyConfig) -> Path | None:
     """Return the newest checkpoint of a run, not verified, None when there is none; nothing is made."""
     if not save_dir(config).is_dir():
         return None
-    store = CheckpointStore(save_dir(config), config.checkpoint.keep_last)
+    store = CheckpointStore(save_dir(config), config.checkpoint.keep_last, only_reads=True)
     steps = store.steps()
     return store.path(steps[-1]) if steps else None
 
@@ -155,8 +155,8 @@ def check_continues(config: AnyConfig, data: dict[str, Any], teachers: dict[str,
     Raises:
         UserError: config, data or teachers differ in what matters.
     """
-    store = CheckpointStore(save_dir(config), config.checkpoint.keep_last) if save_dir(config).is_dir() else None
-    for step in reversed(store.steps() if store else []):
+    store = CheckpointStore(save_dir(config), config.checkpoint.keep_last, only_reads=True)
+    for step in reversed(store.steps() if store.save_dir.is_dir() else []):
         try:
             state = read_state(store.path(step))
         except DamagedDirectory:
