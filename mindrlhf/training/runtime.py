@@ -106,7 +106,7 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
         # MindFormers ties each rank to cores of its own, but ranks and the rollout server share them here: a thread
         # tied to one would wait while another is free.
         os.sched_setaffinity(0, cores)
-        num_threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+        num_threads = int(os.environ.get("OMP_NUM_THREADS") or "1")
         # Set last: preparing MindFormers resets it.
         ms.set_context(runtime_num_threads=num_threads)
         if index == 0:  # what the last bits of a result depend on, beside the config
