@@ -18,7 +18,7 @@ build() {
 }
 
 build sft --map question=prompt,response=response --template examples/tools/prompt.jinja --task sft \
-    --max-prompt-length 160 --max-length 192
+    --max-prompt-length 160 --max-length 192 --keep-control-tokens
 for name in train test; do
     build "$name" --map question=question,answer=answer --keep question --template "$recipe/chat.jinja" \
         --max-prompt-length 40
