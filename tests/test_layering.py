@@ -37,8 +37,6 @@ TRAINING_LAYERS = (
     ("replica_team", "nodes", "profiling"),
     ("preflight",),
     ("checkpoints",),
-    ("worker",),
-    ("sharded",),
     ("engine",),
     ("facts", "life_cycle"),
     ("loop",),

@@ -32,9 +32,9 @@ def test_the_walk_goes_through_all_processes_of_a_step_and_through_no_other_algo
     ways = ("Team.call[update]", "Dispatcher.add", "VllmGenerator.generate", "VllmEngine.submit")
     ways += ("PolicyLogProbs.construct", "WeightBuffer.write")
     assert [way for way in ways if not any(one.endswith(f":{way}") for one in called)] == []
-    others = ("sharded", "critic", "value_function", "pipelined", "segments", "lora", "tools")
-    others += ("elastic", "multi_node")
-    assert [module for module in step.lines if module.rpartition(".")[2] in others or ".sharded." in module] == []
+    others = ("sharded_updates", "sharded_cells", "sharded_losses", "critic", "value_function", "pipelined", "segments")
+    others += ("lora", "tools", "elastic", "multi_node")
+    assert [module for module in step.lines if module.rpartition(".")[2] in others] == []
 
 
 def test_every_exception_of_the_walk_is_still_there():

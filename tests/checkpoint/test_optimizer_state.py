@@ -13,8 +13,8 @@ from mindrlhf.checkpoint.optimizer import optimizer_arrays, optimizer_infos, res
 from mindrlhf.config.training import OptimizerSection
 from mindrlhf.errors import UserError
 from mindrlhf.models.context import prepare_mindformers
+from mindrlhf.training.engine.cells import OptimizerStep, make_accumulators
 from mindrlhf.training.optimizers import make_optimizer
-from mindrlhf.training.worker.cells import OptimizerStep, make_accumulators
 from mindrlhf.weights.array_file import load_arrays, save_arrays
 from mindrlhf.weights.tensors import array_infos
 

@@ -68,8 +68,8 @@ class Optimized:
         import mindspore as ms
 
         from mindrlhf.cpu.training.host_optimizer import HostOptimizerStep
+        from mindrlhf.training.engine.cells import OptimizerStep, make_accumulators
         from mindrlhf.training.optimizers import make_optimizer
-        from mindrlhf.training.worker.cells import OptimizerStep, make_accumulators
 
         weights = draw_weights()
         self.parameters = [ms.Parameter(ms.Tensor(weights[name]), name=name) for name in SHAPES]

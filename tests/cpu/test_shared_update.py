@@ -111,8 +111,8 @@ def test_the_divided_step_has_the_bits_of_the_undivided_one(num_ranks):
 
     from mindrlhf.checkpoint.optimizer import optimizer_arrays
     from mindrlhf.cpu.training.host_optimizer import HostOptimizerStep, SharedAdamW
+    from mindrlhf.training.engine.cells import make_accumulators
     from mindrlhf.training.optimizers import make_optimizer
-    from mindrlhf.training.worker.cells import make_accumulators
 
     sizes = [int(np.prod(shape)) for shape in SHAPES.values()]
     shares = [[*draw_gradients(2, 0.1), *draw_gradients(1, 1e-4)] for _ in range(num_ranks)]

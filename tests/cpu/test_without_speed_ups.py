@@ -90,7 +90,7 @@ def learn(is_tied: bool, log_dir: Path):
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
 def test_log_probabilities_and_updates_are_the_same(take_away, is_tied, tmp_path):
     from mindrlhf.algorithms.logprobs import GraphTokenLogProbs
-    from mindrlhf.training.worker.cells import OptimizerStep
+    from mindrlhf.training.engine.cells import OptimizerStep
 
     fast, *found = learn(is_tied, tmp_path)
     take_away()

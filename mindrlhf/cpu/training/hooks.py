@@ -2,7 +2,7 @@
 
 ``TiledTokenLogProbs`` takes the place of :class:`mindrlhf.algorithms.logprobs.GraphTokenLogProbs`, ``TiledTopTokens``
 that of :class:`mindrlhf.algorithms.chunked_head.ChunkedTopTokens`, ``make_host_step`` that of
-:class:`mindrlhf.training.worker.cells.OptimizerStep`, and ``run_graph`` that of calling a cell.
+:class:`mindrlhf.training.engine.cells.OptimizerStep`, and ``run_graph`` that of calling a cell.
 """
 
 from mindrlhf.cpu.training.graph_cache import open_graph_cache, run_graph

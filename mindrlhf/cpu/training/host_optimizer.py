@@ -16,9 +16,9 @@ from mindspore import nn
 from mindrlhf.config.training import OptimizerSection
 from mindrlhf.cpu.training.rank_memory import share_memory
 from mindrlhf.cpu.training.shared_update import Piece, SharedUpdate, blocks_of, square_sums
+from mindrlhf.training.engine.cells import SumOverRanks
 from mindrlhf.training.optimizers import make_optimizer
 from mindrlhf.training.runtime import Rank
-from mindrlhf.training.worker.cells import SumOverRanks
 
 BLOCK_ELEMENTS = 1 << 16
 
@@ -78,7 +78,7 @@ def make_host_step(
 
 
 class HostOptimizerStep:
-    """What :class:`mindrlhf.training.worker.cells.OptimizerStep` does, on the CPU.
+    """What :class:`mindrlhf.training.engine.cells.OptimizerStep` does, on the CPU.
 
     Args:
         optimizer: AdamW; its moments, step count, learning rate and decay are used.

@@ -171,7 +171,7 @@ def _start_mindspore(rank: int, world_size: int, parallel: ParallelSection, stra
 def build_cell(request: CompileRequest, parallel: ParallelSection):
     """Return the cell that the request names, made by the factory that training uses."""
     from mindrlhf.training.engine.factory import build_logprobs, build_policy, build_scores, build_update
-    from mindrlhf.training.sharded.cells import ParallelGradients
+    from mindrlhf.training.engine.sharded_cells import ParallelGradients
 
     hf_config = request.hf_config
     if request.num_layers:

@@ -250,8 +250,8 @@ class Models:
         self, model: Model, loss: Loss, optimizer: OptimizerSection, names: tuple[str, str]
     ) -> Engine:
         from mindrlhf.training.engine.factory import build_update
+        from mindrlhf.training.engine.offload import OptimizerPlaces
         from mindrlhf.training.engine.sharded_updates import ShardedUpdater, UpdateGraph
-        from mindrlhf.training.sharded.offload import OptimizerPlaces
 
         update = build_update(loss, optimizer, self._parallel)
         graph = UpdateGraph.of(update, self.config.memory, loss.inputs)

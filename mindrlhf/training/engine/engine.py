@@ -19,10 +19,10 @@ from mindrlhf.observe.timing import peak_rss_gb
 from mindrlhf.shards.sources import ShardedSource, saved_state
 from mindrlhf.system import speed_ups
 from mindrlhf.training.batch import Batch, ProcessStatistics
+from mindrlhf.training.engine.cells import AccumulateGradients, OptimizerStep, make_accumulators
 from mindrlhf.training.engine.model import Model, Whole, model_tensors
 from mindrlhf.training.optimizers import make_optimizer, matrices_of
 from mindrlhf.training.runtime import Rank
-from mindrlhf.training.worker.cells import AccumulateGradients, OptimizerStep, make_accumulators
 from mindrlhf.weights.array_file import load_arrays, save_arrays
 from mindrlhf.weights.open import is_sharded
 

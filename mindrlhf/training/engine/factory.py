@@ -20,9 +20,9 @@ from mindrlhf.layout.rows import num_logprob_micro_batches
 from mindrlhf.models.causal_lm import CausalLM, build_model
 from mindrlhf.models.lora.model import Lora
 from mindrlhf.specs.lora import AdaptedRules, LoraOptions
+from mindrlhf.training.engine.sharded_cells import ParallelLogProbs, ParallelUpdate
+from mindrlhf.training.engine.sharded_losses import ShardedLoss
 from mindrlhf.training.optimizers import make_optimizer, matrices_of
-from mindrlhf.training.sharded.cells import ParallelLogProbs, ParallelUpdate
-from mindrlhf.training.sharded.losses import ShardedLoss
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 

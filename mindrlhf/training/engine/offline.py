@@ -6,8 +6,8 @@ import numpy as np
 
 from mindrlhf.training.batch import Batch, HeldOutLogProbs, UpdateResult
 from mindrlhf.training.engine.actor import Actor
+from mindrlhf.training.engine.cells import check_finite
 from mindrlhf.training.engine.model import Model
-from mindrlhf.training.worker.cells import check_finite
 
 
 class OfflineWorker(Actor):

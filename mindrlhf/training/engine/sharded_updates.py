@@ -20,9 +20,9 @@ from mindrlhf.shards.save import state_layouts, step_layout
 from mindrlhf.shards.sources import ArraySource
 from mindrlhf.training.batch import Batch
 from mindrlhf.training.engine.engine import Updated
+from mindrlhf.training.engine.offload import OptimizerPlaces
+from mindrlhf.training.engine.sharded_cells import ParallelGradients, ParallelUpdate
 from mindrlhf.training.engine.shards import Shards, set_shard
-from mindrlhf.training.sharded.cells import ParallelGradients, ParallelUpdate
-from mindrlhf.training.sharded.offload import OptimizerPlaces
 
 _ROW_ARRAYS = ("input_ids", "segment_ids", "labels", "mask")
 
@@ -35,8 +35,8 @@ class UpdateGraph:
 
     Attributes:
         cell: takes this rank's four row arrays, those of ``token_inputs``, and ``scalars`` (see
-            :class:`mindrlhf.training.sharded.losses.ShardedLoss`); returns statistics and the gradient norm [1], as
-            :class:`mindrlhf.training.sharded.cells.ParallelUpdate` does.
+            :class:`mindrlhf.training.engine.sharded_losses.ShardedLoss`); returns statistics and the gradient norm
+            [1], as :class:`mindrlhf.training.engine.sharded_cells.ParallelUpdate` does.
         learning_rate: float32 scalar, set before an update.
         is_last: float32 [1], set before each call: 1 makes the update.
         state: the optimiser's, with its step count, of this rank (more do no harm), by their names in a checkpoint

@@ -94,7 +94,7 @@ class Shards(Placement):
         """See :meth:`Whole.outputs`; zeros before the last stage.
 
         The graph takes the four arrays of ``row_inputs`` and returns a tensor for each pipeline micro-batch, as
-        :class:`mindrlhf.training.sharded.cells.ParallelLogProbs` does.
+        :class:`mindrlhf.training.engine.sharded_cells.ParallelLogProbs` does.
         """
         outputs = graph(*self.row_inputs(rows, self._num_logprob_micro_batches))
         if not self.is_in_last_stage:

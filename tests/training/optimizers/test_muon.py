@@ -119,8 +119,8 @@ def build(name: str):
     """Return rules, sizes, the cell of a step, its optimiser and gradients, and what all parameters begin with."""
     import mindspore as ms
 
+    from mindrlhf.training.engine.cells import OptimizerStep, make_accumulators
     from mindrlhf.training.optimizers import make_optimizer
-    from mindrlhf.training.worker.cells import OptimizerStep, make_accumulators
 
     (rules, dims), random = rules_of(name), np.random.default_rng(0)
     tensors = {

@@ -11,8 +11,8 @@ from mindrlhf.config.training import ParallelSection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.layout.layout import Layout
 from mindrlhf.training.batch import Batch
+from mindrlhf.training.engine.offload import OptimizerPlaces
 from mindrlhf.training.engine.sharded_updates import ShardedUpdater, UpdateGraph
-from mindrlhf.training.sharded.offload import OptimizerPlaces
 
 LENGTH = 640
 

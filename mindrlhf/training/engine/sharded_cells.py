@@ -14,8 +14,8 @@ from mindspore.parallel.nn import GradAccumulation, MicroBatchInterleaved, Pipel
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.config.training import ParallelSection
+from mindrlhf.training.engine.sharded_losses import ShardedLoss
 from mindrlhf.training.optimizers.adamw import Optimizer
-from mindrlhf.training.sharded.losses import ShardedLoss
 
 # Parameters of the update that are neither weights nor optimiser state.
 IS_LAST_NAME, DEFECT_NAME = "is_last", "defect"

@@ -82,7 +82,7 @@ class Gradients:
     def __init__(self, network, policy, loss, inputs, scalars=()):
         import mindspore as ms
 
-        from mindrlhf.training.worker.cells import AccumulateGradients, make_accumulators
+        from mindrlhf.training.engine.cells import AccumulateGradients, make_accumulators
 
         loss.set_train(True)
         self.network, self.policy, self.inputs, self.scalars = network, policy, inputs, scalars

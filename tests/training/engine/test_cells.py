@@ -10,7 +10,7 @@ from tiny_models import tiny_model
 
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.training.batch import Batch, RowOptions, make_batch, make_update_batch
-from mindrlhf.training.worker.cells import BUCKET_ELEMENTS, bucket_ranges
+from mindrlhf.training.engine.cells import BUCKET_ELEMENTS, bucket_ranges
 
 VOCABULARY = 96
 KL_COEFFICIENT = 0.1
@@ -39,7 +39,7 @@ class Gradients:
         from mindrlhf.algorithms.logprobs import PolicyLogProbs
         from mindrlhf.algorithms.losses import PolicyLoss
         from mindrlhf.models.causal_lm import build_model
-        from mindrlhf.training.worker.cells import AccumulateGradients, make_accumulators
+        from mindrlhf.training.engine.cells import AccumulateGradients, make_accumulators
         from mindrlhf.weights.convert import load_random_weights
 
         network = build_model(MODEL, seq_length=LONGEST)

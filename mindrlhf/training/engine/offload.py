@@ -6,7 +6,7 @@ import mindspore as ms
 
 from mindrlhf.config.memory import MemorySection
 from mindrlhf.models.context import give_back_memory
-from mindrlhf.training.sharded.cells import ParallelUpdate
+from mindrlhf.training.engine.sharded_cells import ParallelUpdate
 
 
 class OptimizerPlaces:

@@ -1,1 +1,0 @@
-from mindrlhf.models import context as context  # before any import of MindFormers
