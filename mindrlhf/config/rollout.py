@@ -13,6 +13,9 @@ TCP, COLLECTIVES = "tcp", "collectives"
 class RolloutSection:
     """The generator: one vLLM server process per replica, in an interpreter of its own."""
 
+    engine: str = key(
+        "vllm", "what samples in a server: vllm, or path/to/file.py:Class of your own; see docs/engines.md"
+    )
     python: str = key(
         "",
         "interpreter of the rollout environment; empty means .venv-rollout beside the package, else this one",
@@ -150,6 +153,11 @@ def server_rules(config: RunConfig) -> Rules:
     }
     for name, (is_set, reason) in reasons.items():
         yield count and is_set, f"'rollout.draft_tokens' is {count}, but with {name} {reason}: set it to 0"
+    for name in ("rollout.draft_tokens", "profiler.vllm", "training.replay_routing"):
+        section, _, key_name = name.partition(".")
+        yield rollout.engine != "vllm" and bool(getattr(getattr(config, section), key_name)), (
+            f"'rollout.engine' is {rollout.engine}, but '{name}' is vLLM's: remove one of them"
+        )
     yield rollout.weights_transport != TCP and device == "cpu", (
         f"'rollout.weights_transport' is {rollout.weights_transport}, but on run.device=cpu every node has the whole "
         "model, and ranks have no network of their own: set tcp"

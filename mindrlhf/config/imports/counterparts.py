@@ -44,6 +44,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         ),
         "Ray starts and restarts processes": "run.start_timeout_s rollout.start_timeout_s",
         "training and generation share an interpreter": "rollout.python rollout.env rollout.num_threads",
+        "an engine is one of its own": "rollout.engine",
         "asynchronous runs are another program there": (
             "rollout.asynchronous rollout.replay_order rollout.max_segments rollout.in_flight"
         ),

@@ -1,4 +1,4 @@
-"""The rollout server: a vLLM engine behind a socket, in an interpreter of its own.
+"""The rollout server: an engine, vLLM unless told otherwise, behind a socket, in an interpreter of its own.
 
 The trainer starts it (see ``mindrlhf.rollout.vllm``) as ``python -m mindrlhf.rollout.server --socket-fd N --config
 JSON``. It serves that one connection and ends with it. Messages (see ``mindrlhf.system.wire``) are headers with a
@@ -46,6 +46,7 @@ from mindrlhf.rollout.server.multi_node import prepare
 from mindrlhf.rollout.types import Completion, pack_completions
 from mindrlhf.system import heartbeat, processes, speed_ups
 from mindrlhf.system.wire import ConnectionClosed, receive_message, send_message
+from mindrlhf.tools.loading import load_named
 from mindrlhf.weights.tensors import TensorInfo
 
 _PARENT_POLL_S = 0.5
@@ -74,11 +75,8 @@ def main() -> None:
     os.set_inheritable(arguments.socket_fd, False)
     connection = socket.socket(fileno=arguments.socket_fd)
 
-    with _quick_imports(config["device"]):
-        from mindrlhf.rollout.server.engine import build_engine  # takes seconds: vLLM and torch
-
     try:
-        engine = build_engine(config)
+        engine = _make_engine(config)
     except BaseException:
         traceback.print_exc()
         _leave(config["private_dir"], 1)
@@ -88,6 +86,16 @@ def main() -> None:
         print("rollout server: the trainer closed the connection", file=sys.stderr)
     engine.close()
     _leave(config["private_dir"], 0)
+
+
+def _make_engine(config: dict[str, Any]):
+    path, _, name = config["engine"].rpartition(":")
+    if path:
+        return load_named(Path(path), name, "engine")(config)
+    with _quick_imports(config["device"]):
+        from mindrlhf.rollout.server.engine import build_engine  # takes seconds: vLLM and torch
+
+    return build_engine(config)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.specs.lora import adapters
 from mindrlhf.tools.agents import check_agent
 from mindrlhf.tools.environments import check_columns, check_environment
+from mindrlhf.tools.loading import find_engine
 from mindrlhf.tools.registry import check as check_tools
 from mindrlhf.training.loop.sampling.order import read_order
 from mindrlhf.training.preflight.features import (
@@ -128,7 +129,8 @@ def check_grpo_inputs(
     needed = ["training.sequence_lengths"]
     row_lengths = check(_grpo_row_lengths, config, files.present, needs=needed) if files.present else None
     check(check_servers, config, world_size, num_nodes, needs=["model.path"])
-    check(check_head_size, config.model.path, config.run.device, needs=["model.path"])
+    check(find_engine, config.rollout.engine)
+    check(check_head_size, config.model.path, config.run.device, config.rollout.engine, needs=["model.path"])
     if row_lengths is not None:
         _check_lengths(config, files.present, row_lengths, world_size, check)
     _check_models(config, files.tokenizer, num_steps, mistakes)
