@@ -20,7 +20,6 @@ from mindrlhf.checkpoint.state import (
     STATE_NAME,
     EvaluationFile,
     RunState,
-    StateWriter,
     read_state,
     write_state,
 )
@@ -204,10 +203,10 @@ class RunCheckpoints:
         self._requests = requests
         self._store = CheckpointStore(save_dir(config), config.checkpoint.keep_last)
         self._writer = BackgroundWriter()
-        # Where every rank holds a shard of the model.
-        self._shards = ShardCheckpoints(team, self._writer) if isinstance(team, ReplicaTeam) else None
         self._nodes = self._keep_parts(team) if config.checkpoint.node_local else None
-        self._shards = self._nodes or self._shards
+        # A model that is no shard of each rank is one of rank 0.
+        savers = team if isinstance(team, ReplicaTeam) else Team(team.rank_0)
+        self._shards = self._nodes or ShardCheckpoints(savers, self._writer)
         self._evaluations: list[dict[str, Any]] = []  # those of the progress as JSON, made once each
         self._evaluation_file = EvaluationFile()
         self._begun: tuple[RunState, list[LeftoverSample]] | None = None
@@ -219,8 +218,7 @@ class RunCheckpoints:
         Raises:
             UserError: the last checkpoint could not be written.
         """
-        if self._shards:
-            self._shards.settle(wait=False)
+        self._shards.settle(wait=False)
         self._writer.check()
         self._begun = self._state(progress), list(progress.leftover)
 
@@ -269,8 +267,7 @@ class RunCheckpoints:
         Raises:
             UserError: the last checkpoint could not be written.
         """
-        if self._shards:
-            self._shards.settle(wait=True)
+        self._shards.settle(wait=True)
         self._writer.wait()
 
     def close(self) -> None:
@@ -336,23 +333,12 @@ class RunCheckpoints:
             save_leftover(directory, leftover)
             checksums.update(write_state(directory, state, self._evaluation_file))
 
-        def write(write_model: StateWriter) -> None:
-            with writing as directory:
-                checksums.update(write_model(directory))
-                write_rest(directory)
-
         self.wait()  # the copy that is still read is about to be overwritten
         self._saved_step = state.step
-        if self._shards:
-            part = {"step": state.step, "size_bytes": size_bytes, "best_step": best}
-            self._shards.begin(writing, checksums, write_rest, part, copies=self._section.asynchronous)
-            if not self._section.asynchronous:
-                self.wait()
-        elif self._section.asynchronous:
-            write_copy = self._team.rank_0.capture()
-            self._writer.start(lambda: write(write_copy))
-        else:
-            write(self._team.rank_0.save)
+        part = {"step": state.step, "size_bytes": size_bytes, "best_step": best}
+        self._shards.begin(writing, checksums, write_rest, part, copies=self._section.asynchronous)
+        if not self._section.asynchronous:
+            self.wait()
 
     def _keep_parts(self, team: Team | ReplicaTeam) -> NodeCheckpoints | None:
         """Have each node keep its part of the checkpoints, where there are several."""
