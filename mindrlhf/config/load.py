@@ -108,7 +108,7 @@ def _reinforcement_rules(config: GrpoConfig, given: frozenset[str], world_size: 
     yield from stop_rules(config)
     yield from schedule_rules(config)
     yield from reference_rules(config)
-    yield from optimizer_rules(config.optimizer, config.parallel_config, world_size)
+    yield from optimizer_rules(config.optimizer)
     yield from reward_rules(config.reward, given)
     yield from evaluation_rules(config, given)
     yield from server_rules(config)
@@ -130,7 +130,7 @@ def _offline_rules(
     yield from cpu_rules(config)
     yield from lora_rules(config.lora, given)
     yield from memory_rules(config.memory, model.recompute, run.device, has_head=has_head, shares_devices=False)
-    yield from optimizer_rules(config.optimizer, config.parallel_config, world_size)
+    yield from optimizer_rules(config.optimizer)
     yield from checkpoint_rules(config.checkpoint, knows_best=False)
     no_servers = "this run samples nothing, so it has no rollout server"
     yield from profiler_rules(config.profiler, given, run.max_steps, world_size, no_servers)
