@@ -24,7 +24,7 @@ from mindrlhf.config.refusals import refusal_rules
 from mindrlhf.config.reward import reward_rules, tool_rules
 from mindrlhf.config.rollout import schedule_rules, server_rules, stop_rules
 from mindrlhf.config.run import run_rules
-from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
+from mindrlhf.config.schema import DpoConfig, GrpoConfig, OfflineConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.training import batch_rules, cpu_rules, optimizer_rules, parallel_rules, resolve_data_parallel
 from mindrlhf.errors import Mistakes, Rules, UserError, refuse
 
@@ -121,9 +121,7 @@ def _reinforcement_rules(config: GrpoConfig, given: frozenset[str], world_size: 
     yield from refusal_rules(config)
 
 
-def _offline_rules(
-    config: SftConfig | DpoConfig | RewardModelConfig, given: frozenset[str], world_size: int | None
-) -> Rules:
+def _offline_rules(config: OfflineConfig, given: frozenset[str], world_size: int | None) -> Rules:
     model, run, has_head = config.model, config.run, not isinstance(config, RewardModelConfig)
     yield from run_rules(run)
     yield from parallel_rules(config.parallel_config)

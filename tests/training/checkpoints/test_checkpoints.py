@@ -25,8 +25,9 @@ from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import UserError
 from mindrlhf.evaluation.heldout import Evaluation
 from mindrlhf.training.checkpoints.requests import SaveRequests, StopRequested
-from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints, check_output, newest_checkpoint
+from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.checkpoints.shards import SavesState
+from mindrlhf.training.preflight.output import check_output, newest_checkpoint
 
 
 class Lead(SavesState):
