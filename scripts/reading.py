@@ -85,6 +85,7 @@ CUT = {
     "mindrlhf.training.loop.skipped_batches": "all gradients are finite",
     "mindrlhf.training.checkpoints.run:RunCheckpoints.save": "checkpoint.every_steps",
     "mindrlhf.training.checkpoints.run:RunCheckpoints.save_broken_off": "nobody asks the run to end",
+    "mindrlhf.training.checkpoints.shards:ShardCheckpoints.settle": "checkpoint.every_steps",
     "mindrlhf.training.loop.trainer:Trainer.evaluate": "data.eval_file",
 }
 # Followed, but not counted: a reader of the step takes these at their names.

@@ -242,7 +242,7 @@ class _Run:
 
     def on_one_machine(self) -> int:
         """Run it to the end and return the exit code."""
-        from mindrlhf.training.checkpoints.run import check_output, holding_directories
+        from mindrlhf.training.preflight.output import check_output, holding_directories
 
         with holding_directories(self.config, f"mindrlhf {self.command}"):
             check_output(self.config, resume=self.is_resumed)
@@ -253,7 +253,7 @@ class _Run:
         from mindrlhf.launch.nodes.first import FirstNode
         from mindrlhf.launch.nodes.secret import make_secret, remove_secret
         from mindrlhf.launch.nodes.shared import probes
-        from mindrlhf.training.checkpoints.run import check_output, holding_directories
+        from mindrlhf.training.preflight.output import check_output, holding_directories
 
         output_dir, limit_s = Path(self.config.run.output_dir), self.config.run.start_timeout_s
         with holding_directories(self.config, f"mindrlhf {self.command}"):
@@ -318,7 +318,7 @@ class _Run:
 
     def _directories(self) -> tuple[dict[str, Path], dict[str, Path]]:
         """Return, by config key, the directories that all nodes share, and those that each has for itself."""
-        from mindrlhf.training.checkpoints.run import save_dir
+        from mindrlhf.training.preflight.output import save_dir
 
         shared = {"run.output_dir": Path(self.config.run.output_dir)}
         saved = {"checkpoint.save_dir": save_dir(self.config)}
@@ -332,8 +332,7 @@ class _Run:
 
     def _with_restarts(self, start: Callable[[bool], int]) -> int:
         from mindrlhf.launch.restarts import run_with_restarts
-        from mindrlhf.training.checkpoints.run import newest_checkpoint
-        from mindrlhf.training.preflight import FINAL_NAME
+        from mindrlhf.training.preflight.output import FINAL_NAME, newest_checkpoint
 
         code = run_with_restarts(
             start,
@@ -414,7 +413,7 @@ def _resumption(arguments: argparse.Namespace) -> tuple[list[str], bool]:
 
 
 def _advisers(config: Any, again: str) -> dict[str, Callable[[], str]]:
-    from mindrlhf.training.checkpoints.run import newest_checkpoint
+    from mindrlhf.training.preflight.output import newest_checkpoint
 
     begun_with = newest_checkpoint(config)
     return {

@@ -13,11 +13,11 @@ from typing import Any
 import mindrlhf
 from mindrlhf.algorithms import advantages
 from mindrlhf.config.derived import path_keys
-from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.schema import AnyConfig, GrpoConfig
 from mindrlhf.data.fingerprint import data_fingerprint
 from mindrlhf.launch.nodes.facts import MISSING, Fact
 from mindrlhf.rollout.replicas import find_rollout_python
-from mindrlhf.training.checkpoints.run import AnyConfig, check_continues
+from mindrlhf.training.checkpoints.run import check_continues
 
 _PACKAGES = ("mindspore", "mindformers", "numpy", "safetensors", "tokenizers", "transformers")
 _ROLLOUT_PACKAGES = ("vllm", "vllm-ascend", "torch", "torch-npu")

@@ -52,7 +52,8 @@ from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.reward_model import RewardModel
 from mindrlhf.training.loop.sampling.in_step import PromptSampling, Rollout
 from mindrlhf.training.nodes import connect_generators, find_nodes, find_required_slices, start_multi_node
-from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs, check_sandbox
+from mindrlhf.training.preflight import RunInputs, check_grpo_inputs, check_sandbox
+from mindrlhf.training.preflight.output import FINAL_NAME
 from mindrlhf.training.profiling.ranks import profile_dir
 from mindrlhf.training.replica_team import with_replicas
 from mindrlhf.training.routing.rows import replayed_experts

@@ -126,14 +126,6 @@ RULES = {
         ["optimizer.lr_schedule=linear"],
         1,
     ),
-    "Muon over two ways of sharding": (
-        [
-            "run.device=ascend", "optimizer.type=muon", "parallel_config.model_parallel=2", "rollout.num_replicas=4",
-        ],
-        ["'optimizer.type' is muon", "not with model_parallel=2 and data_parallel=2", "type to adamw"],
-        ["optimizer.type=adamw"],
-        4,
-    ),
     "a momentum that nothing reads": (
         ["optimizer.momentum=0.9"],
         ["'optimizer.momentum' is 0.9, which type=adamw does not read", "set type to muon"],

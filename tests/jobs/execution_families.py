@@ -450,8 +450,12 @@ FAMILIES = {
     "muon": replace(
         _POLICY,
         layouts={
-            # With tensor and data parallelism together (four ranks) weights differ by 3e-4: refused in configs.
             2: {"muon_tp2": _SPLIT_WORDS, "muon_pp2": _PIPELINE, "muon_dp2": _OPTIMIZER},
+            # The ranks that share a matrix do not follow each other as its shards do.
+            4: {
+                "muon_tp2_dp2": _ADAPTED_REPLICAS,
+                "muon_tp2_dp2_sequence": {**_ADAPTED_REPLICAS, "use_seq_parallel": True},
+            },
         },
         engine=partial(cases.plain_engine, optimizer="muon"),
         options={"optimizer": "muon"},
@@ -462,7 +466,7 @@ FAMILIES = {
     "muon_experts": replace(
         _POLICY,
         model=EXPERTS,
-        layouts={2: {"muon_experts_dp2": _OPTIMIZER}},
+        layouts={2: {"muon_experts_dp2": _OPTIMIZER, "muon_experts_ep2_dp2": {**_OPTIMIZER, "expert_parallel": 2}}},
         engine=partial(cases.plain_engine, optimizer="muon"),
         options={"optimizer": "muon"},
         outputs={"first": "initial", "reference": "initial"},

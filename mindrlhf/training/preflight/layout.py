@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 from mindrlhf.config.derived import needs_critic, reference_paths
-from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
+from mindrlhf.config.schema import GrpoConfig, OfflineConfig
 from mindrlhf.errors import UserError
 from mindrlhf.layout.feasibility import check_feasible, check_model, check_num_ranks, check_rollout, check_rows
 from mindrlhf.layout.layout import Layout
@@ -40,7 +40,7 @@ def check_layout(config: GrpoConfig, row_lengths: tuple[int, ...], world_size: i
 
 
 def check_offline_layout(
-    config: SftConfig | DpoConfig | RewardModelConfig,
+    config: OfflineConfig,
     paths: tuple[str, ...],
     world_size: int,
     row_lengths: tuple[int, ...],
