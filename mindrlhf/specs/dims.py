@@ -348,7 +348,10 @@ def rope_extension(hf_config: dict, supported: tuple[str, ...], *, gives_mscale:
         are = f"{choices} are" if supported else "only the default rotary embedding is"
         raise UserError(f"config.json asks for rope_type={kind!r}: {are} supported")
     if kind == "linear":
-        return {"rope_factor": float(options["factor"]) if "factor" in options else _missing("factor", kind)}
+        factor = float(options["factor"]) if "factor" in options else _missing("factor", kind)
+        if not factor > 0:
+            raise UserError(f"config.json asks for rope_type 'linear' with factor={factor!r}: give a positive number")
+        return {"rope_factor": factor}
     return {"yarn": _yarn_dims(hf_config, options, gives_mscale)} if kind == "yarn" else {}
 
 
