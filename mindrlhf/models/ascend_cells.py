@@ -19,6 +19,7 @@ from mindformers.parallel_core.training_graph.transformer.norm import FusedRMSNo
 from mindformers.parallel_core.utils.spec_utils import ModuleSpec
 from mindspore import Tensor, nn, ops
 from mindspore.common.initializer import initializer
+from mindspore.ops.auto_generate import Muls
 from mindspore.ops.operations import Morph
 
 from mindrlhf.models.layers import layer_class
@@ -153,7 +154,7 @@ class DecoderInputs(nn.Cell):
         self.difference = ops.Sub().shard(((dp, cp, 1), (dp, 1, 1)))
         self.no_less_than = ops.GreaterEqual().shard(((dp, cp, 1), ()))
         length_axis = "cp_tp" if config.sequence_parallel or cp > 1 else "cp"
-        self.multiply = ops.Mul().shard((layout(length_axis, "dp", "None"), ()))
+        self.multiply = Muls().shard((layout(length_axis, "dp", "None"),))
         self.add_head_axis = ops.ExpandDims().shard(((dp, cp, 1),))
         self.slice = ops.StridedSlice().shard(((1, 1, 1),))
         self.slice_rows = ops.StridedSlice().shard(((dp, 1, 1),))

@@ -151,6 +151,8 @@ class ModelSpec:
 def with_num_layers(hf_config: dict, num_layers: int) -> dict:
     """config.json of the same model with another number of decoder layers."""
     changed = {**hf_config, "num_hidden_layers": num_layers}
+    if isinstance(hf_config.get("layer_types"), list):
+        changed["layer_types"] = hf_config["layer_types"][:num_layers]
     if isinstance(hf_config.get("text_config"), dict):
         changed["text_config"] = {**hf_config["text_config"], "num_hidden_layers": num_layers}
     return changed

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mindrlhf.errors import UserError
 from mindrlhf.models.rotary import rotary_frequencies, score_scale
-from mindrlhf.specs import GEMMA3, GLM4, LLAMA, MISTRAL, QWEN2, QWEN3, Llama3Dims, ModelDims, find_spec
+from mindrlhf.specs import GEMMA3, GLM4, LLAMA, MISTRAL, QWEN2, QWEN3, Llama3Dims, ModelDims, find_spec, with_num_layers
 from mindrlhf.specs.dims import LocalDims
 from mindrlhf.specs.fuse import fuse, split
 
@@ -264,6 +264,7 @@ def test_gemma_says_by_layer_what_it_attends_to_in_both_forms():
     assert dims.local == LocalDims((True, True, False, True), 7, 500.0)
     assert (dims.rope_theta, dims.rope_factor, dims.of_local_layers.rope_theta) == (2e6, 8.0, 500.0)
     assert dims.of_local_layers.rope_factor == 1 and dims.tied
+    assert GEMMA3.dims(with_num_layers({**GEMMA, **new}, 2)).local.layers == (True, True)
     plain = GEMMA3.dims(GEMMA)
     assert plain.local.layers == (True,) * 4 and plain.local.window == 4096 and plain.local.rope_theta == 1e4
     assert plain.rope_theta == 1e6 and plain.rope_factor == 1
