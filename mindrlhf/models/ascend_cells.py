@@ -151,7 +151,8 @@ class DecoderInputs(nn.Cell):
         self.add_places = ops.Add().shard(((dp, cp, 1), (1, cp, 1)))
         self.before = ops.Less().shard(((dp, cp, 1), (1, 1, 1)))
         self.either = ops.LogicalOr().shard(((dp, cp, 1), (dp, cp, 1)))
-        self.difference = ops.Sub().shard(((dp, cp, 1), (dp, 1, 1)))
+        self.between_places = ops.Sub().shard(((dp, cp, 1), (1, 1, 1)))
+        self.between_positions = ops.Sub().shard(((dp, cp, 1), (dp, 1, 1)))
         self.no_less_than = ops.GreaterEqual().shard(((dp, cp, 1), ()))
         length_axis = "cp_tp" if config.sequence_parallel or cp > 1 else "cp"
         self.multiply = Muls().shard((layout(length_axis, "dp", "None"),))
@@ -179,10 +180,11 @@ class DecoderInputs(nn.Cell):
         hidden = self.either(other_segment, self.before(rows, columns))
         mask, rotary = self._as_mask(hidden), self._angles(self.rotary, length, positions)
         if self.window:
-            beyond = self.difference(rows, columns)
-            if positions is not None:  # a response may lie far behind its prompt
-                beyond = self.difference(self.as_column(positions, 2), self.as_row(positions, 1))
-            mask = mask, self._as_mask(self.either(hidden, self.no_less_than(beyond, self.window)))
+            if positions is None:
+                back = self.between_places(rows, columns)
+            else:  # a response may lie far behind its prompt
+                back = self.between_positions(self.as_column(positions, 2), self.as_row(positions, 1))
+            mask = mask, self._as_mask(self.either(hidden, self.no_less_than(back, self.window)))
             rotary = rotary, self._angles(self.local_rotary, length, positions)
         embedded = self.embedding(input_ids, None)
         if self.embedding_scale is not None:
