@@ -2,18 +2,16 @@
 
 import numpy as np
 from mindformers.parallel_core.training_graph.transformer.transformer_block import TransformerBlockSubmodules
-from mindformers.parallel_core.training_graph.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-)
+from mindformers.parallel_core.training_graph.transformer.transformer_layer import TransformerLayerSubmodules
 from mindformers.parallel_core.utils.spec_utils import ModuleSpec
 from mindspore import Tensor, nn, ops
 
-from mindrlhf.models.cpu_cells import GatedMlp, RmsNorm, SelfAttention
+from mindrlhf.models.cpu_cells import GatedMlp, RmsNorm, SelfAttention, ZeroCentredRmsNorm
 from mindrlhf.models.cpu_expert_cells import ExpertMlp
 from mindrlhf.models.cpu_latent_attention import LatentSelfAttention
-from mindrlhf.models.rotary import rotary_tables, score_scale, turn_matrix
-from mindrlhf.models.vision.deepstack import NUM_CPU_TABLES, DeepstackLayer
+from mindrlhf.models.layers import layer_class
+from mindrlhf.models.rotary import embedding_scale, rotary_tables, score_scale, turn_matrix
+from mindrlhf.models.vision.deepstack import NUM_CPU_TABLES
 from mindrlhf.specs import ModelDims
 
 HIDDEN_SCORE = -(2.0**30)
@@ -21,22 +19,19 @@ HIDDEN_SCORE = -(2.0**30)
 
 def decoder_spec(config, dims: ModelDims) -> TransformerBlockSubmodules:
     """The decoder of `dims.num_layers` layers built from CPU cells."""
-    attention = LatentSelfAttention if dims.latent else SelfAttention
-    num_deep = len(dims.vision.deepstack_blocks) if dims.vision else 0
-    layers = [
-        ModuleSpec(
-            module=DeepstackLayer if layer < num_deep else TransformerLayer,
-            params={"num_tables": NUM_CPU_TABLES} if layer < num_deep else {},
-            submodules=TransformerLayerSubmodules(
-                input_layernorm=RmsNorm,
-                self_attention=attention,
-                pre_mlp_layernorm=RmsNorm,
-                mlp=ExpertMlp if dims.has_experts(layer) else GatedMlp,
-            ),
+    norm = ZeroCentredRmsNorm if dims.zero_centred_norms else RmsNorm
+    attention = LatentSelfAttention if dims.latent else ModuleSpec(module=SelfAttention, params={"norm": norm})
+    layers = []
+    for layer in range(dims.num_layers):
+        module, params = layer_class(dims, layer, NUM_CPU_TABLES)
+        submodules = TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=attention,
+            pre_mlp_layernorm=norm,
+            mlp=ExpertMlp if dims.has_experts(layer) else GatedMlp,
         )
-        for layer in range(dims.num_layers)
-    ]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RmsNorm)
+        layers.append(ModuleSpec(module=module, params=params, submodules=submodules))
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 class DecoderInputs(nn.Cell):
@@ -48,10 +43,9 @@ class DecoderInputs(nn.Cell):
         self.num_groups = dims.num_kv_heads
         self.heads_per_group = dims.heads_per_group
         self.hidden_size = dims.hidden_size
-        cos, sin = rotary_tables(max_length, dims)
         self.scale = score_scale(dims)
-        scale = np.float32(self.scale)
-        self.tables = tuple(Tensor(table) for table in (cos, sin, cos * scale, sin * scale))
+        self.embedding_scale = embedding_scale(dims)
+        self.tables = self._tables(max_length, dims)
         # The heads of keys, which take the first two tables, and of queries, which take the last.
         keys, queries = (self.num_groups, 1), (self.num_groups, self.heads_per_group)
         if dims.latent:
@@ -60,30 +54,52 @@ class DecoderInputs(nn.Cell):
         self.turn = Tensor(turn_matrix(dims))
         self.matmul = ops.BatchMatMul()
         self.causal = Tensor(np.triu(np.full((max_length, max_length), HIDDEN_SCORE, np.float32), k=1))
+        self.window = dims.local.window if dims.local else 0
+        if dims.local:
+            self.local_tables = self._tables(max_length, dims.of_local_layers)
+            far = np.tril(np.full((max_length, max_length), HIDDEN_SCORE, np.float32), k=-self.window)
+            self.local_causal = Tensor(self.causal.asnumpy() + far)
+
+    def _tables(self, max_length: int, dims: ModelDims) -> tuple[Tensor, ...]:
+        """Cosines and sines of keys, and of queries, which also have the scale of scores."""
+        cos, sin = rotary_tables(max_length, dims)
+        scale = np.float32(self.scale)
+        return tuple(Tensor(table) for table in (cos, sin, cos * scale, sin * scale))
 
     def construct(self, input_ids, segment_ids):
         if input_ids.ndim == 3:
             return self._with_shared_prompts(input_ids, segment_ids)
+        mask, rotary = self.mask(segment_ids), self._rotary(self.tables, segment_ids)
+        if self.window:
+            mask = mask, self._mask(self._apart(segment_ids), segment_ids, self.local_causal)
+            rotary = rotary, self._rotary(self.local_tables, segment_ids)
+        return self.embed(input_ids), mask, rotary
+
+    def _rotary(self, tables, segment_ids, positions=None):
+        """The tables of each head, of positions `[B, S]` or of all, with what else attention takes."""
         batch, length = segment_ids.shape
-        tables = ()
-        for table, heads in zip(self.tables, self.heads_of_tables):
-            rows = ops.reshape(table[:length], (1,) + (1,) * len(heads) + (length, -1))
-            tables += (self._for_all_heads(rows, batch, heads),)
-        return self.embed(input_ids), self.mask(segment_ids), tables + (self.turn, self.scale)
+        found = ()
+        for table, heads in zip(tables, self.heads_of_tables):
+            rows = table[:length] if positions is None else ops.gather(table, positions, 0)
+            num_rows, num_copies = (1, batch) if positions is None else (batch, 1)
+            rows = ops.reshape(rows, (num_rows,) + (1,) * len(heads) + (length, -1))
+            found += (self._for_all_heads(rows, num_copies, heads),)
+        return found + (self.turn, self.scale)
 
     def _with_shared_prompts(self, inputs, segment_ids):
         """The same for inputs `[B, 3, S]`; see CausalLM."""
-        batch, length = segment_ids.shape
         keys = ops.expand_dims(segment_ids, 1)
         other = ops.logical_and(
             ops.not_equal(ops.expand_dims(segment_ids, 2), keys), ops.not_equal(ops.expand_dims(inputs[:, 1], 2), keys)
         )
         apart = ops.cast(other, self.causal.dtype) * -HIDDEN_SCORE
-        tables = ()
-        for table, heads in zip(self.tables, self.heads_of_tables):
-            rows = ops.reshape(ops.gather(table, inputs[:, 2], 0), (batch,) + (1,) * len(heads) + (length, -1))
-            tables += (self._for_all_heads(rows, 1, heads),)
-        return self.embed(inputs[:, 0]), self._mask(apart, batch, length), tables + (self.turn, self.scale)
+        mask, rotary = self._mask(apart, segment_ids), self._rotary(self.tables, segment_ids, inputs[:, 2])
+        if self.window:
+            # By positions: a response lies behind others of its prompt.
+            beyond = ops.relu(self._differences(inputs[:, 2]) - (self.window - 1.0))
+            mask = mask, self._mask(apart - beyond * HIDDEN_SCORE, segment_ids)
+            rotary = rotary, self._rotary(self.local_tables, segment_ids, inputs[:, 2])
+        return self.embed(inputs[:, 0]), mask, rotary
 
     def _for_all_heads(self, rows, batch, heads):
         """Whole copies of a table, which all layers share.
@@ -95,21 +111,29 @@ class DecoderInputs(nn.Cell):
 
     def embed(self, input_ids):
         """The embeddings `[B*S, H]` of tokens `[B, S]`."""
-        return ops.reshape(ops.gather(self.word_embeddings.weight, input_ids, 0), (-1, self.hidden_size))
+        rows = ops.reshape(ops.gather(self.word_embeddings.weight, input_ids, 0), (-1, self.hidden_size))
+        return rows if self.embedding_scale is None else rows * self.embedding_scale
 
     def mask(self, segment_ids):
         """What is added to scores, `[B, G, r*S, S]`: tokens see earlier ones of their own segment."""
-        batch, length = segment_ids.shape
-        # (n_i, 1) @ (1, -n_j), exact: the CPU kernel of comparisons is four times slower.
-        numbers = ops.cast(segment_ids, self.causal.dtype)
+        return self._mask(self._apart(segment_ids), segment_ids)
+
+    def _apart(self, segment_ids):
+        """0 where two tokens are of a segment, else 2^30 or more, `[B, S, S]`."""
+        return ops.abs(self._differences(segment_ids, HIDDEN_SCORE))
+
+    def _differences(self, numbers, factor=1.0):
+        """(n_i - n_j) * factor as (n_i, 1) @ (1, -n_j), exact: the CPU kernel of comparisons is four times slower."""
+        numbers = ops.cast(numbers, self.causal.dtype)
         ones = ops.ones_like(numbers)
         rows, columns = ops.stack((numbers, ones), 2), ops.stack((ones, -numbers), 1)
-        return self._mask(ops.abs(self.matmul(rows, columns * HIDDEN_SCORE)), batch, length)
+        return self.matmul(rows, columns * factor)
 
-    def _mask(self, apart, batch, length):
-        """What is added to scores, `[B, G, r*S, S]`: 0, or -``apart`` `[B, S, S]`, or less where a key is later."""
+    def _mask(self, apart, segment_ids, causal=None):
+        """What is added to scores, `[B, G, r*S, S]`: 0, or -``apart`` `[B, S, S]`, or less where ``causal`` hides."""
+        batch, length = segment_ids.shape
         # Not by indices: their kernel copies single elements.
-        mask = ops.slice(self.causal, (0, 0), (length, length)) - apart
+        mask = ops.slice(self.causal if causal is None else causal, (0, 0), (length, length)) - apart
         return ops.tile(ops.reshape(mask, (batch, 1, length, length)), (1, self.num_groups, self.heads_per_group, 1))
 
 

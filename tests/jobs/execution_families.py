@@ -341,6 +341,28 @@ LLAMA3_MODEL = {
         "original_max_position_embeddings": 64,
     },
 }
+# GLM-4: pairs of neighbouring channels in half of each head, norms behind attention and MLP.
+GLM4_MODEL = {
+    **MODEL,
+    "architectures": ["Glm4ForCausalLM"],
+    "model_type": "glm4",
+    "head_dim": 32,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+}
+# Gemma 3: a layer with a window that is shorter than most samples, and one without.
+GEMMA3_MODEL = {
+    **{key: value for key, value in MODEL.items() if key != "hidden_act"},
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "head_dim": 32,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 7,
+    "sliding_window_pattern": 2,
+    "rope_local_base_freq": 50.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
 # In Qwen3-VL two layers of the decoder are given rows of images too.
 QWEN2_5_VL = config_of(TinyVl(is_tied=False))
 QWEN3_VL = config_of(TinyVl(family="qwen3_vl", vision_depth=3, layers=3, is_tied=False))
@@ -440,6 +462,22 @@ FAMILIES = {
         _POLICY,
         model=GLM4_MOE_MODEL,
         layouts={2: {"glm_ep2_dp2": {"data_parallel": 2, "expert_parallel": 2}, "glm_tp2": _SPLIT_WORDS}},
+        outputs={"first": "initial", "reference": "initial"},
+        checks=_RESUMES | {"norms", "exported", "published"},
+        **_OLD,
+    ),
+    "glm4": replace(
+        _POLICY,
+        model=GLM4_MODEL,
+        layouts={2: {"glm4_tp2": _SPLIT_WORDS, "glm4_dp2": _OPTIMIZER}},
+        outputs={"first": "initial", "reference": "initial"},
+        checks=_RESUMES | {"norms", "exported", "published"},
+        **_OLD,
+    ),
+    "gemma3": replace(
+        _POLICY,
+        model=GEMMA3_MODEL,
+        layouts={2: {"gemma3_tp2": _SPLIT_WORDS, "gemma3_dp2": _OPTIMIZER}},
         outputs={"first": "initial", "reference": "initial"},
         checks=_RESUMES | {"norms", "exported", "published"},
         **_OLD,

@@ -61,6 +61,28 @@ MODELS = {
         "num_hidden_layers": 2,
         "sliding_window": ROW_LENGTH,
     },
+    "glm4": {
+        **MODEL,
+        "architectures": ["Glm4ForCausalLM"],
+        "model_type": "glm4",
+        "num_hidden_layers": 2,
+        "head_dim": 32,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    },
+    # Both attend within the window, which is shorter than rows.
+    "gemma3": {
+        **MODEL,
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 9,
+        "sliding_window_pattern": 2,
+        "rope_local_base_freq": 50.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+    },
     # vLLM packs experts for its kernels: an update must pack them anew.
     "experts": {
         **MODEL,

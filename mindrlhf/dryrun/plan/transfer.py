@@ -7,7 +7,7 @@ holds comes from other nodes; each device of a server then takes its own.
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mindrlhf.config.schema import GrpoConfig
@@ -142,10 +142,10 @@ class _Nodes:
         key = (kind, *lies, local, self._devices[node])
         if key not in self._counted:
             boxes = self._held(rule, one, local)
-            needed = dict(self._needed(rule, self._devices[node]))
-            overlap = sum(_overlap(box, needed[name]) for name, box in boxes if name in needed)
+            needed = self._needed(rule, self._devices[node])
+            overlap = sum(_overlap(box, other) for name, box in boxes for own, other in needed if own == name)
             held = sum(_size(box) for _, box in boxes)
-            self._counted[key] = held, sum(map(_size, needed.values())), overlap
+            self._counted[key] = held, sum(_size(box) for _, box in needed), overlap
         return self._counted[key]
 
     @cached_property
@@ -164,6 +164,11 @@ class _Nodes:
     def _needed(self, rule: ParameterRule, devices: tuple[int, int] | None) -> list[tuple[str, Box]]:
         if devices is None:
             return []
+        if rule.transform == "halves":
+            ((rows, columns),) = rule.shape(self._dims)
+            half = replace(rule, shape=lambda _: ((rows // 2, columns),))
+            (start, stop), across = server_box(half, self._dims, 0, self._num_devices, *devices)
+            return [(rule.hf_names[0], ((first + start, first + stop), across)) for first in (0, rows // 2)]
         per_expert = len(rule.hf_names) // rule.num_experts
         boxes = [server_box(rule, self._dims, part, self._num_devices, *devices) for part in range(per_expert)]
         return [(name, boxes[place % per_expert]) for place, name in enumerate(rule.hf_names)]

@@ -88,10 +88,14 @@ def published_shards(rule: ParameterRule, dims: ModelDims, held: tuple[slice, ..
     if "expert" in rule.transform:
         return list(_expert_shards(rule, dims, *held))
     num_rows = [shape[0] for shape in rule.shape(dims)]
-    sources = fuse(rule, dims, [np.full(count, part) for part, count in enumerate(num_rows)])[held[0]]
+    parts = [np.full(count, part) for part, count in enumerate(num_rows)]
+    names = rule.hf_names
+    if rule.transform == "halves":
+        parts, names = [np.repeat((0, 1), num_rows[0] // 2)], names * 2
+    sources = fuse(rule, dims, parts)[held[0]]
     origins = fuse(rule, dims, [np.arange(count) for count in num_rows])[held[0]]
     shards = []
-    for part, hf_name in enumerate(rule.hf_names):
+    for part, hf_name in enumerate(names):
         (rows,) = np.nonzero(sources == part)
         if len(rows):
             first, last = int(origins[rows[0]]), int(origins[rows[-1]])
