@@ -1,5 +1,6 @@
 """Carrying out `mindrlhf plan`: read, plan, write."""
 
+import dataclasses
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,7 +8,9 @@ from pathlib import Path
 
 from mindrlhf.config.load import load_grpo_config
 from mindrlhf.dryrun.plan.compiled import compile_plan
+from mindrlhf.dryrun.plan.devices import DEVICES
 from mindrlhf.dryrun.plan.json_values import plan_json
+from mindrlhf.dryrun.plan.kernels import compile_kernels, kernel_lines
 from mindrlhf.dryrun.plan.picture import render_picture
 from mindrlhf.dryrun.plan.plan import Machine, make_plan, read_model
 from mindrlhf.dryrun.plan.schedule.report import compare_schedules, schedule_json, schedule_notes, schedule_rows
@@ -32,6 +35,8 @@ class PlanOptions:
     json_path: str | None = None
     picture_path: str | None = None
     compiles: bool = False
+    kernels: bool = False
+    device: str = "A2"
     searches: bool = False
     schedules: bool = False
     lengths: str | None = None
@@ -55,7 +60,11 @@ def report_plan(config_path: str | Path, overrides: Iterable[str], options: Plan
     result = search(config, model, machine) if options.searches else None
     if result is not None:
         parts.append(section("Search", search_lines(result, plan)))
-    planned = compile_plan(plan) if options.compiles else []
+    device = DEVICES[options.device]
+    counts = compile_kernels(plan, device) if options.kernels else []
+    if counts:
+        parts.append(section("Kernels", kernel_lines(counts, device)))
+    planned = compile_plan(plan) if options.compiles and not options.kernels else []
     if planned:
         parts.append(section("MindSpore's memory planner", planned_lines(planned)))
     schedules = compare_schedules(plan, options.lengths) if options.schedules else None
@@ -66,6 +75,8 @@ def report_plan(config_path: str | Path, overrides: Iterable[str], options: Plan
     printed = "\n\n".join(parts)
     if options.json_path:
         values = plan_json(plan, verdict, result, planned)
+        if counts:
+            values["kernels"] = [dataclasses.asdict(one) for one in counts]
         if schedules is not None:
             values["schedules"] = schedule_json(schedules)
         text = json.dumps(values, indent=1)
