@@ -130,10 +130,12 @@ def compile_here(request: CompileRequest, directory: Path, simulated: bool) -> C
     if request.kernels:
         dump_kernels(dumps)
     _start_mindspore(request.rank, world_size, parallel, strategy_file, directory / "mindformers")
-    if request.kernels and not request.even_experts:  # MindFormers asks, and would give experts equal shares
-        os.environ["MS_SIMULATION_LEVEL"] = "0"
     step = build_cell(request, parallel)
-    os.environ["MS_SIMULATION_LEVEL"] = "1" if request.plan_memory else "0"
+    if request.kernels and not request.even_experts:
+        # MindFormers takes every simulation for a dry run, and would give all experts as many tokens.
+        for _, cell in step.cells_and_names():
+            if hasattr(cell, "token_dispatcher"):
+                cell.token_dispatcher.is_dryrun = False
     inputs = example_inputs(request, parallel)
     from mindrlhf.dryrun.compile.graph import compile_graph, plan_memory, read_graph, read_shards, write_graph
     from mindrlhf.models.context import by_itself

@@ -15,7 +15,7 @@ class Device:
         links: a group of n devices in a node uses min(n - 1, links) of them.
         network_bytes: sent between nodes.
         host_bytes: copied between a device and pageable memory of its host.
-        node_size: devices that links connect.
+        node_size: devices that links connect: those of a node of the machine; all of them if 0.
         launch_s: seconds that the host needs to launch a kernel.
         collective_s: seconds that a collective takes whatever its size.
         reached: share of the maker's figures, for products, memory and links.
@@ -29,15 +29,36 @@ class Device:
     links: int
     network_bytes: float
     host_bytes: float
-    node_size: int
+    node_size: int = 0
     launch_s: float = 6e-6
     collective_s: float = 20e-6
     reached: tuple[float, float, float] = (0.65, 0.7, 0.8)
     assumed: str = ""
 
+    @property
+    def words(self) -> str:
+        """What is assumed, as text."""
+        cube, memory, links = (f"{share:.0%}" for share in self.reached)
+        reached = f"{cube} of products, {memory} of memory, {links} of links"
+        return f"{self.name}: {self.assumed}; assumed to be reached: {reached}"
+
+    @property
+    def product_rate(self) -> float:
+        """Floating-point operations a second that are assumed to be reached in products."""
+        return self.cube_flops * self.reached[0]
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes a second that are assumed to be reached of memory."""
+        return self.memory_bytes * self.reached[1]
+
+    def exchange_rate(self, ranks: Sequence[int]) -> float:
+        """Bytes a second that each of some ranks is assumed to send while all of them exchange data."""
+        return self.link_rate(ranks) * self.reached[2]
+
     def link_rate(self, ranks: Sequence[int]) -> float:
-        """Return the bytes that each of some ranks sends in a second while all of them exchange data."""
-        if len({rank // self.node_size for rank in ranks}) > 1:
+        """Return the same as promised."""
+        if self.node_size and len({rank // self.node_size for rank in ranks}) > 1:
             return self.network_bytes
         return min(len(ranks) - 1, self.links) * self.link_bytes
 
@@ -51,7 +72,6 @@ DEVICES = {
         links=7,
         network_bytes=25e9,
         host_bytes=5e9,
-        node_size=8,
         assumed="Ascend 910B: 354 TFLOPS, 1.6 TB/s, full mesh of 7 HCCS links of 28 GB/s a direction, 200 Gbit/s RoCE",
     ),
     # Zuo et al. 2025, arXiv:2506.12708, section 3.

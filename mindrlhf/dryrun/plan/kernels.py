@@ -9,12 +9,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mindrlhf.dryrun.compile.kernels import PARTS, PRODUCTS, RECEIVE, SEND, STATE, WEIGHTS, element_bytes, size_bytes
+from mindrlhf.dryrun.compile.kernels import FORWARD, PARTS, PRODUCTS, RECEIVE, SEND, STATE, WEIGHTS, size_bytes
 from mindrlhf.dryrun.compile.request import (
     COLLECTIVES,
     GRADIENTS,
     LOGPROBS,
     UPDATE,
+    CompiledParameter,
     CompileReport,
     CompileRequest,
     compile_ranks,
@@ -93,7 +94,7 @@ class KernelCounts:
     planned_bytes: float
 
 
-def compile_kernels(plan: Plan, device: Device) -> list[KernelCounts]:
+def compile_kernels(plan: Plan) -> list[KernelCounts]:
     """Compile the graphs of a step with one and with two layers to a pipeline stage, and count.
 
     Of a pipeline two stages are compiled with two micro-batches, and the last stage, which has the head, is counted.
@@ -102,10 +103,10 @@ def compile_kernels(plan: Plan, device: Device) -> list[KernelCounts]:
         UserError, RunFailure: as :func:`mindrlhf.dryrun.compile.request.compile_ranks`.
     """
     cells = (UPDATE, GRADIENTS, LOGPROBS) if plan.config.memory.swap_moments else (UPDATE, LOGPROBS)
-    return [_compile_cell(plan, cell, device) for cell in cells]
+    return [_compile_cell(plan, cell) for cell in cells]
 
 
-def _compile_cell(plan: Plan, cell: str, device: Device) -> KernelCounts:
+def _compile_cell(plan: Plan, cell: str) -> KernelCounts:
     layout, given = plan.layout, plan.config.parallel_config.micro_batch_num
     stages, micro_batches = min(layout.pipeline_stage, _COMPILED_STAGES), min(given, _COMPILED_MICRO_BATCHES)
     whole = step_request(plan, (stages - 1) * layout.stage_size)
@@ -115,7 +116,8 @@ def _compile_cell(plan: Plan, cell: str, device: Device) -> KernelCounts:
     if any(kernel.stream < 0 for report in reports for kernel in report.kernels):
         timed = compile_ranks([dataclasses.replace(each, even_experts=True) for each in requests])
     num_layers = max(plan.layer_stages.count(stage) for stage in range(layout.pipeline_stage))
-    return _of_pipeline(count_kernels(requests[0], reports, timed, num_layers, device), layout.pipeline_stage, given)
+    counts = count_kernels(requests[0], reports, timed, num_layers, plan.machine.device)
+    return _of_pipeline(counts, layout.pipeline_stage, given)
 
 
 def two_depths(request: CompileRequest) -> list[CompileRequest]:
@@ -198,11 +200,7 @@ class _Totals:
         self.collective_bytes: Counter = Counter()
         self.square_nodes = self.host_syncs = self.dynamic_nodes = 0
         # Of the weights alone, not of what an optimiser keeps for them.
-        self.elements = sum(
-            math.prod(one.shard_shape) // max(1, one.optimizer_shard_size)
-            for one in report.parameters
-            if one.name.startswith("decoder.layers.")
-        )
+        self.elements = sum(_elements(one) for one in report.parameters if one.name.startswith("decoder.layers."))
         for kernel in report.kernels:
             if kernel.op in (SEND, RECEIVE):
                 continue
@@ -219,6 +217,13 @@ class _Totals:
             self.weight_casts[kernel.part] += kernel.role == WEIGHTS
             # Weights have two axes, and may be square too.
             self.square_nodes += any(len(dims) > 2 and dims[-2:] == (length, length) for _, dims in tensors)
+
+
+def _elements(one: CompiledParameter) -> int:
+    """Elements that a rank holds; MindSpore writes -1 where all ranks that repeat a shard divide it."""
+    held = math.prod(one.shard_shape)
+    repeats = math.prod(one.device_matrix) * held // math.prod(one.global_shape)
+    return held // {0: 1, -1: repeats}.get(one.optimizer_shard_size, one.optimizer_shard_size)
 
 
 def _collective_rows(one: _Totals, two: _Totals, found: Replay) -> Iterable[CollectiveRow]:
@@ -239,18 +244,19 @@ def _logit_bytes(report: CompileReport, request: CompileRequest) -> float:
     """
     tensor = int(request.parallel.get("model_parallel", 1))
     vocabulary, hidden = (int(request.hf_config[name]) for name in ("vocab_size", "hidden_size"))
+    positions = request.micro_batch_size * request.seq_length // int(request.parallel.get("context_parallel", 1))
     width, total, logits = vocabulary // tensor, 0.0, 0.0
+
+    def is_logits(dims: tuple[int, ...]) -> bool:
+        return width in dims and (hidden not in dims or hidden == positions)
+
     for kernel in report.kernels:
-        if kernel.part == STATE or kernel.op in COLLECTIVES:
+        if kernel.part == STATE or kernel.op in COLLECTIVES or kernel.role == WEIGHTS:
             continue
-        for kind, dims in (*kernel.inputs, *kernel.outputs):
-            if width not in dims or hidden in dims:
-                continue
-            if not PRODUCTS.fullmatch(kernel.op):
-                total += math.prod(dims) * element_bytes(kind)
-        made = kernel.outputs[0][1] if kernel.outputs else ()
-        if PRODUCTS.fullmatch(kernel.op) and kernel.part == "forward" and width in made and hidden not in made:
-            logits += math.prod(made)
+        if not PRODUCTS.fullmatch(kernel.op):
+            total += size_bytes(one for one in (*kernel.inputs, *kernel.outputs) if is_logits(one[1]))
+        elif kernel.part == FORWARD and is_logits(kernel.outputs[0][1]):
+            logits += math.prod(kernel.outputs[0][1])
     return total / logits if logits else 0.0
 
 
@@ -311,6 +317,4 @@ def kernel_lines(all_counts: Sequence[KernelCounts], device: Device) -> list[str
         tables = columns(kernel_rows(counts), "<>>>"), columns(collective_table(counts.collectives), "<<<>>>>>>")
         lines += [f"{counts.cell}:", *tables[0], "", *tables[1], ""]
         lines += [line for note in kernel_notes(counts) for line in wrap(note)] + [""]
-    shares = zip(device.reached, ("products", "memory", "links"))
-    assumed = ", ".join(f"{share:.0%} of {what}" for share, what in shares)
-    return [*lines, *wrap(f"{device.name}: {device.assumed}; assumed to be reached: {assumed}")]
+    return [*lines, *wrap(device.words)]

@@ -60,10 +60,9 @@ def report_plan(config_path: str | Path, overrides: Iterable[str], options: Plan
     result = search(config, model, machine) if options.searches else None
     if result is not None:
         parts.append(section("Search", search_lines(result, plan)))
-    device = DEVICES[options.device]
-    counts = compile_kernels(plan, device) if options.kernels else []
+    counts = compile_kernels(plan) if options.kernels else []
     if counts:
-        parts.append(section("Kernels", kernel_lines(counts, device)))
+        parts.append(section("Kernels", kernel_lines(counts, machine.device)))
     planned = compile_plan(plan) if options.compiles and not options.kernels else []
     if planned:
         parts.append(section("MindSpore's memory planner", planned_lines(planned)))
@@ -97,7 +96,7 @@ def _machine(options: PlanOptions) -> Machine:
             raise UserError(f"{option} is {value}: give a number of devices, 1 or more")
     device_bytes = parse_size(options.device_memory, "--device-memory")
     link_bytes_per_s = parse_size(options.link_speed, "--link-speed")
-    return Machine(options.world_size, device_bytes, options.node_size, link_bytes_per_s)
+    return Machine(options.world_size, device_bytes, options.node_size, link_bytes_per_s, DEVICES[options.device])
 
 
 def _check_target(path: str | None, option: str) -> None:
