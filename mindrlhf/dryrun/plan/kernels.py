@@ -155,7 +155,7 @@ def count_kernels(
     micro_batches = int(request.parallel.get("micro_batch_num", 1))
     first, second = (_Totals(report, request.seq_length) for report in (one, two))
     per_part = {part: 1 if part == STATE else micro_batches for part in PARTS}
-    replays = [[replay(report.kernels, device, is_ideal=ideal) for report in timed] for ideal in (True, False)]
+    replays = [[replay(report.kernels, one) for report in timed] for one in (device.promised, device)]
     ends = [_extend(*(found.seconds for found in pair), num_layers) for pair in replays]
     real = replays[1]
     elements = second.elements - first.elements

@@ -34,13 +34,8 @@ class Replay:
     operations: float = 0.0
 
 
-def replay(kernels: Iterable[Kernel], device: Device, *, is_ideal: bool = False) -> Replay:
-    """Run through kernels in the order of their launch, each stream at its own pace.
-
-    Args:
-        is_ideal: all that the device's maker promises, and no cost of launches.
-    """
-    shares = (1.0, 1.0, 1.0) if is_ideal else device.reached
+def replay(kernels: Iterable[Kernel], device: Device) -> Replay:
+    """Run through kernels in the order of their launch, each stream at its own pace."""
     found, launched, waits = Replay(), 0.0, {}
     time: Mapping[int, float] = defaultdict(float)
     work: Mapping[int, float] = defaultdict(float)  # of a stream so far, without waiting
@@ -56,8 +51,8 @@ def replay(kernels: Iterable[Kernel], device: Device, *, is_ideal: bool = False)
                 sent, seconds, before = collective
                 found.hidden[_cause(sent)] += min(seconds, work[0] - before)
         else:
-            launched += 0.0 if is_ideal else device.launch_s
-            seconds, operations = kernel_seconds(kernel, device, shares)
+            launched += device.launch_s
+            seconds, operations = kernel_seconds(kernel, device)
             time[stream] = max(time[stream], launched) + seconds
             found.busy[_cause(kernel)] += seconds
             found.operations += operations
@@ -73,17 +68,16 @@ def _cause(kernel: Kernel) -> str:
     return f"{kernel.role} {kernel.op}" if kernel.op in COLLECTIVES else kernel.part
 
 
-def kernel_seconds(kernel: Kernel, device: Device, shares: tuple[float, float, float]) -> tuple[float, float]:
+def kernel_seconds(kernel: Kernel, device: Device) -> tuple[float, float]:
     """Return the seconds of a kernel, and its floating-point operations if it is a product."""
-    cube, memory, link = shares
     if kernel.op in COLLECTIVES:
-        return _collective_seconds(kernel, device, link), 0.0
-    seconds = (size_bytes(kernel.inputs) + size_bytes(kernel.outputs)) / (device.memory_bytes * memory)
+        return _collective_seconds(kernel, device), 0.0
+    seconds = (size_bytes(kernel.inputs) + size_bytes(kernel.outputs)) / device.memory_rate
     operations = product_operations(kernel)
-    return max(seconds, operations / (device.cube_flops * cube)), operations
+    return max(seconds, operations / device.product_rate), operations
 
 
-def _collective_seconds(kernel: Kernel, device: Device, share: float) -> float:
+def _collective_seconds(kernel: Kernel, device: Device) -> float:
     size = len(kernel.ranks)
     if size < 2:
         return 0.0
@@ -91,7 +85,7 @@ def _collective_seconds(kernel: Kernel, device: Device, share: float) -> float:
     moved = whole if kernel.op in ("Send", "Receive", "Broadcast") else whole * (size - 1) / size
     if kernel.op == "AllReduce":
         moved *= 2
-    return device.collective_s + moved / (device.link_rate(kernel.ranks) * share)
+    return device.collective_s + moved / device.exchange_rate(kernel.ranks)
 
 
 def product_operations(kernel: Kernel) -> float:

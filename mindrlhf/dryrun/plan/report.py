@@ -16,6 +16,7 @@ from mindrlhf.dryrun.plan.plan import Machine, make_plan, read_model
 from mindrlhf.dryrun.plan.schedule.report import compare_schedules, schedule_json, schedule_notes, schedule_rows
 from mindrlhf.dryrun.plan.search import search
 from mindrlhf.dryrun.plan.text import columns, planned_lines, render_text, search_lines, section, wrap
+from mindrlhf.dryrun.plan.times import plan_times, time_notes, time_rows, times_json
 from mindrlhf.dryrun.plan.verdict import give_verdict
 from mindrlhf.errors import UserError
 from mindrlhf.system.files import write_file
@@ -57,6 +58,10 @@ def report_plan(config_path: str | Path, overrides: Iterable[str], options: Plan
     plan = make_plan(config, model, machine)
     verdict = give_verdict(plan)
     parts = [render_text(plan, verdict)]
+    times = plan_times(plan) if config.run.device != "cpu" else None
+    if times is not None:
+        notes = [line for note in time_notes(times, machine.device.words) for line in wrap(note)]
+        parts.append(section("Time of a step", [*columns(time_rows(times), "<>><"), "", *notes]))
     result = search(config, model, machine) if options.searches else None
     if result is not None:
         parts.append(section("Search", search_lines(result, plan)))
@@ -76,6 +81,8 @@ def report_plan(config_path: str | Path, overrides: Iterable[str], options: Plan
         values = plan_json(plan, verdict, result, planned)
         if counts:
             values["kernels"] = [dataclasses.asdict(one) for one in counts]
+        if times is not None:
+            values["times"] = times_json(times)
         if schedules is not None:
             values["schedules"] = schedule_json(schedules)
         text = json.dumps(values, indent=1)

@@ -9,7 +9,10 @@ from mindrlhf.dryrun.plan.devices import DEVICES, Device
 from mindrlhf.dryrun.plan.replay import kernel_seconds, product_operations, replay
 
 # A float32 of memory takes 4 s, a floating-point operation 1 s, a byte over a link 1 s.
-SLOW = Device("slow", 1.0, 1.0, 1.0, 7, 0.5, 1.0, node_size=8, launch_s=0.0, collective_s=0.0, reached=(1.0, 1.0, 1.0))
+SLOW = Device(
+    *("slow", 1.0, 1.0, 1.0, 7, 0.5, 1.0, 1.0),
+    node_size=8, launch_s=0.0, collective_s=0.0, reached=(1.0, 1.0, 1.0),
+)
 
 
 def vector(number, stream=0, part="forward"):
@@ -49,7 +52,7 @@ def test_a_collective_waits_for_the_main_stream():
 def test_launches_that_take_longer_than_kernels_are_what_counts():
     device = dataclasses.replace(SLOW, launch_s=10.0)
     assert replay([vector(1)] * 3, device).seconds == 34
-    assert replay([vector(1)] * 3, device, is_ideal=True).seconds == 12
+    assert replay([vector(1)] * 3, device.promised).seconds == 12
 
 
 @pytest.mark.parametrize(
@@ -64,7 +67,7 @@ def test_launches_that_take_longer_than_kernels_are_what_counts():
     ],
 )
 def test_a_group_uses_the_links_between_its_ranks(op, ranks, seconds):
-    assert kernel_seconds(gather(2, ranks, op=op), SLOW, SLOW.reached) == (seconds, 0.0)
+    assert kernel_seconds(gather(2, ranks, op=op), SLOW) == (seconds, 0.0)
 
 
 def bf16(*shapes):
@@ -93,12 +96,12 @@ def test_operations_of_products(op, inputs, outputs, operations):
 
 def test_a_product_takes_what_its_operations_or_its_memory_need():
     large = Kernel("MatMul", "forward", 0, inputs=bf16((64, 64), (64, 64)), outputs=bf16((64, 64)))
-    assert kernel_seconds(large, SLOW, SLOW.reached)[0] == 2 * 64**3
+    assert kernel_seconds(large, SLOW)[0] == 2 * 64**3
     thin = Kernel("MatMul", "forward", 0, inputs=bf16((64, 1), (1, 64)), outputs=bf16((64, 64)))
-    assert kernel_seconds(thin, SLOW, SLOW.reached)[0] == 2 * (64 + 64 + 64 * 64)
+    assert kernel_seconds(thin, SLOW)[0] == 2 * (64 + 64 + 64 * 64)
 
 
 def test_what_is_reached_is_less_than_what_is_promised():
     order = [vector(1000), gather(1000, (0, 1, 2))]
     for device in DEVICES.values():
-        assert replay(order, device, is_ideal=True).seconds < replay(order, device).seconds
+        assert replay(order, device.promised).seconds < replay(order, device).seconds
