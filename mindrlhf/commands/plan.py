@@ -25,6 +25,14 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--picture", metavar="FILE.svg", help="draw ranks x layers (-: to standard output)")
     parser.add_argument("--compile", action="store_true", help="ask MindSpore's memory planner too (minutes)")
+    parser.add_argument(
+        "--kernels",
+        action="store_true",
+        help="for --compile: count what MindSpore's back end launches instead, in one and two layers (minutes)",
+    )
+    parser.add_argument(
+        "--device", choices=("A2", "A3"), default="A2", help="whose rates give times (default: A2; A3: one die)"
+    )
     parser.add_argument("--search", action="store_true", help="propose parallel_configs that fit")
     parser.add_argument(
         "--async", dest="schedules", action="store_true", help="compare sampling in step, off-policy and in segments"
@@ -42,6 +50,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
     if arguments.lengths is not None and not arguments.schedules:
         raise UserError("--lengths is read by --async alone: give both")
+    if arguments.kernels and not arguments.compile:
+        raise UserError("--kernels is read by --compile alone: give both")
     (world_size, num_nodes), node_size = count_ranks(arguments), arguments.node_size or 8
     tell_old_workers(arguments, node_size)
     if num_nodes > 1 and arguments.node_size is None:
@@ -54,6 +64,8 @@ def _run(arguments: argparse.Namespace) -> int:
         json_path=arguments.json,
         picture_path=arguments.picture,
         compiles=arguments.compile,
+        kernels=arguments.kernels,
+        device=arguments.device,
         searches=arguments.search,
         schedules=arguments.schedules,
         lengths=arguments.lengths,

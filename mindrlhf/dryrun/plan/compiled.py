@@ -75,14 +75,15 @@ def step_estimate(plan: Plan, stage: int) -> int:
 
 def _requests(plan: Plan, rank: int) -> list[CompileRequest]:
     """Return the graph of an update; or that of its gradients, and the update of short rows."""
-    whole = _request(plan, rank)
+    whole = step_request(plan, rank)
     if not plan.config.memory.swap_moments:
         return [whole]
     short = min(whole.seq_length, step_length(plan.layout))
     return [dataclasses.replace(whole, cell=GRADIENTS), dataclasses.replace(whole, seq_length=short)]
 
 
-def _request(plan: Plan, rank: int) -> CompileRequest:
+def step_request(plan: Plan, rank: int) -> CompileRequest:
+    """Return the update of a plan's run, as ``rank`` compiles it."""
     config = plan.config
     parallel = dataclasses.asdict(config.parallel_config) | {"data_parallel": plan.layout.data_parallel}
     return CompileRequest(

@@ -17,6 +17,7 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.training import ParallelSection, trains_sharded
 from mindrlhf.dryrun.plan.activations import LayerWidths, model_widths
 from mindrlhf.dryrun.plan.cost import VisionPlan, plan_vision
+from mindrlhf.dryrun.plan.devices import DEVICES, Device
 from mindrlhf.dryrun.plan.groups import GroupKind, num_communicators, plan_groups
 from mindrlhf.dryrun.plan.memory import MemoryInputs, PhaseMemory, plan_memory
 from mindrlhf.dryrun.plan.parameters import (
@@ -56,6 +57,12 @@ class Machine:
     device_bytes: int
     node_size: int
     link_bytes_per_s: float = LINK_BYTES_PER_S
+    kind: Device = DEVICES["A2"]
+
+    @property
+    def device(self) -> Device:
+        """One of the devices, in nodes as these are."""
+        return dataclasses.replace(self.kind, node_size=self.kind.node_size or self.node_size)
 
     @property
     def num_nodes(self) -> int:
@@ -282,5 +289,9 @@ def make_plan(config: GrpoConfig, model: Model, machine: Machine) -> Plan:
         rollout=inputs.rollout,
         memory=tuple(plan_memory(inputs)),
         transfer=transfer_of(config, model, machine, inputs, layouts),
-        vision=plan_vision(inputs, count_parameters([one for one in layouts if one.name.startswith(VISION_PREFIX)])),
+        vision=plan_vision(
+            inputs,
+            count_parameters([one for one in layouts if one.name.startswith(VISION_PREFIX)]),
+            machine.device,
+        ),
     )

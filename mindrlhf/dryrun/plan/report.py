@@ -1,5 +1,6 @@
 """Carrying out `mindrlhf plan`: read, plan, write."""
 
+import dataclasses
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,12 +8,15 @@ from pathlib import Path
 
 from mindrlhf.config.load import load_grpo_config
 from mindrlhf.dryrun.plan.compiled import compile_plan
+from mindrlhf.dryrun.plan.devices import DEVICES
 from mindrlhf.dryrun.plan.json_values import plan_json
+from mindrlhf.dryrun.plan.kernels import compile_kernels, kernel_lines
 from mindrlhf.dryrun.plan.picture import render_picture
 from mindrlhf.dryrun.plan.plan import Machine, make_plan, read_model
 from mindrlhf.dryrun.plan.schedule.report import compare_schedules, schedule_json, schedule_notes, schedule_rows
 from mindrlhf.dryrun.plan.search import search
 from mindrlhf.dryrun.plan.text import columns, planned_lines, render_text, search_lines, section, wrap
+from mindrlhf.dryrun.plan.times import plan_times, time_notes, time_rows, times_json
 from mindrlhf.dryrun.plan.verdict import give_verdict
 from mindrlhf.errors import UserError
 from mindrlhf.system.files import write_file
@@ -32,6 +36,8 @@ class PlanOptions:
     json_path: str | None = None
     picture_path: str | None = None
     compiles: bool = False
+    kernels: bool = False
+    device: str = "A2"
     searches: bool = False
     schedules: bool = False
     lengths: str | None = None
@@ -52,10 +58,17 @@ def report_plan(config_path: str | Path, overrides: Iterable[str], options: Plan
     plan = make_plan(config, model, machine)
     verdict = give_verdict(plan)
     parts = [render_text(plan, verdict)]
+    times = plan_times(plan) if config.run.device != "cpu" else None
+    if times is not None:
+        notes = [line for note in time_notes(times, machine.device.words) for line in wrap(note)]
+        parts.append(section("Time of a step", [*columns(time_rows(times), "<>><"), "", *notes]))
     result = search(config, model, machine) if options.searches else None
     if result is not None:
         parts.append(section("Search", search_lines(result, plan)))
-    planned = compile_plan(plan) if options.compiles else []
+    counts = compile_kernels(plan) if options.kernels else []
+    if counts:
+        parts.append(section("Kernels", kernel_lines(counts, machine.device)))
+    planned = compile_plan(plan) if options.compiles and not options.kernels else []
     if planned:
         parts.append(section("MindSpore's memory planner", planned_lines(planned)))
     schedules = compare_schedules(plan, options.lengths) if options.schedules else None
@@ -66,6 +79,10 @@ def report_plan(config_path: str | Path, overrides: Iterable[str], options: Plan
     printed = "\n\n".join(parts)
     if options.json_path:
         values = plan_json(plan, verdict, result, planned)
+        if counts:
+            values["kernels"] = [dataclasses.asdict(one) for one in counts]
+        if times is not None:
+            values["times"] = times_json(times)
         if schedules is not None:
             values["schedules"] = schedule_json(schedules)
         text = json.dumps(values, indent=1)
@@ -86,7 +103,7 @@ def _machine(options: PlanOptions) -> Machine:
             raise UserError(f"{option} is {value}: give a number of devices, 1 or more")
     device_bytes = parse_size(options.device_memory, "--device-memory")
     link_bytes_per_s = parse_size(options.link_speed, "--link-speed")
-    return Machine(options.world_size, device_bytes, options.node_size, link_bytes_per_s)
+    return Machine(options.world_size, device_bytes, options.node_size, link_bytes_per_s, DEVICES[options.device])
 
 
 def _check_target(path: str | None, option: str) -> None:

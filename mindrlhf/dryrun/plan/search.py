@@ -62,7 +62,7 @@ def search(config: GrpoConfig, model: Model, machine: Machine) -> SearchResult:
         peak = max(phase.total for phase in plan_memory(inputs))
         if peak > machine.device_bytes or inputs.rollout.num_full_sequences < 1:
             continue
-        cost = estimate_cost(inputs, num_active, 1 - peak / machine.device_bytes, machine.node_size)
+        cost = estimate_cost(inputs, num_active, 1 - peak / machine.device_bytes, machine.device)
         candidates.append(Candidate(keys, peak, cost))
     candidates.sort(key=_rank)
     # The transfer of a large model takes its time to count: those that are far behind stay so.

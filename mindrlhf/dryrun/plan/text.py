@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from mindrlhf.dryrun.plan.compiled import PlannedStage
-from mindrlhf.dryrun.plan.cost import NETWORK_BYTES_PER_S, NODE_BYTES_PER_S, VisionPlan
+from mindrlhf.dryrun.plan.cost import VisionPlan
 from mindrlhf.dryrun.plan.groups import describe_groups
 from mindrlhf.dryrun.plan.memory import PhaseMemory
 from mindrlhf.dryrun.plan.parameters import StageState
@@ -74,17 +74,15 @@ def search_lines(result: SearchResult, plan: Plan) -> list[str]:
     header = ("", "dp", "mp", "pp", "cp", "ep", "opt", "recompute", "micro", "peak", "free", "s/update")
     rows = [header, *(_candidate_row(index, one) for index, one in enumerate(result.best, 1))]
     lines += columns(rows, ">" * len(header))
-    lines += ["", "Seconds of an update by cause (a model for ranking, not a prediction):"]
-    causes = ("compute", "imbalance", "bubble", "tensor", "expert", "data", "weights")
+    lines += ["", "Seconds of an update by cause (as assumed of the devices, not measured):"]
+    causes = ("compute", "vector", "imbalance", "bubble", "tensor", "expert", "data", "state", "weights")
     rows = [("", *causes)]
     for index, one in enumerate(result.best, 1):
         rows.append((str(index), *(f"{getattr(one.cost, cause):.1f}" for cause in causes)))
-    lines += columns(rows, ">" * 8)
+    lines += columns(rows, ">" * 10)
     lines += wrap(
-        f"Rates: {NODE_BYTES_PER_S / 1e9:.0f} GB/s per device inside a node of {plan.machine.node_size}, "
-        f"{NETWORK_BYTES_PER_S / 1e9:.0f} GB/s between nodes; weights of a step over "
-        f"{format_size(plan.machine.link_bytes_per_s)}/s for each node; layouts with less than 10 % free memory "
-        "rank lower. docs/plan.md has the formulas."
+        f"{plan.machine.device.words}; weights of a step over {format_size(plan.machine.link_bytes_per_s)}/s for each "
+        "node; layouts with less than 10 % free memory rank lower. docs/plan.md has the formulas."
     )
     lines += ["", "The best, as overrides:"]
     words = [f"{key}={str(value).lower()}" for key, value in result.best[0].keys.items()]

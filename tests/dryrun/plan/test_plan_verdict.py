@@ -131,12 +131,12 @@ def test_nothing_fits_tiny_devices():
     assert (result.best, result.num_fitting) == ((), 0)
 
 
-def _cost(*overrides, world_size=16, slack=0.5):
+def _cost(*overrides, world_size=16, slack=0.5, servers=8):
     from mindrlhf.dryrun.plan.plan import prepare
 
-    plan = plan_of("qwen2_5_7b_8npu", "rollout.num_replicas=8", *overrides, world_size=world_size)
+    plan = plan_of("qwen2_5_7b_8npu", f"rollout.num_replicas={servers}", *overrides, world_size=world_size)
     inputs, _ = prepare(plan.config, plan.model, plan.machine)
-    return estimate_cost(inputs, 7_615_616_512, slack, 8)
+    return estimate_cost(inputs, 7_615_616_512, slack, plan.machine.device)
 
 
 def test_costs_move_as_they_should():
@@ -145,20 +145,46 @@ def test_costs_move_as_they_should():
     keys = ("parallel_config.data_parallel=2", "parallel_config.pipeline_stage=2")
     few = _cost(*keys, "parallel_config.micro_batch_num=2", "training.micro_batch_size=2")
     many = _cost(*keys, "parallel_config.micro_batch_num=8", "training.micro_batch_size=8")
-    busy = few.compute + few.imbalance + few.tensor
+    def busy(cost):
+        return cost.compute + cost.vector + cost.imbalance + cost.tensor
+
     # Of a pipeline's time, (p - 1) / (m + p - 1) is idle: 1/3 with 2 micro-batches, 1/9 with 8.
-    assert few.bubble / (busy + few.bubble) == pytest.approx(1 / 3)
-    assert many.bubble / (many.compute + many.imbalance + many.tensor + many.bubble) == pytest.approx(1 / 9)
+    assert few.bubble / (busy(few) + few.bubble) == pytest.approx(1 / 3)
+    assert many.bubble / (busy(many) + many.bubble) == pytest.approx(1 / 9)
     # The head is work of the last stage: h * V against 14 layers.
     assert few.imbalance > 0
     without = _cost("parallel_config.data_parallel=4", "model.recompute=false")
-    assert base.compute == pytest.approx(without.compute * 4 / 3)
+    layers = 7_615_616_512 - 2 * 152_064 * 3584
+    again = (2 * layers + 2 * 28 * 3584 * 4096) * 1024 * 4096 / 16 / (354e12 * 0.65)
+    assert base.compute - without.compute == pytest.approx(again)
 
 
 def test_compute_is_six_operations_per_parameter_and_token():
     cost = _cost("parallel_config.data_parallel=4", "model.recompute=false")
-    per_token = 6 * (7_615_616_512 - 152_064 * 3584) + 6 * 28 * 3584 * 4096
-    assert cost.compute == pytest.approx(per_token * 1024 * 4096 / 16 / (300e12 * 0.45))
+    # Attention: two products of half a square forward, five backward.
+    per_token = 6 * (7_615_616_512 - 152_064 * 3584) + 7 * 28 * 3584 * 4096
+    assert cost.compute == pytest.approx(per_token * 1024 * 4096 / 16 / (354e12 * 0.65))
+
+
+def test_groups_of_two_have_one_link_and_groups_of_eight_seven():
+    """Eight replicas gather and scatter over seven links, which carry 7/8 of the weights; two over one, which has 1/2
+    of a quarter of them: the layers of a rank that is one of four."""
+    two = _cost("parallel_config.data_parallel=2", world_size=8, servers=4).data
+    eight = _cost(
+        *("parallel_config.data_parallel=8", "parallel_config.model_parallel=1"),
+        *("parallel_config.use_seq_parallel=false", "training.micro_batch_size=2"),
+        world_size=8,
+        servers=4,
+    ).data
+    calls = 1024 / 2 / 2, 1024 / 8 / 2
+    assert eight / calls[1] / (two / calls[0]) == pytest.approx((7 / 8 / 7) / (1 / 4 / 2 / 1), rel=0.01)
+
+
+def test_every_call_pays_for_the_optimizers_state():
+    few, many = (_cost("parallel_config.data_parallel=4", f"training.micro_batch_size={rows}") for rows in (8, 2))
+    assert many.num_calls == 4 * few.num_calls
+    assert many.state == pytest.approx(4 * few.state) and many.data == pytest.approx(4 * few.data)
+    assert many.compute == pytest.approx(few.compute)
 
 
 def test_little_slack_costs_score():

@@ -1,16 +1,14 @@
-"""How long decoding, training and switching take on some of the devices: the same round rates that the search uses."""
+"""How long decoding, training and switching take on some of the devices: the same rates that the search uses."""
 
 from dataclasses import dataclass
 
-from mindrlhf.dryrun.plan.cost import DEVICE_FLOPS, estimate_cost
+from mindrlhf.dryrun.plan.cost import estimate_cost
+from mindrlhf.dryrun.plan.devices import Device
+from mindrlhf.dryrun.plan.memory import needs_logprobs
 from mindrlhf.dryrun.plan.parameters import active_parameters
 from mindrlhf.dryrun.plan.plan import Plan, prepare
 from mindrlhf.layout.layout import Layout
 
-# What a device reads of its memory while it decodes, bytes/s: a round number below the 1.6e12 of an Ascend 910B.
-MEMORY_BYTES_PER_S = 1.2e12
-# Beside an update's three passes (forward, and twice that backward), log-probabilities are one.
-_PASSES_OF_UPDATE = 3
 # Of the longest prompt that fits, what prompts have on average: a guess.
 _PROMPT_SHARE = 0.5
 # Sleep, wake and new weights, as a share of an ideal rollout.
@@ -57,8 +55,8 @@ class Rates:
         return _SWITCH_SHARE * self.ideal_rollout_s(mean_length)
 
 
-def estimate_rates(plan: Plan, mean_length: float) -> Rates:
-    """Return the rates of a plan's run.
+def estimate_rates(plan: Plan, mean_length: float, device: Device | None = None) -> Rates:
+    """Return the rates of a plan's run, on its devices or on others.
 
     A decoding step reads the weights once, and each sequence's keys and values; a token costs 2 operations for each
     parameter that it meets (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
@@ -66,24 +64,32 @@ def estimate_rates(plan: Plan, mean_length: float) -> Rates:
     config, rollout, batch = plan.config, plan.rollout, plan.batch
     inputs, _ = prepare(config, plan.model, plan.machine)
     num_active = active_parameters(plan.model.known, plan.model.dims)
-    update = estimate_cost(inputs, num_active, 1 - plan.peak.total / plan.machine.device_bytes, plan.machine.node_size)
-    num_forwards = (config.algorithm.beta > 0) + (batch.num_updates > 1)
-    prompt_length = _PROMPT_SHARE * batch.max_prompt_length
-    context = prompt_length + mean_length / 2
-    # The plan counts a row for each sample, which is the most; packing fills rows with several.
-    filled = min(1.0, (prompt_length + mean_length) / batch.row_length)
+    device = device or plan.machine.device
+    update = estimate_cost(inputs, num_active, 1 - plan.peak.total / plan.machine.device_bytes, device)
+    num_forwards = (config.algorithm.beta > 0) + needs_logprobs(inputs)
+    context = prompt_tokens(plan) + mean_length / 2
     passes_s = update.seconds * batch.num_updates
-    passes_s += update.compute * num_forwards / _PASSES_OF_UPDATE * config.training.num_minibatches
+    passes_s += update.forward * num_forwards * config.training.num_minibatches
     tensor = config.rollout.tensor_parallel
-    operations_s = 2 * num_active / tensor / DEVICE_FLOPS
+    operations_s = 2 * num_active / tensor / device.product_rate
     return Rates(
         layout=plan.layout,
         tensor_parallel=tensor,
         slots=max(1, min(rollout.max_num_seqs, int(rollout.num_cached_tokens / context))),
-        decode_s=rollout.weights / MEMORY_BYTES_PER_S,
-        sequence_s=rollout.kv_token * context / MEMORY_BYTES_PER_S + operations_s,
+        decode_s=rollout.weights / device.memory_rate + device.decode_s,
+        sequence_s=rollout.kv_token * context / device.memory_rate + operations_s,
         prefill_s=operations_s,
-        train_s=passes_s * filled,
+        train_s=passes_s * filled_share(plan, mean_length),
         num_prompts=batch.num_prompts,
         num_generations=config.algorithm.num_generations,
     )
+
+
+def prompt_tokens(plan: Plan) -> float:
+    """Return the tokens that prompts are assumed to have on average."""
+    return _PROMPT_SHARE * plan.batch.max_prompt_length
+
+
+def filled_share(plan: Plan, mean_length: float) -> float:
+    """Return the share of the plan's rows that packed samples fill: it counts a row for each, which is the most."""
+    return min(1.0, (prompt_tokens(plan) + mean_length) / plan.batch.row_length)

@@ -78,6 +78,11 @@ def simulate(rates: Rates, lengths: ResponseLengths) -> list[Outcome]:
     return found
 
 
+def sampling_seconds(rates: Rates, lengths: ResponseLengths) -> float:
+    """Return the seconds until the last response of a step is there, all servers having their share of it."""
+    return _drain(rates, next(_batches(rates, lengths, rates.layout.world_size // rates.tensor_parallel)))
+
+
 def segment_tokens(lengths: ResponseLengths) -> int:
     """Return a span that most responses fit in twice: the median, as a round number."""
     digits = 10 ** max(0, math.floor(math.log10(lengths.median)) - 1)

@@ -1,0 +1,115 @@
+"""How long a device takes for kernels as MindSpore launches them: a replay of its streams and events.
+
+A kernel takes as long as its memory traffic or its products need, whichever is more (the roofline of Williams et al.
+2009, doi:10.1145/1498765.1498785), a collective as long as its busiest rank sends. None of it was measured on a device.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from mindrlhf.dryrun.compile.kernels import PRODUCTS, RECEIVE, SEND, size_bytes
+from mindrlhf.dryrun.compile.request import COLLECTIVES, Kernel
+from mindrlhf.dryrun.plan.devices import Device
+
+# FlashAttention's backward pass has five products, the forward pass two (Dao 2023, arXiv:2307.08691, section 3.1).
+_ATTENTION_BACKWARD = 2.5
+
+
+@dataclass
+class Replay:
+    """What a replay found, in seconds.
+
+    Attributes:
+        seconds: from the first launch to the end of the last stream.
+        busy: of kernels by part of the step, and of collectives by what they carry.
+        hidden: of collectives by what they carry, while the main stream had other work.
+        operations: floating-point, of products.
+    """
+
+    seconds: float = 0.0
+    busy: Counter = field(default_factory=Counter)
+    hidden: Counter = field(default_factory=Counter)
+    operations: float = 0.0
+
+
+def replay(kernels: Iterable[Kernel], device: Device) -> Replay:
+    """Run through kernels in the order of their launch, each stream at its own pace."""
+    found, launched, waits = Replay(), 0.0, {}
+    time: Mapping[int, float] = defaultdict(float)
+    work: Mapping[int, float] = defaultdict(float)  # of a stream so far, without waiting
+    last: dict[int, tuple[Kernel, float, float]] = {}  # the collective that a stream ran last: seconds, main work then
+    for kernel in kernels:
+        stream = kernel.stream
+        if kernel.op == SEND:
+            waits[kernel.event] = time[stream], last.pop(stream, None)
+        elif kernel.op == RECEIVE:
+            ready, collective = waits.get(kernel.event, (0.0, None))
+            time[stream] = max(time[stream], ready)
+            if collective is not None and stream == 0:
+                sent, seconds, before = collective
+                found.hidden[_cause(sent)] += min(seconds, work[0] - before)
+        else:
+            launched += device.launch_s
+            seconds, operations = kernel_seconds(kernel, device)
+            time[stream] = max(time[stream], launched) + seconds
+            found.busy[_cause(kernel)] += seconds
+            found.operations += operations
+            if kernel.op in COLLECTIVES:
+                last[stream] = kernel, seconds, work[0]
+            else:
+                work[stream] += seconds
+    found.seconds = max(time.values(), default=0.0)
+    return found
+
+
+def _cause(kernel: Kernel) -> str:
+    return f"{kernel.role} {kernel.op}" if kernel.op in COLLECTIVES else kernel.part
+
+
+def kernel_seconds(kernel: Kernel, device: Device) -> tuple[float, float]:
+    """Return the seconds of a kernel, and its floating-point operations if it is a product."""
+    if kernel.op in COLLECTIVES:
+        return _collective_seconds(kernel, device), 0.0
+    seconds = (size_bytes(kernel.inputs) + size_bytes(kernel.outputs)) / device.memory_rate
+    operations = product_operations(kernel)
+    return max(seconds, operations / device.product_rate), operations
+
+
+def _collective_seconds(kernel: Kernel, device: Device) -> float:
+    size = len(kernel.ranks)
+    if size < 2:
+        return 0.0
+    whole = max(size_bytes(kernel.inputs), size_bytes(kernel.outputs))
+    moved = whole if kernel.op in ("Send", "Receive", "Broadcast") else whole * (size - 1) / size
+    if kernel.op == "AllReduce":
+        moved *= 2
+    return device.collective_s + moved / device.exchange_rate(kernel.ranks)
+
+
+def product_operations(kernel: Kernel) -> float:
+    """Return the floating-point operations of a product, 0 of any other kernel."""
+    if not PRODUCTS.fullmatch(kernel.op):
+        return 0.0
+    shapes = [dims for _, dims in kernel.inputs if len(dims) > 1]
+    made = [dims for _, dims in kernel.outputs if len(dims) > 1]
+    if kernel.op.startswith("FlashAttention"):
+        query, key, value = shapes[:3]
+        length, width = (query[-2], query[-1]) if len(query) == 4 else (query[0], query[-1])
+        heads = math.prod(query) // (length * width)
+        # Causal: half of the scores.
+        operations = heads * length * (key[-2] if len(key) == 4 else key[0]) * (width + value[-1])
+        return operations * (_ATTENTION_BACKWARD if kernel.op.endswith("Grad") else 1)
+    if kernel.op.startswith("GroupedMatmul"):
+        rows, weights = shapes[:2]
+        return 2.0 * math.prod(rows) * weights[-1]
+    if kernel.op in ("MatmulReduceScatter", "AllGatherMatmul"):
+        rows, weights = shapes[:2]
+        size = len(kernel.ranks) or 1
+        gathered = size if kernel.op == "AllGatherMatmul" else 1
+        return 2.0 * rows[0] * gathered * math.prod(weights)
+    # (m k) (k n) / (m n) = k ** 2, of each product of a batch.
+    batch = math.prod(made[0][:-2])
+    inner = math.sqrt(math.prod(shapes[0]) * math.prod(shapes[1]) / batch / math.prod(made[0]))
+    return 2.0 * math.prod(made[0]) * inner
