@@ -9,7 +9,6 @@ from dataclasses import replace
 import mindspore as ms
 import numpy as np
 from mindformers.parallel_core.process_group_config import ModelCommProcessGroups
-from mindformers.parallel_core.training_graph.base_models.common.embeddings.rope_utils import ApplyRotaryPosEmb
 from mindformers.parallel_core.training_graph.base_models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from mindformers.parallel_core.training_graph.device_matrix import layout
 from mindformers.parallel_core.training_graph.transformer.attention import SelfAttention
@@ -18,17 +17,18 @@ from mindformers.parallel_core.utils.spec_utils import ModuleSpec
 from mindspore import Tensor, nn, ops
 from mindspore.ops.operations import Morph
 
+from mindrlhf.models.ascend_layers import with_fused_kernels
 from mindrlhf.models.rotary import rotary_frequencies, score_scale
 from mindrlhf.models.vision.deepstack import NUM_ASCEND_TABLES, DeepstackLayer
 
 
 def decoder_spec(config, dims):
-    """MindFormers' layers, unchanged: fused attention, fused norms, interleaved weights, grouped experts.
+    """MindFormers' layers with fused kernels: attention, norms, rotation, gated MLPs, grouped experts.
 
     Those of a model whose layers take image rows add them. Where YaRN turns whole heads their scores are scaled as on
     the CPU; see :func:`extend_rotation`.
     """
-    spec = get_gpt_decoder_block_spec(config)
+    spec = with_fused_kernels(get_gpt_decoder_block_spec(config), config)
     if dims.vision and dims.vision.deepstack_blocks:
         params = {"num_tables": NUM_ASCEND_TABLES}
         spec.layer_specs = [replace(layer, module=DeepstackLayer, params=params) for layer in spec.layer_specs]
@@ -50,9 +50,9 @@ def extends_whole_heads(dims) -> bool:
 def extend_rotation(model, dims) -> None:
     """Give a GPTModel its frequencies where MindFormers has others: of an extended context, or of a part of a head.
 
-    Its cells would multiply the angles by what YaRN multiplies cosines and sines by (ApplyRotaryPosEmb, 1.9.0). They
-    are given the frequencies alone; scaling the scores by the square comes to the same. Its own Llama 3.1 (1.9.0)
-    knows one set of factors only.
+    Its cells would multiply the angles by what YaRN multiplies cosines and sines by (ApplyRotaryPosEmb, 1.9.0). Here
+    they are not; scaling the scores by the square comes to the same. Its own Llama 3.1 (1.9.0) knows one set of factors
+    only.
     """
     if extends_whole_heads(dims) or dims.llama3 or dims.rotary_dim:
         model.rotary_pos_emb.inv_freq = Tensor(rotary_frequencies(dims))
@@ -81,7 +81,7 @@ class SelfAttentionOfAnyWidth(SelfAttention):
 
 
 class DecoderInputs(nn.Cell):
-    """Embedded tokens `[S, B, H]`, the mask `[B, 1, S, S]` uint8 (1 = hidden), and the rotary angles.
+    """Embedded tokens `[S, B, H]`, the mask `[B, 1, S, S]` uint8 (1 = hidden), and the rotary tables.
 
     Fused attention takes any mask (MindFormers' sparse_mode 0), so that shared prompts need no other kernel.
     """
@@ -90,7 +90,7 @@ class DecoderInputs(nn.Cell):
         super().__init__(auto_prefix=False)
         del dims  # MindFormers' rotary cell knows the angles
         self.embedding = model.embedding
-        self.rotary = model.rotary_pos_emb
+        self.rotary, self.tables = model.rotary_pos_emb, model.rotary_tables
         # Small constants: a square one would be as large as the mask, on every rank.
         places = np.arange(max_length, dtype=np.int32)
         self.row_places, self.column_places = Tensor(places.reshape(1, -1, 1)), Tensor(places.reshape(1, 1, -1))
@@ -127,7 +127,7 @@ class DecoderInputs(nn.Cell):
         # Zeros, which the compiler cannot know: it would fold a comparison of constants into a square one.
         rows = self.add_places(self.no_more_than(self.as_column(segment_ids, 2), 0), rows)
         hidden = self.cast(self.either(other_segment, self.before(rows, columns)), ms.uint8)
-        return self.embedding(input_ids, None), self.add_head_axis(hidden, 1), rotary
+        return self.embedding(input_ids, None), self.add_head_axis(hidden, 1), self.tables(rotary)
 
     def _channel(self, inputs, number):
         """One of the three arrays `[B, S]` of `[B, 3, S]`; see CausalLM."""
@@ -140,18 +140,6 @@ class DecoderInputs(nn.Cell):
         angles, scale = rotary
         table = ops.reshape(angles, (angles.shape[0], angles.shape[-1]))
         return self.add_rotary_axis(self.gather(table, self.positions_first(positions, (1, 0)), 0), 2), scale
-
-
-def rotate_by_row(model) -> None:
-    """Let every row have rotary angles of its own: MindFormers shards those `[S, 1, 1, D]` that all rows share."""
-    for _, cell in model.decoder.cells_and_names():
-        if isinstance(cell, ApplyRotaryPosEmb):
-            heads = "None" if cell.for_k_pos_emb else "tp"
-            angles = layout("cp", "dp", "None", "None")
-            cell.mul_mscale.shard(in_strategy=(angles,))
-            for function in (cell.cos, cell.sin):
-                function.shard(in_strategy=(angles,), out_strategy=(angles,))
-            cell.mul.shard(in_strategy=(layout("cp", "dp", heads, "None"), angles))
 
 
 class DecoderOutputs(nn.Cell):
