@@ -10,30 +10,29 @@ from dataclasses import replace
 import mindspore as ms
 import numpy as np
 from mindformers.parallel_core.process_group_config import ModelCommProcessGroups
-from mindformers.parallel_core.training_graph.base_models.common.embeddings.rope_utils import ApplyRotaryPosEmb
 from mindformers.parallel_core.training_graph.base_models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from mindformers.parallel_core.training_graph.device_matrix import layout
 from mindformers.parallel_core.training_graph.transformer.attention import SelfAttention
 from mindformers.parallel_core.training_graph.transformer.flash_attention import FlashAttention
-from mindformers.parallel_core.training_graph.transformer.norm import FusedRMSNorm
 from mindformers.parallel_core.utils.spec_utils import ModuleSpec
 from mindspore import Tensor, nn, ops
 from mindspore.common.initializer import initializer
 from mindspore.ops.auto_generate import Muls
 from mindspore.ops.operations import Morph
 
+from mindrlhf.models.ascend_layers import RMSNorm, with_fused_kernels
 from mindrlhf.models.layers import layer_class
 from mindrlhf.models.rotary import embedding_scale, rotary_frequencies, score_scale
 from mindrlhf.models.vision.deepstack import NUM_ASCEND_TABLES, DeepstackLayer
 
 
 def decoder_spec(config, dims):
-    """MindFormers' layers where it has them: fused attention, fused norms, interleaved weights, grouped experts.
+    """MindFormers' layers with fused kernels: attention, norms, rotation, gated MLPs, grouped experts.
 
     Those of a model whose layers take image rows add them. Where YaRN turns whole heads their scores are scaled as on
     the CPU; see :func:`extend_rotation`.
     """
-    spec = get_gpt_decoder_block_spec(config)
+    spec = with_fused_kernels(get_gpt_decoder_block_spec(config), config)
     makes_scores = ModuleSpec(module=FlashAttention, params={"softmax_scale": score_scale(dims)})
     for number, layer in enumerate(spec.layer_specs):
         module, params = layer_class(dims, number, NUM_ASCEND_TABLES)
@@ -60,7 +59,7 @@ def decoder_spec(config, dims):
     return spec
 
 
-class ZeroCentredNorm(FusedRMSNorm):
+class ZeroCentredNorm(RMSNorm):
     """RMSNorm that multiplies by 1 + weight."""
 
     def __init__(self, config, dim, eps):
@@ -69,8 +68,7 @@ class ZeroCentredNorm(FusedRMSNorm):
         self.add_one = ops.Add().shard(((1,), ()))
 
     def construct(self, x):
-        output = self.norm(self.cast(x, self.compute_type), self.add_one(self.weight, 1.0))[0]
-        return self.cast(output, x.dtype)
+        return self.norm(x, self.add_one(self.weight, 1.0))[0]
 
 
 def extends_whole_heads(dims) -> bool:
@@ -81,9 +79,9 @@ def extends_whole_heads(dims) -> bool:
 def extend_rotation(model, dims) -> None:
     """Give a GPTModel its frequencies where MindFormers has others: of an extended context, or of a part of a head.
 
-    Its cells would multiply the angles by what YaRN multiplies cosines and sines by (ApplyRotaryPosEmb, 1.9.0). They
-    are given the frequencies alone; scaling the scores by the square comes to the same. Its own Llama 3.1 (1.9.0)
-    knows one set of factors only.
+    Its cells would multiply the angles by what YaRN multiplies cosines and sines by (ApplyRotaryPosEmb, 1.9.0). Here
+    they are not; scaling the scores by the square comes to the same. Its own Llama 3.1 (1.9.0) knows one set of factors
+    only.
     """
     if extends_whole_heads(dims) or dims.llama3 or dims.rotary_dim or dims.rope_factor != 1:
         model.rotary_pos_emb.inv_freq = Tensor(rotary_frequencies(dims))
@@ -124,7 +122,7 @@ class SelfAttentionOfNeighbours(SelfAttentionOfAnyWidth):
 
 
 class DecoderInputs(nn.Cell):
-    """Embedded tokens `[S, B, H]`, the mask `[B, 1, S, S]` uint8 (1 = hidden), and the rotary angles.
+    """Embedded tokens `[S, B, H]`, the mask `[B, 1, S, S]` uint8 (1 = hidden), and the rotary tables.
 
     Fused attention takes any mask (MindFormers' sparse_mode 0), so that shared prompts need no other kernel.
     """
@@ -132,7 +130,7 @@ class DecoderInputs(nn.Cell):
     def __init__(self, model, config, max_length: int, dims):
         super().__init__(auto_prefix=False)
         self.embedding = model.embedding
-        self.rotary = model.rotary_pos_emb  # it knows the angles
+        self.rotary, self.tables = model.rotary_pos_emb, model.rotary_tables
         self.embedding_scale = embedding_scale(dims)
         self.window = dims.local.window if dims.local else 0
         if dims.local:
@@ -196,7 +194,7 @@ class DecoderInputs(nn.Cell):
 
     def _angles(self, cell, length, positions):
         angles = cell(length)
-        return angles if positions is None else self._by_row(angles, positions)
+        return self.tables(angles if positions is None else self._by_row(angles, positions))
 
     def _channel(self, inputs, number):
         """One of the three arrays `[B, S]` of `[B, 3, S]`; see CausalLM."""
@@ -209,18 +207,6 @@ class DecoderInputs(nn.Cell):
         angles, scale = rotary
         table = ops.reshape(angles, (angles.shape[0], angles.shape[-1]))
         return self.add_rotary_axis(self.gather(table, self.positions_first(positions, (1, 0)), 0), 2), scale
-
-
-def rotate_by_row(model) -> None:
-    """Let every row have rotary angles of its own: MindFormers shards those `[S, 1, 1, D]` that all rows share."""
-    for _, cell in model.decoder.cells_and_names():
-        if isinstance(cell, ApplyRotaryPosEmb):
-            heads = "None" if cell.for_k_pos_emb else "tp"
-            angles = layout("cp", "dp", "None", "None")
-            cell.mul_mscale.shard(in_strategy=(angles,))
-            for function in (cell.cos, cell.sin):
-                function.shard(in_strategy=(angles,), out_strategy=(angles,))
-            cell.mul.shard(in_strategy=(layout("cp", "dp", heads, "None"), angles))
 
 
 class DecoderOutputs(nn.Cell):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from mindspore.train import mind_ir_pb2 as ir
 
+from mindrlhf.dryrun.execute.kernels import halves
 from mindrlhf.dryrun.execute.mindir import (
     FLOAT32_TYPE_ID,
     INT32_TYPE_ID,
@@ -147,7 +148,7 @@ def lower_matmul(emitter: Emitter, inputs: Sequence[Value]) -> None:
 
 def lower_gated(emitter: Emitter, inputs: Sequence[Value]) -> None:
     """SwiGLU (Shazeer 2020, arXiv:2002.05202): silu of the first half, times the second."""
-    gate, up = _halves(emitter, inputs[0])
+    gate, up = halves(emitter, inputs[0])
     sigmoid = emitter.like("Sigmoid", gate)
     emitter.binary("Mul", emitter.binary("Mul", gate, sigmoid), up, name=emitter.output.name)
 
@@ -155,7 +156,7 @@ def lower_gated(emitter: Emitter, inputs: Sequence[Value]) -> None:
 def lower_gated_grad(emitter: Emitter, inputs: Sequence[Value]) -> None:
     """With s = sigmoid(a): da = dy b s (1 + a (1 - s)) and db = dy a s."""
     slope, x = inputs[:2]
-    gate, up = _halves(emitter, x)
+    gate, up = halves(emitter, x)
     sigmoid = emitter.like("Sigmoid", gate)
     one = emitter.number(1.0, gate.dtype)
     rest = emitter.binary("Mul", gate, emitter.binary("Sub", one, sigmoid))
@@ -255,11 +256,6 @@ def _sort(emitter: Emitter, value: Value, axis: int, is_descending: bool) -> lis
     found = emitter.call("Sort", value, shape=value.shape, dtype=value.dtype, axis=axis, descending=is_descending)
     places = emitter.element(Value(found.name, value.shape, TensorType.INT32), 1)
     return [emitter.element(found, 0), emitter.cast(places, INT64_TYPE_ID, TensorType.INT64)]
-
-
-def _halves(emitter: Emitter, value: Value) -> tuple[Value, Value]:
-    axis, size = len(value.shape) - 1, value.shape[-1]
-    return emitter.slice(value, axis, 0, size // 2), emitter.slice(value, axis, size // 2, size)
 
 
 def _members(emitter: Emitter, ends: Value, num_rows: int) -> Value:

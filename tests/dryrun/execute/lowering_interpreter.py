@@ -133,6 +133,7 @@ _OPERATORS = {
     "Add": np.add,
     "Sub": np.subtract,
     "Mul": np.multiply,
+    "Neg": np.negative,
     "Square": np.square,
     "Rsqrt": lambda x: 1 / np.sqrt(x),
     "ReduceMean": lambda x, axes, keep: x.mean(axis=axes, keepdims=bool(keep)),
