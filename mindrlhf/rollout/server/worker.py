@@ -89,9 +89,11 @@ class WorkerExtension:
             _repack_embeddings(model)
         return is_last
 
-    def tell_processed_logprobs(self) -> None:
-        """See :func:`mindrlhf.rollout.server.ascend.tell_processed_logprobs`."""
-        ascend.tell_processed_logprobs(self.model_runner)
+    def set_up_sampler(self) -> None:
+        """See :func:`mindrlhf.rollout.server.ascend.set_up_sampler`."""
+        from vllm_ascend.sample import sampler as sampling
+
+        ascend.set_up_sampler(self.model_runner.sampler, sampling)
 
     def before_sleep(self) -> None:
         """Remember what a sleep of level 2 forgets; see :class:`mindrlhf.rollout.server.ascend.WhatSleepForgets`."""

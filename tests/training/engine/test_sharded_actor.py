@@ -4,6 +4,7 @@ Two data-parallel ranks, each with the optimiser's shard of the parameters (wher
 """
 
 import dataclasses
+import threading
 from functools import partial
 from types import SimpleNamespace
 
@@ -265,8 +266,16 @@ class LocalRanks(ThreadedTeam):
         from mindrlhf.training.batch import Machine
 
         super().__init__(actors)
+        one_by_one = threading.Lock()  # MindSpore runs operators of one thread at a time
         for actor, machine in zip(actors, machines, strict=True):
             actor.machine = lambda name=machine: Machine(name)
+            placement = actor.model.placement
+            placement.write_to = partial(_locked, one_by_one, placement.write_to)
+
+
+def _locked(lock, function, *arguments):
+    with lock:
+        function(*arguments)
 
 
 @pytest.mark.parametrize("transport", [TCP, COLLECTIVES])
