@@ -56,7 +56,11 @@ REFUSALS = tuple(
         (("tools.names", IMAGES), _WRITTEN, "leave it out"),
         (("tools.environment", IMAGES), _WRITTEN, "leave it out"),
         (("lora.rank", IMAGES), "adapters are of text models so far", "remove it"),
-        ((REPLAY, "run.device=ascend"), "MindFormers' routers for Ascend take none", "set it to false"),
+        (
+            (REPLAY, "run.device=ascend"),
+            "vLLM-Ascend returns experts, and MindFormers' routers for Ascend take none",
+            "set it to false",
+        ),
         ((REPLAY, "rollout.tensor_parallel"), "experts are recorded in a server of one process", "set it to false"),
         ((REPLAY, "rollout.draft_tokens"), "experts of mere guesses would be recorded", "set it to false"),
         ((REPLAY, "msprobe.level=L0"), "single cells are run without it", "set one of them otherwise"),

@@ -13,8 +13,9 @@ from mindrlhf.system.ports import listen
 from mindrlhf.system.wire import own_host, rank_0_host
 from mindrlhf.training.batch import Machine
 from mindrlhf.training.team import Team
-from mindrlhf.weights.publish.publisher import LeaderAddress, PublishingWorker
+from mindrlhf.weights.publish.publisher import PublishingWorker
 from mindrlhf.weights.publish.slices import RequiredSlices, merge_required
+from mindrlhf.weights.publish.sync import LeaderAddress
 
 Nodes = list[list[int]]  # the ranks of each machine, rank 0's first
 

@@ -60,7 +60,8 @@ from mindrlhf.training.routing.rows import replayed_experts
 from mindrlhf.training.runtime import Rank, num_nodes_from_environment, num_ranks_from_environment
 from mindrlhf.training.team import Team
 from mindrlhf.weights.hf import read_hf_config
-from mindrlhf.weights.publish.publisher import open_weight_buffers, sharded_tensors
+from mindrlhf.weights.publish.export import sharded_tensors
+from mindrlhf.weights.publish.publisher import open_weight_buffers
 
 
 def run_rank(config: GrpoConfig, *, resume: bool = False) -> None:

@@ -240,6 +240,12 @@ RULES = {
         ["rollout.env={ASCEND_RT_VISIBLE_DEVICES: 8}"],
         1,
     ),
+    "a rollout in int8": (
+        ["rollout.dtype=int8"],
+        ["'rollout.dtype' is int8", "weight_scale and weight_offset", "correction.weight", "set it to bfloat16"],
+        ["rollout.dtype=bfloat16"],
+        1,
+    ),
     "the weight of no reward model": (
         ["reward.model_weight=0.5"],
         ["'reward.model_weight' is set", "no reward.model_path"],

@@ -18,8 +18,9 @@ from mindrlhf.layout.server_shards import Box, server_box
 from mindrlhf.layout.servers import place_servers
 from mindrlhf.specs import ModelDims, ParameterRule
 from mindrlhf.weights.convert import buffer_dtype, buffer_infos, file_dtype
+from mindrlhf.weights.publish.buffer import arrange_buckets
 from mindrlhf.weights.publish.shards import published_shards
-from mindrlhf.weights.tensors import STORAGE_DTYPES, cut_into_buckets, size_of
+from mindrlhf.weights.tensors import STORAGE_DTYPES
 
 # 200 Gbit/s, as servers with NPUs have it for storage and between hosts.
 LINK_BYTES_PER_S = 25e9
@@ -105,11 +106,11 @@ def plan_transfer(
         TransferStep("buffers to generator devices", to_devices, to_devices),
     )
     infos = buffer_infos(rules, dims, config.model.param_dtype, config.rollout.dtype)
-    buckets = cut_into_buckets(infos, int(config.rollout.weight_buffer_gib * 2**30))
+    buckets, place_sizes = arrange_buckets(infos, int(config.rollout.weight_buffer_gib * 2**30))
     # What comes to one node has left others: none sends more than its share, or than it receives itself.
     busiest = max(max(received), -(-sum(received) // nodes.count))
     return TransferPlan(
-        buffer_bytes=max(size_of(bucket, infos) for bucket in buckets),
+        buffer_bytes=sum(place_sizes),
         num_buckets=len(buckets),
         num_nodes=nodes.count,
         steps=steps,

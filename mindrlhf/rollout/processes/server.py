@@ -88,8 +88,7 @@ class ServerProcess:
         } | {"private_dir": self.private_dir, "model_dir": os.path.abspath(options.model_dir)}
         self._buffer_file = Path(self.private_dir, _BUFFER_NAME)
         config |= {"span": None if span is None else dataclasses.asdict(span), "buffer_file": str(self._buffer_file)}
-        starter = heartbeat.own_path() if options.device == "cpu" else None
-        config |= {"starter_heartbeat": str(starter or "")}
+        config |= {"starter_heartbeat": str(heartbeat.own_path() or "")}
         python = os.path.abspath(shutil.which(options.python))  # links are kept: they say which environment it is
         command = [python, "-m", "mindrlhf.rollout.server", *arguments, "--config", json.dumps(config)]
         try:

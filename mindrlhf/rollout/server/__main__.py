@@ -64,7 +64,8 @@ def main() -> None:
     _end_with_parent(config["private_dir"])
     if config["starter_heartbeat"]:
         # On a CPU a rank hears from the others within a hundredth of a second, or tries again half a second later: it
-        # needs a free core. So what takes longest waits, after what it has time for until then.
+        # needs a free core. So what takes longest waits, after what it has time for until then. On an NPU MindSpore
+        # takes 15/16 of what is free when it joins for its limit: what this server holds then it would never get.
         with speed_ups.quick_imports():
             import torch  # noqa: F401
         heartbeat.wait_while_joining(Path(config["starter_heartbeat"]))

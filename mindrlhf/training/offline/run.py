@@ -27,7 +27,7 @@ from mindrlhf.training.preflight.output import FINAL_NAME
 from mindrlhf.training.replica_team import with_replicas
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.team import Team
-from mindrlhf.weights.publish.publisher import sharded_tensors
+from mindrlhf.weights.publish.export import sharded_tensors
 
 if TYPE_CHECKING:
     from mindrlhf.training.engine.offline import OfflineWorker

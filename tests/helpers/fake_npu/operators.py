@@ -88,6 +88,9 @@ def fused_infer_attention_score(
     queries, keys, values = _joined(query, query_rope), _joined(key, key_rope), on_host(value)
     if block_table is not None:
         keys, values = (one.reshape(len(one), block_size, num_key_value_heads, -1) for one in (keys, values))
+        if list(actual_seq_lengths) == list(range(1, len(queries) + 1)):
+            found = attention_of_new_tokens(queries, keys, values, on_host(block_table), actual_seq_lengths_kv, scale)
+            return tuple(on_npu(one.to(query.dtype), query.device) for one in found)
     result, sums = torch.zeros(*queries.shape[:2], values.shape[-1]), torch.zeros(*queries.shape[:2], 1)
     start, read = 0, 0
     for number, end in enumerate(map(int, actual_seq_lengths)):
@@ -119,6 +122,20 @@ def attention(queries, keys, values, num_sharing, scale, *, is_causal) -> tuple[
     if is_causal:
         scores = scores.masked_fill(~torch.ones(num, length, dtype=torch.bool).tril(length - num), -math.inf)
     return (scores.softmax(-1) @ values).transpose(0, 1), scores.logsumexp(-1, keepdim=True).transpose(0, 1)
+
+
+def attention_of_new_tokens(queries, keys, values, table, lengths, scale) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one token of each sequence, all at once: queries [n, heads, channels], keys and values in blocks."""
+    num, size, heads = len(queries), keys.shape[1], keys.shape[2]
+    lengths = torch.tensor(lengths[:num]).long()
+    blocks = table[:num, : -(-int(lengths.max()) // size)].long()
+    keys, values = (one[blocks].flatten(1, 2).float() for one in (keys, values))  # [n, tokens, heads, channels]
+    held = (torch.arange(keys.shape[1]) < lengths[:, None])[..., None, None]
+    keys, values = (one.masked_fill(~held, 0.0) for one in (keys, values))  # what is behind may be no number
+    scores = torch.einsum("nhsc,nthc->nhst", queries.float().unflatten(1, (heads, -1)), keys) * scale
+    scores = scores.masked_fill(~held[:, None, None, :, 0, 0], -math.inf)
+    result = torch.einsum("nhst,nthc->nhsc", scores.softmax(-1), values)
+    return result.flatten(1, 2), scores.logsumexp(-1, keepdim=True).flatten(1, 2)
 
 
 def fused_infer_attention_score_v2(

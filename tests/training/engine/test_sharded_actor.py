@@ -4,6 +4,7 @@ Two data-parallel ranks, each with the optimiser's shard of the parameters (wher
 """
 
 import dataclasses
+import threading
 from functools import partial
 from types import SimpleNamespace
 
@@ -188,7 +189,7 @@ def test_all_ranks_publish_the_model_and_rank_0_exports_it(make_ranks, model_dir
     from mindrlhf.training.nodes import find_nodes
     from mindrlhf.training.replica_team import with_replicas
     from mindrlhf.weights.open import open_tensors
-    from mindrlhf.weights.publish import publisher
+    from mindrlhf.weights.publish import export
 
     ranks = make_ranks()
     assert any(ranks[0][2][one.name].shape != one.shape for one in ranks[0][0].model.placement.held.values()), (
@@ -196,8 +197,8 @@ def test_all_ranks_publish_the_model_and_rank_0_exports_it(make_ranks, model_dir
     )
     actors = [actor for actor, _, _ in ranks]
     team = LocalRanks(actors, machines)
-    monkeypatch.setattr(publisher, "_EXPORT_BUCKET_BYTES", 1 << 16)
-    tensors = publisher.sharded_tensors(with_replicas(CONFIG, team), team, find_nodes(team))
+    monkeypatch.setattr(export, "_EXPORT_BUCKET_BYTES", 1 << 16)
+    tensors = export.sharded_tensors(with_replicas(CONFIG, team), team, find_nodes(team))
     actors[0].export(tmp_path / "final", None, tensors)
     assert [actor._buffers for actor in actors] == [{}, {}]
     expected, found = open_tensors(model_dir), open_tensors(tmp_path / "final")
@@ -251,8 +252,8 @@ def test_an_updater_takes_a_graph_of_other_inputs(make_ranks):
 def _look(ranks, expected, found, version, bucket):
     """Compare the bucket that the buffers of all ranks have, and note its tensors."""
     for own in {rank.weight_buffer().path: rank.weight_buffer() for rank in ranks}.values():
+        own.turn_to(bucket)  # the next is written meanwhile
         own.verify(version)
-        assert own.bucket == bucket
         for name, _, array in own.tensors(version):
             np.testing.assert_array_equal(array, expected[name], err_msg=name)
             found.append(name)
@@ -265,8 +266,16 @@ class LocalRanks(ThreadedTeam):
         from mindrlhf.training.batch import Machine
 
         super().__init__(actors)
+        one_by_one = threading.Lock()  # MindSpore runs operators of one thread at a time
         for actor, machine in zip(actors, machines, strict=True):
             actor.machine = lambda name=machine: Machine(name)
+            placement = actor.model.placement
+            placement.write_to = partial(_locked, one_by_one, placement.write_to)
+
+
+def _locked(lock, function, *arguments):
+    with lock:
+        function(*arguments)
 
 
 @pytest.mark.parametrize("transport", [TCP, COLLECTIVES])
@@ -299,3 +308,34 @@ def test_ranks_on_two_machines_complete_the_buffers_of_both(make_ranks, model_di
             actor.close_weights(PUBLISH)
     assert digests[0] == digests[1]
     assert set(network.num_broadcasts) == ({0, 1} if transport == COLLECTIVES else set()), "both have what one lacks"
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 1 << 15, 1 << 12])
+def test_what_leaves_the_device_has_the_rollouts_width_once(make_ranks, model_dir, bucket_bytes, monkeypatch):
+    """Of float32 parameters and a server in bfloat16, 2 bytes an element come to the host, in buckets too."""
+    import mindspore as ms
+
+    from mindrlhf.weights.open import open_tensors
+    from mindrlhf.weights.publish.buffer import WeightBuffer
+    from mindrlhf.weights.tensors import convert_dtype
+
+    actors = [actor for actor, _, _ in make_ranks()]
+    with actors[0].model.placement.create_weight_buffer("bfloat16", bucket_bytes) as buffer:
+        buffers = [buffer, *(WeightBuffer.attach(buffer.path, writable=True) for _ in actors[1:])]
+        copied, to_host = [], ms.Tensor.asnumpy
+        monkeypatch.setattr(ms.Tensor, "asnumpy", lambda tensor: copied.append(to_host(tensor)) or copied[-1])
+        found = {}
+        for bucket in range(buffer.num_buckets):
+            written = []
+            for actor, own in zip(actors, buffers, strict=True):
+                own.begin(1, bucket)
+                actor.model.placement.write_to(own)
+                written += own.written()
+            buffer.commit(written)
+            found |= {name: array.copy() for name, _, array in buffer.tensors(1)}
+        assert (buffer.num_buckets > 1) == bool(bucket_bytes)
+        assert sum(array.nbytes for array in copied) == 2 * sum(info.num_elements for info in buffer.infos)
+    source = open_tensors(model_dir)
+    assert found.keys() == set(source.names())
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, convert_dtype(source.read(name), "float32", "bfloat16"), err_msg=name)
