@@ -50,7 +50,6 @@ class Selection:
 
     @property
     def names(self) -> list[str]:
-        """The names that parts are reported under, in order."""
         return [registry.part_name(verifier) for verifier in self.verifiers]
 
     def check(self) -> None:
@@ -135,7 +134,6 @@ class Selection:
                 )
 
     def options_for(self, specification: str) -> dict[str, str]:
-        """Return the options of one verifier, by their own names."""
         name = registry.part_name(specification)
         return {dotted.rpartition(".")[2]: text for dotted, text in self.options.items() if _owner(dotted) == name}
 
@@ -157,7 +155,6 @@ class Selection:
         return positions
 
     def skipped_positions(self, chosen: Sequence[str]) -> list[int]:
-        """Return the positions of the verifiers that do not apply to a prompt which chooses ``chosen``."""
         left_out = {registry.part_name(name) for name in self.by_choice} - set(chosen)
         return [position for position, name in enumerate(self.names) if name in left_out]
 
@@ -172,7 +169,6 @@ class Selection:
 
 
 def split_choice(choice: str) -> tuple[str, ...]:
-    """Return the names of the verifiers in a record's ``verifier`` field."""
     return tuple(filter(None, choice.split(",")))
 
 

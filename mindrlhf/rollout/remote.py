@@ -34,10 +34,9 @@ from mindrlhf.rollout.types import (
     unpack_sampling,
 )
 from mindrlhf.system import heartbeat
-from mindrlhf.system.handshake import SignedConnection, UnauthenticatedPeer, admit, introduce
+from mindrlhf.system.handshake import CONNECT_TIMEOUT_S, SignedConnection, UnauthenticatedPeer, admit, introduce_node
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 
-_CONNECT_TIMEOUT_S = 60.0
 _COMMANDS = ("sleep", "wake", "wait_ready")
 
 
@@ -146,13 +145,13 @@ def accept_nodes(listener: socket.socket, token: bytes, nodes: Collection[int]) 
     """Take the connections of the first ranks of other nodes.
 
     Args:
-        token: that :func:`introduce_node` was given there.
+        token: that ``introduce_node`` was given there.
         nodes: their numbers.
 
     Raises:
         RunFailure: one did not connect in time.
     """
-    end_s = time.monotonic() + _CONNECT_TIMEOUT_S  # for all of them: unauthenticated peers may come without end
+    end_s = time.monotonic() + CONNECT_TIMEOUT_S  # for all of them: unauthenticated peers may come without end
     found: dict[int, SignedConnection] = {}
     while missing := sorted(set(nodes) - found.keys()):
         listener.settimeout(max(0.001, end_s - time.monotonic()))
@@ -170,19 +169,6 @@ def accept_nodes(listener: socket.socket, token: bytes, nodes: Collection[int]) 
 def remotes(connections: Mapping[int, SignedConnection]) -> list[RemoteGenerator]:
     """Return the servers of other nodes, in their order, by the connections of :func:`accept_nodes`."""
     return [RemoteGenerator(connection, node) for node, connection in sorted(connections.items())]
-
-
-def introduce_node(host: str, port: int, token: bytes, node: int) -> SignedConnection:
-    """Connect to the rank that calls :func:`accept_nodes` for this node.
-
-    Raises:
-        OSError, ProtocolError: it cannot be reached, or is somebody else.
-    """
-    connection = socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S)
-    connection.settimeout(None)
-    signed = introduce(connection, token, _CONNECT_TIMEOUT_S)
-    signed.send({"node": node})
-    return signed
 
 
 def answer(generator: ReplicatedGenerator, host: str, port: int, token: bytes, node: int) -> None:
