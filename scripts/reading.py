@@ -64,6 +64,7 @@ ASSUMED: dict[str, tuple[Any, str]] = {
 # What such a step does not do, although neither sources nor config say so: not followed.
 CUT = {
     "mindrlhf.training.nodes:connect_generators": "one machine",
+    "mindrlhf.system.tracing": "observe.sinks: opentelemetry",
     "mindrlhf.training.loop.alarms": "whether the run learns anything",
     "mindrlhf.weights.publish.tcp": "one machine",
     "mindrlhf.weights.publish.sync": "one machine",

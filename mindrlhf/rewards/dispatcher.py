@@ -20,7 +20,7 @@ from mindrlhf.rewards.selection import MAX_MAGNITUDE, Selection
 from mindrlhf.rewards.types import RewardInput, RewardResult
 from mindrlhf.rewards.worker import WorkerSettings
 from mindrlhf.sandbox.worker_process import PIPE_BROKEN, WorkerOutput, WorkerProcess
-from mindrlhf.system import timeline
+from mindrlhf.system import timeline, tracing
 
 # A worker that holds samples, is in no call and says nothing for this long has lost them.
 MAX_SILENCE_S = 30.0
@@ -75,7 +75,7 @@ class RewardWorker(WorkerProcess):
             texts = (sample.completion, sample.answer)
             messages.append([task.sequence, list(task.failures), task.skipped, *texts, context, columns])
         self._last_sign_s = time.monotonic()
-        self.queue(messages)
+        self.queue([self._busy.carried(), *messages])
 
     def take_finished(self, message: Any) -> list[tuple[Task, list[Any]]]:
         """Return the tasks that a message finishes, with their outcomes; one that makes no sense breaks the worker.
@@ -85,13 +85,14 @@ class RewardWorker(WorkerProcess):
         finished = []
         self._last_sign_s = time.monotonic()
         try:
-            for sequence, outcomes, counts in message:
+            for sequence, outcomes, counts, traced in message:
                 task = self.tasks[sequence]
                 if len(outcomes) != self._num_verifiers or not all(
                     _is_outcome(outcome, position, task) for position, outcome in enumerate(outcomes)
                 ):
                     raise ValueError("these are no outcomes")
                 self.counts.update({name: number for name, number in counts.items() if _is_count(name, number)})
+                tracing.add(traced, "verifiers")
                 del self.tasks[sequence]
                 finished.append((task, outcomes))
         except (TypeError, ValueError, KeyError, AttributeError):
@@ -99,6 +100,10 @@ class RewardWorker(WorkerProcess):
         if not self.tasks:
             self._busy.end()
         return finished
+
+    def kill(self) -> str:
+        self._busy.end()
+        return super().kill()
 
     def has_lost_tasks(self) -> bool:
         """Whether it holds tasks and has done nothing about them for long; to be asked every second or so."""

@@ -173,7 +173,6 @@ class Replicas:
             generator.use_weight_buffer(buffer_path)
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> Iterator[Completion]:
-        """Yield every completion as it finishes."""
         unfinished = Unfinished(requests)
         while unfinished.requests():
             try:
@@ -203,7 +202,6 @@ class Replicas:
         self._survive(self._all.sleep)
 
     def wake(self) -> None:
-        """Take device memory again."""
         self._survive(self._all.wake)
 
     def profile(self, step: int) -> None:
@@ -216,7 +214,6 @@ class Replicas:
         self._all.cancel()
 
     def close(self) -> None:
-        """Stop every server."""
         for generator in self._generators:
             generator.close()
 
