@@ -133,15 +133,14 @@ def test_each_step_is_one_trace_of_rank_0_the_rollout_server_and_the_verifiers(r
 
     steps = [span for span in spans if span["name"].startswith("step ")]
     assert [span["name"] for span in steps] == [f"step {number + 1}" for number in range(NUM_STEPS)]
-    samples = sanity_inputs.read_lines(runs[TRACED] / "samples.jsonl")
-    for step in steps:
+    metrics = sanity_inputs.read_lines(runs[TRACED] / "metrics.jsonl")
+    for step, line in zip(steps, metrics, strict=True):
         own = [span for span in spans if span["context"]["trace_id"] == step["context"]["trace_id"]]
         ways = [" > ".join(way(span)) for span in own]
         server = f"rank 0: {step['name']} > rank 0: rollout > vLLM rollout_0: generate > vLLM rollout_0: sample"
         assert ways.count(f"{server} > vLLM rollout_0: rollout") == 16
         tokens = sum(span["attributes"]["tokens"] for span in own if way(span)[-1] == "vLLM rollout_0: rollout")
-        lengths = [one["response_length"] for one in samples if f"step {one['step']}" == step["name"]]
-        assert tokens == sum(lengths)
+        assert tokens == pytest.approx(16 * line["response_length/mean"])
         assert sum(way.endswith("verifiers: score > lowercase_share") for way in ways) == 16
         assert any(way.endswith("rank 0: update") for way in ways)
         ends = [span["end_time"] for span in own if span["name"] == "rollout"]
