@@ -78,7 +78,7 @@ def _score_batch(
                 pool.send(finished)
                 finished = []
                 flushed_at_s = monotonic()
-            with timeline.span(settings.verifiers[position], sample=sequence):
+            with timeline.span(verifier.name, sample=sequence):
                 outcomes.append(pool.call(sequence, position, _outcome, verifier, sample))
         finished.append([sequence, outcomes, accounting.take(), tracing.take()])
     pool.send(finished)
