@@ -65,6 +65,7 @@ ASSUMED: dict[str, tuple[Any, str]] = {
 CUT = {
     "mindrlhf.training.nodes:connect_generators": "one machine",
     "mindrlhf.tools.loading": "rollout.engine: vllm",
+    "mindrlhf.system.tracing": "observe.sinks: opentelemetry",
     "mindrlhf.training.loop.alarms": "whether the run learns anything",
     "mindrlhf.weights.publish.tcp": "one machine",
     "mindrlhf.weights.publish.sync": "one machine",

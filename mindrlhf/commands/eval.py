@@ -42,7 +42,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from mindrlhf.errors import UserError
     from mindrlhf.evaluation.comparison import compare, difference_text
     from mindrlhf.evaluation.models import EvaluationJob, describe, evaluate_models
-    from mindrlhf.system.terminal import verdict_coloured
+    from mindrlhf.observe.terminal import verdict_coloured
 
     # What only training needs is filled in from the arguments: a config with nothing but tokenizer, verifiers and
     # generator will do, and its layout of trainer ranks does not matter.

@@ -98,11 +98,8 @@ class Selection:
     def check_prompts(self, file: "PromptFile", accuracy_verifier: str = "") -> None:
         """Check the choices that the prompts of a file make, and that it keeps the columns that verifiers need.
 
-        A user's verifier is read, not run; what that does not tell is found with the first sample.
-
-        Args:
-            file: of the prompts.
-            accuracy_verifier: the verifier whose mean is called accuracy; it must apply to at least one prompt.
+        A user's verifier is read, not run; what that does not tell is found with the first sample. The mean of
+        ``accuracy_verifier`` is called accuracy; it must apply to at least one prompt.
 
         Raises:
             UserError: see ``check_choices``; accuracy has no prompts; or a verifier needs a column that is not there.
