@@ -160,6 +160,7 @@ class LoweredRank:
             _optimizer_state(parameters),
             tuple(job["token_inputs"]),
             self.update if gradients else None,
+            steps_apart=gradients is not None,
         )
         source = open_source(job["model_dir"])
         shards.load(source)
