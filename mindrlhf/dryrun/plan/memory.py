@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from mindrlhf.algorithms.optimizers import OPTIMIZERS
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.training import trains_sharded
 from mindrlhf.dryrun.plan import activations
 from mindrlhf.dryrun.plan.parameters import (
     ADAPTER_BYTES,
@@ -120,8 +119,7 @@ class MemoryInputs:
 def plan_memory(inputs: MemoryInputs) -> list[PhaseMemory]:
     """Return the memory of every phase that the run has, for every pipeline stage."""
     config, memory, moments = inputs.config, [], inputs.moments_name
-    # One compiled graph makes an update of a model that is sharded, so the log-probabilities have a pass of their own.
-    needs_forward = config.algorithm.beta > 0 or inputs.batch.num_updates > 1 or trains_sharded(config)
+    needs_forward = config.algorithm.beta > 0 or inputs.batch.num_updates > 1
     asleep = _asleep(inputs)
     for stage, state in enumerate(inputs.states):
         resident = _resident(inputs, stage)

@@ -98,9 +98,9 @@ class ParallelUpdate(nn.Cell):
         """
         found = self.network(*inputs)
         statistics, outputs = found[0], found[1:]
-        sens = (self.sens,)
-        for one in outputs:
-            sens += (ops.zeros_like(one),)
+        # Not made of the outputs: gradients of one micro-batch would wait for the forward pass of all.
+        rows, length = inputs[3].shape
+        sens = (self.sens,) + (ops.zeros((rows // len(outputs), length), ms.float32),) * len(outputs)
         gradients = self.grad(self.network, self.weights)(*inputs, sens)
         accumulated = gradients
         if self.accumulates and not self.keeps_shards:
@@ -163,7 +163,7 @@ class ParallelGradients(nn.Cell):
 
 
 def _accumulate(total, gradient):
-    return ops.depend(total, ops.assign_add(total, ops.cast(gradient, ms.float32)))
+    return ops.assign_add(total, ops.cast(gradient, ms.float32))
 
 
 def _square_share(share, gradient):
