@@ -59,6 +59,7 @@ class ParallelUpdate(nn.Cell):
         self.buckets = optimizer.buckets
         self.max_grad_norm = max_grad_norm
         self.accumulates = parallel.pipeline_stage > 1 or parallel.micro_batch_num > 1
+        self.waits_not = self.accumulates and parallel.pipeline_stage == 1
         self.keeps_shards = parallel.enable_parallel_optimizer
         # The compiler recognises accumulators by this prefix. It sums them over the ranks in each call, so they cannot
         # be carried from one to the next.
@@ -98,14 +99,22 @@ class ParallelUpdate(nn.Cell):
         """
         found = self.network(*inputs)
         statistics, outputs = found[0], found[1:]
-        # Not made of the outputs: gradients of one micro-batch would wait for the forward pass of all.
-        rows, length = inputs[3].shape
-        sens = (self.sens,) + (ops.zeros((rows // len(outputs), length), ms.float32),) * len(outputs)
+        sens = (self.sens,)
+        for one in outputs:
+            sens += (self._no_slope(one, inputs[3]),)
         gradients = self.grad(self.network, self.weights)(*inputs, sens)
         accumulated = gradients
         if self.accumulates and not self.keeps_shards:
             accumulated = ops.depend(self.accumulators, gradients)
         return statistics, outputs, self._add(accumulated), self.defect + ops.reshape(statistics[0] * 0.0, (1,))
+
+    def _no_slope(self, output, mask):
+        """Return zeros in the shape of an output.
+
+        Where gradients are accumulated they must not be made of it: the gradients of the first micro-batch would wait
+        for the forward pass of the last. Nor may they be constants, of which MindSpore finds no loss.
+        """
+        return mask[: output.shape[0]] * 0.0 if self.waits_not else ops.zeros_like(output)
 
     def cleared(self, statistics):
         """Return the statistics once the accumulators of the call are empty."""
