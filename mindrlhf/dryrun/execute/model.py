@@ -90,7 +90,7 @@ class LoweredCell:
 
 @dataclass
 class RecordedUpdate:
-    """An update, or its gradients, that notes the loss of every call."""
+    """An update, or its gradients, that notes the loss of every call, in one list for both."""
 
     cell: "LoweredCell | SharedGraph"
     losses: list[float] = field(default_factory=list)
@@ -143,7 +143,7 @@ class LoweredRank:
         if job["gradient_graphs"]:
             own = {name: one for name, one in cell.parameters.items() if not name.startswith(LOWERED_PREFIX)}
             gradients = SharedGraph(self._load("gradient_graphs")[1], own)
-        self.update = RecordedUpdate(gradients or cell)
+        self.update = RecordedUpdate(cell)
         parameters = self._with_tower(network, cell)
         outputs = SharedGraph(self._load("output_graphs")[1], {})
         shards = Shards(network, self.parallel, rank, parameters, after_token=job["after_token"])
@@ -154,12 +154,13 @@ class LoweredRank:
         for each in (cell, outputs.cell):
             each.check_names(names)
         graph = UpdateGraph(
-            cell if gradients else self.update,
+            cell if job["steps_apart"] else self.update,
             parameters[_LEARNING_RATE],
             parameters[_IS_LAST],
             _optimizer_state(parameters),
             tuple(job["token_inputs"]),
-            self.update if gradients else None,
+            gradients and RecordedUpdate(gradients, self.update.losses),
+            job["steps_apart"],
         )
         source = open_source(job["model_dir"])
         shards.load(source)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from mindrlhf.algorithms.optimizers import OPTIMIZERS
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.training import trains_sharded
 from mindrlhf.dryrun.plan import activations
 from mindrlhf.dryrun.plan.parameters import (
     ADAPTER_BYTES,
@@ -124,11 +123,8 @@ class MemoryInputs:
 
 
 def needs_logprobs(inputs: MemoryInputs) -> bool:
-    """Whether log-probabilities of the policy have a pass of their own: those of one that was updated since.
-
-    One compiled graph makes an update of a model that is sharded, and does not return them.
-    """
-    return inputs.batch.num_updates > 1 or trains_sharded(inputs.config)
+    """Whether log-probabilities of the policy have a pass of their own: those of one that was updated since."""
+    return inputs.batch.num_updates > 1
 
 
 def plan_memory(inputs: MemoryInputs) -> list[PhaseMemory]:

@@ -59,6 +59,7 @@ class ParallelUpdate(nn.Cell):
         self.buckets = optimizer.buckets
         self.max_grad_norm = max_grad_norm
         self.accumulates = parallel.pipeline_stage > 1 or parallel.micro_batch_num > 1
+        self.waits_not = self.accumulates and parallel.pipeline_stage == 1
         self.keeps_shards = parallel.enable_parallel_optimizer
         # The compiler recognises accumulators by this prefix. It sums them over the ranks in each call, so they cannot
         # be carried from one to the next.
@@ -75,8 +76,8 @@ class ParallelUpdate(nn.Cell):
         self.all_reduce = ops.AllReduce() if world_size > 1 else None
 
     def construct(self, *inputs):
-        """Return the statistics, zeros before the last stage, and the gradient norm so far [1]."""
-        statistics, totals, defect = self.gather(*inputs)
+        """Return the statistics, zeros before the last stage, the gradient norm so far [1], and the model's outputs."""
+        statistics, outputs, totals, defect = self.gather(*inputs)
         norm = self._norm(totals, defect)
         applies = self.is_last * ops.cast(ops.isfinite(norm), ms.float32)
         scale = applies
@@ -87,16 +88,33 @@ class ParallelUpdate(nn.Cell):
         kept = self._multiply(self.totals, 1.0 - self.is_last, updated)
         defect = ops.select(self.is_last > 0.5, ops.zeros_like(norm), defect + norm * 0.0)
         statistics = ops.depend(statistics, (updated, kept, ops.assign(self.defect, defect)))
-        return self.cleared(statistics), norm
+        return (self.cleared(statistics), norm) + outputs
 
     def gather(self, *inputs):
-        """Add the gradients of a call to the totals; return its statistics, the totals, and the defect so far."""
-        statistics = self.network(*inputs)
-        gradients = self.grad(self.network, self.weights)(*inputs, self.sens)
+        """Add the gradients of a call to the totals.
+
+        Returns:
+            Its statistics; the model's outputs of this rank's rows, for each pipeline micro-batch float32 [its rows,
+            length], in the last stage; the totals; and the defect so far.
+        """
+        found = self.network(*inputs)
+        statistics, outputs = found[0], found[1:]
+        sens = (self.sens,)
+        for one in outputs:
+            sens += (self._no_slope(one, inputs[3]),)
+        gradients = self.grad(self.network, self.weights)(*inputs, sens)
         accumulated = gradients
         if self.accumulates and not self.keeps_shards:
             accumulated = ops.depend(self.accumulators, gradients)
-        return statistics, self._add(accumulated), self.defect + ops.reshape(statistics[0] * 0.0, (1,))
+        return statistics, outputs, self._add(accumulated), self.defect + ops.reshape(statistics[0] * 0.0, (1,))
+
+    def _no_slope(self, output, mask):
+        """Return zeros in the shape of an output.
+
+        Where gradients are accumulated they must not be made of it: the gradients of the first micro-batch would wait
+        for the forward pass of the last. Nor may they be constants, of which MindSpore finds no loss.
+        """
+        return mask[: output.shape[0]] * 0.0 if self.waits_not else ops.zeros_like(output)
 
     def cleared(self, statistics):
         """Return the statistics once the accumulators of the call are empty."""
@@ -136,8 +154,7 @@ class ParallelUpdate(nn.Cell):
 
 
 class ParallelGradients(nn.Cell):
-    """The calls of an update before its last one, as a graph without the optimiser, whose state need not be on the
-    device.
+    """The calls of an update before its last one, as a graph without the optimiser, whose state it leaves alone.
 
     Args:
         update: whose totals it adds to.
@@ -148,14 +165,14 @@ class ParallelGradients(nn.Cell):
         self.update = update
 
     def construct(self, *inputs):
-        """Return the statistics, zeros before the last stage, and 0 or not a number [1]."""
-        statistics, totals, defect = self.update.gather(*inputs)
+        """Return the statistics, zeros before the last stage, 0 or not a number [1], and the model's outputs."""
+        statistics, outputs, totals, defect = self.update.gather(*inputs)
         kept = ops.assign(self.update.defect, defect)
-        return self.update.cleared(ops.depend(statistics, (totals, kept))), ops.depend(defect, kept)
+        return (self.update.cleared(ops.depend(statistics, (totals, kept))), ops.depend(defect, kept)) + outputs
 
 
 def _accumulate(total, gradient):
-    return ops.depend(total, ops.assign(total, total + ops.cast(gradient, ms.float32)))
+    return ops.assign_add(total, ops.cast(gradient, ms.float32))
 
 
 def _square_share(share, gradient):
@@ -179,7 +196,8 @@ class ParallelLogProbs(nn.Cell):
 
     def __init__(self, policy: PolicyLogProbs | TokenScores, num_micro_batches: int):
         super().__init__(auto_prefix=False)
-        self.network = _VirtualDatasetCell(_MicroBatchByMicroBatch(_FirstOutput(policy), num_micro_batches))
+        kind = _RepeatedOutput if num_micro_batches > 1 else _FirstOutput
+        self.network = _VirtualDatasetCell(_MicroBatchByMicroBatch(kind(policy), num_micro_batches))
         self.set_train(False)
 
     def construct(self, input_ids, segment_ids, labels, mask):
@@ -205,8 +223,6 @@ class _MicroBatchByMicroBatch(nn.Cell):
 
 
 class _FirstOutput(nn.Cell):
-    # Without it the pipeline could not tell its micro-batches apart.
-    @lazy_inline
     def __init__(self, policy: PolicyLogProbs | TokenScores):
         super().__init__(auto_prefix=False)
         self.policy = policy
@@ -215,10 +231,48 @@ class _FirstOutput(nn.Cell):
         return self.policy(input_ids, segment_ids, labels, mask)[0]
 
 
+class _RepeatedOutput(_FirstOutput):
+    # See RepeatedLoss.
+    @lazy_inline
+    def __init__(self, policy: PolicyLogProbs | TokenScores):
+        super().__init__(policy)
+
+
+class _Interleaved(MicroBatchInterleaved):
+    def construct(self, *inputs):
+        statistics, outputs = 0.0, ()
+        for index in range(self.interleave_num):
+            found = self.network(*self.interleave_inputs[index](index, *inputs))
+            statistics = self.add(statistics, found[0])
+            outputs += found[1:]
+        return (statistics,) + outputs
+
+
+class _MicroBatches(nn.Cell):
+    """Adds up the statistics of micro-batches as MindSpore's own cells do; the outputs come one after the other."""
+
+    def construct(self, *inputs):
+        found = self.network(*self.micro_inputs[0](0, *inputs))
+        statistics, outputs = found[0], found[1:]
+        for index in range(1, self.micro_size):
+            found = self.network(*self.micro_inputs[index](index, *inputs))
+            statistics = self.add_list[index](statistics, found[0])
+            outputs += found[1:]
+        return (statistics,) + outputs
+
+
+class _Pipeline(_MicroBatches, Pipeline):
+    pass
+
+
+class _GradAccumulation(_MicroBatches, GradAccumulation):
+    pass
+
+
 def split_into_micro_batches(network: nn.Cell, parallel: ParallelSection) -> nn.Cell:
-    """Wrap ``network``, whose outputs are added up, so that its inputs are split along their rows."""
+    """Wrap ``network``, of whose outputs the first are added up, so that its inputs are split along their rows."""
     if parallel.micro_batch_interleave_num > 1:
-        network = MicroBatchInterleaved(network, parallel.micro_batch_interleave_num)
+        network = _Interleaved(network, parallel.micro_batch_interleave_num)
     if parallel.pipeline_stage > 1:
-        return Pipeline(network, parallel.micro_batch_num)
-    return GradAccumulation(network, parallel.micro_batch_num) if parallel.micro_batch_num > 1 else network
+        return _Pipeline(network, parallel.micro_batch_num)
+    return _GradAccumulation(network, parallel.micro_batch_num) if parallel.micro_batch_num > 1 else network
