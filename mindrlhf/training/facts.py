@@ -145,12 +145,9 @@ def _devices(device: str) -> Iterator[Fact]:
     num_devices = len([name for name in os.listdir("/dev") if name.removeprefix("davinci").isdigit()])
     yield Fact("the number of NPUs", num_devices, "use nodes of one kind")
     home = os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME") or ""
-    for name, path in (("CANN", Path(home) / "version.cfg"), ("the NPU driver", _driver_path())):
+    driver = Path("/usr/local/Ascend/driver/version.info")
+    for name, path in (("CANN", Path(home) / "version.cfg"), ("the NPU driver", driver)):
         yield Fact(name, _file_digest(path) if path.is_file() else MISSING, "install the same release on all nodes")
-
-
-def _driver_path() -> Path:
-    return Path("/usr/local/Ascend/driver/version.info")
 
 
 def _verifiers(config: AnyConfig) -> Iterator[Fact]:

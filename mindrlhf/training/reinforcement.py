@@ -207,18 +207,15 @@ class ReinforcementTraining(life_cycle.Training):
         report = write_pages(self._output_dir)
         if self._config.lora.rank is not None and trains_sharded(self._config):
             export_adapter(self.team, self._output_dir / FINAL_NAME)
+        tokenizer_dir = self._config.data.tokenizer_dir
         if needs_critic(self._config):
-            self._export_critic(worker)
+            worker.export_critic(self._output_dir / CRITIC_NAME, tokenizer_dir, self._tensors("critic"))
         # Last, because it marks the run as complete: one that was killed before can be resumed.
-        worker.export(self._output_dir / FINAL_NAME, self._config.data.tokenizer_dir, self._tensors())
+        worker.export(self._output_dir / FINAL_NAME, tokenizer_dir, self._tensors())
         add_generation(self._output_dir / FINAL_NAME, self._config.model.path)
         if summary:
             print(f"\n{summary_text(summary)}")
         print(f"\nmodel:  {self._output_dir / FINAL_NAME}\nreport: {report}", flush=True)
-
-    def _export_critic(self, worker) -> None:
-        directory, tokenizer_dir = self._output_dir / CRITIC_NAME, self._config.data.tokenizer_dir
-        worker.export_critic(directory, tokenizer_dir, self._tensors("critic"))
 
     def _tensors(self, of: str = "") -> Iterator[tuple[str, np.ndarray]] | None:
         if not trains_sharded(self._config):

@@ -111,7 +111,6 @@ class Shards(Placement):
         return _moved(own, -1) if self._after_token else own
 
     def without_adapters(self) -> contextlib.AbstractContextManager[None]:
-        """See :meth:`Whole.without_adapters`."""
         return without_adapters(self.parameters[scale_name(self.stage)])
 
     def per_token(self, values: np.ndarray) -> np.ndarray:
@@ -164,7 +163,6 @@ class Shards(Placement):
                 set_shard(self.parameters[up.name], np.zeros(up.shard_shape, np.float32), up)
 
     def restore(self, directory: str | os.PathLike) -> None:
-        """See :meth:`Whole.restore`."""
         self.load(self.open_saved(directory))
 
     def open_saved(self, directory: str | os.PathLike, optimizer_file: str | os.PathLike = "") -> ArraySource:

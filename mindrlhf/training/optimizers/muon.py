@@ -61,7 +61,6 @@ class Optimizer(adamw.Optimizer):
         )
 
     def update_bucket(self, index, adamw_step, gradients, decays, lr, scale, applied):
-        """See :meth:`mindrlhf.training.optimizers.adamw.Optimizer.update_bucket`."""
         start, _ = self.buckets[index]
         others, hidden = self.places[index]
         done = ()
