@@ -4,9 +4,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 
-from mindrlhf.algorithms.chunked_head import ChunkedTokenLogProbs
+from mindrlhf.algorithms.chunked_head import ChunkedTokenLogProbs, HeadShard
 from mindrlhf.algorithms.head import WHOLE_HEAD, HeadTile
-from mindrlhf.algorithms.head_shard import HeadShard
 from mindrlhf.system import speed_ups
 
 
