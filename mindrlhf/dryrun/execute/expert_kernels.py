@@ -22,7 +22,7 @@ from mindrlhf.dryrun.execute.mindir import (
 # Inputs of GroupedMatmul behind left, right and what no cell gives.
 _GROUP_ENDS, _SPLIT_ITEM, _GROUP_TYPE, _TRANSPOSE = 7, 8, 9, (10, 11)
 _ROWS, _SUMMED = 0, 2  # what its groups divide: rows of the result, or the axis that is summed over
-_WRITERS = ("InplaceScatterSrc", "InplaceIndexAddExt")
+_WRITERS = ("InplaceScatterSrc", "InplaceScatterAdd", "InplaceIndexAddExt")
 
 
 def read_what_was_written(program: Program) -> None:
@@ -119,6 +119,18 @@ def lower_scatter(emitter: Emitter, inputs: Sequence[Value]) -> None:
     placed = emitter.binary("Mul", marks, emitter.reshape(values, (*values.shape, 1)))
     sums = emitter.sum(placed, (last,), output.shape)
     emitter.binary("Add", into, sums, name=output.name)
+
+
+def lower_scatter_add(emitter: Emitter, inputs: Sequence[Value]) -> None:
+    """Add one value to each row of a matrix, at its own place."""
+    into, _, places, values = inputs
+    output = emitter.output
+    if emitter.constant_input(1) % 2 != 1 or places.shape != (output.shape[0], 1):
+        raise LoweringError("InplaceScatterAdd of anything but one value in each row cannot run on the CPU")
+    numbers = emitter.array(np.arange(output.shape[1], dtype=np.int64))
+    equal = emitter.call("Equal", places, numbers, shape=output.shape, dtype=TensorType.BOOL)
+    placed = emitter.binary("Mul", emitter.cast(equal, FLOAT32_TYPE_ID, TensorType.FLOAT), values)
+    emitter.binary("Add", into, placed, name=output.name)
 
 
 def lower_remainder(emitter: Emitter, inputs: Sequence[Value]) -> None:
@@ -237,6 +249,7 @@ LOWER_EXPERT_KERNEL: dict[str, Callable[[Emitter, Sequence[Value]], None]] = {
     "IndexSelect": lower_index_select,
     "InplaceIndexAddExt": lower_index_add,
     "InplaceScatterSrc": lower_scatter,
+    "InplaceScatterAdd": lower_scatter_add,
     "FmodScalar": lower_remainder,
     "Dense": lower_dense,
     "MatMulExt": lower_matmul,

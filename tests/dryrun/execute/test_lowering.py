@@ -108,6 +108,18 @@ def test_a_rotation_of_neighbours_is_refused(tmp_path):
         lower_for(program, 0, tmp_path)
 
 
+def test_one_value_added_to_each_row_in_place(tmp_path):
+    random = np.random.default_rng(0)
+    x, places, values = random.standard_normal((3, 5)), np.array([[4], [0], [4]]), random.standard_normal((3, 1))
+    inputs = [((3, 5), FLOAT), 1, ((3, 1), INT32), ((3, 1), FLOAT)]
+    found = single(
+        one_node_program("InplaceScatterAdd", inputs, [((3, 5), FLOAT)]), {0: x, 2: places, 3: values}, tmp_path
+    )
+    expected = x.copy()
+    expected[np.arange(3), places[:, 0]] += values[:, 0]
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
 def forward_program(options=OPTIONS, mask=((BATCH, 1, LENGTH, KEYS), UINT8)):
     query, key = (BATCH, HEADS, LENGTH, DIM), (BATCH, KV_HEADS, KEYS, DIM)
     statistics = ((BATCH, HEADS, LENGTH, 8), FLOAT)
