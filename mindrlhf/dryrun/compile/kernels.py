@@ -76,7 +76,7 @@ def dump_kernels(directory: Path) -> None:
 
 def read_kernels(directory: Path, world_size: int) -> tuple[Kernel, ...]:
     """Return the kernels of a rank's largest graph as they are launched, and the events between its streams."""
-    root = next(directory.glob("rank_*"))
+    root = next(directory.glob("rank_*"), directory)  # a process without ranks, on a CPU, has no directory for its own
     graph = max(root.glob(f"{_LAST_PASS}_*.ir"), key=lambda path: path.stat().st_size)
     with open(graph, encoding="utf-8") as file:
         nodes = parse_graph(file)

@@ -15,9 +15,8 @@ from mindrlhf.dryrun.plan.memory import MemoryInputs
 WANTED_SLACK = 0.1
 GRADIENT_BYTES = 4
 # Bytes that a layer's kernels move beside the products, forward and backward: for each position and channel of the
-# hidden states that a rank holds, of gathered ones, of the MLP, of queries and of keys; and for each weight.
-_HIDDEN_BYTES, _GATHERED_BYTES, _MLP_BYTES, _QUERY_BYTES, _KEY_BYTES = (60, 60), (20, 20), (40, 40), (80, 80), (80, 80)
-_WEIGHT_BYTES = (6, 14)
+# hidden states that a rank holds, of the MLP, of queries, of keys and values; and for each weight.
+_HIDDEN_BYTES, _MLP_BYTES, _QUERY_BYTES, _KEY_BYTES, _WEIGHT_BYTES = (52, 60), (18, 26), (84, 76), (48, 46), (6, 14)
 # The same for each logit, and for each element of a rank's shards in the calls of an update.
 LOGIT_BYTES, STATE_BYTES = 92, 280
 # Share of the time of collectives that other work hides.
@@ -201,7 +200,7 @@ def _vector_bytes(inputs: MemoryInputs, stage: int, backward: bool) -> float:
     per_position = 0.0
     for one in inputs.stage_widths(stage):
         mlp = one.mlp + one.shared + one.expert * one.experts_per_token
-        per_position += _HIDDEN_BYTES[backward] * one.hidden / split + _GATHERED_BYTES[backward] * one.hidden
+        per_position += _HIDDEN_BYTES[backward] * one.hidden / split
         per_position += _MLP_BYTES[backward] * mlp / tensor + _QUERY_BYTES[backward] * one.query / tensor
         per_position += _KEY_BYTES[backward] * (one.key + one.value) / tensor
     return per_position * inputs.num_tokens + _WEIGHT_BYTES[backward] * state.num_gathered_elements

@@ -17,6 +17,7 @@ class Device:
         network_bytes: sent between nodes.
         host_bytes: copied between a device and pinned memory of its host.
         copied_bytes: the same of pageable memory.
+        kernel_s: that a kernel takes whatever its size.
         decode_s: of the host for each token that a server decodes.
         node_size: devices that links connect: those of a node of the machine; all of them if 0.
         launch_s: seconds that the host needs to launch a kernel.
@@ -36,6 +37,7 @@ class Device:
     node_size: int = 0
     launch_s: float = 6e-6
     collective_s: float = 20e-6
+    kernel_s: float = 0.0
     decode_s: float = 10e-3
     reached: tuple[float, float, float] = (0.65, 0.7, 0.8)
     assumed: str = ""

@@ -74,7 +74,7 @@ def kernel_seconds(kernel: Kernel, device: Device) -> tuple[float, float]:
         return _collective_seconds(kernel, device), 0.0
     seconds = (size_bytes(kernel.inputs) + size_bytes(kernel.outputs)) / device.memory_rate
     operations = product_operations(kernel)
-    return max(seconds, operations / device.product_rate), operations
+    return device.kernel_s + max(seconds, operations / device.product_rate), operations
 
 
 def _collective_seconds(kernel: Kernel, device: Device) -> float:

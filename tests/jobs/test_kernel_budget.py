@@ -1,0 +1,165 @@
+"""What a layer launches on a device, counted in compiled graphs: no number of the table below may rise.
+
+``python tests/jobs/test_kernel_budget.py [LAYOUT ...]`` compiles and prints the table, to be put here in place of it.
+"""
+
+import platform
+import sys
+
+import pytest
+
+if __name__ == "__main__":
+    sys.path[:0] = [".", "tests/helpers"]
+
+from layout_matrix import QWEN2, hf_config
+
+from mindrlhf.dryrun.compile.request import CompileRequest, compile_ranks
+from mindrlhf.dryrun.plan.devices import DEVICES
+from mindrlhf.dryrun.plan.kernels import KernelCounts, count_kernels, two_depths
+
+pytestmark = [
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulation of CANN is x86-64 only"),
+    pytest.mark.timeout(900),
+]
+# Wide enough that no two widths are the same: logits, gates and hidden states are told apart by them.
+SHAPE = {"vocab_size": 1536, "intermediate_size": 320}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+ZERO = {"enable_parallel_optimizer": True, "vocab_emb_dp": False}
+LAYOUTS = {
+    "dp8": (QWEN2, {}, {"data_parallel": 8, **ZERO}),
+    "mp4dp2": (QWEN2, {}, {"data_parallel": 2, "model_parallel": 4, "use_seq_parallel": True, **ZERO}),
+    "mp2pp2dp2": (
+        QWEN2,
+        {},
+        {
+            "data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2,
+            "use_seq_parallel": True, **ZERO,
+        },
+    ),
+    "experts": (
+        "Qwen3MoeForCausalLM",
+        EXPERTS,
+        {"data_parallel": 2, "model_parallel": 2, "expert_parallel": 4, "use_seq_parallel": True, **ZERO},
+    ),
+}
+OF_EVERY_DAY = ("dp8",)
+BUDGET: dict[str, dict[str, float]] = {
+    "dp8": {
+        "forward": 47.0,
+        "recompute": 45.0,
+        "backward": 49.0,
+        "state": 217.0,
+        "weight casts, forward": 5.0,
+        "weight casts, recompute": 5.0,
+        "weight gathers": 4,
+        "float32 weight gathers": 4,
+        "gradient reductions": 7,
+        "bytes of state": 280.0,
+        "bytes of a logit": 92.0,
+        "square nodes": 3.0,
+        "host waits": 0.0,
+        "dynamic nodes": 0.0,
+    },
+    "mp4dp2": {
+        "forward": 47.0,
+        "recompute": 45.0,
+        "backward": 49.0,
+        "state": 217.0,
+        "weight casts, forward": 5.0,
+        "weight casts, recompute": 5.0,
+        "weight gathers": 4,
+        "float32 weight gathers": 4,
+        "gradient reductions": 7,
+        "bytes of state": 280.0,
+        "bytes of a logit": 92.0,
+        "square nodes": 3.0,
+        "host waits": 0.0,
+        "dynamic nodes": 0.0,
+    },
+    "mp2pp2dp2": {
+        "forward": 41.5,
+        "recompute": 40.0,
+        "backward": 44.0,
+        "state": 266.0,
+        "weight gathers": 4,
+        "float32 weight gathers": 0,
+        "gradient reductions": 7,
+        "bytes of state": 187.8,
+        "bytes of a logit": 92.0,
+        "square nodes": 3.0,
+        "host waits": 0.0,
+        "dynamic nodes": 0.0,
+    },
+    "experts": {
+        "forward": 98.0,
+        "recompute": 74.0,
+        "backward": 80.0,
+        "state": 305.0,
+        "weight casts, forward": 4.0,
+        "weight casts, recompute": 4.0,
+        "weight gathers": 2,
+        "float32 weight gathers": 2,
+        "gradient reductions": 7,
+        "bytes of state": 0.0,
+        "bytes of a logit": 92.0,
+        "square nodes": 3.0,
+        "host waits": 2.0,
+        "dynamic nodes": 35.0,
+    },
+}
+
+
+def request(name: str) -> CompileRequest:
+    architecture, changes, parallel = LAYOUTS[name]
+    stage_size = parallel.get("data_parallel", 1) * parallel.get("model_parallel", 1)
+    return CompileRequest(
+        hf_config=hf_config(architecture, 2, **SHAPE, **changes),
+        parallel=parallel,
+        rank=(parallel.get("pipeline_stage", 1) - 1) * stage_size,
+        seq_length=48,
+        micro_batch_size=2,
+        recompute=True,
+        beta=0.0,
+    )
+
+
+def measure(name: str) -> dict[str, float]:
+    requests = two_depths(request(name))
+    reports = compile_ranks(requests, num_processes=1)
+    return table(count_kernels(requests[0], reports, reports, 2, DEVICES["A2"]))
+
+
+def table(counts: KernelCounts) -> dict[str, float]:
+    gathers = [row for row in counts.collectives if (row.op, row.carries) == ("AllGather", "weights")]
+    reductions = [row for row in counts.collectives if row.carries == "gradients"]
+    numbers = {
+        **counts.kernels,
+        **{f"weight casts, {part}": number for part, number in counts.weight_casts.items()},
+        "weight gathers": sum(row.layer_count for row in gathers),
+        "float32 weight gathers": sum(row.layer_count for row in gathers if row.dtype == "Float32"),
+        "gradient reductions": sum(row.layer_count for row in reductions),
+        "bytes of state": counts.state_bytes / counts.num_micro_batches,
+        "bytes of a logit": counts.logit_bytes,
+        "square nodes": counts.square_nodes,
+        "host waits": counts.host_syncs,
+        "dynamic nodes": counts.dynamic_nodes,
+    }
+    return {key: round(number, 1) for key, number in numbers.items()}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OF_EVERY_DAY else pytest.mark.nightly) for name in LAYOUTS]
+)
+def test_no_number_rises(name):
+    found, allowed = measure(name), BUDGET[name]
+    risen = {key: (number, allowed.get(key, 0)) for key, number in found.items() if number > allowed.get(key, 0)}
+    assert not risen, f"{name}: (now, budget) of {risen}; regenerate the table if it must be"
+    assert found["forward"] > 0 and found["backward"] > 0 and found["state"] > 0
+
+
+if __name__ == "__main__":
+    print("BUDGET: dict[str, dict[str, float]] = {")
+    for layout in sys.argv[1:] or LAYOUTS:
+        rows = "".join(f'        "{key}": {number},\n' for key, number in measure(layout).items())
+        print(f'    "{layout}": {{\n{rows}    }},', flush=True)
+    print("}")
