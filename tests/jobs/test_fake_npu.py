@@ -115,14 +115,14 @@ def reference_logprobs(model_dir: Path, tensors: dict, pairs: list, temperature:
 class Server:
     """A server on the fake NPU, and the buffer that it takes weights from."""
 
-    def __init__(self, name: str, fake_npu: Path, directory: Path, dtype="float32", bucket_bytes=0, num_devices=1):
+    def __init__(self, name: str, fake_npu: Path, directory: Path, num_devices=1, **env: str):
         self.config, self.directory, self.log = MODELS[name], directory, directory / "server.log"
         (directory / "config.json").write_text(json.dumps(self.config))
         infos = [TensorInfo(name, "bfloat16", bits.shape) for name, bits in weights(self.config, 0).items()]
-        self.buffer = WeightBuffer.create(infos, bucket_bytes=bucket_bytes)
-        env = {"FAKE_NPU_BYTES": str(NPU_BYTES), "FAKE_NPUS": "2", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        self.buffer = WeightBuffer.create(infos)
+        env |= {"FAKE_NPU_BYTES": str(NPU_BYTES), "FAKE_NPUS": "2", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         given = VllmOptions(
-            str(fake_npu / "python"), str(directory), str(self.log), device="ascend", dtype=dtype,
+            str(fake_npu / "python"), str(directory), str(self.log), device="ascend", dtype="float32",
             max_model_len=256, max_num_seqs=8, gpu_memory_utilization=0.6, kv_cache_gib=None, reserved_bytes=RESERVED,
             tensor_parallel_size=num_devices, enable_sleep=True, env=env, start_timeout_s=500, stall_timeout_s=120,
         )  # fmt: skip
@@ -180,6 +180,61 @@ def test_three_rounds_of_sleep_and_new_weights(name, num_devices, fake_npu, tmp_
             assert server.free_share("awake") < 0.9, "cache and weights are there"
             server.generator.sleep()
             assert server.free_share("asleep") >= 0.98
+
+
+GRAPHS = """
+import torch, torch_npu
+npu, stream = "npu:0", torch.npu.current_stream()
+weight, x, cache = (torch.randn(4, 4).to(npu) for _ in range(3))
+
+def run():
+    y = torch_npu.npu_rms_norm(x @ weight, torch.ones(4, device=npu), 1e-6)[0]
+    cache.copy_(y.mul_(2.0))
+    return y + 1, cache.t()[:, :2].relu()
+
+graph = torch.npu.NPUGraph()
+with torch.npu.graph(graph, pool=torch.npu.graph_pool_handle()):
+    first = run()
+x.copy_(torch.randn(4, 4))
+before = [one.cpu().clone() for one in first]
+graph.replay()
+for old, one, now in zip(before, first, run()):
+    assert torch.equal(one.cpu(), now.cpu()) and not torch.equal(old, now.cpu())
+
+query, keys, values = (torch.randn(*shape).to(npu) for shape in ((2, 4, 8), (3, 16, 16), (3, 16, 16)))
+table, out = torch.tensor([[0], [1]], dtype=torch.int32).to(npu), torch.zeros(2, 4, 8, device=npu)
+
+def attend(lengths):
+    torch_npu.npu_fused_infer_attention_score.out(
+        query=query, key=keys, value=values, block_table=table, input_layout="TND", block_size=16, num_heads=4,
+        num_key_value_heads=2, actual_seq_lengths=[1, 2], actual_seq_lengths_kv=lengths, scale=0.3, sparse_mode=3,
+        workspace=None, out=[out, torch.zeros(1, device=npu)],
+    )
+
+graph = torch.npu.NPUGraph()
+with torch.npu.graph(graph):
+    torch.npu.graph_task_group_begin(stream)
+    attend([3, 4])
+    handle = torch.npu.graph_task_group_end(stream)
+    twice = out * 2
+torch.npu.graph_task_update_begin(stream, handle)
+attend([7, 9])
+torch.npu.graph_task_update_end(stream)
+query.copy_(torch.randn(2, 4, 8))
+graph.replay()
+for lengths, is_it in (([3, 4], False), ([7, 9], True)):
+    attend(lengths)
+    assert torch.equal(twice.cpu(), 2 * out.cpu()) == is_it
+print("replayed")
+"""
+
+
+def test_a_graph_of_launches_is_replayed_over_the_same_memory(fake_npu):
+    cann = fake_npu / "cann"
+    env = {"ASCEND_HOME_PATH": str(cann), "PYTHONPATH": str(cann / "python"), "FAKE_NPU_BYTES": str(NPU_BYTES)}
+    env = sanity_inputs.environment() | env | {"FAKE_NPUS": "1"}
+    ended = subprocess.run([fake_npu / "python", "-c", GRAPHS], env=env, capture_output=True, text=True, timeout=300)
+    assert ended.stdout.endswith("replayed\n"), ended.stderr
 
 
 RECIPE = ROOT / "examples" / "quickstart"

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fakes import ThreadedTeam
+from fakes import LocalTeam, ThreadedTeam
 from thread_broadcasts import Network
 
 from mindrlhf.algorithms.losses import POLICY_INPUTS, POLICY_STATISTICS
@@ -358,3 +358,20 @@ def test_what_leaves_the_device_has_the_rollouts_width_once(make_ranks, model_di
     assert found.keys() == set(source.names())
     for name, array in found.items():
         np.testing.assert_array_equal(array, convert_dtype(source.read(name), "float32", "bfloat16"), err_msg=name)
+
+
+def test_ranks_give_memory_back_before_a_server_loads_or_is_started_again(make_ranks, monkeypatch):
+    from mindrlhf.training.engine import actor as actors
+    from mindrlhf.weights.publish.publisher import PUBLISH, WeightPublisher, open_weight_buffers
+
+    actor, _, _ = make_ranks()[0]
+    events, write = [], actor.model.placement.write_to
+    actor.model.placement.write_to = lambda *given: (events.append("write"), write(*given))
+    monkeypatch.setattr(actor.engine, "make_room", lambda: events.append("make room"))
+    monkeypatch.setattr(actors, "give_back_memory", lambda: events.append("give back"))
+    team = LocalTeam([actor])
+    with open_weight_buffers(team, [[0]]) as buffer:
+        monkeypatch.setattr(buffer, "commit", lambda written: None)  # another rank has the other half
+        WeightPublisher(team, buffer).publish(1, lambda *_: events.append("load"))
+    assert events == ["write", "make room", "give back", "load"]
+    actor.close_weights(PUBLISH)
