@@ -73,6 +73,8 @@ EXTRAS = {
     "debug": DEBUGGING,
     # Environments to act in (docs/tools.md).
     "environments": ["gymnasium>=1.0,<2", "reasoning-gym>=0.1.25,<0.2", "textarena>=0.7.4,<0.8"],
+    # Nodes of a Ray cluster, `mindrlhf train --ray`. Apache-2.0.
+    "ray": ["ray>=2.52,<3"],
     # Where a run can report to, `observe.sinks`. MLflow's own database needs the last two; a server does not.
     "wandb": ["wandb>=0.17"],
     "swanlab": ["swanlab>=0.10"],

@@ -46,6 +46,16 @@ def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> Non
     )
     parser.add_argument("--hostfile", metavar="FILE", help="run this command on all hosts of a file, through ssh")
     parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="auto",
+        metavar="auto|HOST:PORT",
+        help="run this command on --nodes N nodes of a Ray cluster (default: of this machine's, all with room)",
+    )
+    parser.add_argument(
+        "--ray-without-token", action="store_true", help="also on a Ray cluster where everybody may run code"
+    )
+    parser.add_argument(
         "--oversubscribe", action="store_true", help="start the ranks even where they are many more than the cores"
     )
     parser.add_argument(
@@ -97,8 +107,8 @@ def _run(arguments: argparse.Namespace) -> int:
         from mindrlhf.training.preflight.run import check_run
 
     command, (overrides, is_resumed) = arguments.command, _resumption(arguments)
-    if arguments.hostfile:
-        return _run_over_ssh(arguments, overrides, is_resumed)
+    if arguments.hostfile or arguments.ray:
+        return _run_elsewhere(arguments, overrides, is_resumed)
     hold_on_to_lifeline()
     place = _place_of(arguments)
     num_nodes = place.num_nodes if place else 1
@@ -359,18 +369,35 @@ def _report_of(output_dir: Path) -> None:
         print(f"mindrlhf: report: {write_pages(output_dir)}", file=sys.stderr, flush=True)
 
 
-def _run_over_ssh(arguments: argparse.Namespace, overrides: list[str], is_resumed: bool) -> int:
+def _run_elsewhere(arguments: argparse.Namespace, overrides: list[str], is_resumed: bool) -> int:
+    """Run it on the hosts of a file, or the nodes of a Ray cluster."""
     from mindrlhf.errors import UserError
+    from mindrlhf.launch.nodes.over_ray import run_over_ray
     from mindrlhf.launch.nodes.over_ssh import read_hosts, run_over_ssh
 
+    option = "--hostfile" if arguments.hostfile else "--ray"
+    if arguments.hostfile and arguments.ray:
+        raise UserError("--hostfile and --ray are both given: leave out one of them")
     if arguments.role == "rollout":
-        raise UserError("--role is rollout, but --hostfile starts the nodes that train: leave out one of them")
-    if arguments.nodes is not None or arguments.node_rank is not None:
-        raise UserError("--hostfile numbers the nodes itself: leave out --nodes and --node-rank")
+        raise UserError(f"--role is rollout, but {option} starts the nodes that train: leave out one of them")
+    if arguments.nodes is not None and arguments.hostfile or arguments.node_rank is not None:
+        both = "--nodes and --node-rank" if arguments.hostfile else "--node-rank"
+        raise UserError(f"{option} numbers the nodes itself: leave out {both}")
     words = [arguments.command, arguments.config, *overrides, "--workers", str(arguments.workers)]
     words += ["--max-restarts", str(arguments.max_restarts), *["--resume"] * is_resumed]
     words += ["--oversubscribe"] * arguments.oversubscribe + ["--elastic"] * arguments.elastic
     _check_spares(arguments)
+    if arguments.ray:
+        return run_over_ray(
+            words,
+            arguments.ray,
+            arguments.nodes,
+            arguments.workers,
+            num_spares=arguments.spares,
+            master=arguments.master,
+            max_restarts=arguments.max_restarts,
+            may_lack_token=arguments.ray_without_token,
+        )
     return run_over_ssh(words, read_hosts(arguments.hostfile), arguments.master, arguments.spares)
 
 
@@ -405,6 +432,8 @@ def _resumption(arguments: argparse.Namespace) -> tuple[list[str], bool]:
     overrides = arguments.overrides
     if arguments.command == "train" and arguments.replay_order:
         overrides = [*overrides, f"rollout.replay_order={arguments.replay_order}"]
+    if arguments.ray and "=" in arguments.ray:  # so may `--ray` alone
+        arguments.ray, overrides = "auto", [arguments.ray, *overrides]
     if arguments.resume is not None and "=" in arguments.resume:
         return [arguments.resume, *overrides], True
     if arguments.resume not in (None, "auto"):

@@ -37,6 +37,7 @@ from mindrlhf.system import heartbeat, tracing
 from mindrlhf.system.handshake import CONNECT_TIMEOUT_S, SignedConnection, UnauthenticatedPeer, admit, introduce_node
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 
+_CONNECT_TIMEOUT_S = CONNECT_TIMEOUT_S
 _COMMANDS = ("sleep", "wake", "wait_ready")
 
 
@@ -152,7 +153,7 @@ def accept_nodes(listener: socket.socket, token: bytes, nodes: Collection[int]) 
     Raises:
         RunFailure: one did not connect in time.
     """
-    end_s = time.monotonic() + CONNECT_TIMEOUT_S  # for all of them: unauthenticated peers may come without end
+    end_s = time.monotonic() + _CONNECT_TIMEOUT_S  # for all of them: unauthenticated peers may come without end
     found: dict[int, SignedConnection] = {}
     while missing := sorted(set(nodes) - found.keys()):
         listener.settimeout(max(0.001, end_s - time.monotonic()))
