@@ -159,8 +159,9 @@ def _facts(run: RunData) -> list[tuple[str, str, str, str]]:
         facts.append(("Time per step", compact(float(np.median(step_times))), "s", "median"))
     if total := _total_time(run, step_times):
         facts.append(("Total time", *total))
+    if (shares := run.values(REWARD_SHARE)).size:
+        facts.append(("Waiting for rewards", f"{shares.mean():.1%}", "", "of a step, mean; see reward.num_workers"))
     for name, metric, unit, statistic, remark in (
-        ("Waiting for rewards", REWARD_SHARE, "of a step", np.mean, "mean; see reward.num_workers"),
         ("Throughput", "e2e_tps", "tokens/s", np.median, "median, per device"),
         ("Log-prob gap", "rollout_diff/max_abs", "nats", np.max, "rollout to training, largest"),
         ("Peak memory", "memory/peak_rss_gb", "GB", np.max, "resident, largest rank"),
