@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from mindrlhf.algorithms.optimizers import OPTIMIZERS
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.training import trains_sharded
 from mindrlhf.dryrun.plan import activations
 from mindrlhf.dryrun.plan.parameters import (
     ADAPTER_BYTES,
@@ -17,6 +18,7 @@ from mindrlhf.dryrun.plan.rollout import RolloutPlan
 from mindrlhf.layout.batch import BatchPlan
 from mindrlhf.layout.layout import Layout
 from mindrlhf.layout.parameter_buckets import NUM_BUCKETS
+from mindrlhf.layout.rows import updates_return_outputs
 from mindrlhf.layout.server_shards import FIXED_WORKSPACE_BYTES, LOGIT_BYTES
 from mindrlhf.specs import ModelDims
 from mindrlhf.system.sizes import format_size
@@ -120,6 +122,7 @@ def plan_memory(inputs: MemoryInputs) -> list[PhaseMemory]:
     """Return the memory of every phase that the run has, for every pipeline stage."""
     config, memory, moments = inputs.config, [], inputs.moments_name
     needs_forward = config.algorithm.beta > 0 or inputs.batch.num_updates > 1
+    needs_forward |= trains_sharded(config) and not updates_return_outputs(config.parallel_config)
     asleep = _asleep(inputs)
     for stage, state in enumerate(inputs.states):
         resident = _resident(inputs, stage)
