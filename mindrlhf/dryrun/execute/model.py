@@ -16,6 +16,7 @@ from mindrlhf.config.training import ParallelSection
 from mindrlhf.dryrun.execute.lower import LoweredGraph, lower_graph
 from mindrlhf.dryrun.execute.mindir import LOWERED_PREFIX, LoweringError
 from mindrlhf.dryrun.execute.run import SEED
+from mindrlhf.layout.rows import updates_return_outputs
 from mindrlhf.models.causal_lm import build_model
 from mindrlhf.models.context import prepare_mindformers
 from mindrlhf.models.lora.model import scale_name
@@ -161,6 +162,7 @@ class LoweredRank:
             tuple(job["token_inputs"]),
             gradients and RecordedUpdate(gradients, self.update.losses),
             job["steps_apart"],
+            updates_return_outputs(self.parallel),
         )
         source = open_source(job["model_dir"])
         shards.load(source)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from mindrlhf.algorithms.optimizers import OPTIMIZERS
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.training import trains_sharded
 from mindrlhf.dryrun.plan import activations
 from mindrlhf.dryrun.plan.parameters import (
     ADAPTER_BYTES,
@@ -17,6 +18,7 @@ from mindrlhf.dryrun.plan.rollout import RolloutPlan
 from mindrlhf.layout.batch import BatchPlan
 from mindrlhf.layout.layout import Layout
 from mindrlhf.layout.parameter_buckets import NUM_BUCKETS
+from mindrlhf.layout.rows import updates_return_outputs
 from mindrlhf.layout.server_shards import FIXED_WORKSPACE_BYTES, LOGIT_BYTES
 from mindrlhf.specs import ModelDims
 from mindrlhf.system.sizes import format_size
@@ -99,12 +101,6 @@ class MemoryInputs:
         return ELEMENT_BYTES[self.config.model.compute_dtype]
 
     @property
-    def gathered_bytes(self) -> int:
-        """Of an element of gathered weights; without pipelines MindSpore gathers them before it casts them."""
-        own = ELEMENT_BYTES[self.config.model.param_dtype]
-        return self.element_bytes if self.layout.pipeline_stage > 1 else max(own, self.element_bytes)
-
-    @property
     def num_tokens(self) -> int:
         """Positions that a rank computes at a time: one micro-batch, of the pipeline if there is one."""
         return self.batch.rows_per_pipeline_micro_batch * self.batch.row_length // self.layout.context_parallel
@@ -123,8 +119,10 @@ class MemoryInputs:
 
 
 def needs_logprobs(inputs: MemoryInputs) -> bool:
-    """Whether log-probabilities of the policy have a pass of their own: those of one that was updated since."""
-    return inputs.batch.num_updates > 1
+    """Whether log-probabilities of the policy have a pass of their own, which one update returns by itself."""
+    config = inputs.config
+    is_apart = trains_sharded(config) and not updates_return_outputs(config.parallel_config)
+    return inputs.batch.num_updates > 1 or is_apart
 
 
 def plan_memory(inputs: MemoryInputs) -> list[PhaseMemory]:
@@ -346,9 +344,6 @@ def _mask(inputs: MemoryInputs) -> MemoryItem:
     rows, length = inputs.batch.rows_per_pipeline_micro_batch, inputs.batch.row_length
     context = inputs.layout.context_parallel
     how = f"{rows} sequence{'s' if rows > 1 else ''} x {length:,} x {length:,} x 2 B"
-    num_masks = 2 if inputs.dims.local else 1
-    if num_masks > 1:
-        how += " x 2, with the window and without"
     if context > 1:
         how += f" / context_parallel {context}"
-    return MemoryItem("attention mask", 2 * num_masks * rows * length**2 // context, False, how)
+    return MemoryItem("attention mask", 2 * rows * length**2 // context, False, how)

@@ -50,6 +50,7 @@ class Actor(SavesState, ServingWorker):
         self._reward_model: Model | None = None
         self._cell_dump: CellDump | None = None
         self._batches: list[Batch] = []  # this rank's part of the updates of a step
+        self._old_logprobs: dict[int, list[np.ndarray]] = {}  # of the step, by batch
 
     def warm_up(self, shapes: list[PackedRows], graphs: list[str]) -> None:
         """Run the graphs on rows of weight 0, for every shape there is, while the generator is still starting."""
@@ -65,7 +66,7 @@ class Actor(SavesState, ServingWorker):
 
     def receive(self, batches: list[Batch]) -> None:
         """Take this rank's part of the updates of a step, with all that is known of them before it computes."""
-        self._batches = batches
+        self._batches, self._old_logprobs = batches, {}
         # An image that several updates look at is one.
         images = {digest: image for batch in batches for digest, image in batch.images.items()}
         if images:
@@ -100,20 +101,27 @@ class Actor(SavesState, ServingWorker):
             self._cell_dump.forward(stage, model.graph, micro_batches)
         for rows in micro_batches:
             rows.tokens.update(self._computed(name, rows))
-        return [rows.tokens[name] for rows in micro_batches]
+        computed = [rows.tokens[name] for rows in micro_batches]
+        if name == "old_logprobs":
+            self._old_logprobs[batch] = computed
+        return computed
 
     def update(self, batch: int, lr: float, kl_coefficient: float) -> PolicyUpdateResult:
         """Make one optimiser update from received batch number ``batch``.
 
         Returns:
             Statistics [7] (``POLICY_STATISTICS``), the norm, which is not finite when there was no update, and
-            log-probabilities under the weights before the update.
+            log-probabilities. These are under the weights before the update; or where updates do not return them,
+            before the first update of the step, by a pass of their own unless they were asked for before.
         """
         own = self._batches[batch]
+        if not self.engine.updater.returns_outputs and batch not in self._old_logprobs:
+            self._old_logprobs[batch] = [self.model.logprobs(rows) for rows in own.micro_batches]
         if self._cell_dump is not None:
             self._cell_dump.forward("update", self.model.graph, own.micro_batches)
         done = self.engine.update(own, lr, kl_coefficient)
-        return PolicyUpdateResult(done.statistics, done.grad_norm, self.process_statistics(), done.outputs)
+        logprobs = self._old_logprobs[batch] if done.outputs is None else done.outputs
+        return PolicyUpdateResult(done.statistics, done.grad_norm, self.process_statistics(), tuple(logprobs))
 
     def process_statistics(self) -> ProcessStatistics:
         """Return what this rank has used so far."""

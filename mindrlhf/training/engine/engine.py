@@ -34,12 +34,13 @@ class Updated:
     Attributes:
         statistics: float64 [statistics of the loss]; those of all data-parallel replicas add up.
         grad_norm: not finite says that there was no update.
-        outputs: of the model, float32 [rows, length] for each micro-batch, under the weights before.
+        outputs: of the model, float32 [rows, length] for each micro-batch, under the weights before; None where the
+            update does not return them.
     """
 
     statistics: np.ndarray
     grad_norm: float
-    outputs: tuple[np.ndarray, ...]
+    outputs: tuple[np.ndarray, ...] | None
 
 
 class Engine:
@@ -119,9 +120,11 @@ class WholeUpdater:
 
     Attributes:
         inputs: names of the token arrays that the loss takes, in order.
+        returns_outputs: updates return what the model said of their rows before.
         watch: is shown the gradients of each update.
     """
 
+    returns_outputs = True
     watch: Callable[[Iterator[tuple[str, np.ndarray]]], None] | None = None
 
     def __init__(self, placement: Whole, loss: Loss, optimizer: OptimizerSection, rank: Rank, device: str):

@@ -51,6 +51,7 @@ class ParallelUpdate(nn.Cell):
         world_size: int,
     ):
         super().__init__(auto_prefix=False)
+        self.returns_outputs = loss.returns_outputs
         self.network = _VirtualDatasetCell(split_into_micro_batches(loss, parallel))
         self.network.set_train(True)
         self.network.set_grad()
@@ -59,7 +60,6 @@ class ParallelUpdate(nn.Cell):
         self.buckets = optimizer.buckets
         self.max_grad_norm = max_grad_norm
         self.accumulates = parallel.pipeline_stage > 1 or parallel.micro_batch_num > 1
-        self.waits_not = self.accumulates and parallel.pipeline_stage == 1
         self.keeps_shards = parallel.enable_parallel_optimizer
         # The compiler recognises accumulators by this prefix. It sums them over the ranks in each call, so they cannot
         # be carried from one to the next.
@@ -95,26 +95,19 @@ class ParallelUpdate(nn.Cell):
 
         Returns:
             Its statistics; the model's outputs of this rank's rows, for each pipeline micro-batch float32 [its rows,
-            length], in the last stage; the totals; and the defect so far.
+            length], in the last stage, where the loss returns them; the totals; and the defect so far.
         """
-        found = self.network(*inputs)
-        statistics, outputs = found[0], found[1:]
-        sens = (self.sens,)
-        for one in outputs:
-            sens += (self._no_slope(one, inputs[3]),)
+        found, sens = self.network(*inputs), self.sens
+        statistics, outputs = found, ()
+        if self.returns_outputs:
+            statistics, outputs = found[0], found[1:]
+            # All of the first output: else the gradients of a micro-batch would wait for the forward pass of the last.
+            sens = (sens,) + (ops.zeros_like(outputs[0]),) * len(outputs)
         gradients = self.grad(self.network, self.weights)(*inputs, sens)
         accumulated = gradients
         if self.accumulates and not self.keeps_shards:
             accumulated = ops.depend(self.accumulators, gradients)
         return statistics, outputs, self._add(accumulated), self.defect + ops.reshape(statistics[0] * 0.0, (1,))
-
-    def _no_slope(self, output, mask):
-        """Return zeros in the shape of an output.
-
-        Where gradients are accumulated they must not be made of it: the gradients of the first micro-batch would wait
-        for the forward pass of the last. Nor may they be constants, of which MindSpore finds no loss.
-        """
-        return mask[: output.shape[0]] * 0.0 if self.waits_not else ops.zeros_like(output)
 
     def cleared(self, statistics):
         """Return the statistics once the accumulators of the call are empty."""
@@ -248,8 +241,8 @@ class _Interleaved(MicroBatchInterleaved):
         return (statistics,) + outputs
 
 
-class _MicroBatches(nn.Cell):
-    """Adds up the statistics of micro-batches as MindSpore's own cells do; the outputs come one after the other."""
+class _Pipeline(Pipeline):
+    """Adds up the statistics of micro-batches as MindSpore's own cell does; the outputs come one after the other."""
 
     def construct(self, *inputs):
         found = self.network(*self.micro_inputs[0](0, *inputs))
@@ -261,18 +254,11 @@ class _MicroBatches(nn.Cell):
         return (statistics,) + outputs
 
 
-class _Pipeline(_MicroBatches, Pipeline):
-    pass
-
-
-class _GradAccumulation(_MicroBatches, GradAccumulation):
-    pass
-
-
-def split_into_micro_batches(network: nn.Cell, parallel: ParallelSection) -> nn.Cell:
-    """Wrap ``network``, of whose outputs the first are added up, so that its inputs are split along their rows."""
+def split_into_micro_batches(network: ShardedLoss, parallel: ParallelSection) -> nn.Cell:
+    """Wrap ``network``, whose statistics are added up, so that its inputs are split along their rows."""
     if parallel.micro_batch_interleave_num > 1:
-        network = _Interleaved(network, parallel.micro_batch_interleave_num)
+        kind = _Interleaved if network.returns_outputs else MicroBatchInterleaved
+        network = kind(network, parallel.micro_batch_interleave_num)
     if parallel.pipeline_stage > 1:
         return _Pipeline(network, parallel.micro_batch_num)
-    return _GradAccumulation(network, parallel.micro_batch_num) if parallel.micro_batch_num > 1 else network
+    return GradAccumulation(network, parallel.micro_batch_num) if parallel.micro_batch_num > 1 else network

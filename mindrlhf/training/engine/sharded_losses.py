@@ -16,23 +16,25 @@ class ShardedLoss(nn.Cell):
     Losses are sums over tokens divided by a global count, so each rank applies the plain loss to its tokens (inside a
     Morph, where tensors are local), and the results are added.
 
-    Its outputs are the vector of statistics, of which the first is the loss, and the gradient of whose sum is that of
-    the loss, and what the model says of the rows, [rows, length], which has no gradient.
+    Its output is the vector of statistics, of which the first is the loss; the gradient of their sum is that of the
+    loss. A second one, without a gradient, is what the model says of the rows, [rows, length].
 
     Args:
         loss: the plain one, over the model that is trained, its operators sharded.
         shares: ranks that share the rows, and each row.
+        returns_outputs: has the second output.
 
     Attributes:
         num_statistics: length of the output.
     """
 
-    def __init__(self, loss: Loss, shares: tuple[int, int]):
+    def __init__(self, loss: Loss, shares: tuple[int, int], returns_outputs: bool):
         super().__init__(auto_prefix=False)
         assert len(loss.inputs) <= MOST_INPUTS, f"{type(loss).__name__} reads {len(loss.inputs)} token arrays"
         self.loss = loss
         self.policy = loss.policy
         self.shares = shares
+        self.returns_outputs = returns_outputs
         self.num_statistics = len(loss.statistics)
         self.num_unread = MOST_INPUTS - len(loss.inputs)
         self.num_inputs = len(loss.inputs)
@@ -46,7 +48,7 @@ class ShardedLoss(nn.Cell):
         self.whole_rows = ops.Mul().shard(((shares[0], 1),) * 2)
 
     def construct(self, input_ids, segment_ids, labels, mask, *given):
-        """Return statistics and outputs of arrays [rows, length] as the plain loss takes them.
+        """Return the statistics of arrays [rows, length] as the plain loss takes them, and outputs.
 
         The last of ``given`` are its scalars, float32 [rows, 2]: kl_coefficient and num_tokens, the same on every row,
         so that they can be cut into micro-batches.
@@ -54,9 +56,12 @@ class ShardedLoss(nn.Cell):
         outputs, entropy = self.policy(input_ids, segment_ids, labels, mask)
         unread = (mask,) * self.num_unread
         shares = self.on_each_rank(outputs, entropy, mask, segment_ids, *given[:-1], *unread, given[-1])
+        statistics = self.sum(shares, (0, 1))
+        if not self.returns_outputs:
+            return statistics
         outputs = ops.stop_gradient(outputs)
         # Masked they are already; what counts is that those of each row come together.
-        return self.sum(shares, (0, 1)), outputs if self.shares[1] == 1 else self.whole_rows(outputs, mask)
+        return statistics, outputs if self.shares[1] == 1 else self.whole_rows(outputs, mask)
 
     def _local(self, outputs, entropy, mask, segment_ids, first, second, third, fourth, fifth, sixth, scalars):
         """Apply the plain loss to one rank's tokens."""
@@ -79,5 +84,5 @@ class RepeatedLoss(ShardedLoss):
     """
 
     @lazy_inline
-    def __init__(self, loss: Loss, shares: tuple[int, int]):
-        super().__init__(loss, shares)
+    def __init__(self, loss: Loss, shares: tuple[int, int], returns_outputs: bool):
+        super().__init__(loss, shares, returns_outputs)

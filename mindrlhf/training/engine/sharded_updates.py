@@ -45,6 +45,7 @@ class UpdateGraph:
         gradients: takes what ``cell`` does and adds gradients without touching ``state``: the calls of an update before
             its last one. None: all go to ``cell``.
         steps_apart: ``cell`` takes no micro-batch, but makes the update from a short row of weight 0.
+        returns_outputs: both return the model's outputs too.
         totals: gradients added up so far, by the name of a trained parameter.
         parameters: all that training keeps on the device beside the weights.
     """
@@ -56,6 +57,7 @@ class UpdateGraph:
     token_inputs: tuple[str, ...] = POLICY_INPUTS
     gradients: Callable[..., tuple[ms.Tensor, ...]] | None = None
     steps_apart: bool = False
+    returns_outputs: bool = True
     totals: Mapping[str, ms.Parameter] = field(default_factory=dict)
     parameters: Sequence[ms.Parameter] = ()
 
@@ -71,6 +73,7 @@ class UpdateGraph:
             token_inputs=inputs,
             gradients=ParallelGradients(update),
             steps_apart=memory.swap_moments,
+            returns_outputs=update.returns_outputs,
             totals={weight.name: total for weight, total in zip(update.weights, update.totals, strict=True)},
             parameters=list(update.get_parameters()),
         )
@@ -88,6 +91,7 @@ class ShardedUpdater:
     def __init__(self, placement: Shards, graph: UpdateGraph, places: OptimizerPlaces | None = None):
         self.placement = placement
         self.graph = graph
+        self.returns_outputs = graph.returns_outputs
         self.inputs = graph.token_inputs
         self._places = places
 
@@ -116,10 +120,9 @@ class ShardedUpdater:
             else:
                 self._add(shaped, 0.0, 1)
 
-    def add(self, rows: PackedRows, num_tokens: int, kl_coefficient: float) -> tuple[np.ndarray, np.ndarray]:
+    def add(self, rows: PackedRows, num_tokens: int, kl_coefficient: float) -> tuple[np.ndarray, None]:
         """See :meth:`WholeUpdater.add`."""
-        statistics, _, *outputs = self._call(rows, kl_coefficient, num_tokens, is_last=False)
-        return self._of_last_stage(statistics), self.placement.own_outputs(outputs, rows)
+        return self._of_last_stage(self._call(rows, kl_coefficient, num_tokens, is_last=False)[0]), None
 
     def gradients(self) -> Iterator[tuple[str, np.ndarray]]:
         """See :meth:`WholeUpdater.gradients`: of what this rank holds, its shards."""
@@ -148,10 +151,13 @@ class ShardedUpdater:
             ended = self._call(self._step_rows(batch.micro_batches[-1]), 0.0, 1, is_last=True)
         # Read only now: the device need not wait for the host between calls.
         total = sum(self._of_last_stage(statistics) for statistics, *_ in calls)
-        outputs = (self.placement.own_outputs(call[2:], rows) for call, rows in zip(calls, batch.micro_batches))
+        outputs = None
+        if self.returns_outputs:
+            found = zip(calls, batch.micro_batches)
+            outputs = tuple(self.placement.own_outputs(call[2:], rows) for call, rows in found)
         is_first_replica = self.placement.layout.coordinates(self.placement.rank).data == 0
         norm = float(ended[1].asnumpy()[0])
-        return Updated(total if is_first_replica else np.zeros_like(total), norm, tuple(outputs))
+        return Updated(total if is_first_replica else np.zeros_like(total), norm, outputs)
 
     def state_size_bytes(self) -> int:
         """See :meth:`WholeUpdater.state_size_bytes`."""

@@ -194,6 +194,40 @@ def test_an_update_returns_the_logprobs_that_its_own_calls_computed(make_ranks):
             np.testing.assert_allclose(found, -rows.labels * rows.mask / 7 * call, rtol=1e-6)
 
 
+def test_updates_that_return_no_outputs_have_a_pass_of_their_own_once_a_step(make_ranks):
+    (actor, cells, _), _ = make_ranks()
+    actor.engine.updater.returns_outputs = False
+    own = make_two_batches()[0].part_of(0, NUM_RANKS)
+    for step in (1, 2):
+        actor.receive([own])
+        for _ in range(2):
+            result = actor.update(0, 0.1, 0.0)
+            for found, rows in zip(result.logprobs, own.micro_batches, strict=True):
+                np.testing.assert_allclose(found, -rows.labels * rows.mask / 7)
+        assert cells.num_logprobs == step * len(own.micro_batches)
+
+
+def test_calls_before_the_last_of_an_update_leave_the_optimiser_alone(make_ranks):
+    """They go to the graph of the gradients; a batch of one micro-batch needs none."""
+    (actor, cells, _), _ = make_ranks()
+    updater, gradients = actor.engine.updater, []
+
+    def add(*inputs):
+        gradients.append([one.asnumpy() for one in inputs])
+        return cells.update(*inputs)
+
+    updater.graph = dataclasses.replace(updater.graph, gradients=add)
+    own = make_two_batches()[0].part_of(0, NUM_RANKS)
+    actor.receive([own, dataclasses.replace(own, micro_batches=own.micro_batches[:1])])
+    results = [actor.update(batch, 0.1, 0.0) for batch in (0, 1)]
+    assert len(gradients) == 1 and len(cells.updates) == 3
+    assert [is_last for _, is_last, _ in cells.updates[1:]] == [[1.0], [1.0]]
+    np.testing.assert_array_equal(gradients[0][0][:2], own.micro_batches[0].input_ids)
+    sums = np.arange(len(POLICY_STATISTICS))
+    np.testing.assert_array_equal(results[0].statistics, 2 * sums + 1 + 2)
+    assert [result.grad_norm for result in results] == [1.0, 1.5]
+
+
 def test_a_warm_up_makes_no_update(make_ranks):
     (actor, cells, _), _ = make_ranks()
     shapes = RowOptions((8, LENGTH), 2, 1, True).shapes()
