@@ -101,6 +101,12 @@ class MemoryInputs:
         return ELEMENT_BYTES[self.config.model.compute_dtype]
 
     @property
+    def gathered_bytes(self) -> int:
+        """Of an element of gathered weights; without pipelines MindSpore gathers them before it casts them."""
+        own = ELEMENT_BYTES[self.config.model.param_dtype]
+        return self.element_bytes if self.layout.pipeline_stage > 1 else max(own, self.element_bytes)
+
+    @property
     def num_tokens(self) -> int:
         """Positions that a rank computes at a time: one micro-batch, of the pipeline if there is one."""
         return self.batch.rows_per_pipeline_micro_batch * self.batch.row_length // self.layout.context_parallel
@@ -344,6 +350,9 @@ def _mask(inputs: MemoryInputs) -> MemoryItem:
     rows, length = inputs.batch.rows_per_pipeline_micro_batch, inputs.batch.row_length
     context = inputs.layout.context_parallel
     how = f"{rows} sequence{'s' if rows > 1 else ''} x {length:,} x {length:,} x 2 B"
+    num_masks = 2 if inputs.dims.local else 1
+    if num_masks > 1:
+        how += " x 2, with the window and without"
     if context > 1:
         how += f" / context_parallel {context}"
-    return MemoryItem("attention mask", 2 * rows * length**2 // context, False, how)
+    return MemoryItem("attention mask", 2 * num_masks * rows * length**2 // context, False, how)
