@@ -168,11 +168,7 @@ def build_model(
         shares_head = dims.tied and not spec.is_scorer  # a scorer has no output projection
         turns_by_row = shared_prompts or dims.vision is not None
         _adapt_ascend_cells(cells, model, config, dims, parallel_config, shares_head, turns_by_row)
-    set_recompute(model, memory)
-    if parallel_config.get("enable_parallel_optimizer"):
-        from mindrlhf.models.ascend_layers import keep_prepared_weights
-
-        keep_prepared_weights(model)
+    _recompute(model, memory, parallel_config)
     splits = tuple(parallel_config.get(key, 1) for key in ("data_parallel", "context_parallel", "model_parallel"))
     inputs, *seen = _decoder_inputs(cells, model, config, dims, num_image_rows, train_vision, device)
     return CausalLM(model, inputs, cells.DecoderOutputs(config), spec, dims, hf_config, splits, *seen)
@@ -200,6 +196,14 @@ def _adapt_ascend_cells(cells, model, config, dims, parallel_config, shares_head
     if parallel_config.get("model_parallel", 1) > 1:
         cells.split_embedding(model, config, keeps_whole=parallel_config.get("vocab_emb_dp", False) and not shares_head)
     fuse_rotation(model, turns_by_row)
+
+
+def _recompute(model, memory: MemorySection, parallel_config: dict) -> None:
+    set_recompute(model, memory)
+    if parallel_config.get("enable_parallel_optimizer"):
+        from mindrlhf.models.ascend_layers import keep_prepared_weights
+
+        keep_prepared_weights(model)
 
 
 def _decoder_inputs(
