@@ -141,6 +141,7 @@ def estimate_cost(inputs: MemoryInputs, num_active: int, slack: float, device: D
     mean_compute, mean_vector = (
         sum(values) / len(stages) for values in zip(*((one.compute, one.vector) for one in stages))
     )
+    mean = sum(one.seconds for one in stages) / len(stages)
     most_layers = max(len(inputs.stage_widths(stage)) for stage in range(layout.pipeline_stage))
     tensor, expert = _layer_exchange(inputs, most_layers, device)
     gathers, reductions = _data_exchange(inputs, device)
@@ -149,7 +150,7 @@ def estimate_cost(inputs: MemoryInputs, num_active: int, slack: float, device: D
     return Cost(
         compute=runs * mean_compute,
         vector=runs * mean_vector,
-        imbalance=runs * (slowest - mean_compute - mean_vector),
+        imbalance=runs * (slowest - mean),
         bubble=runs * (slowest + tensor + expert) * idle,
         tensor=runs * tensor,
         expert=runs * expert,
