@@ -253,7 +253,7 @@ def _data_exchange(inputs: MemoryInputs, device: Device) -> tuple[float, float]:
     share = (replicas - 1) / replicas / rate
     if layout.optimizer_shard == 1:
         return 0.0, 2 * elements * GRADIENT_BYTES * share * (1 - HIDDEN_REDUCTIONS)
-    gathered = elements * inputs.gathered_bytes * share * (1 - HIDDEN_GATHERS)
+    gathered = elements * inputs.element_bytes * share * (1 - HIDDEN_GATHERS)
     # Gradients are scattered where they are summed; all-reducing them would be twice that.
     return gathered, elements * GRADIENT_BYTES * share * (1 - HIDDEN_REDUCTIONS)
 

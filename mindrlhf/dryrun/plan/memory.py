@@ -18,6 +18,7 @@ from mindrlhf.dryrun.plan.rollout import RolloutPlan
 from mindrlhf.layout.batch import BatchPlan
 from mindrlhf.layout.layout import Layout
 from mindrlhf.layout.parameter_buckets import NUM_BUCKETS
+from mindrlhf.layout.rows import updates_return_outputs
 from mindrlhf.layout.server_shards import FIXED_WORKSPACE_BYTES, LOGIT_BYTES
 from mindrlhf.specs import ModelDims
 from mindrlhf.system.sizes import format_size
@@ -100,12 +101,6 @@ class MemoryInputs:
         return ELEMENT_BYTES[self.config.model.compute_dtype]
 
     @property
-    def gathered_bytes(self) -> int:
-        """Of an element of gathered weights; without pipelines MindSpore gathers them before it casts them."""
-        own = ELEMENT_BYTES[self.config.model.param_dtype]
-        return self.element_bytes if self.layout.pipeline_stage > 1 else max(own, self.element_bytes)
-
-    @property
     def num_tokens(self) -> int:
         """Positions that a rank computes at a time: one micro-batch, of the pipeline if there is one."""
         return self.batch.rows_per_pipeline_micro_batch * self.batch.row_length // self.layout.context_parallel
@@ -123,18 +118,11 @@ class MemoryInputs:
         return self.config.model.recompute or layer in self.config.memory.layers
 
 
-def needs_logprobs(inputs: MemoryInputs) -> bool:
-    """Whether log-probabilities of the policy have a pass of their own: those of one that was updated since.
-
-    One compiled graph makes an update of a model that is sharded, and does not return them.
-    """
-    return inputs.batch.num_updates > 1 or trains_sharded(inputs.config)
-
-
 def plan_memory(inputs: MemoryInputs) -> list[PhaseMemory]:
     """Return the memory of every phase that the run has, for every pipeline stage."""
     config, memory, moments = inputs.config, [], inputs.moments_name
-    needs_forward = config.algorithm.beta > 0 or needs_logprobs(inputs)
+    needs_forward = config.algorithm.beta > 0 or inputs.batch.num_updates > 1
+    needs_forward |= trains_sharded(config) and not updates_return_outputs(config.parallel_config)
     asleep = _asleep(inputs)
     for stage, state in enumerate(inputs.states):
         resident = _resident(inputs, stage)

@@ -13,7 +13,8 @@ POSITIONS, SPLIT, LAYERS, HIDDEN, WORDS, MLP = 8192, 4, 28, 3584, 152_064, 18_94
 
 
 def items(*overrides: str, phase: str = UPDATE) -> dict[str, int]:
-    plan = plan_of(NAME, *overrides)
+    several = ("training.num_iterations=2",) * (phase == OLD_LOGPROBS)  # of a single update they come with it
+    plan = plan_of(NAME, *overrides, *several)
     (memory,) = (one for one in plan.memory if one.phase == phase)
     return {item.name.partition(" (")[0]: item.size_bytes for item in memory.items}
 
