@@ -21,6 +21,14 @@ def num_update_micro_batches(parallel: ParallelSection) -> int:
     return parallel.micro_batch_num
 
 
+def updates_return_outputs(parallel: ParallelSection) -> bool:
+    """Whether the graph of an update returns what the model says of its rows, so that no other pass need ask for it.
+
+    Where gradients are accumulated without a pipeline MindSpore 2.9.0 finds no order for it ("Graph cycle exists").
+    """
+    return parallel.pipeline_stage > 1 or parallel.micro_batch_num == 1
+
+
 def num_logprob_micro_batches(parallel: ParallelSection) -> int:
     """Return the same of the graph of the log-probabilities: only a pipeline needs any."""
     return parallel.micro_batch_num if parallel.pipeline_stage > 1 else 1

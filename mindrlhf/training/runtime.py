@@ -1,5 +1,6 @@
 """The one place that sets MindSpore's global state: context, communication, MindFormers' switches."""
 
+import json
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -140,6 +141,12 @@ def start_parallel(parallel: ParallelSection, rank: Rank, strategy_file: Path) -
     import mindspore as ms
 
     options = {}
+    if parallel.enable_parallel_optimizer and parallel.pipeline_stage == parallel.micro_batch_num == 1:
+        # Weights are gathered while the layer before computes. Called for several micro-batches a layer is a function
+        # of its own, beyond which MindSpore moves nothing.
+        speed_ups_file = strategy_file.with_suffix(".json")
+        speed_ups_file.write_text(json.dumps({"computation_allgather_overlap": True}))
+        ms.set_context(ascend_config={"parallel_speed_up_json_path": str(speed_ups_file)})
     if parallel.enable_parallel_optimizer and parallel.optimizer_weight_shard_size > 0:
         options["parallel_optimizer_config"] = {"optimizer_weight_shard_size": parallel.optimizer_weight_shard_size}
     ms.set_auto_parallel_context(

@@ -95,7 +95,8 @@ class Plain:
         losses: of each call.
         statistics, norms: of each update.
         outputs: log-probabilities (or values, or scores) of each call, an array for each micro-batch: under the
-            "initial" weights, those that the update of the call "started" with, and the "trained" ones.
+            "initial" weights, those that the step or the update of the call "started" with, those that the update
+            "updated", and the "trained" ones.
         begun, weights: what is trained (and a frozen tower), before and after.
         network: the trained model.
     """
@@ -151,7 +152,12 @@ def train_plainly(family: Family, log_dir: Path) -> Plain:
         losses=[one[0] for one in statistics],
         statistics=[sum(part) for part in np.split(np.array(statistics), ends[:-1])],
         norms=norms,
-        outputs={"initial": initial, "started": initial if family.computed else started, "trained": current},
+        outputs={
+            "initial": initial,
+            "started": initial if family.computed else started,
+            "updated": started,
+            "trained": current,
+        },
         begun=begun,
         weights={name: parameter.asnumpy() for name, parameter in parameters.items()},
         network=network,
@@ -351,7 +357,7 @@ _SPLIT_WORDS = {**_SEQUENCE, "vocab_emb_dp": False}
 _REPLICAS = {"data_parallel": 2, "model_parallel": 2, "vocab_emb_dp": False}
 _ADAPTED_REPLICAS = {**_OPTIMIZER, "model_parallel": 2, "vocab_emb_dp": True}
 _RESUMES = frozenset({"resumed"})
-_ALL_OUTPUTS = {"first": "started", "reference": "initial", "synchronised": "trained"}
+_ALL_OUTPUTS = {"first": "started", "updates": "updated", "reference": "initial", "synchronised": "trained"}
 
 
 def _chosen(is_computed: bool) -> dict[int, dict[str, dict]]:
@@ -411,7 +417,7 @@ FAMILIES = {
             4: {"dp2_tp2": _ADAPTED_REPLICAS},
         },
         options={"lora": LORA},
-        outputs={"first": "initial", "reference": "initial"},
+        outputs={"first": "initial", "updates": "updated", "reference": "initial"},
         checks=_RESUMES | {"norms", "adapters"},
         **_OLD,
     ),
@@ -432,7 +438,7 @@ FAMILIES = {
         _POLICY,
         model=LLAMA3_MODEL,
         layouts={2: {"llama_tp2": _SEQUENCE, "llama_pp2": _PIPELINE, "llama_dp2": _OPTIMIZER}},
-        outputs={"first": "initial", "reference": "initial"},
+        outputs={"first": "initial", "updates": "updated", "reference": "initial"},
         checks=_RESUMES | {"norms", "exported", "published"},
         **_OLD,
     ),
@@ -440,7 +446,7 @@ FAMILIES = {
         _POLICY,
         model=GLM4_MOE_MODEL,
         layouts={2: {"glm_ep2_dp2": {"data_parallel": 2, "expert_parallel": 2}, "glm_tp2": _SPLIT_WORDS}},
-        outputs={"first": "initial", "reference": "initial"},
+        outputs={"first": "initial", "updates": "updated", "reference": "initial"},
         checks=_RESUMES | {"norms", "exported", "published"},
         **_OLD,
     ),
@@ -455,7 +461,7 @@ FAMILIES = {
         },
         engine=partial(cases.plain_engine, optimizer="muon"),
         options={"optimizer": "muon"},
-        outputs={"first": "initial", "reference": "initial"},
+        outputs={"first": "initial", "updates": "updated", "reference": "initial"},
         checks=_RESUMES | {"norms", "exported", "published"},
         **_OLD,
     ),
@@ -465,7 +471,7 @@ FAMILIES = {
         layouts={2: {"muon_experts_dp2": _OPTIMIZER}},
         engine=partial(cases.plain_engine, optimizer="muon"),
         options={"optimizer": "muon"},
-        outputs={"first": "initial", "reference": "initial"},
+        outputs={"first": "initial", "updates": "updated", "reference": "initial"},
         checks=_RESUMES | {"norms"},
         **_OLD,
     ),
@@ -475,7 +481,7 @@ FAMILIES = {
         layouts={2: {"muon_adapters_tp2": _SPLIT_WORDS}},
         engine=partial(cases.plain_engine, optimizer="muon"),
         options={"lora": LORA, "optimizer": "muon"},
-        outputs={"first": "initial", "reference": "initial"},
+        outputs={"first": "initial", "updates": "updated", "reference": "initial"},
         checks=_RESUMES | {"norms", "adapters"},
         **_OLD,
     ),

@@ -13,7 +13,7 @@ from execution_cases import EPSILON, IS_LAST, KL_COEFFICIENT, LEARNING_RATE, NUM
 from machines import Machines
 
 from mindrlhf.config.training import ParallelSection
-from mindrlhf.dryrun.compile.request import GRADIENTS, CompileRequest, compile_ranks
+from mindrlhf.dryrun.compile.request import GRADIENTS, UPDATE, CompileRequest, compile_ranks
 from mindrlhf.dryrun.execute.run import ENDED_PREFIX, ExecutionJob, ExecutionResult, execute
 
 
@@ -50,7 +50,7 @@ def compile_and_execute(
         after_token: of scoring models; see :class:`mindrlhf.training.engine.shards.Shards`.
         lora: of adapters that are trained in place of the model; see :class:`mindrlhf.dryrun.execute.run.ExecutionJob`.
     """
-    compiled = (*cells, GRADIENTS) if memory.get("swap_moments") else cells
+    compiled = (*cells, GRADIENTS) if cells[0] == UPDATE else cells
     own = {"shared_prompts": shared_prompts, "lora": lora, "optimizer": optimizer, "memory": dict(memory)}
     requests = {
         (name, cell, rank): replace(_request(model, name, parallel, rank, cell, root), **own)
@@ -68,7 +68,8 @@ def compile_and_execute(
             section = ParallelSection(**parallel)
             computed = computed_inputs.get(name, "")
             own_job = ExecutionJob(name, section, *graphs[:2], token_inputs, computed, after_token, own["lora"])
-            jobs.append(replace(own_job, gradient_graphs=graphs[2] if graphs[2:] else ()))
+            apart = bool(memory.get("swap_moments"))
+            jobs.append(replace(own_job, gradient_graphs=graphs[2] if graphs[2:] else (), steps_apart=apart))
         done = execute(
             jobs,
             model,

@@ -16,6 +16,7 @@ from mindrlhf.config.training import ParallelSection
 from mindrlhf.dryrun.execute.lower import LoweredGraph, lower_graph
 from mindrlhf.dryrun.execute.mindir import LOWERED_PREFIX, LoweringError
 from mindrlhf.dryrun.execute.run import SEED
+from mindrlhf.layout.rows import updates_return_outputs
 from mindrlhf.models.causal_lm import build_model
 from mindrlhf.models.context import prepare_mindformers
 from mindrlhf.models.lora.model import scale_name
@@ -90,7 +91,7 @@ class LoweredCell:
 
 @dataclass
 class RecordedUpdate:
-    """An update, or its gradients, that notes the loss of every call."""
+    """An update, or its gradients, that notes the loss of every call, in one list for both."""
 
     cell: "LoweredCell | SharedGraph"
     losses: list[float] = field(default_factory=list)
@@ -143,7 +144,7 @@ class LoweredRank:
         if job["gradient_graphs"]:
             own = {name: one for name, one in cell.parameters.items() if not name.startswith(LOWERED_PREFIX)}
             gradients = SharedGraph(self._load("gradient_graphs")[1], own)
-        self.update = RecordedUpdate(gradients or cell)
+        self.update = RecordedUpdate(cell)
         parameters = self._with_tower(network, cell)
         outputs = SharedGraph(self._load("output_graphs")[1], {})
         shards = Shards(network, self.parallel, rank, parameters, after_token=job["after_token"])
@@ -154,12 +155,14 @@ class LoweredRank:
         for each in (cell, outputs.cell):
             each.check_names(names)
         graph = UpdateGraph(
-            cell if gradients else self.update,
+            cell if job["steps_apart"] else self.update,
             parameters[_LEARNING_RATE],
             parameters[_IS_LAST],
             _optimizer_state(parameters),
             tuple(job["token_inputs"]),
-            self.update if gradients else None,
+            gradients and RecordedUpdate(gradients, self.update.losses),
+            job["steps_apart"],
+            updates_return_outputs(self.parallel),
         )
         source = open_source(job["model_dir"])
         shards.load(source)

@@ -114,7 +114,7 @@ class _Rank0:
         self._directory = directory
         self._learning_rate, self._kl_coefficient = spec["learning_rate"], spec["kl_coefficient"]
         self._is_critic = job["computed_input"] == "values"
-        self._values: list[list[np.ndarray]] = []  # of each batch, by micro-batch
+        self._computed: list[list[np.ndarray]] = []  # of each batch, by micro-batch
         tokens = ImageTokens.of(self._actor.model.network.dims)
         self._batches = _batches(spec["is_last"], arrays, job["token_inputs"], team.world_size, tokens)
 
@@ -130,7 +130,7 @@ class _Rank0:
         policy.warm_up(options, [OLD, REFERENCE])
         self._publish(policy, buffer, "before")
         policy.receive(self._batches)
-        self._compute_outputs(policy)
+        self._compute_outputs()
         updates = [self._update(policy, 0)]
         self._save("middle")
         updates += [self._update(policy, position) for position in range(1, len(self._batches))]
@@ -146,28 +146,29 @@ class _Rank0:
         for position in range(1, len(self._batches)):
             self._update(policy, position)
         self._publish(policy, buffer, "resumed")
-        outputs = {"first": [array for update in updates for array in update.logprobs]}
+        own = [array for update in updates for array in update.logprobs]
+        first = [array for arrays in self._computed for array in arrays]
+        outputs = {"first": first or own, "updates": own}
         outputs["reference"] = self._reference(policy)
         if not self._job["lora"]:  # whose reference is the policy itself, without its adapters
             policy.sync_reference()
             outputs["synchronised"] = self._reference(policy)
         self._write(outputs, updates)
 
-    def _compute_outputs(self, policy: Policy) -> None:
+    def _compute_outputs(self) -> None:
         """Compute the token array that the job does not take from the batches, if there is one."""
-        if self._job["computed_input"] == OLD:
-            policy.logprobs(OLD)
-        if self._is_critic:
+        asked = {OLD: ("compute_logprobs", {"name": OLD}), "values": ("compute_values", {})}
+        if self._job["computed_input"]:
+            method, options = asked[self._job["computed_input"]]
             for position, batch in enumerate(self._batches):
-                found = self._team.call("compute_values", batch=position)
-                self._values.append(batch.in_order(found))
+                self._computed.append(batch.in_order(self._team.call(method, batch=position, **options)))
 
     def _update(self, policy: Policy, position: int):
         if not self._is_critic:
             return policy.update(position, self._learning_rate, self._kl_coefficient)
         results = self._team.call("update_critic", batch=position, lr=self._learning_rate)
         statistics = np.sum([one.statistics for one in results], axis=0)
-        return SimpleNamespace(statistics=statistics, grad_norm=results[0].grad_norm, logprobs=self._values[position])
+        return SimpleNamespace(statistics=statistics, grad_norm=results[0].grad_norm, logprobs=self._computed[position])
 
     def _reference(self, policy: Policy) -> list[np.ndarray]:
         policy.logprobs(REFERENCE)

@@ -61,7 +61,9 @@ class ExecutionJob:
         lora: fields of :class:`mindrlhf.specs.lora.LoraOptions`, of adapters that are trained in place of the model;
             they begin with those of :data:`SEED`.
         transport: `rollout.weights_transport`.
-        gradient_graphs: those of the gradients alone, where updates are made in two parts.
+        gradient_graphs: those of the gradients alone, for the calls of an update before its last one; none: all go to
+            that of the update.
+        steps_apart: see :class:`mindrlhf.training.engine.sharded_updates.UpdateGraph`.
     """
 
     name: str
@@ -74,6 +76,7 @@ class ExecutionJob:
     lora: dict | None = None
     transport: str = TCP
     gradient_graphs: tuple[str, ...] = ()
+    steps_apart: bool = False
 
     @property
     def layout(self) -> Layout:
@@ -92,8 +95,9 @@ class ExecutionResult:
         statistics: of each update, over all ranks.
         grad_norms: of each update, before clipping.
         outputs: by name, of each call, float32 [rows, length] of all ranks: "first", log-probabilities (or values)
-            that the step began with, or each update, where none were asked for; "reference", those of the reference
-            model at the end; "synchronised", those of it as a copy of the policy.
+            that the step began with, or each update, where none were asked for; "updates", those that each update of
+            a policy returned; "reference", those of the reference model at the end; "synchronised", those of it as a
+            copy of the policy.
         weights: the final parameters, whole, by MindFormers name, as saved; of a model with adapters, theirs.
         replica_difference: largest difference between ranks that hold the same shard.
         published: the logical Hugging Face tensors by the moment's name (``PUBLICATIONS``).
@@ -193,7 +197,7 @@ def _collect(job: ExecutionJob, hf_config: dict, directory: Path, num_calls: int
     ranks = range(job.layout.world_size)
     reports = [json.loads((directory / RESULT_NAME.format(rank=rank)).read_text()) for rank in ranks]
     # A critic's graph also stands for the actor's, which is warmed up too. The last rank is in the last stage.
-    num_warm_up_calls = 2 if job.computed_input == "values" else 1
+    num_warm_up_calls = 2 if job.computed_input == "values" or job.gradient_graphs and not job.steps_apart else 1
     losses = reports[-1]["losses"][num_warm_up_calls:]
     updates = json.loads((directory / UPDATES_NAME).read_text())
     arrays = load_file(directory / OUTPUTS_NAME)

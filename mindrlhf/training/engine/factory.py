@@ -16,12 +16,12 @@ from mindrlhf.config.model import ModelSection
 from mindrlhf.config.training import OptimizerSection, ParallelSection
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.layout.parameter import ParameterLayout
-from mindrlhf.layout.rows import num_logprob_micro_batches
+from mindrlhf.layout.rows import num_logprob_micro_batches, updates_return_outputs
 from mindrlhf.models.causal_lm import CausalLM, build_model
 from mindrlhf.models.lora.model import Lora
 from mindrlhf.specs.lora import AdaptedRules, LoraOptions
 from mindrlhf.training.engine.sharded_cells import ParallelLogProbs, ParallelUpdate
-from mindrlhf.training.engine.sharded_losses import ShardedLoss
+from mindrlhf.training.engine.sharded_losses import RepeatedLoss, ShardedLoss
 from mindrlhf.training.optimizers import make_optimizer, matrices_of
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
@@ -143,7 +143,10 @@ def build_update(loss: Loss, options: OptimizerSection, parallel: ParallelSectio
     network, layout = loss.policy.model, layout_of(parallel)
     layouts = {one.name: one for one in network_layouts(network, layout)}
     with no_init_parameters():
-        sharded = ShardedLoss(loss, (parallel.data_parallel, parallel.context_parallel))
+        is_repeated = parallel.micro_batch_num * parallel.micro_batch_interleave_num > 1
+        kind = RepeatedLoss if is_repeated else ShardedLoss
+        shares = (parallel.data_parallel, parallel.context_parallel)
+        sharded = kind(loss, shares, updates_return_outputs(parallel))
         optimizer = make_optimizer(network.trainable_params(), options, matrices_of(network), layouts)
         num_replicas = {name: one.num_replicas for name, one in layouts.items()}
         return ParallelUpdate(sharded, optimizer, options.max_grad_norm, parallel, num_replicas, layout.world_size)

@@ -51,6 +51,7 @@ class ParallelUpdate(nn.Cell):
         world_size: int,
     ):
         super().__init__(auto_prefix=False)
+        self.returns_outputs = loss.returns_outputs
         self.network = _VirtualDatasetCell(split_into_micro_batches(loss, parallel))
         self.network.set_train(True)
         self.network.set_grad()
@@ -75,8 +76,8 @@ class ParallelUpdate(nn.Cell):
         self.all_reduce = ops.AllReduce() if world_size > 1 else None
 
     def construct(self, *inputs):
-        """Return the statistics, zeros before the last stage, and the gradient norm so far [1]."""
-        statistics, totals, defect = self.gather(*inputs)
+        """Return the statistics, zeros before the last stage, the gradient norm so far [1], and the model's outputs."""
+        statistics, outputs, totals, defect = self.gather(*inputs)
         norm = self._norm(totals, defect)
         applies = self.is_last * ops.cast(ops.isfinite(norm), ms.float32)
         scale = applies
@@ -87,16 +88,26 @@ class ParallelUpdate(nn.Cell):
         kept = self._multiply(self.totals, 1.0 - self.is_last, updated)
         defect = ops.select(self.is_last > 0.5, ops.zeros_like(norm), defect + norm * 0.0)
         statistics = ops.depend(statistics, (updated, kept, ops.assign(self.defect, defect)))
-        return self.cleared(statistics), norm
+        return (self.cleared(statistics), norm) + outputs
 
     def gather(self, *inputs):
-        """Add the gradients of a call to the totals; return its statistics, the totals, and the defect so far."""
-        statistics = self.network(*inputs)
-        gradients = self.grad(self.network, self.weights)(*inputs, self.sens)
+        """Add the gradients of a call to the totals.
+
+        Returns:
+            Its statistics; the model's outputs of this rank's rows, for each pipeline micro-batch float32 [its rows,
+            length], in the last stage, where the loss returns them; the totals; and the defect so far.
+        """
+        found, sens = self.network(*inputs), self.sens
+        statistics, outputs = found, ()
+        if self.returns_outputs:
+            statistics, outputs = found[0], found[1:]
+            # All of the first output: else the gradients of a micro-batch would wait for the forward pass of the last.
+            sens = (sens,) + (ops.zeros_like(outputs[0]),) * len(outputs)
+        gradients = self.grad(self.network, self.weights)(*inputs, sens)
         accumulated = gradients
         if self.accumulates and not self.keeps_shards:
             accumulated = ops.depend(self.accumulators, gradients)
-        return statistics, self._add(accumulated), self.defect + ops.reshape(statistics[0] * 0.0, (1,))
+        return statistics, outputs, self._add(accumulated), self.defect + ops.reshape(statistics[0] * 0.0, (1,))
 
     def cleared(self, statistics):
         """Return the statistics once the accumulators of the call are empty."""
@@ -136,8 +147,7 @@ class ParallelUpdate(nn.Cell):
 
 
 class ParallelGradients(nn.Cell):
-    """The calls of an update before its last one, as a graph without the optimiser, whose state need not be on the
-    device.
+    """The calls of an update before its last one, as a graph without the optimiser, whose state it leaves alone.
 
     Args:
         update: whose totals it adds to.
@@ -148,14 +158,14 @@ class ParallelGradients(nn.Cell):
         self.update = update
 
     def construct(self, *inputs):
-        """Return the statistics, zeros before the last stage, and 0 or not a number [1]."""
-        statistics, totals, defect = self.update.gather(*inputs)
+        """Return the statistics, zeros before the last stage, 0 or not a number [1], and the model's outputs."""
+        statistics, outputs, totals, defect = self.update.gather(*inputs)
         kept = ops.assign(self.update.defect, defect)
-        return self.update.cleared(ops.depend(statistics, (totals, kept))), ops.depend(defect, kept)
+        return (self.update.cleared(ops.depend(statistics, (totals, kept))), ops.depend(defect, kept)) + outputs
 
 
 def _accumulate(total, gradient):
-    return ops.depend(total, ops.assign(total, total + ops.cast(gradient, ms.float32)))
+    return ops.assign_add(total, ops.cast(gradient, ms.float32))
 
 
 def _square_share(share, gradient):
@@ -179,7 +189,8 @@ class ParallelLogProbs(nn.Cell):
 
     def __init__(self, policy: PolicyLogProbs | TokenScores, num_micro_batches: int):
         super().__init__(auto_prefix=False)
-        self.network = _VirtualDatasetCell(_MicroBatchByMicroBatch(_FirstOutput(policy), num_micro_batches))
+        kind = _RepeatedOutput if num_micro_batches > 1 else _FirstOutput
+        self.network = _VirtualDatasetCell(_MicroBatchByMicroBatch(kind(policy), num_micro_batches))
         self.set_train(False)
 
     def construct(self, input_ids, segment_ids, labels, mask):
@@ -205,8 +216,6 @@ class _MicroBatchByMicroBatch(nn.Cell):
 
 
 class _FirstOutput(nn.Cell):
-    # Without it the pipeline could not tell its micro-batches apart.
-    @lazy_inline
     def __init__(self, policy: PolicyLogProbs | TokenScores):
         super().__init__(auto_prefix=False)
         self.policy = policy
@@ -215,10 +224,41 @@ class _FirstOutput(nn.Cell):
         return self.policy(input_ids, segment_ids, labels, mask)[0]
 
 
-def split_into_micro_batches(network: nn.Cell, parallel: ParallelSection) -> nn.Cell:
-    """Wrap ``network``, whose outputs are added up, so that its inputs are split along their rows."""
+class _RepeatedOutput(_FirstOutput):
+    # See RepeatedLoss.
+    @lazy_inline
+    def __init__(self, policy: PolicyLogProbs | TokenScores):
+        super().__init__(policy)
+
+
+class _Interleaved(MicroBatchInterleaved):
+    def construct(self, *inputs):
+        statistics, outputs = 0.0, ()
+        for index in range(self.interleave_num):
+            found = self.network(*self.interleave_inputs[index](index, *inputs))
+            statistics = self.add(statistics, found[0])
+            outputs += found[1:]
+        return (statistics,) + outputs
+
+
+class _Pipeline(Pipeline):
+    """Adds up the statistics of micro-batches as MindSpore's own cell does; the outputs come one after the other."""
+
+    def construct(self, *inputs):
+        found = self.network(*self.micro_inputs[0](0, *inputs))
+        statistics, outputs = found[0], found[1:]
+        for index in range(1, self.micro_size):
+            found = self.network(*self.micro_inputs[index](index, *inputs))
+            statistics = self.add_list[index](statistics, found[0])
+            outputs += found[1:]
+        return (statistics,) + outputs
+
+
+def split_into_micro_batches(network: ShardedLoss, parallel: ParallelSection) -> nn.Cell:
+    """Wrap ``network``, whose statistics are added up, so that its inputs are split along their rows."""
     if parallel.micro_batch_interleave_num > 1:
-        network = MicroBatchInterleaved(network, parallel.micro_batch_interleave_num)
+        kind = _Interleaved if network.returns_outputs else MicroBatchInterleaved
+        network = kind(network, parallel.micro_batch_interleave_num)
     if parallel.pipeline_stage > 1:
-        return Pipeline(network, parallel.micro_batch_num)
+        return _Pipeline(network, parallel.micro_batch_num)
     return GradAccumulation(network, parallel.micro_batch_num) if parallel.micro_batch_num > 1 else network

@@ -17,23 +17,24 @@ class ShardedLoss(nn.Cell):
     Morph, where tensors are local), and the results are added.
 
     Its output is the vector of statistics, of which the first is the loss; the gradient of their sum is that of the
-    loss.
+    loss. A second one, without a gradient, is what the model says of the rows, [rows, length].
 
     Args:
         loss: the plain one, over the model that is trained, its operators sharded.
         shares: ranks that share the rows, and each row.
+        returns_outputs: has the second output.
 
     Attributes:
         num_statistics: length of the output.
     """
 
-    @lazy_inline
-    def __init__(self, loss: Loss, shares: tuple[int, int]):
+    def __init__(self, loss: Loss, shares: tuple[int, int], returns_outputs: bool):
         super().__init__(auto_prefix=False)
         assert len(loss.inputs) <= MOST_INPUTS, f"{type(loss).__name__} reads {len(loss.inputs)} token arrays"
         self.loss = loss
         self.policy = loss.policy
         self.shares = shares
+        self.returns_outputs = returns_outputs
         self.num_statistics = len(loss.statistics)
         self.num_unread = MOST_INPUTS - len(loss.inputs)
         self.num_inputs = len(loss.inputs)
@@ -44,9 +45,10 @@ class ShardedLoss(nn.Cell):
             out_strategy=(layout("dp", "cp", "None"),),
         )
         self.sum = ops.ReduceSum().shard(((*shares, 1),))
+        self.whole_rows = ops.Mul().shard(((shares[0], 1),) * 2)
 
     def construct(self, input_ids, segment_ids, labels, mask, *given):
-        """Return the statistics of arrays [rows, length] as the plain loss takes them.
+        """Return the statistics of arrays [rows, length] as the plain loss takes them, and outputs.
 
         The last of ``given`` are its scalars, float32 [rows, 2]: kl_coefficient and num_tokens, the same on every row,
         so that they can be cut into micro-batches.
@@ -54,7 +56,12 @@ class ShardedLoss(nn.Cell):
         outputs, entropy = self.policy(input_ids, segment_ids, labels, mask)
         unread = (mask,) * self.num_unread
         shares = self.on_each_rank(outputs, entropy, mask, segment_ids, *given[:-1], *unread, given[-1])
-        return self.sum(shares, (0, 1))
+        statistics = self.sum(shares, (0, 1))
+        if not self.returns_outputs:
+            return statistics
+        outputs = ops.stop_gradient(outputs)
+        # Masked they are already; what counts is that those of each row come together.
+        return statistics, outputs if self.shares[1] == 1 else self.whole_rows(outputs, mask)
 
     def _local(self, outputs, entropy, mask, segment_ids, first, second, third, fourth, fifth, sixth, scalars):
         """Apply the plain loss to one rank's tokens."""
@@ -68,3 +75,14 @@ class ShardedLoss(nn.Cell):
 
     def _infer_dtype(self, *dtypes):
         return dtypes[0]
+
+
+class RepeatedLoss(ShardedLoss):
+    """One that a graph calls for several micro-batches: compiled once, which also tells a pipeline them apart.
+
+    Where there is one call, this would hide the casts of weights from the pass that moves them before the gathers.
+    """
+
+    @lazy_inline
+    def __init__(self, loss: Loss, shares: tuple[int, int], returns_outputs: bool):
+        super().__init__(loss, shares, returns_outputs)

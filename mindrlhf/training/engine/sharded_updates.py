@@ -35,32 +35,35 @@ class UpdateGraph:
 
     Attributes:
         cell: takes this rank's four row arrays, those of ``token_inputs``, and ``scalars`` (see
-            :class:`mindrlhf.training.engine.sharded_losses.ShardedLoss`); returns statistics and the gradient norm
-            [1], as :class:`mindrlhf.training.engine.sharded_cells.ParallelUpdate` does.
+            :class:`mindrlhf.training.engine.sharded_losses.ShardedLoss`); returns statistics, the gradient norm [1]
+            and outputs, as :class:`mindrlhf.training.engine.sharded_cells.ParallelUpdate` does.
         learning_rate: float32 scalar, set before an update.
         is_last: float32 [1], set before each call: 1 makes the update.
         state: the optimiser's, with its step count, of this rank (more do no harm), by their names in a checkpoint
             (:func:`mindrlhf.checkpoint.optimizer.optimizer_state`).
         token_inputs: names of the token arrays that the loss takes, in order.
-        gradients: takes what ``cell`` does and adds gradients without touching ``state``; all rows of an update go
-            there, and ``cell`` makes the update from a short row of weight 0. None: all go to ``cell``.
+        gradients: takes what ``cell`` does and adds gradients without touching ``state``: the calls of an update before
+            its last one. None: all go to ``cell``.
+        steps_apart: ``cell`` takes no micro-batch, but makes the update from a short row of weight 0.
+        returns_outputs: both return the model's outputs too.
         totals: gradients added up so far, by the name of a trained parameter.
         parameters: all that training keeps on the device beside the weights.
     """
 
-    cell: Callable[..., tuple[ms.Tensor, ms.Tensor]]
+    cell: Callable[..., tuple[ms.Tensor, ...]]
     learning_rate: ms.Parameter
     is_last: ms.Parameter
     state: Mapping[str, ms.Parameter]
     token_inputs: tuple[str, ...] = POLICY_INPUTS
-    gradients: Callable[..., tuple[ms.Tensor, ms.Tensor]] | None = None
-
+    gradients: Callable[..., tuple[ms.Tensor, ...]] | None = None
+    steps_apart: bool = False
+    returns_outputs: bool = True
     totals: Mapping[str, ms.Parameter] = field(default_factory=dict)
     parameters: Sequence[ms.Parameter] = ()
 
     @classmethod
     def of(cls, update: ParallelUpdate, memory: MemorySection, inputs: tuple[str, ...]) -> "UpdateGraph":
-        """Return that of a cell of the product, whose loss reads ``inputs``; in two parts where the section says so."""
+        """Return that of a cell of the product, whose loss reads ``inputs``."""
         optimizer = update.optimizer
         return cls(
             cell=update,
@@ -68,7 +71,9 @@ class UpdateGraph:
             is_last=update.is_last,
             state=optimizer_state(optimizer),
             token_inputs=inputs,
-            gradients=ParallelGradients(update) if memory.swap_moments else None,
+            gradients=ParallelGradients(update),
+            steps_apart=memory.swap_moments,
+            returns_outputs=update.returns_outputs,
             totals={weight.name: total for weight, total in zip(update.weights, update.totals, strict=True)},
             parameters=list(update.get_parameters()),
         )
@@ -83,11 +88,10 @@ class ShardedUpdater:
         places: of the optimiser's state; None leaves all on the device.
     """
 
-    returns_outputs = False
-
     def __init__(self, placement: Shards, graph: UpdateGraph, places: OptimizerPlaces | None = None):
         self.placement = placement
         self.graph = graph
+        self.returns_outputs = graph.returns_outputs
         self.inputs = graph.token_inputs
         self._places = places
 
@@ -100,7 +104,7 @@ class ShardedUpdater:
         """See :meth:`WholeUpdater.graphs`."""
         if self.graph.gradients is None:
             return [("update", rows)]
-        return [("gradients", rows), ("update", self._step_rows(rows))]
+        return [("gradients", rows), ("update", self._step_rows(rows) if self.graph.steps_apart else rows)]
 
     def compile(self, rows: PackedRows) -> None:
         """Compile the update for the shape of ``rows``; its cells must be MindSpore's."""
@@ -118,7 +122,7 @@ class ShardedUpdater:
 
     def add(self, rows: PackedRows, num_tokens: int, kl_coefficient: float) -> tuple[np.ndarray, None]:
         """See :meth:`WholeUpdater.add`."""
-        return self._call(rows, kl_coefficient, num_tokens, is_last=False)[0], None
+        return self._of_last_stage(self._call(rows, kl_coefficient, num_tokens, is_last=False)[0]), None
 
     def gradients(self) -> Iterator[tuple[str, np.ndarray]]:
         """See :meth:`WholeUpdater.gradients`: of what this rank holds, its shards."""
@@ -135,23 +139,25 @@ class ShardedUpdater:
         those of the replicas add up.
         """
         self.graph.learning_rate.set_data(ms.Tensor(lr, ms.float32))
-        if self.graph.gradients is None:
-            total, norm = self._update_with_last(batch, kl_coefficient)
-        else:
-            total = np.zeros(1)
-            for rows in batch.micro_batches:
-                total = total + self._add(rows, kl_coefficient, batch.num_tokens)
-            norm = self._call(self._step_rows(batch.micro_batches[-1]), 0.0, 1, is_last=True)[1]
+        graph, calls = self.graph, []
+        for index, rows in enumerate(batch.micro_batches, 1):
+            is_last = index == len(batch.micro_batches) and not graph.steps_apart
+            if is_last or graph.gradients is None:
+                calls.append(self._call(rows, kl_coefficient, batch.num_tokens, is_last=is_last))
+            else:
+                calls.append(self._add(rows, kl_coefficient, batch.num_tokens))
+        ended = calls[-1]
+        if graph.steps_apart:
+            ended = self._call(self._step_rows(batch.micro_batches[-1]), 0.0, 1, is_last=True)
+        # Read only now: the device need not wait for the host between calls.
+        total = sum(self._of_last_stage(statistics) for statistics, *_ in calls)
+        outputs = None
+        if self.returns_outputs:
+            found = zip(calls, batch.micro_batches)
+            outputs = tuple(self.placement.own_outputs(call[2:], rows) for call, rows in found)
         is_first_replica = self.placement.layout.coordinates(self.placement.rank).data == 0
-        return Updated(total if is_first_replica else np.zeros_like(total), norm, None)
-
-    def _update_with_last(self, batch: Batch, kl_coefficient: float) -> tuple[np.ndarray, float]:
-        total, norm = np.zeros(1), 0.0
-        for index, rows in enumerate(batch.micro_batches):
-            is_last = index == len(batch.micro_batches) - 1
-            statistics, norm = self._call(rows, kl_coefficient, batch.num_tokens, is_last=is_last)
-            total = total + statistics
-        return total, norm
+        norm = float(ended[1].asnumpy()[0])
+        return Updated(total if is_first_replica else np.zeros_like(total), norm, outputs)
 
     def state_size_bytes(self) -> int:
         """See :meth:`WholeUpdater.state_size_bytes`."""
@@ -184,18 +190,16 @@ class ShardedUpdater:
 
     def _call(
         self, rows: PackedRows, kl_coefficient: float, num_tokens: int, *, is_last: bool
-    ) -> tuple[np.ndarray, float]:
+    ) -> tuple[ms.Tensor, ...]:
         self._have_state()
         self.graph.is_last.set_data(ms.Tensor([float(is_last)], ms.float32))
-        statistics, norm = self.graph.cell(*self._inputs(rows, kl_coefficient, num_tokens))
-        return self._of_last_stage(statistics), float(norm.asnumpy()[0])
+        return self.graph.cell(*self._inputs(rows, kl_coefficient, num_tokens))
 
-    def _add(self, rows: PackedRows, kl_coefficient: float, num_tokens: int) -> np.ndarray:
-        """Add the gradients of a micro-batch; return its statistics."""
+    def _add(self, rows: PackedRows, kl_coefficient: float, num_tokens: int) -> tuple[ms.Tensor, ...]:
+        """Add the gradients of a micro-batch."""
         if self._places is not None:
             self._places.have_for_gradients()
-        statistics, _ = self.graph.gradients(*self._inputs(rows, kl_coefficient, num_tokens))
-        return self._of_last_stage(statistics)
+        return self.graph.gradients(*self._inputs(rows, kl_coefficient, num_tokens))
 
     def _of_last_stage(self, statistics: ms.Tensor) -> np.ndarray:
         values = statistics.asnumpy().astype(np.float64)

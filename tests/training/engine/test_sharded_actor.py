@@ -39,10 +39,11 @@ NUM_RANKS, LENGTH = 2, 16
 class Cells:
     """What stands for the graphs of one rank: it notes its inputs, and its outputs can be worked out by hand."""
 
-    def __init__(self, learning_rate, is_last):
-        self.learning_rate, self.is_last = learning_rate, is_last
+    def __init__(self, learning_rate, is_last, rank):
+        self.learning_rate, self.is_last, self.rank = learning_rate, is_last, rank
         self.num_logprobs = 0
         self.updates = []  # (learning rate, is_last, inputs) of each call
+        self.reads = []  # how many calls there had been when a result was read
 
     def logprobs(self, input_ids, segment_ids, labels, mask):
         import mindspore as ms
@@ -56,7 +57,20 @@ class Cells:
         arrays = [one.asnumpy() for one in inputs]
         self.updates.append((float(self.learning_rate.asnumpy()), self.is_last.asnumpy().tolist(), arrays))
         statistics = np.arange(len(POLICY_STATISTICS), dtype=np.float32) + len(self.updates)
-        return ms.Tensor(statistics), ms.Tensor([0.5 * len(self.updates)], ms.float32)
+        own = np.split(-arrays[2] * arrays[3] / 7 * len(self.updates), NUM_RANKS)[self.rank]
+        norm = np.array([0.5 * len(self.updates)], np.float32)
+        return tuple(Result(ms.Tensor(one.astype(np.float32)), self) for one in (statistics, norm, own))
+
+
+class Result:
+    """A tensor that notes when it is read."""
+
+    def __init__(self, tensor, cells):
+        self.tensor, self.cells = tensor, cells
+
+    def asnumpy(self):
+        self.cells.reads.append(len(self.cells.updates))
+        return self.tensor.asnumpy()
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +111,7 @@ def make_ranks(model_dir):
 
     def make(rank):
         lr, is_last = (ms.Parameter(ms.Tensor(value, ms.float32), name="x") for value in (0.0, [1.0]))
-        cells = Cells(lr, is_last)
+        cells = Cells(lr, is_last, rank)
         model, parameters = shard(cells.logprobs, rank)
         state = {
             f"{kind}.{name}": ms.Parameter(ms.ops.ones(parameter.shape, ms.float32) * (rank + 1), name=f"{kind}.{name}")
@@ -138,8 +152,10 @@ def test_updates_read_the_own_rows_and_the_last_call_makes_them(make_ranks):
         for computed, rows in zip(old, first.part_of(rank, NUM_RANKS).micro_batches, strict=True):
             np.testing.assert_allclose(computed, -rows.labels * rows.mask / 7)
     for rank, (_, cells, _) in enumerate(ranks):
-        # Two micro-batches of each batch, measured once in the step though the first is trained on twice.
-        assert cells.num_logprobs == 4
+        # Of the first batch alone they were asked for; no update asks for them.
+        assert cells.num_logprobs == 2
+        # What calls return is read after the last of an update: the device does not wait for the host between them.
+        assert set(cells.reads) == {2, 4, 6}
         assert [(lr, is_last) for lr, is_last, _ in cells.updates] == [
             (lr, [is_last]) for lr in (0.25, 0.5, 0.25) for is_last in (0.0, 1.0)
         ]
@@ -161,17 +177,20 @@ def test_updates_read_the_own_rows_and_the_last_call_makes_them(make_ranks):
     assert [result.grad_norm for result in results[1]] == [1.0, 2.0, 3.0]
     collected = first.collect([ranks_results[2].logprobs for ranks_results in results])
     for rows_of, response in zip(first.responses([rows.labels for rows in first.micro_batches]), collected):
-        np.testing.assert_allclose(response, -rows_of / 7, rtol=1e-6)
+        # Calls 5 and 6, of two micro-batches: what each call said itself.
+        assert any(np.allclose(response, -rows_of / 7 * call, rtol=1e-6) for call in (5, 6))
 
 
-def test_a_new_step_forgets_the_old_logprobs(make_ranks):
-    (actor, cells, _), _ = make_ranks()
-    first, second = make_two_batches()
-    for batch in (first, second):
-        actor.receive([batch.part_of(0, NUM_RANKS)])
+def test_an_update_returns_the_logprobs_that_its_own_calls_computed(make_ranks):
+    """No forward pass beside the update, and no number of another rank's rows."""
+    for rank, (actor, cells, _) in enumerate(make_ranks()):
+        own = make_two_batches()[0].part_of(rank, NUM_RANKS)
+        actor.receive([own])
         result = actor.update(0, 0.1, 0.0)
-        np.testing.assert_allclose(result.logprobs[0], -batch.micro_batches[0].labels * batch.micro_batches[0].mask / 7)
-    assert cells.num_logprobs == 4
+        assert cells.num_logprobs == 0 and len(result.logprobs) == len(own.micro_batches) == 2
+        for call, (found, rows) in enumerate(zip(result.logprobs, own.micro_batches), 1):
+            assert found.shape == rows.mask.shape and found.any()
+            np.testing.assert_allclose(found, -rows.labels * rows.mask / 7 * call, rtol=1e-6)
 
 
 def test_a_warm_up_makes_no_update(make_ranks):

@@ -49,10 +49,10 @@ class WholeGraphs:
         import mindspore as ms
 
         values, scalars = [one.asnumpy() for one in inputs[4:-1]], inputs[-1].asnumpy()
-        statistics, _ = accumulate(self.engine, _rows(inputs), values, scalars[0, 1])
+        statistics, outputs = accumulate(self.engine, _rows(inputs), values, scalars[0, 1])
         is_last = self.is_last.asnumpy()[0] == 1
         norm = self.engine.updater.apply(float(self.learning_rate.asnumpy())) if is_last else 0.0
-        return ms.Tensor(statistics, ms.float32), ms.Tensor([norm], ms.float32)
+        return ms.Tensor(statistics, ms.float32), ms.Tensor([norm], ms.float32), ms.Tensor(outputs)
 
 
 def _rows(inputs):
@@ -72,7 +72,8 @@ class NoGraphs:
     def update(self, *inputs):
         import mindspore as ms
 
-        return ms.Tensor([0.0, 0.0], ms.float32), ms.Tensor([0.0], ms.float32)
+        zeros = ms.Tensor(np.zeros(inputs[3].shape, np.float32))
+        return ms.Tensor([0.0, 0.0], ms.float32), ms.Tensor([0.0], ms.float32), zeros
 
 
 def make_sharded(whole, make_trainer, token_inputs, *, after_token=False, reference=None):
