@@ -118,11 +118,17 @@ class MemoryInputs:
         return self.config.model.recompute or layer in self.config.memory.layers
 
 
+def needs_logprobs(inputs: MemoryInputs) -> bool:
+    """Whether log-probabilities of the policy have a pass of their own, which one update returns by itself."""
+    config = inputs.config
+    is_apart = trains_sharded(config) and not updates_return_outputs(config.parallel_config)
+    return inputs.batch.num_updates > 1 or is_apart
+
+
 def plan_memory(inputs: MemoryInputs) -> list[PhaseMemory]:
     """Return the memory of every phase that the run has, for every pipeline stage."""
     config, memory, moments = inputs.config, [], inputs.moments_name
-    needs_forward = config.algorithm.beta > 0 or inputs.batch.num_updates > 1
-    needs_forward |= trains_sharded(config) and not updates_return_outputs(config.parallel_config)
+    needs_forward = config.algorithm.beta > 0 or needs_logprobs(inputs)
     asleep = _asleep(inputs)
     for stage, state in enumerate(inputs.states):
         resident = _resident(inputs, stage)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mindrlhf.dryrun.plan.cost import estimate_cost
+from mindrlhf.dryrun.plan.memory import needs_logprobs
 from mindrlhf.dryrun.plan.parameters import ELEMENT_BYTES, active_parameters
 from mindrlhf.dryrun.plan.plan import Plan, prepare
 from mindrlhf.dryrun.plan.schedule.lengths import ResponseLengths, read_lengths
@@ -105,7 +106,7 @@ class _Phases:
         forward = cost.forward * filled * config.training.num_minibatches
         calls = cost.num_calls * filled
         rows = f"rows {filled:.0%} full: {calls * config.training.num_minibatches:.0f} calls of the graph"
-        has_pass = plan.batch.num_updates > 1
+        has_pass = needs_logprobs(inputs)
         self._add("old log-probs", forward * has_pass, rows if has_pass else "on-policy: none")
         has_reference = config.algorithm.beta > 0
         self._add("reference", forward * has_reference, rows if has_reference else "algorithm.beta is 0: none")

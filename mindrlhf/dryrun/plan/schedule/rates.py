@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from mindrlhf.dryrun.plan.cost import estimate_cost
 from mindrlhf.dryrun.plan.devices import Device
+from mindrlhf.dryrun.plan.memory import needs_logprobs
 from mindrlhf.dryrun.plan.parameters import active_parameters
 from mindrlhf.dryrun.plan.plan import Plan, prepare
 from mindrlhf.layout.layout import Layout
@@ -65,7 +66,7 @@ def estimate_rates(plan: Plan, mean_length: float, device: Device | None = None)
     num_active = active_parameters(plan.model.known, plan.model.dims)
     device = device or plan.machine.device
     update = estimate_cost(inputs, num_active, 1 - plan.peak.total / plan.machine.device_bytes, device)
-    num_forwards = (config.algorithm.beta > 0) + (batch.num_updates > 1)
+    num_forwards = (config.algorithm.beta > 0) + needs_logprobs(inputs)
     context = prompt_tokens(plan) + mean_length / 2
     passes_s = update.seconds * batch.num_updates
     passes_s += update.forward * num_forwards * config.training.num_minibatches
