@@ -17,8 +17,8 @@ GRADIENT_BYTES = 4
 # Bytes that a layer's kernels move beside the products, forward and backward: for each position and channel of the
 # hidden states that a rank holds, of the MLP, of queries, of keys and values; and for each weight.
 _HIDDEN_BYTES, _MLP_BYTES, _QUERY_BYTES, _KEY_BYTES, _WEIGHT_BYTES = (52, 60), (18, 26), (84, 76), (48, 46), (6, 14)
-# The same for each logit, and for each element of a rank's shards in the calls of an update.
-LOGIT_BYTES, STATE_BYTES = 92, 280
+# The same for each logit, and for each element of a rank's shards in a call and in an update's last.
+LOGIT_BYTES, STATE_BYTES = 92, (20, 260)
 # Share of the time of collectives that other work hides.
 HIDDEN_GATHERS, HIDDEN_REDUCTIONS, HIDDEN_TENSOR = 0.01, 0.45, 0.12
 # Kernels of a layer: forward, backward, of the optimiser.
@@ -155,7 +155,7 @@ def estimate_cost(inputs: MemoryInputs, num_active: int, slack: float, device: D
         tensor=runs * tensor,
         expert=runs * expert,
         data=calls * gathers + (calls if trains_sharded(inputs.config) else 1) * reductions,
-        state=calls * _state_seconds(inputs, device),
+        state=_state_seconds(inputs, calls, device),
         slack=slack,
         forward=runs * forward * (1 + idle) + calls * gathers,
         num_calls=calls,
@@ -207,10 +207,10 @@ def _vector_bytes(inputs: MemoryInputs, stage: int, backward: bool) -> float:
     return per_position * inputs.num_tokens + _WEIGHT_BYTES[backward] * state.num_gathered_elements
 
 
-def _state_seconds(inputs: MemoryInputs, device: Device) -> float:
-    """Seconds of a call for sums of gradients, norm and optimiser."""
+def _state_seconds(inputs: MemoryInputs, num_calls: int, device: Device) -> float:
+    """Seconds of an update for sums of gradients, and in its last call norm and optimiser."""
     elements = max(state.gradient_sums for state in inputs.states) / GRADIENT_BYTES
-    return STATE_BYTES * elements / device.memory_rate
+    return (STATE_BYTES[0] * (num_calls - 1) + STATE_BYTES[1]) * elements / device.memory_rate
 
 
 def _passes(inputs: MemoryInputs) -> int:

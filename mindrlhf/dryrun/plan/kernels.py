@@ -105,8 +105,7 @@ def compile_kernels(plan: Plan) -> list[KernelCounts]:
     Raises:
         UserError, RunFailure: as :func:`mindrlhf.dryrun.compile.request.compile_ranks`.
     """
-    cells = (UPDATE, GRADIENTS, LOGPROBS) if plan.config.memory.swap_moments else (UPDATE, LOGPROBS)
-    return [_compile_cell(plan, cell) for cell in cells]
+    return [_compile_cell(plan, cell) for cell in (GRADIENTS, UPDATE, LOGPROBS)]
 
 
 def _compile_cell(plan: Plan, cell: str) -> KernelCounts:
