@@ -105,10 +105,11 @@ def compile_kernels(plan: Plan) -> list[KernelCounts]:
     Raises:
         UserError, RunFailure: as :func:`mindrlhf.dryrun.compile.request.compile_ranks`.
     """
-    return [_compile_cell(plan, cell) for cell in (GRADIENTS, UPDATE, LOGPROBS)]
+    return [compile_cell(plan, cell) for cell in (GRADIENTS, UPDATE, LOGPROBS)]
 
 
-def _compile_cell(plan: Plan, cell: str) -> KernelCounts:
+def compile_cell(plan: Plan, cell: str) -> KernelCounts:
+    """See :func:`compile_kernels`; ``cell`` is a graph of :mod:`mindrlhf.dryrun.compile.request`."""
     layout, given = plan.layout, plan.config.parallel_config.micro_batch_num
     stages, micro_batches = min(layout.pipeline_stage, _COMPILED_STAGES), min(given, _COMPILED_MICRO_BATCHES)
     whole = step_request(plan, (stages - 1) * layout.stage_size)
