@@ -39,7 +39,7 @@ def test_seconds_of_a_call_are_those_of_a_replay_within_a_third(name, num_ranks)
 
 @pytest.mark.parametrize("case", ["small", "medium", "large"])
 def test_the_same_replay_predicts_the_processor_seconds_of_our_own_update(case, tmp_path):
-    """Both are measured here, under whatever else runs: alone, they are within a fifth (docs/evidence/graphs.md)."""
+    """Both are measured here, under whatever else runs: alone, they are within a fifth (docs/evidence/plan.md)."""
     out = tmp_path / "found.json"
     words = ["--case", case, "--row", "base", "--updates", "2", "--out", str(out)]
     subprocess.run([sys.executable, "scripts/benchmark_update.py", *words], check=True, timeout=1500)

@@ -177,7 +177,7 @@ def count_kernels(
         host_syncs=(second.host_syncs - first.host_syncs) / micro_batches,
         dynamic_nodes=(second.dynamic_nodes - first.dynamic_nodes) / micro_batches,
         collectives=tuple(_collective_rows(first, second, real[1])),
-        has_even_experts=timed is not reports,
+        has_even_experts=any(kernel.stream < 0 for kernel in two.kernels) and timed is not reports,
         seconds=(ends[0], ends[1]),
         busy={
             cause: _extend(real[0].busy[cause], real[1].busy[cause], num_layers) for cause in sorted(real[1].busy)
