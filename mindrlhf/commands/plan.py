@@ -40,7 +40,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--lengths",
         metavar="LENGTHS",
-        help="for --async: a run's output directory, or lognormal:MEDIAN,SIGMA in tokens (default: a long tail)",
+        help="of responses: a run's output directory, or lognormal:MEDIAN,SIGMA in tokens (default: a long tail)",
     )
     parser.set_defaults(run=_run, says="planning")
 
@@ -48,8 +48,6 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from mindrlhf.dryrun.plan.report import PlanOptions, report_plan
 
-    if arguments.lengths is not None and not arguments.schedules:
-        raise UserError("--lengths is read by --async alone: give both")
     if arguments.kernels and not arguments.compile:
         raise UserError("--kernels is read by --compile alone: give both")
     (world_size, num_nodes), node_size = count_ranks(arguments), arguments.node_size or 8

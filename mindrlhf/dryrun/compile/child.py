@@ -6,6 +6,7 @@ so every request has a process; they are forked after the import, which takes se
 of one that failed.
 """
 
+import atexit
 import contextlib
 import importlib
 import json
@@ -149,6 +150,7 @@ def compile_here(request: CompileRequest, directory: Path, simulated: bool) -> C
             if not request.kernels or "can not support dynamic shape" not in str(error):
                 raise
         if request.kernels:
+            atexit._run_exitfuncs()  # MindSpore writes the order of launches as it ends, and nothing else is left to do
             kernels = read_kernels(dumps, world_size)
             shutil.rmtree(dumps)
     else:

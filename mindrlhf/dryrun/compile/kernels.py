@@ -43,6 +43,7 @@ _INPUTS = "inputs"  # with a number behind it: parameters of the graph that are 
 _WRITES = ("Assign", "AssignAdd", "TensorMove")
 _NODE = re.compile(r"^  %(\d+)\(([^)]*)\) = (\S+?)\(")
 _TENSOR = re.compile(r"(\w+)x[A-Za-z0-9_]+\[const vector\]\{([\d, -]*)\}")
+_ATTRIBUTES = re.compile(r"\) (?=\{instance name|primitive_attrs: |cnode_attrs: |cnode_primal_attrs: )")
 _GROUP = re.compile(r'rank_list: \(([\d, ]+)\)|group: "(?:[a-z]+-)?((?:\d+-)+\d+)"')
 _ORDER = re.compile(r"@kernel_graph\d+:([^{]+)\{\[0\]: ValueNode<Primitive> (\w+)")
 _PRIMITIVE = re.compile(r"^(PrimFunc|PrimAscend)_")
@@ -93,10 +94,9 @@ def parse_graph(lines: Iterable[str]) -> list[_Node]:
     node, num_types = None, 0
     for line in lines:
         if found := _NODE.match(line):
-            arguments, _, attributes = line[found.end() :].partition(") primitive_attrs: ")
-            arguments = arguments.partition(") cnode_attrs: ")[0]
+            arguments, *attributes = _ATTRIBUTES.split(line[found.end() :], maxsplit=1)
             op = _PRIMITIVE.sub("", found[3])
-            node = _Node(found[2], op, _values(op, arguments, by_number), attributes)
+            node = _Node(found[2], op, _values(op, arguments, by_number), "".join(attributes))
             by_number[found[1]], num_types = node, 0
         elif node is None:
             continue
@@ -179,7 +179,7 @@ def _kernels(entries: Iterable, nodes: list[_Node], world_size: int) -> Iterator
                 ranks = _integers((named[1] or named[2]).replace("-", " "))
             ranks = ranks or tuple(range(world_size))
             role = _carries(node, weights)
-        elif node.op == "Cast" and node.part != STATE and node.inputs and node.inputs[0] in weights:
+        elif node.op == "Cast" and node.part != STATE and node in weights:
             role = WEIGHTS
         yield Kernel(node.op, node.part, stream, -1, given, made, ranks, role)
 

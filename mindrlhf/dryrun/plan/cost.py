@@ -15,14 +15,14 @@ from mindrlhf.dryrun.plan.memory import MemoryInputs
 WANTED_SLACK = 0.1
 GRADIENT_BYTES = 4
 # Bytes that a layer's kernels move beside the products, forward and backward: for each position and channel of the
-# hidden states that a rank holds, of the MLP, of queries, of keys and values; and for each weight.
-_HIDDEN_BYTES, _MLP_BYTES, _QUERY_BYTES, _KEY_BYTES, _WEIGHT_BYTES = (52, 60), (18, 26), (84, 76), (48, 46), (6, 14)
-# The same for each logit, and for each element of a rank's shards in the calls of an update.
-LOGIT_BYTES, STATE_BYTES = 92, 280
+# hidden states that a rank holds, of the MLP, of queries, of keys and values; and for each weight, once a call.
+_HIDDEN_BYTES, _MLP_BYTES, _QUERY_BYTES, _KEY_BYTES, _WEIGHT_BYTES = (20, 24), (6, 10), (44, 46), (22, 20), (5, 8)
+# The same for each logit, and for each element of a rank's shards in a call and in an update's last.
+LOGIT_BYTES, STATE_BYTES = 30, (20, 260)
 # Share of the time of collectives that other work hides.
-HIDDEN_GATHERS, HIDDEN_REDUCTIONS, HIDDEN_TENSOR = 0.01, 0.45, 0.12
-# Kernels of a layer: forward, backward, of the optimiser.
-_LAYER_KERNELS = (51, 54, 243)
+HIDDEN_GATHERS, HIDDEN_REDUCTIONS, HIDDEN_TENSOR = 0.5, 0.58, 0.1
+# Kernels of a layer, forward and backward.
+_LAYER_KERNELS = (33, 38)
 # FlashAttention's backward pass has five products, the forward pass two.
 _ATTENTION_BACKWARD = 2.5
 
@@ -141,6 +141,7 @@ def estimate_cost(inputs: MemoryInputs, num_active: int, slack: float, device: D
     mean_compute, mean_vector = (
         sum(values) / len(stages) for values in zip(*((one.compute, one.vector) for one in stages))
     )
+    mean = sum(one.seconds for one in stages) / len(stages)
     most_layers = max(len(inputs.stage_widths(stage)) for stage in range(layout.pipeline_stage))
     tensor, expert = _layer_exchange(inputs, most_layers, device)
     gathers, reductions = _data_exchange(inputs, device)
@@ -149,12 +150,12 @@ def estimate_cost(inputs: MemoryInputs, num_active: int, slack: float, device: D
     return Cost(
         compute=runs * mean_compute,
         vector=runs * mean_vector,
-        imbalance=runs * (slowest - mean_compute - mean_vector),
+        imbalance=runs * (slowest - mean),
         bubble=runs * (slowest + tensor + expert) * idle,
         tensor=runs * tensor,
         expert=runs * expert,
         data=calls * gathers + (calls if trains_sharded(inputs.config) else 1) * reductions,
-        state=calls * _state_seconds(inputs, device),
+        state=_state_seconds(inputs, calls, device),
         slack=slack,
         forward=runs * forward * (1 + idle) + calls * gathers,
         num_calls=calls,
@@ -185,17 +186,20 @@ class _StageWork:
         backward = len(widths) * (2 * products + _ATTENTION_BACKWARD * attention) + 2 * head
         self.compute = (forward + backward + again * (products + attention)) / device.product_rate
         ahead, back = (_vector_bytes(inputs, stage, backward) for backward in (False, True))
-        moved = ahead * (1 + again / len(widths)) + back + LOGIT_BYTES * logits
+        weights = inputs.states[stage].num_gathered_elements / inputs.batch.num_pipeline_micro_batches
+        moved = ahead * (1 + again / len(widths)) + back + LOGIT_BYTES * logits + sum(_WEIGHT_BYTES) * weights
         self.vector = moved / device.memory_rate
         launches = len(widths) * (_LAYER_KERNELS[0] + _LAYER_KERNELS[1]) + again * _LAYER_KERNELS[0]
         self.vector = max(self.vector, launches * device.launch_s - self.compute)
-        self.forward = forward / device.product_rate + (ahead + LOGIT_BYTES / 2 * logits) / device.memory_rate
+        self.forward = forward / device.product_rate + (
+            ahead + _WEIGHT_BYTES[0] * weights + LOGIT_BYTES / 2 * logits
+        ) / device.memory_rate
         self.seconds = self.compute + self.vector
 
 
 def _vector_bytes(inputs: MemoryInputs, stage: int, backward: bool) -> float:
     """Bytes that the kernels of a stage's layers move beside the products, in a pass."""
-    layout, state = inputs.layout, inputs.states[stage]
+    layout = inputs.layout
     tensor, split = layout.model_parallel, layout.model_parallel if layout.use_seq_parallel else 1
     per_position = 0.0
     for one in inputs.stage_widths(stage):
@@ -203,13 +207,13 @@ def _vector_bytes(inputs: MemoryInputs, stage: int, backward: bool) -> float:
         per_position += _HIDDEN_BYTES[backward] * one.hidden / split
         per_position += _MLP_BYTES[backward] * mlp / tensor + _QUERY_BYTES[backward] * one.query / tensor
         per_position += _KEY_BYTES[backward] * (one.key + one.value) / tensor
-    return per_position * inputs.num_tokens + _WEIGHT_BYTES[backward] * state.num_gathered_elements
+    return per_position * inputs.num_tokens
 
 
-def _state_seconds(inputs: MemoryInputs, device: Device) -> float:
-    """Seconds of a call for sums of gradients, norm and optimiser."""
+def _state_seconds(inputs: MemoryInputs, num_calls: int, device: Device) -> float:
+    """Seconds of an update for sums of gradients, and in its last call norm and optimiser."""
     elements = max(state.gradient_sums for state in inputs.states) / GRADIENT_BYTES
-    return STATE_BYTES * elements / device.memory_rate
+    return (STATE_BYTES[0] * (num_calls - 1) + STATE_BYTES[1]) * elements / device.memory_rate
 
 
 def _passes(inputs: MemoryInputs) -> int:
@@ -252,7 +256,7 @@ def _data_exchange(inputs: MemoryInputs, device: Device) -> tuple[float, float]:
     share = (replicas - 1) / replicas / rate
     if layout.optimizer_shard == 1:
         return 0.0, 2 * elements * GRADIENT_BYTES * share * (1 - HIDDEN_REDUCTIONS)
-    gathered = elements * inputs.gathered_bytes * share * (1 - HIDDEN_GATHERS)
+    gathered = elements * inputs.element_bytes * share * (1 - HIDDEN_GATHERS)
     # Gradients are scattered where they are summed; all-reducing them would be twice that.
     return gathered, elements * GRADIENT_BYTES * share * (1 - HIDDEN_REDUCTIONS)
 

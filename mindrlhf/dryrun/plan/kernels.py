@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.dryrun.compile.kernels import FORWARD, PARTS, PRODUCTS, RECEIVE, SEND, STATE, WEIGHTS, size_bytes
 from mindrlhf.dryrun.compile.request import (
     COLLECTIVES,
     GRADIENTS,
     LOGPROBS,
     UPDATE,
-    CompiledParameter,
     CompileReport,
     CompileRequest,
     compile_ranks,
@@ -23,9 +23,12 @@ from mindrlhf.dryrun.compile.request import (
 from mindrlhf.dryrun.compile.strategy import shorten
 from mindrlhf.dryrun.plan.compiled import step_request
 from mindrlhf.dryrun.plan.devices import Device
+from mindrlhf.dryrun.plan.parameters import ELEMENT_BYTES
 from mindrlhf.dryrun.plan.plan import Plan
 from mindrlhf.dryrun.plan.replay import Replay, replay
 from mindrlhf.dryrun.plan.text import columns, wrap
+from mindrlhf.layout.layout import Layout, parameter_layouts
+from mindrlhf.specs import find_spec
 
 # Of a pipeline: what is enough to see all its kernels.
 _COMPILED_STAGES, _COMPILED_MICRO_BATCHES = 2, 2
@@ -102,11 +105,11 @@ def compile_kernels(plan: Plan) -> list[KernelCounts]:
     Raises:
         UserError, RunFailure: as :func:`mindrlhf.dryrun.compile.request.compile_ranks`.
     """
-    cells = (UPDATE, GRADIENTS, LOGPROBS) if plan.config.memory.swap_moments else (UPDATE, LOGPROBS)
-    return [_compile_cell(plan, cell) for cell in cells]
+    return [compile_cell(plan, cell) for cell in (GRADIENTS, UPDATE, LOGPROBS)]
 
 
-def _compile_cell(plan: Plan, cell: str) -> KernelCounts:
+def compile_cell(plan: Plan, cell: str) -> KernelCounts:
+    """See :func:`compile_kernels`; ``cell`` is a graph of :mod:`mindrlhf.dryrun.compile.request`."""
     layout, given = plan.layout, plan.config.parallel_config.micro_batch_num
     stages, micro_batches = min(layout.pipeline_stage, _COMPILED_STAGES), min(given, _COMPILED_MICRO_BATCHES)
     whole = step_request(plan, (stages - 1) * layout.stage_size)
@@ -158,13 +161,12 @@ def count_kernels(
     replays = [[replay(report.kernels, one) for report in timed] for one in (device.promised, device)]
     ends = [_extend(*(found.seconds for found in pair), num_layers) for pair in replays]
     real = replays[1]
-    elements = second.elements - first.elements
     return KernelCounts(
         cell=request.cell,
         num_micro_batches=micro_batches,
         kernels={part: (second.kernels[part] - first.kernels[part]) / per_part[part] for part in PARTS},
         memory_bytes={part: (second.memory[part] - first.memory[part]) / per_part[part] for part in PARTS},
-        state_bytes=(second.memory[STATE] - first.memory[STATE]) / elements if elements else 0.0,
+        state_bytes=(second.memory[STATE] - first.memory[STATE]) / _layer_elements(request),
         logit_bytes=_logit_bytes(one, request),
         weight_casts={
             part: (second.weight_casts[part] - first.weight_casts[part]) / per_part[part]
@@ -175,7 +177,7 @@ def count_kernels(
         host_syncs=(second.host_syncs - first.host_syncs) / micro_batches,
         dynamic_nodes=(second.dynamic_nodes - first.dynamic_nodes) / micro_batches,
         collectives=tuple(_collective_rows(first, second, real[1])),
-        has_even_experts=timed is not reports,
+        has_even_experts=any(kernel.stream < 0 for kernel in two.kernels) and timed is not reports,
         seconds=(ends[0], ends[1]),
         busy={
             cause: _extend(real[0].busy[cause], real[1].busy[cause], num_layers) for cause in sorted(real[1].busy)
@@ -199,8 +201,6 @@ class _Totals:
         self.collectives: Counter = Counter()
         self.collective_bytes: Counter = Counter()
         self.square_nodes = self.host_syncs = self.dynamic_nodes = 0
-        # Of the weights alone, not of what an optimiser keeps for them.
-        self.elements = sum(_elements(one) for one in report.parameters if one.name.startswith("decoder.layers."))
         for kernel in report.kernels:
             if kernel.op in (SEND, RECEIVE):
                 continue
@@ -219,11 +219,15 @@ class _Totals:
             self.square_nodes += any(len(dims) > 2 and dims[-2:] == (length, length) for _, dims in tensors)
 
 
-def _elements(one: CompiledParameter) -> int:
-    """Elements that a rank holds; MindSpore writes -1 where all ranks that repeat a shard divide it."""
-    held = math.prod(one.shard_shape)
-    repeats = math.prod(one.device_matrix) * held // math.prod(one.global_shape)
-    return held // {0: 1, -1: repeats}.get(one.optimizer_shard_size, one.optimizer_shard_size)
+def _layer_elements(request: CompileRequest) -> int:
+    """Elements of the weights of the last layer that a rank holds."""
+    spec, parallel = find_spec(request.hf_config), ParallelSection(**request.parallel)
+    dims = spec.dims(request.hf_config)
+    stage_size = parallel.data_parallel * parallel.model_parallel * parallel.context_parallel
+    layout = Layout.from_config(parallel, stage_size * parallel.pipeline_stage)
+    last = f"decoder.layers.{dims.num_layers - 1}."
+    layouts = parameter_layouts(spec, dims, layout, ELEMENT_BYTES[request.param_dtype])
+    return sum(math.prod(one.shard_shape) for one in layouts if one.name.startswith(last))
 
 
 def _collective_rows(one: _Totals, two: _Totals, found: Replay) -> Iterable[CollectiveRow]:

@@ -101,12 +101,6 @@ class MemoryInputs:
         return ELEMENT_BYTES[self.config.model.compute_dtype]
 
     @property
-    def gathered_bytes(self) -> int:
-        """Of an element of gathered weights; without pipelines MindSpore gathers them before it casts them."""
-        own = ELEMENT_BYTES[self.config.model.param_dtype]
-        return self.element_bytes if self.layout.pipeline_stage > 1 else max(own, self.element_bytes)
-
-    @property
     def num_tokens(self) -> int:
         """Positions that a rank computes at a time: one micro-batch, of the pipeline if there is one."""
         return self.batch.rows_per_pipeline_micro_batch * self.batch.row_length // self.layout.context_parallel

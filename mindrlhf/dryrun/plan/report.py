@@ -13,6 +13,7 @@ from mindrlhf.dryrun.plan.json_values import plan_json
 from mindrlhf.dryrun.plan.kernels import compile_kernels, kernel_lines
 from mindrlhf.dryrun.plan.picture import render_picture
 from mindrlhf.dryrun.plan.plan import Machine, make_plan, read_model
+from mindrlhf.dryrun.plan.schedule.lengths import read_lengths
 from mindrlhf.dryrun.plan.schedule.report import compare_schedules, schedule_json, schedule_notes, schedule_rows
 from mindrlhf.dryrun.plan.search import search
 from mindrlhf.dryrun.plan.text import columns, planned_lines, render_text, search_lines, section, wrap
@@ -58,7 +59,8 @@ def report_plan(config_path: str | Path, overrides: Iterable[str], options: Plan
     plan = make_plan(config, model, machine)
     verdict = give_verdict(plan)
     parts = [render_text(plan, verdict)]
-    times = plan_times(plan) if config.run.device != "cpu" else None
+    lengths = read_lengths(options.lengths, config.rollout.max_response_length)
+    times = plan_times(plan, lengths) if config.run.device != "cpu" else None
     if times is not None:
         notes = [line for note in time_notes(times, machine.device.words) for line in wrap(note)]
         parts.append(section("Time of a step", [*columns(time_rows(times), "<>><"), "", *notes]))
@@ -71,7 +73,7 @@ def report_plan(config_path: str | Path, overrides: Iterable[str], options: Plan
     planned = compile_plan(plan) if options.compiles and not options.kernels else []
     if planned:
         parts.append(section("MindSpore's memory planner", planned_lines(planned)))
-    schedules = compare_schedules(plan, options.lengths) if options.schedules else None
+    schedules = compare_schedules(plan, lengths) if options.schedules else None
     if schedules is not None:
         notes = [line for note in schedule_notes(schedules) for line in wrap(note)]
         parts.append(section("Schedules", [*columns(schedule_rows(schedules), "<>>>><"), "", *notes]))

@@ -8,7 +8,7 @@ from mindrlhf.dryrun.plan.cost import estimate_cost
 from mindrlhf.dryrun.plan.memory import needs_logprobs
 from mindrlhf.dryrun.plan.parameters import ELEMENT_BYTES, active_parameters
 from mindrlhf.dryrun.plan.plan import Plan, prepare
-from mindrlhf.dryrun.plan.schedule.lengths import ResponseLengths, read_lengths
+from mindrlhf.dryrun.plan.schedule.lengths import ResponseLengths
 from mindrlhf.dryrun.plan.schedule.rates import estimate_rates, filled_share, prompt_tokens
 from mindrlhf.dryrun.plan.schedule.simulate import sampling_seconds
 from mindrlhf.system.sizes import format_size
@@ -56,13 +56,8 @@ class StepTimes:
         return self.num_tokens / assumed / self.num_devices, self.num_tokens / best / self.num_devices
 
 
-def plan_times(plan: Plan, lengths: ResponseLengths | None = None) -> StepTimes:
-    """Return the times of a plan's step.
-
-    Args:
-        lengths: of responses; assumed as for :func:`mindrlhf.dryrun.plan.schedule.lengths.read_lengths` if None.
-    """
-    lengths = lengths or read_lengths(None, plan.config.rollout.max_response_length)
+def plan_times(plan: Plan, lengths: ResponseLengths) -> StepTimes:
+    """Return the times of a plan's step, with responses of these lengths."""
     device = plan.machine.device
     best, assumed = (_Phases(plan, lengths, one) for one in (device.promised, device))
     phases = (PhaseTime(name, best.seconds[name], assumed.seconds[name], how) for name, how in assumed.how.items())

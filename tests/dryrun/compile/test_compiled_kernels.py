@@ -2,12 +2,17 @@
 
 import csv
 import io
+import os
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from mindrlhf.dryrun.compile.kernels import element_bytes, order_kernels, parse_graph, size_bytes
+from mindrlhf.dryrun.compile.kernels import element_bytes, order_kernels, parse_graph, read_kernels, size_bytes
 from mindrlhf.dryrun.compile.request import Kernel
+from mindrlhf.dryrun.plan.replay import product_operations
 
 SCOPE = "Default/network-_VirtualDatasetCell/layers-CellList/0-TransformerLayer"
 F32, B16 = "Float32xDefaultFormat", "BFloat16xDefaultFormat"
@@ -150,3 +155,45 @@ def test_bytes_of_an_element(dtype, size):
     assert element_bytes(dtype) == size
     assert size_bytes([(dtype, (3, 5)), (dtype, ())]) == 16 * size
     assert size_bytes([(dtype, (-1, 5))]) == 0
+
+
+ON_A_CPU = """
+import sys
+from pathlib import Path
+from mindrlhf.dryrun.compile.kernels import dump_kernels
+dump_kernels(Path(sys.argv[1]))
+import mindspore as ms
+import numpy as np
+from mindspore import nn, ops
+
+class Loss(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(np.ones((8, 16), np.float32), name="weight")
+
+    def construct(self, x):
+        return ops.ReduceSum()(ops.tanh(ops.matmul(x, self.weight)))
+
+class Gradients(nn.Cell):
+    def __init__(self, loss):
+        super().__init__()
+        self.of = ops.value_and_grad(loss, None, ms.ParameterTuple([loss.weight]))
+
+    def construct(self, x):
+        return self.of(x)
+
+ms.set_context(mode=ms.GRAPH_MODE)
+ms.set_device("CPU")
+Gradients(Loss())(ms.Tensor(np.ones((4, 8), np.float32)))
+"""
+
+
+def test_graphs_of_a_cpu_are_read_alike(tmp_path):
+    script, dumps = tmp_path / "cells.py", tmp_path / "dumps"  # MindSpore compiles what lies in a file
+    script.write_text(ON_A_CPU)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    subprocess.run([sys.executable, str(script), str(dumps)], check=True, timeout=300, env=environment)
+    products = [kernel for kernel in read_kernels(dumps, 1) if kernel.op == "MatMul"]
+    # x w, and x^T dy: the gradient of x is nobody's.
+    assert [product_operations(kernel) for kernel in products] == [2 * 4 * 8 * 16] * 2
+    assert {kernel.stream for kernel in products} == {-1}

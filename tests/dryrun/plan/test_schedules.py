@@ -158,5 +158,5 @@ def test_the_command_prints_and_writes_the_schedules(capsys):
     names = [one["name"] for one in values["schedules"]]
     assert names[0] == "in step" and values["recommended"] in names
     assert all(0 <= one["idle"] < 1 for one in values["schedules"])
-    assert main(["plan", config, "--workers", "8", "--lengths", "lognormal:400,1"]) == 2
-    assert "--lengths is read by --async alone" in capsys.readouterr().err
+    assert main(["plan", config, "--workers", "8", "--lengths", "lognormal:400,0"]) == 0
+    assert "responses of 400 tokens on average (given)" in " ".join(capsys.readouterr().out.split())

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindrlhf.dryrun.plan.plan import Plan
-from mindrlhf.dryrun.plan.schedule.lengths import ResponseLengths, read_lengths
+from mindrlhf.dryrun.plan.schedule.lengths import ResponseLengths
 from mindrlhf.dryrun.plan.schedule.rates import Rates, estimate_rates
 from mindrlhf.dryrun.plan.schedule.simulate import NUM_STEPS, Outcome, simulate
 
@@ -28,16 +28,8 @@ class ScheduleReport:
     chosen: Outcome
 
 
-def compare_schedules(plan: Plan, lengths: str | None) -> ScheduleReport:
-    """Simulate the schedules of a plan's run.
-
-    Args:
-        lengths: see :func:`mindrlhf.dryrun.plan.schedule.lengths.read_lengths`.
-
-    Raises:
-        UserError: the lengths cannot be read.
-    """
-    found = read_lengths(lengths, plan.config.rollout.max_response_length)
+def compare_schedules(plan: Plan, found: ResponseLengths) -> ScheduleReport:
+    """Simulate the schedules of a plan's run, with responses of these lengths."""
     rates = estimate_rates(plan, found.mean)
     outcomes = simulate(rates, found)
     return ScheduleReport(found, rates, tuple(outcomes), choose(outcomes))
