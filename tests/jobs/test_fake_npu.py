@@ -302,7 +302,7 @@ def test_the_quickstart_learns_from_a_server_on_the_fake_npu(fake_npu, problems,
 @pytest.mark.timeout(1200)
 def test_adapters_are_trained_with_a_server_on_the_fake_npu(fake_npu, problems, tmp_path):
     """A server is given the merged weights, as on a CPU."""
-    options = {"run__max_steps": 3, "evaluation__every_steps": 0, "lora__rank": 8}
+    options = {"run__max_steps": 3, "evaluation__every_steps": 0, "evaluation__max_prompts": 10, "lora__rank": 8}
     steps = quickstart(fake_npu, problems, tmp_path, **options)
     assert len(steps) == 3 and (tmp_path / "run" / "final_adapter" / "adapter_model.safetensors").exists()
 

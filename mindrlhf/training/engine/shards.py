@@ -196,7 +196,10 @@ class Shards(Placement):
             write_shards(buffer, {name: parts}, {name: _to_host(parameter, dtype)})
             return
         for part in parts:  # the others are of another bucket
-            array = _to_host(part.cut(parameter), dtype)
+            if isinstance(part.rows, slice) or dtype != _dtype_name(parameter):
+                array = _to_host(part.cut(parameter), dtype)
+            else:  # a CPU gathers no bfloat16
+                array = part.cut(_to_host(parameter, dtype))
             buffer.write(part.hf_name, array if part.columns is None else array.T, part.index)
 
     def _write_merged(self, buffer: WeightBuffer, name: str, parts: Sequence[PublishedShard]) -> None:

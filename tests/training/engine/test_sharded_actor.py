@@ -409,3 +409,28 @@ def test_ranks_give_memory_back_before_a_server_loads_or_is_started_again(make_r
         WeightPublisher(team, buffer).publish(1, lambda *_: events.append("load"))
     assert events == ["write", "make room", "give back", "load"]
     actor.close_weights(PUBLISH)
+
+
+def test_parts_are_cut_out_of_a_parameter_alike_on_device_and_host():
+    """Rows in a run, evenly spaced, and scattered; all columns or some, turned; rounded on the way or kept."""
+    import mindspore as ms
+
+    from mindrlhf.training.engine.shards import Shards
+    from mindrlhf.weights.publish.buffer import WeightBuffer
+    from mindrlhf.weights.publish.shards import PublishedShard
+    from mindrlhf.weights.tensors import TensorInfo, convert_dtype
+
+    values = np.random.default_rng(3).standard_normal((12, 6)).astype(np.float32)
+    bits = convert_dtype(values, "float32", "bfloat16")
+    for dtype in ("float32", "bfloat16"):
+        parameter = ms.Parameter(ms.Tensor(values).astype(getattr(ms, dtype)), name="x")
+        for rows in (slice(2, 7), slice(1, 12, 3), np.array([0, 1, 4, 5, 9])):
+            for columns in (None, slice(1, 4)):
+                expected = bits[rows] if columns is None else bits[rows, columns].T
+                part = PublishedShard("x", rows, tuple(slice(0, size) for size in expected.shape), columns)
+                with WeightBuffer.create([TensorInfo("x", "bfloat16", expected.shape)]) as buffer:
+                    buffer.begin(1)
+                    Shards._write_rounded(SimpleNamespace(parameters={"x": parameter}), buffer, "x", [part])
+                    buffer.commit()
+                    ((_, _, found),) = buffer.tensors(1)
+                    np.testing.assert_array_equal(found, expected)
