@@ -210,6 +210,10 @@ def _decoder_inputs(
     cells, model, config, dims: ModelDims, num_image_rows: int, train_vision: str, device: str
 ) -> tuple:
     """Return the decoder's inputs; with vision also the tower, and what knows the images of a step."""
+    if dims.local and device == "cpu":
+        from mindrlhf.models.cpu_windows import WindowDecoderInputs
+
+        return (WindowDecoderInputs(model, config, config.seq_length, dims),)
     if not dims.vision:
         return (cells.DecoderInputs(model, config, config.seq_length, dims),)
     from mindrlhf.models.vision.images import ImagePatches, ImageRows

@@ -23,14 +23,10 @@ def decoder_spec(config, dims: ModelDims) -> TransformerBlockSubmodules:
     attention = LatentSelfAttention if dims.latent else ModuleSpec(module=SelfAttention, params={"norm": norm})
     layers = []
     for layer in range(dims.num_layers):
+        mlp = ExpertMlp if dims.has_experts(layer) else GatedMlp
+        parts = {"input_layernorm": norm, "self_attention": attention, "pre_mlp_layernorm": norm, "mlp": mlp}
         module, params = layer_class(dims, layer, NUM_CPU_TABLES)
-        submodules = TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=attention,
-            pre_mlp_layernorm=norm,
-            mlp=ExpertMlp if dims.has_experts(layer) else GatedMlp,
-        )
-        layers.append(ModuleSpec(module=module, params=params, submodules=submodules))
+        layers.append(ModuleSpec(module=module, params=params, submodules=TransformerLayerSubmodules(**parts)))
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
@@ -43,9 +39,10 @@ class DecoderInputs(nn.Cell):
         self.num_groups = dims.num_kv_heads
         self.heads_per_group = dims.heads_per_group
         self.hidden_size = dims.hidden_size
-        self.scale = score_scale(dims)
-        self.embedding_scale = embedding_scale(dims)
-        self.tables = self._tables(max_length, dims)
+        cos, sin = rotary_tables(max_length, dims)
+        self.scale, self.embedding_scale = score_scale(dims), embedding_scale(dims)
+        scale = np.float32(self.scale)
+        self.tables = tuple(Tensor(table) for table in (cos, sin, cos * scale, sin * scale))
         # The heads of keys, which take the first two tables, and of queries, which take the last.
         keys, queries = (self.num_groups, 1), (self.num_groups, self.heads_per_group)
         if dims.latent:
@@ -54,52 +51,30 @@ class DecoderInputs(nn.Cell):
         self.turn = Tensor(turn_matrix(dims))
         self.matmul = ops.BatchMatMul()
         self.causal = Tensor(np.triu(np.full((max_length, max_length), HIDDEN_SCORE, np.float32), k=1))
-        self.window = dims.local.window if dims.local else 0
-        if dims.local:
-            self.local_tables = self._tables(max_length, dims.of_local_layers)
-            far = np.tril(np.full((max_length, max_length), HIDDEN_SCORE, np.float32), k=-self.window)
-            self.local_causal = Tensor(self.causal.asnumpy() + far)
-
-    def _tables(self, max_length: int, dims: ModelDims) -> tuple[Tensor, ...]:
-        """Cosines and sines of keys, and of queries, which also have the scale of scores."""
-        cos, sin = rotary_tables(max_length, dims)
-        scale = np.float32(self.scale)
-        return tuple(Tensor(table) for table in (cos, sin, cos * scale, sin * scale))
 
     def construct(self, input_ids, segment_ids):
         if input_ids.ndim == 3:
             return self._with_shared_prompts(input_ids, segment_ids)
-        mask, rotary = self.mask(segment_ids), self._rotary(self.tables, segment_ids)
-        if self.window:
-            mask = mask, self._mask(self._apart(segment_ids), segment_ids, self.local_causal)
-            rotary = rotary, self._rotary(self.local_tables, segment_ids)
-        return self.embed(input_ids), mask, rotary
-
-    def _rotary(self, tables, segment_ids, positions=None):
-        """The tables of each head, of positions `[B, S]` or of all, with what else attention takes."""
         batch, length = segment_ids.shape
-        found = ()
-        for table, heads in zip(tables, self.heads_of_tables):
-            rows = table[:length] if positions is None else ops.gather(table, positions, 0)
-            num_rows, num_copies = (1, batch) if positions is None else (batch, 1)
-            rows = ops.reshape(rows, (num_rows,) + (1,) * len(heads) + (length, -1))
-            found += (self._for_all_heads(rows, num_copies, heads),)
-        return found + (self.turn, self.scale)
+        tables = ()
+        for table, heads in zip(self.tables, self.heads_of_tables):
+            rows = ops.reshape(table[:length], (1,) + (1,) * len(heads) + (length, -1))
+            tables += (self._for_all_heads(rows, batch, heads),)
+        return self.embed(input_ids), self.mask(segment_ids), tables + (self.turn, self.scale)
 
     def _with_shared_prompts(self, inputs, segment_ids):
         """The same for inputs `[B, 3, S]`; see CausalLM."""
+        batch, length = segment_ids.shape
         keys = ops.expand_dims(segment_ids, 1)
         other = ops.logical_and(
             ops.not_equal(ops.expand_dims(segment_ids, 2), keys), ops.not_equal(ops.expand_dims(inputs[:, 1], 2), keys)
         )
         apart = ops.cast(other, self.causal.dtype) * -HIDDEN_SCORE
-        mask, rotary = self._mask(apart, segment_ids), self._rotary(self.tables, segment_ids, inputs[:, 2])
-        if self.window:
-            # By positions: a response lies behind others of its prompt.
-            beyond = ops.relu(self._differences(inputs[:, 2]) - (self.window - 1.0))
-            mask = mask, self._mask(apart - beyond * HIDDEN_SCORE, segment_ids)
-            rotary = rotary, self._rotary(self.local_tables, segment_ids, inputs[:, 2])
-        return self.embed(inputs[:, 0]), mask, rotary
+        tables = ()
+        for table, heads in zip(self.tables, self.heads_of_tables):
+            rows = ops.reshape(ops.gather(table, inputs[:, 2], 0), (batch,) + (1,) * len(heads) + (length, -1))
+            tables += (self._for_all_heads(rows, 1, heads),)
+        return self.embed(inputs[:, 0]), self._mask(apart, batch, length), tables + (self.turn, self.scale)
 
     def _for_all_heads(self, rows, batch, heads):
         """Whole copies of a table, which all layers share.
@@ -116,24 +91,17 @@ class DecoderInputs(nn.Cell):
 
     def mask(self, segment_ids):
         """What is added to scores, `[B, G, r*S, S]`: tokens see earlier ones of their own segment."""
-        return self._mask(self._apart(segment_ids), segment_ids)
-
-    def _apart(self, segment_ids):
-        """0 where two tokens are of a segment, else 2^30 or more, `[B, S, S]`."""
-        return ops.abs(self._differences(segment_ids, HIDDEN_SCORE))
-
-    def _differences(self, numbers, factor=1.0):
-        """(n_i - n_j) * factor as (n_i, 1) @ (1, -n_j), exact: the CPU kernel of comparisons is four times slower."""
-        numbers = ops.cast(numbers, self.causal.dtype)
+        batch, length = segment_ids.shape
+        # (n_i, 1) @ (1, -n_j), exact: the CPU kernel of comparisons is four times slower.
+        numbers = ops.cast(segment_ids, self.causal.dtype)
         ones = ops.ones_like(numbers)
         rows, columns = ops.stack((numbers, ones), 2), ops.stack((ones, -numbers), 1)
-        return self.matmul(rows, columns * factor)
+        return self._mask(ops.abs(self.matmul(rows, columns * HIDDEN_SCORE)), batch, length)
 
-    def _mask(self, apart, segment_ids, causal=None):
-        """What is added to scores, `[B, G, r*S, S]`: 0, or -``apart`` `[B, S, S]`, or less where ``causal`` hides."""
-        batch, length = segment_ids.shape
+    def _mask(self, apart, batch, length):
+        """What is added to scores, `[B, G, r*S, S]`: 0, or -``apart`` `[B, S, S]`, or less where a key is later."""
         # Not by indices: their kernel copies single elements.
-        mask = ops.slice(self.causal if causal is None else causal, (0, 0), (length, length)) - apart
+        mask = ops.slice(self.causal, (0, 0), (length, length)) - apart
         return ops.tile(ops.reshape(mask, (batch, 1, length, length)), (1, self.num_groups, self.heads_per_group, 1))
 
 

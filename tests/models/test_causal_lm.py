@@ -423,5 +423,5 @@ def test_one_square_of_the_row_length_is_kept(model):
         for name, value in vars(cell).items()
         if isinstance(value, ms.Tensor) and not isinstance(value, ms.Parameter)
     }
-    kept = ["causal", "local_causal"] if model.dims.local else ["causal"]
-    assert [name.split(".")[-1] for name, size in held.items() if size >= 512 * 512] == kept
+    kept = {"causal", "far"} if model.dims.local else {"causal"}
+    assert {name.split(".")[-1] for name, size in held.items() if size >= 512 * 512} == kept
