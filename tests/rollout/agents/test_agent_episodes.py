@@ -31,7 +31,7 @@ from mindrlhf.rewards.types import RewardResult
 from mindrlhf.rollout.conversations import tool_metrics, with_tools
 from mindrlhf.rollout.elastic.generator import ElasticGenerator
 from mindrlhf.rollout.samples import Sampler
-from mindrlhf.rollout.types import SamplingParams
+from mindrlhf.rollout.types import Cancelled, SamplingParams
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -371,6 +371,35 @@ def test_nodes_that_come_and_go_cost_an_agent_nothing():
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
         assert one.episode_return == other.episode_return == 9.0
+
+
+@pytest.mark.parametrize("asks_first", [False, True])
+def test_another_thread_breaks_off_agents_that_are_busy(asks_first):
+    """As at the end of a run whose samples are made beside the training."""
+    started, release = threading.Event(), threading.Event()
+
+    def agent(record, client):
+        if asks_first:
+            client.chat([user("a")])
+        started.set()
+        release.wait(60)
+        return 1.0
+
+    class Cancellable(Engine):
+        is_cancelled = False
+
+        def cancel(self):
+            self.is_cancelled = True
+
+    engine = Cancellable(lambda text: "b")
+    with serving(engine, agent) as (source, _):
+        threading.Thread(target=lambda: (started.wait(), source.cancel()), daemon=True).start()
+        with pytest.raises(Cancelled):
+            list(source.generate([prompt("q", 0, 2)], SamplingParams(100, stop_token_ids=(END,))))
+        assert engine.is_cancelled and not source._running
+        with pytest.raises(Cancelled):
+            list(source.generate([prompt()], SamplingParams(100, stop_token_ids=(END,))))
+        release.set()
 
 
 def test_breaking_off_ends_all_agents():
