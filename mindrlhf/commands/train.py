@@ -28,33 +28,7 @@ def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> Non
     parser.add_argument("config", help="YAML file; docs/config.md lists its keys")
     add_overrides(parser)
     parser.add_argument("--workers", type=int, default=1, metavar="N", help=f"{WORKERS_HELP} (default: 1)")
-    parser.add_argument(
-        "--nodes",
-        metavar="N|auto",
-        help="machines that run this command; auto: as Slurm or Kubernetes says (default: 1)",
-    )
-    parser.add_argument("--node-rank", type=int, metavar="K", help="number of this machine among them, from 0 on")
-    parser.add_argument(
-        "--master", metavar="ADDRESS:PORT", help="where the machine with --node-rank 0 listens for the others"
-    )
-    parser.add_argument(
-        "--spares",
-        type=int,
-        default=0,
-        metavar="N",
-        help="machines beside those of --nodes that wait to take a lost one's place at a restart (default: 0)",
-    )
-    parser.add_argument("--hostfile", metavar="FILE", help="run this command on all hosts of a file, through ssh")
-    parser.add_argument(
-        "--ray",
-        nargs="?",
-        const="auto",
-        metavar="auto|HOST:PORT",
-        help="run this command on --nodes N nodes of a Ray cluster (default: of this machine's, all with room)",
-    )
-    parser.add_argument(
-        "--ray-without-token", action="store_true", help="also on a Ray cluster where everybody may run code"
-    )
+    _add_nodes(parser)
     parser.add_argument(
         "--oversubscribe", action="store_true", help="start the ranks even where they are many more than the cores"
     )
@@ -90,6 +64,36 @@ def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> Non
     else:
         parser.set_defaults(elastic=False, role="train")
     parser.set_defaults(run=_run)
+
+
+def _add_nodes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nodes",
+        metavar="N|auto",
+        help="machines that run this command; auto: as Slurm or Kubernetes says (default: 1)",
+    )
+    parser.add_argument("--node-rank", type=int, metavar="K", help="number of this machine among them, from 0 on")
+    parser.add_argument(
+        "--master", metavar="ADDRESS:PORT", help="where the machine with --node-rank 0 listens for the others"
+    )
+    parser.add_argument(
+        "--spares",
+        type=int,
+        default=0,
+        metavar="N",
+        help="machines beside those of --nodes that wait to take a lost one's place at a restart (default: 0)",
+    )
+    parser.add_argument("--hostfile", metavar="FILE", help="run this command on all hosts of a file, through ssh")
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="auto",
+        metavar="auto|HOST:PORT",
+        help="run this command on --nodes N nodes of a Ray cluster (default: all that fit, of this machine's)",
+    )
+    parser.add_argument(
+        "--ray-without-token", action="store_true", help="also on a Ray cluster where everybody may run code"
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:

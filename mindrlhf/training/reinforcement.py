@@ -137,9 +137,9 @@ class ReinforcementTraining(life_cycle.Training):
         stack.callback(self.team.close)
         form = {"dtype": config.rollout.dtype, "bucket_bytes": int(config.rollout.weight_buffer_gib * 2**30)}
         nodes = machines.find_nodes(ranks)
-        machines.connect_verifiers(ranks, nodes, rewards, config.reward)
         transport = config.rollout.weights_transport
         buffer = stack.enter_context(open_weight_buffers(ranks, nodes, transport=transport, **form))
+        machines.connect_verifiers(ranks, nodes, rewards, config.reward)
         if self._has_multi_node_servers:
             self._generator = machines.start_multi_node(ranks, nodes, self._places)
             stack.callback(self._share.close)  # before the team, whose ranks end the parts on their nodes

@@ -180,10 +180,10 @@ RULES = {
         ["tools.agent=''"],
         1,
     ),
-    "an agent off-policy": (
-        ["tools.agent=sh a.sh", "rollout.off_policy_steps=1"],
-        ["'tools.agent' = sh a.sh does not go with 'rollout.off_policy_steps' = 1"],
-        ["rollout.off_policy_steps=0"],
+    "an agent by segments": (
+        ["tools.agent=sh a.sh", "rollout.segment_tokens=8"],
+        ["'tools.agent' = sh a.sh does not go with 'rollout.segment_tokens' = 8"],
+        ["rollout.segment_tokens=0"],
         1,
     ),
     "an agent's limit without an agent": (

@@ -23,9 +23,9 @@ from mindrlhf.launch.nodes.place import DEFAULT_PORT
 # What a launcher gets of the environment in which Ray was started on its node: not OMP_NUM_THREADS and
 # PYTHONBREAKPOINT, which are Ray's own, and not its token, with which ranks and verifiers could run code anywhere.
 KEPT = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
-KEPT += ("VIRTUAL_ENV", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+KEPT += ("VIRTUAL_ENV",)
 KEPT_PREFIXES = ("TOOLCHAIN_", "LC_", "ASCEND_", "HCCL_", "MS_", "HF_", "WANDB_", "SWANLAB_", "MLFLOW_", "MINDRLHF_")
-KEPT_SUFFIX = "_API_KEY"
+KEPT_SUFFIXES = ("_API_KEY", "_proxy", "_PROXY")
 _OF_DRIVER = ("PYTHONPATH", "OMP_NUM_THREADS")
 _NPU, _HEAD = "NPU", "node:__internal_head__"
 _PLACE_LIMIT_S, _AGENT_LIMIT_S, _END_LIMIT_S = 60.0, 120.0, 30.0
@@ -71,7 +71,7 @@ def child_environment(theirs: dict[str, str], ours: dict[str, str]) -> dict[str,
     kept = {
         name: value
         for name, value in theirs.items()
-        if name in KEPT or name.startswith(KEPT_PREFIXES) or name.endswith(KEPT_SUFFIX)
+        if name in KEPT or name.startswith(KEPT_PREFIXES) or name.endswith(KEPT_SUFFIXES)
     }
     given = {name: value for name, value in ours.items() if name in _OF_DRIVER or name.startswith("MINDRLHF_")}
     return kept | given | {LIFELINE_VARIABLE: "1"}
