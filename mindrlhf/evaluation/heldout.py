@@ -92,7 +92,6 @@ class Evaluation:
 
     @property
     def num_prompts(self) -> int:
-        """Number of prompts."""
         return self.scores.shape[0]
 
     @property

@@ -176,13 +176,6 @@ class Unproven:
         with self._lock:
             self._since_s.pop(connection, None)
 
-    def hang_up_after(self, limit_s: float) -> None:
-        """Hang up on those that have been there for longer."""
-        with self._lock:
-            for connection, since_s in list(self._since_s.items()):
-                if time.monotonic() - since_s > limit_s:
-                    self._hang_up(connection)
-
     def _hang_up(self, connection: socket.socket) -> None:
         # Not closed: the thread that reads notices, and closes it.
         del self._since_s[connection]
