@@ -49,7 +49,6 @@ def write_report(run_dir: Path, out_file: Path | None = None, *, is_running: boo
 
 
 def render_report(run: RunData, *, is_running: bool = False) -> str:
-    """Return the report as HTML text."""
     return _render(
         run,
         build_panels(run),

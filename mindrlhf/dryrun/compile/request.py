@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.specs import find_spec
-from mindrlhf.system.log_tail import last_lines
+from mindrlhf.system.files import last_lines
 from mindrlhf.system.progress import watched
 
 # Kinds of collective operators, as MindSpore names them.
