@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import mindrlhf
 from mindrlhf.config.keys import MAX_INTEGER, MAX_NUMBER, nearest_choice
 from mindrlhf.errors import RunFailure, UserError, messages_of
-from mindrlhf.observe.terminal import RED, coloured
+from mindrlhf.system.terminal import RED, coloured
 
 COMMANDS = (
     "doctor",

@@ -8,7 +8,6 @@ from mindrlhf.commands.vocabulary import add_aliases, add_overrides, allow_json,
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
-    """Add the parser of this command."""
     parser = subparsers.add_parser("eval", help="accuracy of a model, or of two compared")
     parser.add_argument("config", help="YAML file of a `mindrlhf train` run: verifiers, tokenizer and generator")
     add_overrides(parser)
@@ -42,7 +41,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from mindrlhf.errors import UserError
     from mindrlhf.evaluation.comparison import compare, difference_text
     from mindrlhf.evaluation.models import EvaluationJob, describe, evaluate_models
-    from mindrlhf.observe.terminal import verdict_coloured
+    from mindrlhf.system.terminal import verdict_coloured
 
     # What only training needs is filled in from the arguments: a config with nothing but tokenizer, verifiers and
     # generator will do, and its layout of trainer ranks does not matter.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TextIO
 
 from mindrlhf.launch.stages import StageLines
-from mindrlhf.observe.terminal import BOLD, GREEN, RED, RESET, YELLOW, has_colours
+from mindrlhf.system.terminal import BOLD, GREEN, RED, RESET, YELLOW, has_colours
 
 # What MindSpore and MindFormers write on every healthy start on CPU or Ascend.
 HARMLESS_LINES = re.compile(

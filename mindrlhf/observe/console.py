@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TextIO
 
-from mindrlhf.observe.terminal import BOLD, DIM, RED, RESET, has_colours
+from mindrlhf.system.terminal import BOLD, DIM, RED, RESET, has_colours
 
 PLAIN_WIDTH = 100
 HEADER_EVERY = 20

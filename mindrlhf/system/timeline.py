@@ -54,7 +54,6 @@ class Span(_Untraced):
         self._recording.write(self, arguments)
 
     def event(self, end_us: float, arguments: dict[str, Any]) -> Event:
-        """Return it as a complete event."""
         pid, tid = self._place
         times = {"ts": self._start_us, "dur": max(0.0, end_us - self._start_us)}
         return {"ph": "X", "name": self._name, "pid": pid, "tid": tid, **times, "args": self._arguments | arguments}

@@ -202,6 +202,7 @@ def test_pictures_are_shown_and_only_those_of_the_run(tmp_path):
     page = Page(write_report(run_dir).read_text(encoding="utf-8"))
     sources = [attributes["src"] for tag, attributes in page.elements if tag == "img"]
     shown = [decode_png(base64.b64decode(source.removeprefix("data:image/png;base64,"))) for source in sources]
+    assert page.text.count("<|image_pad|>") == 1, "only where there is no picture is its place in the text shown"
     assert len(shown) == 2, "a prompt is shown once for all samples of it that follow"
     assert all(np.array_equal(*pair) for pair in zip(shown, [pixels, pixels[::-1]]))
 

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mindrlhf.errors import RunFailure
 from mindrlhf.observe.console import HEADER_EVERY, PLAIN_WIDTH, ConsoleSink
 from mindrlhf.observe.sinks import StepDetails, TensorBoardSink, open_sinks
-from mindrlhf.observe.terminal import GREEN, RED, RESET, coloured, verdict_coloured
+from mindrlhf.system.terminal import GREEN, RED, RESET, coloured, verdict_coloured
 
 FULL = {
     "reward/mean": 0.5,

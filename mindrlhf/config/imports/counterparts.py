@@ -291,7 +291,6 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
 
 
 def carried(rules: Iterable[Rule]) -> set[str]:
-    """Return our keys that rules set."""
     return {key for rule in rules for key in rule.targets}
 
 

@@ -22,8 +22,7 @@ from mindrlhf.rollout.vllm_options import (
     write_plugin,
 )
 from mindrlhf.system import heartbeat, processes
-from mindrlhf.system.files import take_directory
-from mindrlhf.system.log_tail import last_lines
+from mindrlhf.system.files import last_lines, take_directory
 
 _NUM_LOG_LINES_SHOWN = 3
 _BUFFER_NAME = "buffer"  # in the private directory of a process without a trainer to name it the weight buffer
