@@ -73,10 +73,13 @@ EXTRAS = {
     "debug": DEBUGGING,
     # Environments to act in (docs/tools.md).
     "environments": ["gymnasium>=1.0,<2", "reasoning-gym>=0.1.25,<0.2", "textarena>=0.7.4,<0.8"],
+    # Nodes of a Ray cluster, `mindrlhf train --ray`. Apache-2.0.
+    "ray": ["ray>=2.52,<3"],
     # Where a run can report to, `observe.sinks`. MLflow's own database needs the last two; a server does not.
     "wandb": ["wandb>=0.17"],
     "swanlab": ["swanlab>=0.10"],
     "prometheus": ["prometheus_client>=0.20"],
+    "opentelemetry": ["opentelemetry-sdk>=1.30,<2", "opentelemetry-exporter-otlp-proto-http>=1.30,<2"],
     "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.10"],
     # `mindrlhf models get` and `data get`.
     "hub": ["huggingface_hub>=0.34", "modelscope>=1.38"],

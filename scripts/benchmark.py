@@ -7,7 +7,9 @@ Both train a random Qwen2 on 4 prompts x 8 samples x 64 tokens, no KL, one updat
 128, 512 vocabulary entries and one micro-batch of 32; "large" has 151,936 entries and micro-batches of 8; "medium" has
 12 layers, hidden 512, 32,000 entries (62M parameters) and micro-batches of 8. In these two many samples earn what all
 of their group earn, and have no gradient: ours leaves them out, TRL does not; in "medium_all" and "large_all" ours
-computes them too.
+computes them too. "smollm2" is a published model, SmolLM2-135M-Instruct, all weights, on the sums of
+examples/real_model (8 x 8 x up to 24 tokens), "smollm2_bfloat16" the same with our rollout in bfloat16: there the
+seconds are those of the processor, of all processes of a side, since a step takes a minute.
 
 The two sides take turns, and each turn gives the median step after warm-up; the ratio of each pair of turns is one
 measurement, so what else the machine is doing falls on both sides. How the update grows with ranks, samples and lengths
@@ -26,6 +28,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +59,11 @@ CASES = {
     "large": Case(151_936, 8, 3, 2),
     "large_all": Case(151_936, 8, 3, 2, skips=False),
 }
+
+
+# Our settings of cases with a published model, beside those of examples/real_model.
+REAL = {"smollm2": {}, "smollm2_bfloat16": {"rollout.dtype": "bfloat16"}}
+REAL_STEPS, REAL_WARMUP_STEPS = 2, 1
 
 
 @dataclass(frozen=True)
@@ -136,8 +144,75 @@ def measure_trl(case: Case, directory: Path) -> Turn:
     return read_trl(command)
 
 
+def prepare_real(directory: Path) -> None:
+    """Get the model, make the sums."""
+    run(["bash", "examples/real_model/get_model.sh", "runs/real_model/model"])
+    run([sys.executable, "examples/real_model/sums.py", "--out", str(directory)])
+    run([sys.executable, "-m", "mindrlhf.cli", "data", "build", "--input", f"{directory}/train.jsonl"]
+        + ["--output", f"{directory}/train.mindrecord", "--tokenizer", "runs/real_model/model", "--handler", "gsm8k"]
+        + ["--template", "chat", "--max-prompt-length", "48"])  # fmt: skip
+
+
+def measure_real(directory: Path, turn: int, changes: Mapping[str, str]) -> tuple[Turn, Turn]:
+    """Processor seconds of a step of both sides, and of its generation; ours is that of the rollout server."""
+    settings = {
+        "run.output_dir": directory / f"run_{turn}", "run.max_steps": REAL_STEPS + REAL_WARMUP_STEPS, "lora.rank": "",
+        "data.train_file": directory / "train.mindrecord", "data.eval_file": "", "optimizer.start_lr": 2e-5,
+        "rollout.max_response_length": 24, "training.sequence_lengths": "[240]", "checkpoint.every_steps": 0,
+        "rollout.num_threads": 1, "observe.tensorboard": "false", **changes,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "mindrlhf.cli", "train", "examples/real_model/config.yaml"]
+    command += [f"{key}={value}" for key, value in settings.items()]
+    metrics, spent = Path(settings["run.output_dir"], "metrics.jsonl"), {}
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            num_steps = metrics.read_text().count("\n") if metrics.exists() else 0
+            if num_steps not in spent:
+                spent[num_steps] = processor_seconds(process.pid)
+            time.sleep(0.05)
+    if process.returncode:
+        sys.exit(f"benchmark: {' '.join(command[:4])} ... failed")
+    first, last = spent[REAL_WARMUP_STEPS], spent[REAL_WARMUP_STEPS + REAL_STEPS]
+    of_all, of_server = ((last[place] - first[place]) / REAL_STEPS for place in (0, 1))
+    ours = Turn(of_all, of_server, list(read_jsonl(metrics))[-1]["memory/peak_rss_gb"])
+    command = [str(BENCH_PYTHON), "scripts/benchmark_trl_real.py", "--model", "runs/real_model/model"]
+    command += ["--problems", f"{directory}/train.jsonl", "--steps", str(REAL_STEPS)]
+    theirs = json.loads(run([*command, "--warmup-steps", str(REAL_WARMUP_STEPS)]).splitlines()[-1])
+    figures = (theirs["median_step_cpu_s"], theirs["median_generation_cpu_s"], theirs["peak_rss_bytes"] / 1e9)
+    return ours, Turn(*figures)
+
+
+def processor_seconds(root: int) -> tuple[float, float]:
+    """What a process and those below it have used so far, and of that the rollout server."""
+    parents, used, servers = {}, {}, set()
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (path / "stat").read_text().rpartition(") ")[2].split()
+            command = (path / "cmdline").read_text()
+        except OSError:  # it has ended
+            continue
+        number = int(path.name)
+        parents[number], used[number] = int(fields[1]), sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+        if "mindrlhf.rollout.server" in command:
+            servers.add(number)
+    total = of_server = 0.0
+    for number, seconds in used.items():
+        chain = [number]
+        while chain[-1] in parents and chain[-1] != root:
+            chain.append(parents[chain[-1]])
+        if chain[-1] == root:
+            total += seconds
+            of_server += seconds if servers & set(chain) else 0
+    return total, of_server
+
+
 def compare(name: str, repeats: int) -> dict:
     """Measure a case and print its table."""
+    if name in REAL:
+        sizes = f"all weights, processor seconds, means of {REAL_STEPS} steps"
+        return take_turns(
+            name, sizes, repeats, prepare_real, lambda directory, turn: measure_real(directory, turn, REAL[name])
+        )
     case = CASES[name]
     sizes = f"vocabulary {case.vocab_size:,}, micro-batch {case.micro_batch}, medians of {case.num_steps} steps"
 
@@ -190,4 +265,4 @@ def run_cases(description: str, names: Sequence[str], compare_case: Callable[[st
 
 
 if __name__ == "__main__":
-    run_cases(__doc__.splitlines()[0], list(CASES), compare)
+    run_cases(__doc__.splitlines()[0], [*CASES, *REAL], compare)

@@ -32,7 +32,8 @@ from mindrlhf.shards.shard import shard_directory
 from mindrlhf.shards.verify import verify_directory
 from mindrlhf.specs import find_spec
 from mindrlhf.system.files import sync
-from mindrlhf.weights.convert import export_hf, hf_shapes, import_directory
+from mindrlhf.weights.convert import export_hf, hf_shapes
+from mindrlhf.weights.directories import import_directory
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -64,6 +64,8 @@ ASSUMED: dict[str, tuple[Any, str]] = {
 # What such a step does not do, although neither sources nor config say so: not followed.
 CUT = {
     "mindrlhf.training.nodes:connect_generators": "one machine",
+    "mindrlhf.tools.loading": "rollout.engine: vllm",
+    "mindrlhf.system.tracing": "observe.sinks: opentelemetry",
     "mindrlhf.training.loop.alarms": "whether the run learns anything",
     "mindrlhf.weights.publish.tcp": "one machine",
     "mindrlhf.weights.publish.sync": "one machine",
@@ -71,6 +73,11 @@ CUT = {
     "mindrlhf.training.vision": "a model of text",
     "mindrlhf.models.vision": "a model of text",
     "mindrlhf.images": "a model of text",
+    "mindrlhf.models.cpu_windows": "a model without windows",
+    "mindrlhf.specs.deepseek": "another family of models",
+    "mindrlhf.specs.gemma": "another family of models",
+    "mindrlhf.specs.glm": "another family of models",
+    "mindrlhf.specs.llama": "another family of models",
     "mindrlhf.data.pictures": "a model of text",
     "mindrlhf.rollout.sent_images": "a model of text",
     "mindrlhf.rollout.server.vision": "a model of text",
@@ -84,6 +91,7 @@ CUT = {
     "mindrlhf.training.loop.skipped_batches": "all gradients are finite",
     "mindrlhf.training.checkpoints.run:RunCheckpoints.save": "checkpoint.every_steps",
     "mindrlhf.training.checkpoints.run:RunCheckpoints.save_broken_off": "nobody asks the run to end",
+    "mindrlhf.training.checkpoints.shards:ShardCheckpoints.settle": "checkpoint.every_steps",
     "mindrlhf.training.loop.trainer:Trainer.evaluate": "data.eval_file",
 }
 # Followed, but not counted: a reader of the step takes these at their names.

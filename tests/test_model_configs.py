@@ -40,6 +40,8 @@ LARGE_PARAMETERS = {
     "qwen3_30b_a3b": 30_532_122_624,
     "llama3_1_70b": 70_553_706_496,
     # By hand, of the sizes alone, without the multi-token prediction module.
+    "glm4_9b": 9_400_279_040,
+    "gemma3_1b": 999_885_952,
     "glm4_5_air": 106_852_251_264,
     "glm4_5": 352_797_829_024,
     "deepseek_v3_671b": 671_026_419_200,  # without the multi-token prediction module

@@ -1,8 +1,8 @@
 """Every line of the pages that promise something says which test holds it, and there are these tests.
 
 A line is a row of a table or an item of a list. It names a test itself, or its first cell (the first four words of an
-item) stands in the first column of a table under "Which test holds what"; of what is no promise that table says "none"
-and why. Sections of prose alone stand there with their headings.
+item) stands in the first column of the table of ``tests/promises``; of what is no promise that table says "none" and
+why. Sections of prose alone stand there with their headings.
 """
 
 import re
@@ -14,7 +14,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("security", "rewards", "faults")
-HELD = "Which test holds what"
 TEST = re.compile(r"`(?:(tests/[\w/]+\.py)(?:::)?)?(test_\w+)?`")
 NAMES_ALONE = "tests/jobs/test_fault_matrix.py"  # of what is named without a file
 # Tables that say what was counted or measured, by the first and the last cell of their heads.
@@ -38,8 +37,8 @@ class Line(NamedTuple):
     text: str
 
 
-def read(page: str) -> str:
-    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+def read(page: str, folder: str = "docs") -> str:
+    text = (ROOT / folder / f"{page}.md").read_text(encoding="utf-8")
     return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
 
 
@@ -76,13 +75,13 @@ def lines_of(text: str) -> Iterator[Line]:
 
 
 def held(page: str) -> dict[str, str]:
-    """Return the tests of each line and section that the page's last tables name, or why there are none."""
-    rows = [line for line in lines_of(read(page)) if line.section == HELD]
+    """Return the tests of each line and section that the page's table names, or why there are none."""
+    rows = lines_of(read(page, "tests/promises"))
     return {key: cells(line.text)[-1] for line in rows for key in line.key.split("; ")}
 
 
 def promises(page: str) -> list[Line]:
-    return [line for line in lines_of(read(page)) if line.head not in MEASURED and line.section != HELD]
+    return [line for line in lines_of(read(page)) if line.head not in MEASURED]
 
 
 def named(text: str) -> list[tuple[str, str]]:
@@ -102,7 +101,7 @@ def test_every_section_of_prose_names_its_test(page):
     tests, of_prose = held(page), []
     for section, body in sections(read(page)):
         prose = [part for part in body.split("\n\n") if part.strip() and not re.match(r"\s*(\||- |\d+\. )", part)]
-        if any(map(named, prose)) or not prose or section == HELD:
+        if any(map(named, prose)) or not prose:
             continue
         of_prose.append(section)
     assert [section for section in of_prose if section not in tests] == []
@@ -110,7 +109,7 @@ def test_every_section_of_prose_names_its_test(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_tests_that_a_page_names_are_there(page):
-    found = named(read(page))
+    found = named(read(page) + read(page, "tests/promises"))
     assert len(found) > 40
     for file, test in found:
         source = (ROOT / file).read_text(encoding="utf-8")

@@ -4,18 +4,16 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 
-from mindrlhf.algorithms.chunked_head import ChunkedTokenLogProbs
+from mindrlhf.algorithms.chunked_head import ChunkedTokenLogProbs, HeadShard
 from mindrlhf.algorithms.head import WHOLE_HEAD, HeadTile
-from mindrlhf.algorithms.top_k.rest import with_rest
 from mindrlhf.system import speed_ups
 
 
 class GraphTokenLogProbs(nn.Cell):
-    """Plain MindSpore operators: the form that Ascend compiles, one micro-batch of logits at a time.
+    """The form that Ascend compiles, one micro-batch of logits at a time.
 
     Under semi-auto parallel the vocabulary stays split over the model-parallel ranks: what they exchange is, per token,
-    the largest logit and sums over the vocabulary, never logits or weights (Shoeybi et al. 2019, arXiv:1909.08053,
-    section 3).
+    sums over the vocabulary, never logits or weights (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
 
     Args:
         weight: output projection [vocabulary, width].
@@ -25,21 +23,26 @@ class GraphTokenLogProbs(nn.Cell):
     def __init__(self, weight: ms.Parameter, splits: tuple[int, int, int] = (1, 1, 1)):
         super().__init__(auto_prefix=False)
         self.weight = weight
-        logits, token = (splits,), ((*splits[:2], 1),)
+        parts, token = (splits,), ((*splits[:2], 1),)
         tokens = (splits[:2],)
         self.cast = ops.Cast()
         part = weight.shape[0] // splits[2]
         self.first_rows = ms.Tensor(np.arange(splits[2], dtype=np.int32) * part)
-        self.project, self.pick = _project, _pick
+        self.head_shard = HeadShard(in_place=max(splits) > 1)
+        self.on_each_rank = self._local
         if max(splits) > 1:
-            self.project, self.pick = _split_project(), _split_pick(splits[2])
-        self.max = ops.ReduceMax(keep_dims=True).shard(logits)
-        self.subtract = ops.Sub().shard(logits + token)
-        self.exp = ops.Exp().shard(logits)
-        self.sum = ops.ReduceSum(keep_dims=True).shard(logits)
+            self.on_each_rank = _on_each_rank(self._local, splits[2])
+        self.several = ChunkedTokenLogProbs(weight, WHOLE_HEAD, splits)
+        self.column = ops.StridedSlice().shard(((*splits, 1),))
+        self.squeeze_column = ops.Squeeze(-1).shard(((*splits, 1),))
+        self.max = ops.ReduceMax(keep_dims=True).shard(parts)
+        self.subtract = ops.Sub().shard(parts + token)
+        self.exp = ops.Exp().shard(parts)
+        self.sum = ops.ReduceSum(keep_dims=True).shard(parts)
         self.log = ops.Log().shard(token)
-        self.multiply = ops.Mul().shard(logits + logits)
+        self.multiply = ops.Mul().shard(parts + parts)
         self.divide = ops.RealDiv().shard(token + token)
+        self.add_tokens = ops.Add().shard(token + token)
         self.subtract_tokens = ops.Sub().shard(token + token)
         self.squeeze = ops.Squeeze(-1).shard(token)
         self.mask = ops.Mul().shard(tokens + tokens)
@@ -51,66 +54,50 @@ class GraphTokenLogProbs(nn.Cell):
         int32 [rows, length, k], which are of models on one rank, their log-probabilities and that of all others
         together come third, float32 [rows, length, k + 1].
         """
-        logits = self.cast(self.project(hidden, self.cast(self.weight, hidden.dtype)), ms.float32)
-        logits = self.subtract(logits, ops.stop_gradient(self.max(logits, -1)))
-        weights = self.exp(logits)
-        total = self.sum(weights, -1)
-        log_total = self.log(total)
-        chosen = self.sum(self.pick(logits, labels, self.first_rows), -1)
-        mean = self.divide(self.sum(self.multiply(weights, logits), -1), total)
-        logprobs = self.squeeze(self.subtract_tokens(chosen, log_total))
-        entropy = self.squeeze(self.subtract_tokens(log_total, mean))
-        if token_ids is None:
-            return self.mask(logprobs, mask), self.mask(entropy, mask)
-        top_k_logprobs = with_rest(ops.gather_elements(logits, 2, token_ids) - log_total)
-        return self.mask(logprobs, mask), self.mask(entropy, mask), top_k_logprobs * ops.expand_dims(mask, -1)
+        if token_ids is not None:
+            return self.several(hidden, labels, mask, token_ids)
+        weight = self.cast(self.weight, hidden.dtype)
+        # Of each rank's part of the vocabulary, [rows, length, parts, 3].
+        statistics = self.on_each_rank(hidden, weight, labels, self.first_rows)
+        log_sums = self._statistic(statistics, 0)
+        highest = ops.stop_gradient(self.max(log_sums, -1))
+        shares = self.exp(self.subtract(log_sums, highest))
+        total = self.sum(shares, -1)
+        log_total = self.add_tokens(self.log(total), highest)
+        mean = self.divide(self.sum(self.multiply(shares, self._statistic(statistics, 1)), -1), total)
+        logprobs = self.subtract_tokens(self.sum(self._statistic(statistics, 2), -1), log_total)
+        entropy = self.subtract_tokens(log_total, mean)
+        if not self.head_shard.entropy_slope:
+            entropy = ops.stop_gradient(entropy)
+        return self.mask(self.squeeze(logprobs), mask), self.mask(self.squeeze(entropy), mask)
+
+    def _statistic(self, statistics, number):
+        stop = (*statistics.shape[:3], number + 1)
+        return self.squeeze_column(self.column(statistics, (0, 0, 0, number), stop, (1, 1, 1, 1)))
+
+    def _local(self, hidden, weight, labels, first_row):
+        """What a rank knows, [rows, length, 1, 3]; a plain reshape of rows split along two axes would gather them."""
+        rows = ops.reshape(hidden, (-1, hidden.shape[-1]))
+        index = ops.reshape(labels - first_row, (-1, 1))
+        logits = ops.stop_gradient(ops.MatMul(transpose_b=True)(rows, weight))
+        return ops.reshape(self.head_shard(rows, weight, logits, index), (*labels.shape, 1, 3))
 
 
-# What a rank does with its own part of the vocabulary: MindSpore's Morph runs a function on local shards.
-
-
-def _project(hidden, weight):
-    """Logits [rows, length, vocabulary]; a plain reshape of rows split along two axes would gather them first."""
-    rows = ops.reshape(hidden, (-1, hidden.shape[-1]))
-    logits = ops.MatMul(transpose_b=True)(rows, weight)
-    return ops.reshape(logits, (hidden.shape[0], hidden.shape[1], weight.shape[0]))
-
-
-def _pick(logits, labels, first_row):
-    """Logits of the labels that are among a rank's rows of the vocabulary, else 0: [rows, length, 1]."""
-    index = ops.expand_dims(labels - first_row, -1)
-    inside = ops.logical_and(index >= 0, index < logits.shape[-1])
-    chosen = ops.gather_elements(logits, 2, ops.select(inside, index, ops.zeros_like(index)))
-    return chosen * ops.cast(inside, ms.float32)
-
-
-def _first_dtype(dtype, *others):
-    return dtype
-
-
-def _split_project():
+def _on_each_rank(function, num_parts: int):
     from mindformers.parallel_core.training_graph.device_matrix import layout
 
-    def infer_shape(hidden_shape, weight_shape):
-        return [hidden_shape[0], hidden_shape[1], weight_shape[0]]
+    def infer_shape(hidden_shape, weight_shape, labels_shape, starts_shape):
+        return [*labels_shape, num_parts, 3]
 
-    morph = ops.operations.Morph(_project, infer_shape, _first_dtype)
+    morph = ops.operations.Morph(function, infer_shape, _float32)
     return morph.add_prim_attr("self_define_shard", True).shard(
-        in_strategy=(layout("dp", "cp", "None"), layout("tp", "None")), out_strategy=(layout("dp", "cp", "tp"),)
+        in_strategy=(layout("dp", "cp", "None"), layout("tp", "None"), layout("dp", "cp"), layout("tp")),
+        out_strategy=(layout("dp", "cp", "tp", "None"),),
     )
 
 
-def _split_pick(num_parts: int):
-    from mindformers.parallel_core.training_graph.device_matrix import layout
-
-    def infer_shape(logits_shape, labels_shape, starts_shape):
-        return [*labels_shape, num_parts]
-
-    morph = ops.operations.Morph(_pick, infer_shape, _first_dtype)
-    return morph.add_prim_attr("self_define_shard", True).shard(
-        in_strategy=(layout("dp", "cp", "tp"), layout("dp", "cp"), layout("tp")),
-        out_strategy=(layout("dp", "cp", "tp"),),
-    )
+def _float32(*dtypes):
+    return ms.float32
 
 
 def _graph_logprobs(model, tile: HeadTile) -> nn.Cell:
@@ -139,6 +126,11 @@ class PolicyLogProbs(nn.Cell):
             self.token_logprobs = _graph_logprobs(model, tile)
         self.scale = ops.Mul().shard(((*model.splits[:2], 1), ()))
         self.inverse_temperature = 1.0 / temperature
+
+    def leave_entropy(self) -> None:
+        """Let entropies have no gradient on Ascend, where it has a price."""
+        if isinstance(self.token_logprobs, GraphTokenLogProbs):
+            self.token_logprobs.head_shard.entropy_slope = False
 
     def construct(self, input_ids, segment_ids, labels, mask):
         """Return log-probabilities and entropies, float32 [rows, length] each, 0 where ``mask`` is 0.

@@ -40,9 +40,12 @@ class Loss(nn.Cell):
     inputs: tuple[str, ...] = ()
     statistics = TOKEN_STATISTICS
 
-    def __init__(self, policy):
+    def __init__(self, policy, entropy_coefficient: float = 0.0):
         super().__init__(auto_prefix=False)
         self.policy = policy
+        self.entropy_coefficient = entropy_coefficient
+        if not entropy_coefficient and hasattr(policy, "leave_entropy"):
+            policy.leave_entropy()
 
     def token_arrays(self, tokens: Mapping[str, np.ndarray], mask: np.ndarray) -> list[np.ndarray]:
         """Return the arrays of ``inputs``: those of ``tokens``, or zeros like the mask, float32 [rows, length]."""
@@ -97,12 +100,11 @@ class PolicyLoss(Loss):
         entropy_coefficient: float = 0.0,
         correction: nn.Cell | None = None,
     ):
-        super().__init__(policy)
+        super().__init__(policy, entropy_coefficient)
         self.surrogate = surrogate
         self.on_policy = on_policy
         self.kl_estimator = kl_estimator
         self.kl_unbiased = kl_unbiased
-        self.entropy_coefficient = entropy_coefficient
         self.correction = correction
         self.further = tuple(POLICY_INPUTS.index(name) for name in getattr(surrogate, "reads", ()))
 

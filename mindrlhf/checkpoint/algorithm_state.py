@@ -96,7 +96,6 @@ class AlgorithmState:
     learning: LearningState | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return a copy as JSON values."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
     @classmethod

@@ -6,7 +6,7 @@ In its files they are called carried.
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import numpy as np
 
@@ -27,7 +27,7 @@ class LeftoverSample:
 
 
 def pack(record: Any) -> LeftoverSample:
-    """Return a dataclass whose fields are JSON values, arrays, tuples of files (bytes) and dataclasses of that kind.
+    """Return a dataclass whose fields are JSON values, arrays, files (bytes) in tuples, and such dataclasses.
 
     A record within keeps its place among the JSON values; its arrays are named by their path ("prompt.prompt_ids").
     """
@@ -44,6 +44,11 @@ def pack(record: Any) -> LeftoverSample:
         elif isinstance(value, tuple) and value and isinstance(value[0], bytes):
             values[field.name] = len(value)
             arrays |= {f"{field.name}.{i}": np.frombuffer(file, np.uint8) for i, file in enumerate(value)}
+        elif isinstance(value, tuple) and value and is_dataclass(value[0]):
+            several = [pack(one) for one in value]
+            values[field.name] = [one.record for one in several]
+            for i, one in enumerate(several):
+                arrays |= {f"{field.name}.{i}.{name}": array for name, array in one.arrays.items()}
         else:
             values[field.name] = value
     return LeftoverSample(values, arrays)
@@ -58,10 +63,12 @@ def unpack(kind: type[T], sample: LeftoverSample) -> T:
     found: dict[str, Any] = dict(sample.record)
     arrays = dict(sample.arrays)
     for field in fields(kind):
-        if is_dataclass(field.type) and isinstance(found.get(field.name), Mapping):
-            own = [name for name in arrays if name.startswith(f"{field.name}.")]
-            own_arrays = {name.partition(".")[2]: arrays.pop(name) for name in own}
-            found[field.name] = unpack(field.type, LeftoverSample(found[field.name], own_arrays))
+        value, inner = found.get(field.name), next(filter(is_dataclass, (field.type, *get_args(field.type))), None)
+        if inner and isinstance(value, Mapping):
+            found[field.name] = unpack(inner, LeftoverSample(value, _take(arrays, f"{field.name}.")))
+        elif inner and isinstance(value, list):
+            own = [LeftoverSample(one, _take(arrays, f"{field.name}.{i}.")) for i, one in enumerate(value)]
+            found[field.name] = tuple(unpack(inner, one) for one in own)
         elif field.name in arrays:
             found[field.name] = arrays.pop(field.name)
         elif get_origin(field.type) is tuple and isinstance(found.get(field.name), int):
@@ -74,6 +81,11 @@ def unpack(kind: type[T], sample: LeftoverSample) -> T:
     for name in (*arrays, *(found.keys() - {field.name for field in fields(kind)})):
         raise KeyError(name)
     return kind(**found)
+
+
+def _take(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    names = [name for name in arrays if name.startswith(prefix)]
+    return {name.removeprefix(prefix): arrays.pop(name) for name in names}
 
 
 def _tuples(value: Any) -> Any:

@@ -26,7 +26,6 @@ _ZSH_HEAD = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit &&
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
-    """Add the parser of this command."""
     parser = subparsers.add_parser(
         "completion", help="print a script that completes commands in a shell: source <(mindrlhf completion bash)"
     )

@@ -13,7 +13,6 @@ STACK_NAMES = ("mindspeed-rl", "mindrlhf", "verl", "trl", "openrlhf", "slime")
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
-    """Add the parser of this command."""
     parser = subparsers.add_parser("config", help="check a config file, begin one, or print the reference of all keys")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     check = actions.add_parser("check", help="every check that a run begins with, without touching a device")

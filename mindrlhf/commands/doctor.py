@@ -4,7 +4,6 @@ import argparse
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
-    """Add the parser of this command."""
     parser = subparsers.add_parser("doctor", help="check the environments and the devices, and say how to mend them")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(

@@ -8,7 +8,6 @@ from mindrlhf.commands.vocabulary import add_aliases, add_overrides, allow_json,
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
-    """Add the parser of this command."""
     parser = subparsers.add_parser("eval", help="accuracy of a model, or of two compared")
     parser.add_argument("config", help="YAML file of a `mindrlhf train` run: verifiers, tokenizer and generator")
     add_overrides(parser)

@@ -7,7 +7,6 @@ from mindrlhf.errors import UserError
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
-    """Add the parser of this command."""
     parser = subparsers.add_parser("plan", help="batches, groups and memory of a run on a cluster, worked out here")
     parser.add_argument("config", help="YAML file of `mindrlhf train`; of the model only config.json is read")
     add_overrides(parser)

@@ -23,7 +23,6 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replay and print."""
     from mindrlhf.training.loop.replay import replay
 
     found = replay(arguments.batch_dir, arguments.model)

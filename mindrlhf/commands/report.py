@@ -7,7 +7,6 @@ from mindrlhf.commands.vocabulary import add_aliases
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
-    """Add the commands."""
     parser = subparsers.add_parser("report", help="write the HTML report of a run")
     parser.add_argument(
         "run_dirs",

@@ -8,7 +8,6 @@ from mindrlhf.commands.vocabulary import add_aliases, add_template_options, allo
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
-    """Add the parser of this command."""
     parser = subparsers.add_parser("rewards", help="list, explain, check and run reward functions")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     listing = actions.add_parser("list", help="the built-in verifiers")

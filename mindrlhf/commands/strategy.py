@@ -14,7 +14,6 @@ from mindrlhf.commands.vocabulary import (
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
-    """Add the parser of this command."""
     parser = subparsers.add_parser("strategy", help="compile the training step of a cluster here; write strategy files")
     parser.add_argument("config", help="YAML file of `mindrlhf train`; of the model only config.json is read")
     add_overrides(parser)

@@ -6,7 +6,6 @@ from mindrlhf.commands.vocabulary import allow_json
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
-    """Add the parser of this command."""
     parser = subparsers.add_parser("tools", help="print the system prompt that describes tools to a model")
     parser.add_argument("--names", required=True, help="as in tools.names, with commas between")
     parser.add_argument(

@@ -28,23 +28,7 @@ def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> Non
     parser.add_argument("config", help="YAML file; docs/config.md lists its keys")
     add_overrides(parser)
     parser.add_argument("--workers", type=int, default=1, metavar="N", help=f"{WORKERS_HELP} (default: 1)")
-    parser.add_argument(
-        "--nodes",
-        metavar="N|auto",
-        help="machines that run this command; auto: as Slurm or Kubernetes says (default: 1)",
-    )
-    parser.add_argument("--node-rank", type=int, metavar="K", help="number of this machine among them, from 0 on")
-    parser.add_argument(
-        "--master", metavar="ADDRESS:PORT", help="where the machine with --node-rank 0 listens for the others"
-    )
-    parser.add_argument(
-        "--spares",
-        type=int,
-        default=0,
-        metavar="N",
-        help="machines beside those of --nodes that wait to take a lost one's place at a restart (default: 0)",
-    )
-    parser.add_argument("--hostfile", metavar="FILE", help="run this command on all hosts of a file, through ssh")
+    _add_nodes(parser)
     parser.add_argument(
         "--oversubscribe", action="store_true", help="start the ranks even where they are many more than the cores"
     )
@@ -82,6 +66,36 @@ def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> Non
     parser.set_defaults(run=_run)
 
 
+def _add_nodes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nodes",
+        metavar="N|auto",
+        help="machines that run this command; auto: as Slurm or Kubernetes says (default: 1)",
+    )
+    parser.add_argument("--node-rank", type=int, metavar="K", help="number of this machine among them, from 0 on")
+    parser.add_argument(
+        "--master", metavar="ADDRESS:PORT", help="where the machine with --node-rank 0 listens for the others"
+    )
+    parser.add_argument(
+        "--spares",
+        type=int,
+        default=0,
+        metavar="N",
+        help="machines beside those of --nodes that wait to take a lost one's place at a restart (default: 0)",
+    )
+    parser.add_argument("--hostfile", metavar="FILE", help="run this command on all hosts of a file, through ssh")
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="auto",
+        metavar="auto|HOST:PORT",
+        help="run this command on --nodes N nodes of a Ray cluster (default: all that fit, of this machine's)",
+    )
+    parser.add_argument(
+        "--ray-without-token", action="store_true", help="also on a Ray cluster where everybody may run code"
+    )
+
+
 def _run(arguments: argparse.Namespace) -> int:
     import signal
 
@@ -97,8 +111,8 @@ def _run(arguments: argparse.Namespace) -> int:
         from mindrlhf.training.preflight.run import check_run
 
     command, (overrides, is_resumed) = arguments.command, _resumption(arguments)
-    if arguments.hostfile:
-        return _run_over_ssh(arguments, overrides, is_resumed)
+    if arguments.hostfile or arguments.ray:
+        return _run_elsewhere(arguments, overrides, is_resumed)
     hold_on_to_lifeline()
     place = _place_of(arguments)
     num_nodes = place.num_nodes if place else 1
@@ -242,7 +256,7 @@ class _Run:
 
     def on_one_machine(self) -> int:
         """Run it to the end and return the exit code."""
-        from mindrlhf.training.checkpoints.run import check_output, holding_directories
+        from mindrlhf.training.preflight.output import check_output, holding_directories
 
         with holding_directories(self.config, f"mindrlhf {self.command}"):
             check_output(self.config, resume=self.is_resumed)
@@ -253,7 +267,7 @@ class _Run:
         from mindrlhf.launch.nodes.first import FirstNode
         from mindrlhf.launch.nodes.secret import make_secret, remove_secret
         from mindrlhf.launch.nodes.shared import probes
-        from mindrlhf.training.checkpoints.run import check_output, holding_directories
+        from mindrlhf.training.preflight.output import check_output, holding_directories
 
         output_dir, limit_s = Path(self.config.run.output_dir), self.config.run.start_timeout_s
         with holding_directories(self.config, f"mindrlhf {self.command}"):
@@ -318,7 +332,7 @@ class _Run:
 
     def _directories(self) -> tuple[dict[str, Path], dict[str, Path]]:
         """Return, by config key, the directories that all nodes share, and those that each has for itself."""
-        from mindrlhf.training.checkpoints.run import save_dir
+        from mindrlhf.training.preflight.output import save_dir
 
         shared = {"run.output_dir": Path(self.config.run.output_dir)}
         saved = {"checkpoint.save_dir": save_dir(self.config)}
@@ -332,8 +346,7 @@ class _Run:
 
     def _with_restarts(self, start: Callable[[bool], int]) -> int:
         from mindrlhf.launch.restarts import run_with_restarts
-        from mindrlhf.training.checkpoints.run import newest_checkpoint
-        from mindrlhf.training.preflight import FINAL_NAME
+        from mindrlhf.training.preflight.output import FINAL_NAME, newest_checkpoint
 
         code = run_with_restarts(
             start,
@@ -360,18 +373,35 @@ def _report_of(output_dir: Path) -> None:
         print(f"mindrlhf: report: {write_pages(output_dir)}", file=sys.stderr, flush=True)
 
 
-def _run_over_ssh(arguments: argparse.Namespace, overrides: list[str], is_resumed: bool) -> int:
+def _run_elsewhere(arguments: argparse.Namespace, overrides: list[str], is_resumed: bool) -> int:
+    """Run it on the hosts of a file, or the nodes of a Ray cluster."""
     from mindrlhf.errors import UserError
+    from mindrlhf.launch.nodes.over_ray import run_over_ray
     from mindrlhf.launch.nodes.over_ssh import read_hosts, run_over_ssh
 
+    option = "--hostfile" if arguments.hostfile else "--ray"
+    if arguments.hostfile and arguments.ray:
+        raise UserError("--hostfile and --ray are both given: leave out one of them")
     if arguments.role == "rollout":
-        raise UserError("--role is rollout, but --hostfile starts the nodes that train: leave out one of them")
-    if arguments.nodes is not None or arguments.node_rank is not None:
-        raise UserError("--hostfile numbers the nodes itself: leave out --nodes and --node-rank")
+        raise UserError(f"--role is rollout, but {option} starts the nodes that train: leave out one of them")
+    if arguments.nodes is not None and arguments.hostfile or arguments.node_rank is not None:
+        both = "--nodes and --node-rank" if arguments.hostfile else "--node-rank"
+        raise UserError(f"{option} numbers the nodes itself: leave out {both}")
     words = [arguments.command, arguments.config, *overrides, "--workers", str(arguments.workers)]
     words += ["--max-restarts", str(arguments.max_restarts), *["--resume"] * is_resumed]
     words += ["--oversubscribe"] * arguments.oversubscribe + ["--elastic"] * arguments.elastic
     _check_spares(arguments)
+    if arguments.ray:
+        return run_over_ray(
+            words,
+            arguments.ray,
+            arguments.nodes,
+            arguments.workers,
+            num_spares=arguments.spares,
+            master=arguments.master,
+            max_restarts=arguments.max_restarts,
+            may_lack_token=arguments.ray_without_token,
+        )
     return run_over_ssh(words, read_hosts(arguments.hostfile), arguments.master, arguments.spares)
 
 
@@ -406,6 +436,8 @@ def _resumption(arguments: argparse.Namespace) -> tuple[list[str], bool]:
     overrides = arguments.overrides
     if arguments.command == "train" and arguments.replay_order:
         overrides = [*overrides, f"rollout.replay_order={arguments.replay_order}"]
+    if arguments.ray and "=" in arguments.ray:  # so may `--ray` alone
+        arguments.ray, overrides = "auto", [arguments.ray, *overrides]
     if arguments.resume is not None and "=" in arguments.resume:
         return [arguments.resume, *overrides], True
     if arguments.resume not in (None, "auto"):
@@ -414,7 +446,7 @@ def _resumption(arguments: argparse.Namespace) -> tuple[list[str], bool]:
 
 
 def _advisers(config: Any, again: str) -> dict[str, Callable[[], str]]:
-    from mindrlhf.training.checkpoints.run import newest_checkpoint
+    from mindrlhf.training.preflight.output import newest_checkpoint
 
     begun_with = newest_checkpoint(config)
     return {

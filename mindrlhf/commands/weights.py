@@ -155,7 +155,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    from mindrlhf.weights.convert import import_directory
+    from mindrlhf.weights.directories import import_directory
 
     import_directory(arguments.source, arguments.output, arguments.dtype)
     print(f"wrote {arguments.output}")
@@ -163,7 +163,7 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from mindrlhf.weights.convert import export_directory
+    from mindrlhf.weights.directories import export_directory
 
     export_directory(arguments.source, arguments.output, arguments.dtype)
     print(f"wrote {arguments.output}")
@@ -216,7 +216,7 @@ def _random(arguments: argparse.Namespace) -> int:
 def _inspect(arguments: argparse.Namespace) -> int:
     import json
 
-    from mindrlhf.weights.convert import describe_directory
+    from mindrlhf.weights.directories import describe_directory
 
     text = describe_directory(arguments.source)
     print(json.dumps(dict(line.split(maxsplit=1) for line in text.splitlines()), indent=1) if arguments.json else text)

@@ -24,7 +24,7 @@ from mindrlhf.config.refusals import refusal_rules
 from mindrlhf.config.reward import reward_rules, tool_rules
 from mindrlhf.config.rollout import schedule_rules, server_rules, stop_rules
 from mindrlhf.config.run import run_rules
-from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
+from mindrlhf.config.schema import DpoConfig, GrpoConfig, OfflineConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.training import batch_rules, cpu_rules, optimizer_rules, parallel_rules, resolve_data_parallel
 from mindrlhf.errors import Mistakes, Rules, UserError, refuse
 
@@ -108,7 +108,7 @@ def _reinforcement_rules(config: GrpoConfig, given: frozenset[str], world_size: 
     yield from stop_rules(config)
     yield from schedule_rules(config)
     yield from reference_rules(config)
-    yield from optimizer_rules(config.optimizer, config.parallel_config, world_size)
+    yield from optimizer_rules(config.optimizer)
     yield from reward_rules(config.reward, given)
     yield from evaluation_rules(config, given)
     yield from server_rules(config)
@@ -121,16 +121,14 @@ def _reinforcement_rules(config: GrpoConfig, given: frozenset[str], world_size: 
     yield from refusal_rules(config)
 
 
-def _offline_rules(
-    config: SftConfig | DpoConfig | RewardModelConfig, given: frozenset[str], world_size: int | None
-) -> Rules:
+def _offline_rules(config: OfflineConfig, given: frozenset[str], world_size: int | None) -> Rules:
     model, run, has_head = config.model, config.run, not isinstance(config, RewardModelConfig)
     yield from run_rules(run)
     yield from parallel_rules(config.parallel_config)
     yield from cpu_rules(config)
     yield from lora_rules(config.lora, given)
     yield from memory_rules(config.memory, model.recompute, run.device, has_head=has_head, shares_devices=False)
-    yield from optimizer_rules(config.optimizer, config.parallel_config, world_size)
+    yield from optimizer_rules(config.optimizer)
     yield from checkpoint_rules(config.checkpoint, knows_best=False)
     no_servers = "this run samples nothing, so it has no rollout server"
     yield from profiler_rules(config.profiler, given, run.max_steps, world_size, no_servers)

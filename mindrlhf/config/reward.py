@@ -26,13 +26,12 @@ class RewardSection:
     )
     model_weight: float = key(1.0, "weight of the reward model's score in the sum")
     num_workers: int | None = key(None, "verifier processes; null: up to one for each core", minimum=1, maximum=256)
-    timeout_s: float = key(
-        10.0, "time limit for one sample in one verifier, in seconds", minimum=0, exclusive_minimum=True
-    )
+    timeout_s: float = key(10.0, "seconds that a verifier has for a sample", minimum=0, exclusive_minimum=True)
     failure_value: float = key(
         0.0, "reward of a sample whose verifier timed out, raised, or returned no finite number; these are counted"
     )
     memory_limit_mib: int = key(4096, "memory of a verifier process, in MiB; 0 means no limit", minimum=0)
+    every_node: bool = key(True, "verifiers run on every node, `num_workers` on each; false: on node 0 alone")
     gates: dict[str, str] = key(
         {},
         "verifier: gate; the verifier counts only where its gate, another verifier named before it, earned more than 0",

@@ -13,6 +13,9 @@ TCP, COLLECTIVES = "tcp", "collectives"
 class RolloutSection:
     """The generator: one vLLM server process per replica, in an interpreter of its own."""
 
+    engine: str = key(
+        "vllm", "what samples in a server: vllm, or path/to/file.py:Class of your own; see docs/engines.md"
+    )
     python: str = key(
         "",
         "interpreter of the rollout environment; empty means .venv-rollout beside the package, else this one",
@@ -61,7 +64,9 @@ class RolloutSection:
     stop: tuple[str, ...] = key(
         (), "texts that end a response, as in ['</answer>'], and stay part of it; see docs/templates.md"
     )
-    dtype: str = key("float32", "type of the generator's weights and arithmetic", choices=("float32", "bfloat16"))
+    dtype: str = key(
+        "float32", "type of the generator's weights and arithmetic", choices=("float32", "bfloat16", "int8")
+    )
     max_num_seqs: int = key(64, "most sequences decoded at once by a server", minimum=1)
     draft_tokens: int = key(
         0,
@@ -150,6 +155,16 @@ def server_rules(config: RunConfig) -> Rules:
     }
     for name, (is_set, reason) in reasons.items():
         yield count and is_set, f"'rollout.draft_tokens' is {count}, but with {name} {reason}: set it to 0"
+    for name in ("rollout.draft_tokens", "profiler.vllm", "training.replay_routing"):
+        section, _, key_name = name.partition(".")
+        yield rollout.engine != "vllm" and bool(getattr(getattr(config, section), key_name)), (
+            f"'rollout.engine' is {rollout.engine}, but '{name}' is vLLM's: remove one of them"
+        )
+    yield rollout.dtype == "int8", (
+        "'rollout.dtype' is int8, and weights are not published so yet: vLLM-Ascend's W8A8 takes weight_scale and "
+        "weight_offset beside each int8 weight, and its samples need a correction (correction.weight): set it to "
+        "bfloat16"
+    )
     yield rollout.weights_transport != TCP and device == "cpu", (
         f"'rollout.weights_transport' is {rollout.weights_transport}, but on run.device=cpu every node has the whole "
         "model, and ranks have no network of their own: set tcp"

@@ -99,3 +99,7 @@ class RewardModelConfig:
     checkpoint: CheckpointSection = section(CheckpointSection, "the checkpoints")
     observe: ObserveSection = section(ObserveSection, "the reports")
     profiler: ProfilerSection = section(ProfilerSection, "where time goes")
+
+
+OfflineConfig = SftConfig | DpoConfig | RewardModelConfig
+AnyConfig = GrpoConfig | OfflineConfig

@@ -176,23 +176,11 @@ def batch_rules(config: RunConfig) -> Rules:
     )
 
 
-_SHARDING_AXES = ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel")
-
-
-def optimizer_rules(optimizer: OptimizerSection, parallel: ParallelSection, world_size: int | None) -> Rules:
+def optimizer_rules(optimizer: OptimizerSection) -> Rules:
     """Rules of the section `optimizer`."""
     yield optimizer.type != "muon" and optimizer.momentum != 0.95, (
         f"'optimizer.momentum' is {optimizer.momentum:g}, which type={optimizer.type} does not read: set type to muon, "
         "or remove it"
-    )
-    # Executed graphs were right with each axis alone; with tensor and data parallelism together they were not.
-    axes = [f"{name}={size}" for name in _SHARDING_AXES if (size := getattr(parallel, name)) > 1]
-    others = parallel.model_parallel * parallel.pipeline_stage * parallel.context_parallel
-    if (replicas := parallel.data_parallel or (world_size or 1) // others) > 1:
-        axes.append(f"data_parallel={replicas}")
-    yield optimizer.type == "muon" and is_split(parallel) and len(axes) > 1, (
-        f"'optimizer.type' is muon, whose step is right with one way of sharding alone so far, not with "
-        f"{' and '.join(axes)}: set all but one of them to 1, or type to adamw"
     )
     decays, end_lr = optimizer.lr_schedule != "constant", optimizer.end_lr
     yield decays and end_lr is None, (

@@ -128,7 +128,6 @@ class RecordEncoder:
         self._end_id = response_end_id(self.template, self.tokenizer) if self._response_fields else None
 
     def encode(self, raw_records: Sequence[RawRecord | BadRecord]) -> EncodedChunk:
-        """Return the chunk of ``raw_records``."""
         chunk = EncodedChunk(num_read=len(raw_records))
         prepared: list[_Prepared] = []
         for raw, record in zip(raw_records, self._prepare_all(raw_records)):

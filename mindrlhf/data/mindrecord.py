@@ -202,7 +202,6 @@ def _publish(temporary: Path, path: Path) -> None:
 
 
 def index_path(path: Path) -> Path:
-    """Return the path of MindRecord's index of ``path``."""
     return path.with_name(path.name + ".db")
 
 

@@ -116,7 +116,6 @@ class Tokenizer(ABC):
         """Return the ids of ``text``; special tokens written out in it become their ids."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return ``[encode(text) for text in texts]``."""
         return [self.encode(text) for text in texts]
 
     @abstractmethod

@@ -66,7 +66,6 @@ class DumpDifference:
 
 
 def is_dump(directory: Path) -> bool:
-    """Whether a directory holds a dump."""
     return bool(layout.rank_dirs(directory))
 
 

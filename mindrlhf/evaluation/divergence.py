@@ -32,7 +32,6 @@ class RewardWatch:
         self._best: _Period | None = None
 
     def note(self, mean_reward: float) -> None:
-        """Take the mean reward of a step."""
         self._rewards.append(mean_reward)
 
     def review(self, evaluation: Evaluation) -> str:

@@ -65,7 +65,6 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Mean of the scores."""
         return float(self.scores.mean())
 
     @property
@@ -92,12 +91,10 @@ class Evaluation:
 
     @property
     def num_prompts(self) -> int:
-        """Number of prompts."""
         return self.scores.shape[0]
 
     @property
     def num_samples(self) -> int:
-        """Samples per prompt."""
         return self.scores.shape[1]
 
     def is_comparable(self, other: "Evaluation") -> bool:
@@ -129,7 +126,6 @@ class Evaluation:
         return {metric: float(value) for metric, value in values.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values that ``from_json`` reads."""
         return {**vars(self), "rewards": {name: rewards.tolist() for name, rewards in self.rewards.items()}}
 
     @classmethod
@@ -170,5 +166,4 @@ class HeldOut:
         return sampler.sample(self.records, self.num_samples, self.sampling, (self.seed, _EVALUATION_STREAM))
 
     def run(self, sampler: Sampler, step: int) -> Evaluation:
-        """Sample, and summarise."""
         return Evaluation.of(step, self.verifier, self.sample(sampler), self.num_samples)

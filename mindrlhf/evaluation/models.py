@@ -126,7 +126,6 @@ class _CountedSource:
         self._source, self._total = source, total
 
     def generate(self, *arguments: Any) -> Iterator[Completion]:
-        """Return the source's completions."""
         return counted(self._source.generate(*arguments), self._total, "samples")
 
     def __getattr__(self, name: str) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 from mindrlhf.errors import UserError
 from mindrlhf.launch.logs import HARMLESS_LINES
 from mindrlhf.launch.processes import SCHEDULER, UNNAMED
-from mindrlhf.system.log_tail import last_lines
+from mindrlhf.system.files import last_lines
 
 _NUM_LOG_LINES = 6
 _LOG_NAMES = {SCHEDULER: "scheduler.log", UNNAMED: "worker_*.log"}
@@ -68,7 +68,6 @@ def is_worth_a_restart(code: int) -> bool:
 
 
 def log_name(name: str) -> str:
-    """Return the log file of a process."""
     return _LOG_NAMES.get(name) or f"{name.replace('rank ', 'worker_')}.log"
 
 

@@ -103,7 +103,6 @@ def _check_npus(num_ranks: int) -> str:
 
 
 def has_npus() -> bool:
-    """Whether this machine has NPUs."""
     return bool(_npu_paths())
 
 

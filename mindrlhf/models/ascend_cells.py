@@ -4,42 +4,71 @@ Axes of strategies: data-parallel ranks (dp) share the rows, context-parallel ra
 (tp) heads, channels and vocabulary; with sequence parallelism these share each row between the matrix products too.
 """
 
+import copy
 from dataclasses import replace
 
 import mindspore as ms
 import numpy as np
 from mindformers.parallel_core.process_group_config import ModelCommProcessGroups
-from mindformers.parallel_core.training_graph.base_models.common.embeddings.rope_utils import ApplyRotaryPosEmb
 from mindformers.parallel_core.training_graph.base_models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from mindformers.parallel_core.training_graph.device_matrix import layout
 from mindformers.parallel_core.training_graph.transformer.attention import SelfAttention
 from mindformers.parallel_core.training_graph.transformer.flash_attention import FlashAttention
 from mindformers.parallel_core.utils.spec_utils import ModuleSpec
 from mindspore import Tensor, nn, ops
+from mindspore.common.initializer import initializer
+from mindspore.ops.auto_generate import Muls
 from mindspore.ops.operations import Morph
 
-from mindrlhf.models.rotary import rotary_frequencies, score_scale
+from mindrlhf.models.ascend_layers import RMSNorm, with_fused_kernels
+from mindrlhf.models.layers import layer_class
+from mindrlhf.models.rotary import embedding_scale, rotary_frequencies, score_scale
 from mindrlhf.models.vision.deepstack import NUM_ASCEND_TABLES, DeepstackLayer
 
 
 def decoder_spec(config, dims):
-    """MindFormers' layers, unchanged: fused attention, fused norms, interleaved weights, grouped experts.
+    """MindFormers' layers with fused kernels: attention, norms, rotation, gated MLPs, grouped experts.
 
     Those of a model whose layers take image rows add them. Where YaRN turns whole heads their scores are scaled as on
     the CPU; see :func:`extend_rotation`.
     """
-    spec = get_gpt_decoder_block_spec(config)
-    if dims.vision and dims.vision.deepstack_blocks:
-        params = {"num_tables": NUM_ASCEND_TABLES}
-        spec.layer_specs = [replace(layer, module=DeepstackLayer, params=params) for layer in spec.layer_specs]
-    if dims.latent is None and dims.hidden_size % dims.num_heads:
-        for layer in spec.layer_specs:
-            layer.submodules.self_attention.module = SelfAttentionOfAnyWidth
-    if extends_whole_heads(dims):
-        attention = ModuleSpec(module=FlashAttention, params={"softmax_scale": score_scale(dims)})
-        for layer in spec.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = attention
+    spec = with_fused_kernels(get_gpt_decoder_block_spec(config), config)
+    makes_scores = ModuleSpec(module=FlashAttention, params={"softmax_scale": score_scale(dims)})
+    for number, layer in enumerate(spec.layer_specs):
+        module, params = layer_class(dims, number, NUM_ASCEND_TABLES)
+        if dims.vision and dims.vision.deepstack_blocks:
+            module, params = DeepstackLayer, {"num_tables": NUM_ASCEND_TABLES}
+        attention = layer.submodules.self_attention
+        if dims.rotates_neighbours:
+            attention.module = SelfAttentionOfNeighbours
+        elif dims.latent is None and dims.hidden_size % dims.num_heads:
+            attention.module = SelfAttentionOfAnyWidth
+        if extends_whole_heads(dims) or dims.score_divisor:
+            attention.submodules.core_attention = makes_scores
+        submodules = layer.submodules
+        if dims.zero_centred_norms:
+            heads = replace(attention.submodules, q_layernorm=ZeroCentredNorm, k_layernorm=ZeroCentredNorm)
+            submodules = replace(
+                submodules,
+                input_layernorm=ZeroCentredNorm,
+                pre_mlp_layernorm=ZeroCentredNorm,
+                self_attention=replace(attention, submodules=heads),
+            )
+            spec.layer_norm = ZeroCentredNorm
+        spec.layer_specs[number] = replace(layer, module=module, params=params, submodules=submodules)
     return spec
+
+
+class ZeroCentredNorm(RMSNorm):
+    """RMSNorm that multiplies by 1 + weight."""
+
+    def __init__(self, config, dim, eps):
+        super().__init__(config, dim, eps)
+        self.weight.set_data(initializer("zeros", (dim,), config.params_dtype))
+        self.add_one = ops.Add().shard(((1,), ()))
+
+    def construct(self, x):
+        return self.norm(x, self.add_one(self.weight, 1.0))[0]
 
 
 def extends_whole_heads(dims) -> bool:
@@ -50,11 +79,11 @@ def extends_whole_heads(dims) -> bool:
 def extend_rotation(model, dims) -> None:
     """Give a GPTModel its frequencies where MindFormers has others: of an extended context, or of a part of a head.
 
-    Its cells would multiply the angles by what YaRN multiplies cosines and sines by (ApplyRotaryPosEmb, 1.9.0). They
-    are given the frequencies alone; scaling the scores by the square comes to the same. Its own Llama 3.1 (1.9.0)
-    knows one set of factors only.
+    Its cells would multiply the angles by what YaRN multiplies cosines and sines by (ApplyRotaryPosEmb, 1.9.0). Here
+    they are not; scaling the scores by the square comes to the same. Its own Llama 3.1 (1.9.0) knows one set of factors
+    only.
     """
-    if extends_whole_heads(dims) or dims.llama3 or dims.rotary_dim:
+    if extends_whole_heads(dims) or dims.llama3 or dims.rotary_dim or dims.rope_factor != 1:
         model.rotary_pos_emb.inv_freq = Tensor(rotary_frequencies(dims))
 
 
@@ -80,17 +109,33 @@ class SelfAttentionOfAnyWidth(SelfAttention):
         super().__setattr__(name, value)
 
 
+class SelfAttentionOfNeighbours(SelfAttentionOfAnyWidth):
+    """MindFormers' cell, where neighbouring channels are rotated as a pair.
+
+    It knows how to for latent attention alone: there it moves them to the halves of a head first, of queries and keys
+    alike, which leaves scores as they are.
+    """
+
+    def _apply_rotary_pos_emb(self, query, key, rotary_pos_emb):
+        rotate = self.apply_rotary_pos_emb
+        return rotate(query, rotary_pos_emb, False, True), rotate(key, rotary_pos_emb, False, True)
+
+
 class DecoderInputs(nn.Cell):
-    """Embedded tokens `[S, B, H]`, the mask `[B, 1, S, S]` uint8 (1 = hidden), and the rotary angles.
+    """Embedded tokens `[S, B, H]`, the mask `[B, 1, S, S]` uint8 (1 = hidden), and the rotary tables.
 
     Fused attention takes any mask (MindFormers' sparse_mode 0), so that shared prompts need no other kernel.
     """
 
     def __init__(self, model, config, max_length: int, dims):
         super().__init__(auto_prefix=False)
-        del dims  # MindFormers' rotary cell knows the angles
         self.embedding = model.embedding
-        self.rotary = model.rotary_pos_emb
+        self.rotary, self.tables = model.rotary_pos_emb, model.rotary_tables
+        self.embedding_scale = embedding_scale(dims)
+        self.window = dims.local.window if dims.local else 0
+        if dims.local:
+            self.local_rotary = copy.copy(model.rotary_pos_emb)
+            self.local_rotary.inv_freq = Tensor(rotary_frequencies(dims.of_local_layers))
         # Small constants: a square one would be as large as the mask, on every rank.
         places = np.arange(max_length, dtype=np.int32)
         self.row_places, self.column_places = Tensor(places.reshape(1, -1, 1)), Tensor(places.reshape(1, 1, -1))
@@ -104,6 +149,11 @@ class DecoderInputs(nn.Cell):
         self.add_places = ops.Add().shard(((dp, cp, 1), (1, cp, 1)))
         self.before = ops.Less().shard(((dp, cp, 1), (1, 1, 1)))
         self.either = ops.LogicalOr().shard(((dp, cp, 1), (dp, cp, 1)))
+        self.between_places = ops.Sub().shard(((dp, cp, 1), (1, 1, 1)))
+        self.between_positions = ops.Sub().shard(((dp, cp, 1), (dp, 1, 1)))
+        self.no_less_than = ops.GreaterEqual().shard(((dp, cp, 1), ()))
+        length_axis = "cp_tp" if config.sequence_parallel or cp > 1 else "cp"
+        self.multiply = Muls().shard((layout(length_axis, "dp", "None"),))
         self.add_head_axis = ops.ExpandDims().shard(((dp, cp, 1),))
         self.slice = ops.StridedSlice().shard(((1, 1, 1),))
         self.slice_rows = ops.StridedSlice().shard(((dp, 1, 1),))
@@ -115,19 +165,36 @@ class DecoderInputs(nn.Cell):
     def construct(self, input_ids, segment_ids):
         length = segment_ids.shape[1]
         other_segment = self.not_equal(self.as_column(segment_ids, 2), self.as_row(segment_ids, 1))
-        rotary = self.rotary(length)
+        positions = None
         if input_ids.ndim == 3:
             prefix_ids, positions = self._channel(input_ids, 1), self._channel(input_ids, 2)
             input_ids = self._channel(input_ids, 0)
             other_prefix = self.not_equal(self.as_column(prefix_ids, 2), self.as_row(segment_ids, 1))
             other_segment = self.both(other_segment, other_prefix)
-            rotary = self._by_row(rotary, positions)
         rows = self.slice(self.row_places, (0, 0, 0), (1, length, 1), (1, 1, 1))
         columns = self.slice(self.column_places, (0, 0, 0), (1, 1, length), (1, 1, 1))
         # Zeros, which the compiler cannot know: it would fold a comparison of constants into a square one.
         rows = self.add_places(self.no_more_than(self.as_column(segment_ids, 2), 0), rows)
-        hidden = self.cast(self.either(other_segment, self.before(rows, columns)), ms.uint8)
-        return self.embedding(input_ids, None), self.add_head_axis(hidden, 1), rotary
+        hidden = self.either(other_segment, self.before(rows, columns))
+        mask, rotary = self._as_mask(hidden), self._angles(self.rotary, length, positions)
+        if self.window:
+            if positions is None:
+                back = self.between_places(rows, columns)
+            else:  # a response may lie far behind its prompt
+                back = self.between_positions(self.as_column(positions, 2), self.as_row(positions, 1))
+            mask = mask, self._as_mask(self.either(hidden, self.no_less_than(back, self.window)))
+            rotary = rotary, self._angles(self.local_rotary, length, positions)
+        embedded = self.embedding(input_ids, None)
+        if self.embedding_scale is not None:
+            embedded = self.multiply(embedded, self.embedding_scale)
+        return embedded, mask, rotary
+
+    def _as_mask(self, hidden):
+        return self.add_head_axis(self.cast(hidden, ms.uint8), 1)
+
+    def _angles(self, cell, length, positions):
+        angles = cell(length)
+        return self.tables(angles if positions is None else self._by_row(angles, positions))
 
     def _channel(self, inputs, number):
         """One of the three arrays `[B, S]` of `[B, 3, S]`; see CausalLM."""
@@ -140,18 +207,6 @@ class DecoderInputs(nn.Cell):
         angles, scale = rotary
         table = ops.reshape(angles, (angles.shape[0], angles.shape[-1]))
         return self.add_rotary_axis(self.gather(table, self.positions_first(positions, (1, 0)), 0), 2), scale
-
-
-def rotate_by_row(model) -> None:
-    """Let every row have rotary angles of its own: MindFormers shards those `[S, 1, 1, D]` that all rows share."""
-    for _, cell in model.decoder.cells_and_names():
-        if isinstance(cell, ApplyRotaryPosEmb):
-            heads = "None" if cell.for_k_pos_emb else "tp"
-            angles = layout("cp", "dp", "None", "None")
-            cell.mul_mscale.shard(in_strategy=(angles,))
-            for function in (cell.cos, cell.sin):
-                function.shard(in_strategy=(angles,), out_strategy=(angles,))
-            cell.mul.shard(in_strategy=(layout("cp", "dp", heads, "None"), angles))
 
 
 class DecoderOutputs(nn.Cell):

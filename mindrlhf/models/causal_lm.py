@@ -164,11 +164,11 @@ def build_model(
     )
     cells = _cells_for(device)
     model = _gpt_model(config, dims, cells.decoder_spec(config, dims))
-    set_recompute(model, memory)
     if device != "cpu":
         shares_head = dims.tied and not spec.is_scorer  # a scorer has no output projection
         turns_by_row = shared_prompts or dims.vision is not None
         _adapt_ascend_cells(cells, model, config, dims, parallel_config, shares_head, turns_by_row)
+    _recompute(model, memory, parallel_config)
     splits = tuple(parallel_config.get(key, 1) for key in ("data_parallel", "context_parallel", "model_parallel"))
     inputs, *seen = _decoder_inputs(cells, model, config, dims, num_image_rows, train_vision, device)
     return CausalLM(model, inputs, cells.DecoderOutputs(config), spec, dims, hf_config, splits, *seen)
@@ -188,19 +188,32 @@ def _cells_for(device: str):
 
 
 def _adapt_ascend_cells(cells, model, config, dims, parallel_config, shares_head: bool, turns_by_row: bool) -> None:
+    from mindrlhf.models.ascend_layers import fuse_rotation
+
     cells.extend_rotation(model, dims)
     if dims.experts:
         cells.drop_balancing_loss(model)
     if parallel_config.get("model_parallel", 1) > 1:
         cells.split_embedding(model, config, keeps_whole=parallel_config.get("vocab_emb_dp", False) and not shares_head)
-    if turns_by_row:
-        cells.rotate_by_row(model)
+    fuse_rotation(model, turns_by_row)
+
+
+def _recompute(model, memory: MemorySection, parallel_config: dict) -> None:
+    set_recompute(model, memory)
+    if parallel_config.get("enable_parallel_optimizer"):
+        from mindrlhf.models.ascend_layers import keep_prepared_weights
+
+        keep_prepared_weights(model)
 
 
 def _decoder_inputs(
     cells, model, config, dims: ModelDims, num_image_rows: int, train_vision: str, device: str
 ) -> tuple:
     """Return the decoder's inputs; with vision also the tower, and what knows the images of a step."""
+    if dims.local and device == "cpu":
+        from mindrlhf.models.cpu_windows import WindowDecoderInputs
+
+        return (WindowDecoderInputs(model, config, config.seq_length, dims),)
     if not dims.vision:
         return (cells.DecoderInputs(model, config, config.seq_length, dims),)
     from mindrlhf.models.vision.images import ImagePatches, ImageRows

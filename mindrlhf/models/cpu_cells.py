@@ -9,6 +9,8 @@ fewer passes than autodiff makes are written out, and interleaved weights are re
 activations.
 """
 
+import math
+
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import initializer
@@ -19,6 +21,11 @@ def _exchanged_rows(blocks: int, rows: int, columns: int) -> Tensor:
     """The rows of `[blocks * rows * columns, d]` in the order of `[blocks, columns, rows]`."""
     places = np.arange(blocks * rows * columns, dtype=np.int32).reshape(blocks, rows, columns)
     return Tensor(places.swapaxes(1, 2).reshape(-1))
+
+
+# 2u = linear * x + cubic * x^3 in gelu(x) = x * (1 + tanh(u)) / 2.
+_GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
+_GELU_CUBIC = _GELU_LINEAR * 0.044715
 
 
 class ExchangeAxes(nn.Cell):
@@ -81,6 +88,18 @@ class RmsNorm(nn.Cell):
 
     def construct(self, x):
         rows, _ = self.function(ops.reshape(x, (-1, self.dim)), self.weight)
+        return ops.reshape(rows, x.shape)
+
+
+class ZeroCentredRmsNorm(RmsNorm):
+    """The same with 1 + weight in the place of weight."""
+
+    def __init__(self, config, dim: int, eps: float):
+        super().__init__(config, dim, eps)
+        self.weight.set_data(initializer("zeros", (dim,), config.params_dtype))
+
+    def construct(self, x):
+        rows, _ = self.function(ops.reshape(x, (-1, self.dim)), self.weight + 1.0)
         return ops.reshape(rows, x.shape)
 
 
@@ -178,7 +197,7 @@ class Rotate(nn.Cell):
 class SelfAttention(nn.Cell):
     """Grouped-query self-attention with rotary embedding; the interface of MindFormers' SelfAttention."""
 
-    def __init__(self, config, layer_number: int):
+    def __init__(self, config, layer_number: int, norm: type = RmsNorm):
         super().__init__()
         del layer_number
         self.num_groups = config.num_query_groups
@@ -191,8 +210,8 @@ class SelfAttention(nn.Cell):
         self.has_bias = config.add_qkv_bias
         self.has_norms = config.qk_layernorm
         if self.has_norms:
-            self.q_layernorm = RmsNorm(config, self.head_dim, config.layernorm_epsilon)
-            self.k_layernorm = RmsNorm(config, self.head_dim, config.layernorm_epsilon)
+            self.q_layernorm = norm(config, self.head_dim, config.layernorm_epsilon)
+            self.k_layernorm = norm(config, self.head_dim, config.layernorm_epsilon)
         self.linear = LinearFunction()
         self.rotate = Rotate(self.head_dim)
         self.matmul_transpose_b = ops.MatMul(transpose_b=True)
@@ -237,30 +256,69 @@ def _every_second_row(first: int, num_rows: int) -> Tensor:
     return Tensor(np.arange(first, num_rows, 2, dtype=np.int32))
 
 
+class Silu(nn.Cell):
+    """silu(gate) * up, and its gradient: the activation of SwiGLU."""
+
+    def __init__(self):
+        super().__init__()
+        self.lerp = ops.Lerp()
+
+    def construct(self, gate, up):
+        """Return silu(gate); the product; and the derivative of the product with respect to the gate."""
+        sigmoid = ops.sigmoid(gate)
+        activated = gate * sigmoid
+        product = activated * up
+        # silu'(g) = sigmoid(g) + silu(g) * (1 - sigmoid(g)).
+        slope = self.lerp(product, up, sigmoid)  # product + sigmoid * (up - product), in one pass over memory
+        return activated, product, slope
+
+    def product(self, gate, up):
+        """The product alone, for autodiff."""
+        return gate * ops.sigmoid(gate) * up
+
+
+class TanhGelu(nn.Cell):
+    """The same of GeGLU, by the tanh approximation of GELU: Hendrycks and Gimpel, arXiv:1606.08415, section 2.
+
+    (1 + tanh(u)) / 2 = sigmoid(2u): MindSpore's CPU kernel of tanh is wrong by up to 1e-4.
+    """
+
+    def construct(self, gate, up):
+        """See :class:`Silu`."""
+        squares = gate * gate
+        share = ops.sigmoid(gate * (squares * _GELU_CUBIC + _GELU_LINEAR))
+        activated = gate * share
+        slope = share + activated * (1.0 - share) * (squares * (3 * _GELU_CUBIC) + _GELU_LINEAR)
+        return activated, activated * up, slope * up
+
+    def product(self, gate, up):
+        """See :class:`Silu`."""
+        return gate * ops.sigmoid(gate * (gate * gate * _GELU_CUBIC + _GELU_LINEAR)) * up
+
+
+_ACTIVATIONS = {"silu": Silu, "gelu": TanhGelu}
+
+
 class _GatedMlpFunction(nn.Cell):
-    """(silu(x @ gate^T) * (x @ up^T)) @ down^T on rows `[N, H]`, and its gradient; gate and up rows alternate.
+    """(act(x @ gate^T) * (x @ up^T)) @ down^T on rows `[N, H]`, and its gradient; gate and up rows alternate.
 
     Shazeer 2020, arXiv:2002.05202, eq. 6.
     """
 
-    def __init__(self):
+    def __init__(self, activation: nn.Cell):
         super().__init__()
+        self.activation = activation
         self.matmul = ops.MatMul()
         self.matmul_transpose_a = ops.MatMul(transpose_a=True)
         self.matmul_transpose_b = ops.MatMul(transpose_b=True)
         self.split_rows = SplitRows()
         self.concat = ops.Concat(1)
-        self.lerp = ops.Lerp()
 
     def construct(self, x, pairs, down_weight):
         gate_weight, up_weight = self.split_rows(pairs)
         gate = self.matmul_transpose_b(x, gate_weight)
         up = self.matmul_transpose_b(x, up_weight)
-        sigmoid = ops.sigmoid(gate)
-        activated = gate * sigmoid
-        product = activated * up
-        # d(silu(g) * u) / dg, where silu'(g) = sigmoid(g) + silu(g) * (1 - sigmoid(g)).
-        slope = self.lerp(product, up, sigmoid)  # product + sigmoid * (up - product), in one pass over memory
+        activated, product, slope = self.activation(gate, up)
         return self.matmul_transpose_b(product, down_weight), activated, product, slope
 
     def bprop(self, x, pairs, down_weight, out, dout):
@@ -298,7 +356,7 @@ class SplitRows(nn.Cell):
 
 
 class GatedMlp(nn.Cell):
-    """SwiGLU feed-forward; the interface of MindFormers' MLP."""
+    """SwiGLU or GeGLU feed-forward; the interface of MindFormers' MLP."""
 
     def __init__(self, config, intermediate_size: int | None = None):
         super().__init__()
@@ -307,7 +365,8 @@ class GatedMlp(nn.Cell):
         self.linear_fc1 = Weights(config, (2 * self.intermediate_size, self.hidden_size), bias=False)
         self.linear_fc2 = Weights(config, (self.hidden_size, self.intermediate_size), bias=False)
         self.split_rows = SplitRows()
-        self.function = _GatedMlpFunction()
+        self.activation = _ACTIVATIONS[config.hidden_act]()
+        self.function = _GatedMlpFunction(self.activation)
         self.matmul_transpose_b = ops.MatMul(transpose_b=True)
 
     def construct(self, hidden_states, extra_loss=0.0):
@@ -322,5 +381,5 @@ class GatedMlp(nn.Cell):
         added_to_gate, added_to_up = self.linear_fc1.adapter(rows)
         gate = self.matmul_transpose_b(rows, gate_weight) + added_to_gate
         up = self.matmul_transpose_b(rows, up_weight) + added_to_up
-        product = gate * ops.sigmoid(gate) * up
+        product = self.activation.product(gate, up)
         return self.linear_fc2(product, self.matmul_transpose_b(product, self.linear_fc2.weight))

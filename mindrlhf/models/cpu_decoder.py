@@ -2,18 +2,16 @@
 
 import numpy as np
 from mindformers.parallel_core.training_graph.transformer.transformer_block import TransformerBlockSubmodules
-from mindformers.parallel_core.training_graph.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-)
+from mindformers.parallel_core.training_graph.transformer.transformer_layer import TransformerLayerSubmodules
 from mindformers.parallel_core.utils.spec_utils import ModuleSpec
 from mindspore import Tensor, nn, ops
 
-from mindrlhf.models.cpu_cells import GatedMlp, RmsNorm, SelfAttention
+from mindrlhf.models.cpu_cells import GatedMlp, RmsNorm, SelfAttention, ZeroCentredRmsNorm
 from mindrlhf.models.cpu_expert_cells import ExpertMlp
 from mindrlhf.models.cpu_latent_attention import LatentSelfAttention
-from mindrlhf.models.rotary import rotary_tables, score_scale, turn_matrix
-from mindrlhf.models.vision.deepstack import NUM_CPU_TABLES, DeepstackLayer
+from mindrlhf.models.layers import layer_class
+from mindrlhf.models.rotary import embedding_scale, rotary_tables, score_scale, turn_matrix
+from mindrlhf.models.vision.deepstack import NUM_CPU_TABLES
 from mindrlhf.specs import ModelDims
 
 HIDDEN_SCORE = -(2.0**30)
@@ -21,22 +19,15 @@ HIDDEN_SCORE = -(2.0**30)
 
 def decoder_spec(config, dims: ModelDims) -> TransformerBlockSubmodules:
     """The decoder of `dims.num_layers` layers built from CPU cells."""
-    attention = LatentSelfAttention if dims.latent else SelfAttention
-    num_deep = len(dims.vision.deepstack_blocks) if dims.vision else 0
-    layers = [
-        ModuleSpec(
-            module=DeepstackLayer if layer < num_deep else TransformerLayer,
-            params={"num_tables": NUM_CPU_TABLES} if layer < num_deep else {},
-            submodules=TransformerLayerSubmodules(
-                input_layernorm=RmsNorm,
-                self_attention=attention,
-                pre_mlp_layernorm=RmsNorm,
-                mlp=ExpertMlp if dims.has_experts(layer) else GatedMlp,
-            ),
-        )
-        for layer in range(dims.num_layers)
-    ]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RmsNorm)
+    norm = ZeroCentredRmsNorm if dims.zero_centred_norms else RmsNorm
+    attention = LatentSelfAttention if dims.latent else ModuleSpec(module=SelfAttention, params={"norm": norm})
+    layers = []
+    for layer in range(dims.num_layers):
+        mlp = ExpertMlp if dims.has_experts(layer) else GatedMlp
+        parts = {"input_layernorm": norm, "self_attention": attention, "pre_mlp_layernorm": norm, "mlp": mlp}
+        module, params = layer_class(dims, layer, NUM_CPU_TABLES)
+        layers.append(ModuleSpec(module=module, params=params, submodules=TransformerLayerSubmodules(**parts)))
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 class DecoderInputs(nn.Cell):
@@ -49,7 +40,7 @@ class DecoderInputs(nn.Cell):
         self.heads_per_group = dims.heads_per_group
         self.hidden_size = dims.hidden_size
         cos, sin = rotary_tables(max_length, dims)
-        self.scale = score_scale(dims)
+        self.scale, self.embedding_scale = score_scale(dims), embedding_scale(dims)
         scale = np.float32(self.scale)
         self.tables = tuple(Tensor(table) for table in (cos, sin, cos * scale, sin * scale))
         # The heads of keys, which take the first two tables, and of queries, which take the last.
@@ -95,7 +86,8 @@ class DecoderInputs(nn.Cell):
 
     def embed(self, input_ids):
         """The embeddings `[B*S, H]` of tokens `[B, S]`."""
-        return ops.reshape(ops.gather(self.word_embeddings.weight, input_ids, 0), (-1, self.hidden_size))
+        rows = ops.reshape(ops.gather(self.word_embeddings.weight, input_ids, 0), (-1, self.hidden_size))
+        return rows if self.embedding_scale is None else rows * self.embedding_scale
 
     def mask(self, segment_ids):
         """What is added to scores, `[B, G, r*S, S]`: tokens see earlier ones of their own segment."""

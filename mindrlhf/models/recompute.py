@@ -7,12 +7,12 @@ from mindrlhf.config.memory import ACTIVATION, ATTENTION, MLP, NORMS, MemorySect
 # Cells and operators of a layer, by role.
 _PATHS = {
     ATTENTION: ("self_attention.core_attention",),
-    NORMS: ("input_layernorm", "pre_mlp_layernorm"),
+    NORMS: ("input_layernorm", "pre_mlp_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     # The second product reads a reshaped view, which would keep the operators' result.
     ACTIVATION: tuple(
         f"{mlp}.{name}"
         for mlp in ("mlp", "mlp.shared_experts")
-        for name in ("activation_func.silu", "mul", "linear_fc2.reshape")
+        for name in ("activation_func.silu", "activation_func.gelu", "mul", "swiglu", "linear_fc2.reshape")
     ),
     MLP: ("mlp",),
 }

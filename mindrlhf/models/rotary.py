@@ -20,7 +20,9 @@ def rotary_frequencies(dims: ModelDims) -> np.ndarray:
     frequencies = (1.0 / dims.rope_theta**exponents).astype(np.float32)
     if dims.llama3:
         return slow_down(frequencies, dims.llama3)
-    return _extend(frequencies, dims.yarn, dims.rope_theta) if dims.yarn else frequencies
+    if dims.yarn:
+        return _extend(frequencies, dims.yarn, dims.rope_theta)
+    return frequencies / np.float32(dims.rope_factor)
 
 
 def axis_frequencies(dims: ModelDims) -> np.ndarray:
@@ -36,7 +38,12 @@ def axis_frequencies(dims: ModelDims) -> np.ndarray:
 def score_scale(dims: ModelDims) -> float:
     """What products of queries and keys are multiplied by; YaRN sharpens them (arXiv:2309.00071, section 3.4)."""
     sharpness = 0.1 * dims.yarn.mscale * math.log(dims.yarn.factor) + 1.0 if dims.yarn and dims.yarn.factor > 1 else 1.0
-    return sharpness**2 * dims.head_dim**-0.5
+    return sharpness**2 * (dims.score_divisor or dims.head_dim) ** -0.5
+
+
+def embedding_scale(dims: ModelDims) -> float | None:
+    """What embeddings are multiplied by; None for 1."""
+    return dims.hidden_size**0.5 if dims.scales_embedding else None
 
 
 def rotary_tables(length: int, dims: ModelDims) -> tuple[np.ndarray, np.ndarray]:
@@ -55,10 +62,9 @@ def turn_matrix(dims: ModelDims) -> np.ndarray:
 
     Channels of a head that are not rotated follow, as zeros.
     """
-    if _is_interleaved(dims):
-        return np.kron(np.eye(rotary_dim(dims) // 2, dtype=np.float32), np.array([[0, 1], [-1, 0]], np.float32))
     half = np.eye(rotary_dim(dims) // 2, dtype=np.float32)
-    turned = np.block([[np.zeros_like(half), half], [-half, np.zeros_like(half)]])
+    quarter = np.array([[0, 1], [-1, 0]], np.float32)
+    turned = np.kron(half, quarter) if _is_interleaved(dims) else np.kron(quarter, half)
     return np.pad(turned, (0, _num_unrotated(dims)))
 
 
@@ -68,7 +74,7 @@ def _num_unrotated(dims: ModelDims) -> int:
 
 def _is_interleaved(dims: ModelDims) -> bool:
     """Whether neighbours are a pair, as in latent attention; else channel i and i + rotary_dim / 2 are."""
-    return dims.latent is not None
+    return dims.latent is not None or dims.rotates_neighbours
 
 
 def _extend(frequencies: np.ndarray, yarn: YarnDims, theta: float) -> np.ndarray:

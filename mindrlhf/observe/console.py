@@ -99,7 +99,6 @@ class ConsoleSink:
         self._lines_since_header = 0
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print one step."""
         self._ends_s.append((step, time.monotonic()))
         if any(column.metric in metrics for column in COLUMNS):
             self._print_step(step, metrics)
@@ -108,7 +107,7 @@ class ConsoleSink:
         self._stream.flush()
 
     def close(self) -> None:
-        """Nothing to give back: the stream belongs to the caller."""
+        pass  # the stream belongs to the caller
 
     def _print_step(self, step: int, metrics: Mapping[str, float]) -> None:
         new = {column.metric for column in COLUMNS if column.metric in metrics} - self._seen

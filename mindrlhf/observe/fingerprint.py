@@ -75,5 +75,4 @@ class FingerprintWriter:
         return course
 
     def close(self) -> None:
-        """Close the file."""
         self._writer.close()

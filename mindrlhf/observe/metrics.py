@@ -153,7 +153,6 @@ def combine_metrics(*parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def _filled(values: np.ndarray | Sequence, name: str) -> np.ndarray:
-    """Return ``values`` as float64 [n], n > 0."""
     array = np.asarray(values, np.float64)
     assert array.ndim == 1 and array.size, f"{name} must be one-dimensional and not empty, not shape {array.shape}"
     return array

@@ -17,8 +17,6 @@ STAGES = ("data", "rollout", "reward_wait", "pack", "distribute", "old_log_p", "
 
 @dataclass(frozen=True)
 class Panel:
-    """A heading and its charts."""
-
     title: str
     charts: list[Chart]
 

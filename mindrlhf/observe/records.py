@@ -58,7 +58,6 @@ class JsonlWriter:
             raise RunFailure(f"cannot write {self._path}: {failure.strerror}") from failure
 
     def close(self) -> None:
-        """Close the file; closing twice is harmless."""
         self._file.close()
 
     def _truncate(self, first_step: int) -> None:

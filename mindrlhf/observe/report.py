@@ -49,7 +49,6 @@ def write_report(run_dir: Path, out_file: Path | None = None, *, is_running: boo
 
 
 def render_report(run: RunData, *, is_running: bool = False) -> str:
-    """Return the report as HTML text."""
     return _render(
         run,
         build_panels(run),
@@ -159,8 +158,9 @@ def _facts(run: RunData) -> list[tuple[str, str, str, str]]:
         facts.append(("Time per step", compact(float(np.median(step_times))), "s", "median"))
     if total := _total_time(run, step_times):
         facts.append(("Total time", *total))
+    if (shares := run.values(REWARD_SHARE)).size:
+        facts.append(("Waiting for rewards", f"{shares.mean():.1%}", "", "of a step, mean; see reward.num_workers"))
     for name, metric, unit, statistic, remark in (
-        ("Waiting for rewards", REWARD_SHARE, "of a step", np.mean, "mean; see reward.num_workers"),
         ("Throughput", "e2e_tps", "tokens/s", np.median, "median, per device"),
         ("Log-prob gap", "rollout_diff/max_abs", "nats", np.max, "rollout to training, largest"),
         ("Peak memory", "memory/peak_rss_gb", "GB", np.max, "resident, largest rank"),
@@ -229,11 +229,18 @@ def _sample_sets(run: RunData) -> list[tuple[str, list[dict[str, Any]]]]:
     return sets
 
 
+# Where templates put an image, which is shown itself: Qwen, Gemma, LLaVA.
+_IMAGE_MARKS = re.compile(
+    r"<\|(?:vision_start|image_pad|vision_end)\|>|<(?:start_of_image|end_of_image|image_soft_token|image)>"
+)
+
+
 def _sample(record: Mapping[str, Any]) -> dict[str, Any]:
     rewards = record.get("rewards")
     by_verifier = rewards.items() if isinstance(rewards, dict) else ()
+    question = question_of(str(record.get("prompt", "")))
     return {
-        "prompt": shortened(question_of(str(record.get("prompt", "")))),
+        "prompt": shortened(_IMAGE_MARKS.sub("", question) if record.get("images") else question),
         "turns": turns_of(shortened(record.get("completion", ""))),
         "answer": shortened(record.get("answer", "")),
         "reward": _reward_text(record["reward"]) if "reward" in record else None,

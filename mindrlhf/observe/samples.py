@@ -114,5 +114,4 @@ class SampleWriter:
         return digests
 
     def close(self) -> None:
-        """Close the file."""
         self._writer.close()

@@ -50,11 +50,9 @@ class JsonlSink:
         self._writer = JsonlWriter(path, first_step=first_step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line."""
         self._writer.write({"step": step, **{name: float(value) for name, value in metrics.items()}})
 
     def close(self) -> None:
-        """Close the file."""
         self._writer.close()
 
 
@@ -85,7 +83,6 @@ class TensorBoardSink:
         self._add(self._event(wall_time=time.time(), step=first_step, session_log=session))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one event with a scalar for each metric."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._add(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 
@@ -114,7 +111,6 @@ class TensorBoardSink:
         return self._summary.Value(tag=tag, metadata=metadata, tensor=tensor)
 
     def close(self) -> None:
-        """Close the event file and end its writer thread."""
         self._writer.close()
 
     def _add(self, event) -> None:
@@ -147,14 +143,12 @@ class SinkGroup:
         self._trackers = trackers
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write to each sink in turn."""
         for sink in self._sinks:
             sink.write(step, metrics)
         if self._trackers is not None:
             self._trackers.write(step, metrics)
 
     def write_details(self, step: int, details: StepDetails) -> None:
-        """Write the details of a step to the sinks that take any."""
         for sink in self._sinks:
             if isinstance(sink, TensorBoardSink):
                 sink.write_details(step, details)
@@ -162,7 +156,6 @@ class SinkGroup:
             self._trackers.write_samples(step, details.samples)
 
     def write_text(self, tag: str, text: str) -> None:
-        """Write a text of the whole run to the sinks that take any."""
         for sink in self._sinks:
             if isinstance(sink, TensorBoardSink):
                 sink.write_text(tag, text)

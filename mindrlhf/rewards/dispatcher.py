@@ -9,32 +9,22 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rewards.failure_log import FailureLog
 from mindrlhf.rewards.judges.accounting import COUNTED
 from mindrlhf.rewards.registry import Reads
+from mindrlhf.rewards.remote import RemoteNodes
 from mindrlhf.rewards.selection import MAX_MAGNITUDE, Selection
-from mindrlhf.rewards.types import RewardInput, RewardResult
+from mindrlhf.rewards.types import RewardResult, Task
 from mindrlhf.rewards.worker import WorkerSettings
 from mindrlhf.sandbox.worker_process import PIPE_BROKEN, WorkerOutput, WorkerProcess
-from mindrlhf.system import timeline
+from mindrlhf.system import timeline, tracing
 
 # A worker that holds samples, is in no call and says nothing for this long has lost them.
 MAX_SILENCE_S = 30.0
-
-
-@dataclass(slots=True)
-class Task:
-    """A sample on its way through the pool, and the verifiers that have failed on it so far."""
-
-    sequence: int
-    sample: RewardInput
-    skipped: list[int] = field(default_factory=list)  # positions of the verifiers that do not apply
-    failures: dict[int, str] = field(default_factory=dict)  # reason, by position of the verifier
-    is_suspect: bool = False  # it was in a worker that broke between two calls, and is from now on scored alone
 
 
 class RewardWorker(WorkerProcess):
@@ -54,44 +44,39 @@ class RewardWorker(WorkerProcess):
         return self.reads is not None
 
     @property
+    def load(self) -> float:
+        return len(self.tasks)
+
+    @property
     def suspect(self) -> Task | None:
         """The task it holds alone because that one may have broken a worker."""
         tasks = list(self.tasks.values())
         return tasks[0] if len(tasks) == 1 and tasks[0].is_suspect else None
 
     def give(self, tasks: Sequence[Task]) -> None:
-        """Queue one batch of samples."""
         messages = []
         if not self.tasks:
             self._busy.end()
             self._busy = timeline.span("score", "verifiers", f"worker {self.pid}", samples=len(tasks))
         for task in tasks:
-            sample = task.sample
             self.tasks[task.sequence] = task
-            context = {name: getattr(sample, name) for name in self.reads.context}
-            if "turn_texts" in context and not sample.turn_texts:  # of a file of completions
-                context["turn_texts"] = (sample.completion,)
-            columns = self.reads.of_columns(sample.extra)
-            texts = (sample.completion, sample.answer)
-            messages.append([task.sequence, list(task.failures), task.skipped, *texts, context, columns])
+            messages.append([task.sequence, list(task.failures), task.skipped, *task.read_by(self.reads)])
         self._last_sign_s = time.monotonic()
-        self.queue(messages)
+        self.queue([self._busy.carried(), *messages])
 
     def take_finished(self, message: Any) -> list[tuple[Task, list[Any]]]:
-        """Return the tasks that a message finishes, with their outcomes; one that makes no sense breaks the worker.
-
-        What they took is added to ``counts``.
-        """
+        """Return the tasks that a message finishes, with their outcomes; what they took is added to ``counts``."""
         finished = []
         self._last_sign_s = time.monotonic()
         try:
-            for sequence, outcomes, counts in message:
+            for sequence, outcomes, counts, traced in message:
                 task = self.tasks[sequence]
                 if len(outcomes) != self._num_verifiers or not all(
                     _is_outcome(outcome, position, task) for position, outcome in enumerate(outcomes)
                 ):
                     raise ValueError("these are no outcomes")
                 self.counts.update({name: number for name, number in counts.items() if _is_count(name, number)})
+                tracing.add(traced, "verifiers")
                 del self.tasks[sequence]
                 finished.append((task, outcomes))
         except (TypeError, ValueError, KeyError, AttributeError):
@@ -100,8 +85,11 @@ class RewardWorker(WorkerProcess):
             self._busy.end()
         return finished
 
+    def kill(self) -> str:
+        self._busy.end()
+        return super().kill()
+
     def has_lost_tasks(self) -> bool:
-        """Whether it holds tasks and has done nothing about them for long; to be asked every second or so."""
         if not self.tasks or self.clock.running() is not None:
             self._last_sign_s = time.monotonic()
         if time.monotonic() - self._last_sign_s <= MAX_SILENCE_S:
@@ -165,7 +153,7 @@ class Dispatcher(threading.Thread):
         )
         self._part_names = selection.names
         self._weights = list(selection.weights)
-        self._num_workers = num_workers or len(os.sched_getaffinity(0))
+        self.max_workers = num_workers or len(os.sched_getaffinity(0))
         self._num_at_start = num_workers or 1
         self._waiting_since_s: float | None = None  # samples, without a pause
         self._timeout_s = timeout_s
@@ -174,6 +162,7 @@ class Dispatcher(threading.Thread):
         self._output = WorkerOutput("verifiers")
         self._incoming: deque[Task] = deque()
         self._workers: list[RewardWorker] = []
+        self.remotes = RemoteNodes(self._wake)
         self._selector = selectors.DefaultSelector()
         self._wake_fd, self._waker_fd = os.pipe()
         self._wake_is_due = False
@@ -183,7 +172,6 @@ class Dispatcher(threading.Thread):
         self._counts_lock = threading.Lock()
 
     def add(self, tasks: Sequence[Task]) -> None:
-        """Queue tasks (from any thread)."""
         self._incoming.extend(tasks)
         self._wake()
 
@@ -208,12 +196,13 @@ class Dispatcher(threading.Thread):
             for worker in self._workers:
                 worker.kill()
                 worker.close()
+            self.remotes.close()
             self._selector.close()
             if self._failure_log is not None:
                 self._failure_log.close()
 
     def close_wake_pipe(self) -> None:
-        """Release the last descriptors, when no thread can call ``add`` or ``stop`` any more."""
+        """When no thread can call ``add`` or ``stop`` any more."""
         os.close(self._wake_fd)
         os.close(self._waker_fd)
 
@@ -233,25 +222,28 @@ class Dispatcher(threading.Thread):
                 self._receive(worker)
             else:
                 self._send(worker)
+        self._receive_remote()
         for worker in list(self._workers):
             self._check_health(worker)
         self._hand_out()
         self._start_more()
 
     def _start_more(self) -> None:
-        """Double the workers, up to the most there may be, where samples have waited for one for some time.
+        """Double the workers where samples have waited for some time: that changes no result, so clocks may decide.
 
-        How many there are changes no result, so that clocks may decide.
+        Where other nodes take what there is, those wait that a worker holds beyond the one it works on.
         """
         now_s = time.monotonic()
-        if not self._incoming or not all(worker.is_ready for worker in self._workers):
+        held = sum(max(0, len(worker.tasks) - 1) for worker in self._workers if self.remotes.present)
+        num_waiting = len(self._incoming) + held
+        if not num_waiting or not all(worker.is_ready for worker in self._workers):
             self._waiting_since_s = None
             return
         if self._waiting_since_s is None:
             self._waiting_since_s = now_s
         if now_s - self._waiting_since_s >= PATIENCE_S:
             num_workers = len(self._workers)
-            for _ in range(min(num_workers, self._num_workers - num_workers, len(self._incoming))):
+            for _ in range(min(num_workers, self.max_workers - num_workers, num_waiting)):
                 self._start_worker()
             self._waiting_since_s = None
 
@@ -279,27 +271,29 @@ class Dispatcher(threading.Thread):
             self._selector.unregister(worker.requests_fd)
 
     def _hand_out(self) -> None:
-        """Give idle workers work by guided self-scheduling: each takes its share of what is left.
+        """Give idle workers their share of what is left (Polychronopoulos and Kuck, IEEE Trans. Computers, 1987).
 
-        Source: Polychronopoulos and Kuck, IEEE Transactions on Computers C-36(12), 1987. Large batches keep the
-        cost per sample low; the shrinking ones at the end spread slow samples over all workers.
+        Large batches keep the cost per sample low; the shrinking ones at the end spread slow samples over all workers.
         """
         while self._incoming:
-            share = math.ceil(len(self._incoming) / self._num_workers)
-            batch_size = 1 if self._incoming[0].is_suspect else min(MAX_BATCH_SAMPLES, share)
+            first = self._incoming[0]
+            share = math.ceil(len(self._incoming) / (self.max_workers + self.remotes.num_workers))
+            batch_size = 1 if first.is_suspect else min(MAX_BATCH_SAMPLES, share)
             # A worker may hold one batch beyond the one it works on, so that it never waits for us.
-            open_to_work = [w for w in self._workers if w.is_ready and len(w.tasks) < batch_size and w.suspect is None]
-            if not open_to_work:
+            takers = [*self._workers, *(self.remotes.present if first.may_travel else ())]
+            takers = [one for one in takers if one.is_ready and one.load < batch_size and one.suspect is None]
+            if not takers:
                 return
-            worker = min(open_to_work, key=lambda w: len(w.tasks))
-            worker.give(self._take_batch(batch_size))
-            self._send(worker)
+            taker = min(takers, key=lambda one: one.load)
+            taker.give(self._take_batch(batch_size, first.may_travel))
+            if isinstance(taker, RewardWorker):
+                self._send(taker)
 
-    def _take_batch(self, num_samples: int) -> list[Task]:
+    def _take_batch(self, num_samples: int, may_travel: bool) -> list[Task]:
         batch = [self._incoming.popleft()]
         num_chars = _num_chars(batch[0])
         while self._incoming and len(batch) < num_samples and num_chars < MAX_BATCH_CHARS:
-            if self._incoming[0].is_suspect:
+            if self._incoming[0].is_suspect or self._incoming[0].may_travel != may_travel:
                 break
             batch.append(self._incoming.popleft())
             num_chars += _num_chars(batch[-1])
@@ -319,9 +313,18 @@ class Dispatcher(threading.Thread):
                 raise UserError(message["error"])
             else:
                 reads = [Reads(**values) for values in message["reads"]]
-                worker.reads = Reads.together(reads)
+                worker.reads = self.remotes.reads = Reads.together(reads)
                 if not self.started.done():
                     self.started.set_result(reads)
+
+    def _receive_remote(self) -> None:
+        finished, lost, counts = self.remotes.take_news()
+        self._incoming.extendleft(reversed(lost))
+        self._add_counts(counts)
+        for task, result in finished:
+            if result.failures and self._failure_log is not None:
+                self._failure_log.write(task.sample, result.failures)
+        self._publish([(task.sequence, result) for task, result in finished])
 
     def take_counts(self) -> Counter[str]:
         """Return what the scoring has taken since this was last asked (from any thread)."""
@@ -368,7 +371,6 @@ class Dispatcher(threading.Thread):
             self._replace(worker, has_ended, is_lost)
 
     def _replace(self, worker: RewardWorker, has_ended: bool, is_lost: bool) -> None:
-        """Kill what is left of a worker, blame the call it was busy with, return its other samples, start another."""
         ending = worker.kill()
         self._receive(worker)
         if worker.is_broken:
@@ -387,10 +389,7 @@ class Dispatcher(threading.Thread):
         self._start_worker()
 
     def _find_culprit(self, worker: RewardWorker, ending: str, has_ended: bool, is_lost: bool) -> None:
-        """Blame a call for the end of its worker; where none can be named, let each sample go on alone.
-
-        What broke the pipe, or lost a message on it, may have been any call since the last result.
-        """
+        """Blame a call for the end of its worker; where it may have been any since the last result, none."""
         # Read after death: only now is it certain which call was under way. A call that was overdue may
         # have returned just before the kill; then the next one is innocent.
         running = None if is_lost else worker.clock.running() if has_ended else worker.overdue_call(self._timeout_s)

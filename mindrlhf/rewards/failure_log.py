@@ -57,7 +57,6 @@ class FailureLog:
                 raise RunFailure(f"cannot write {self._path}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Close the file."""
         with contextlib.suppress(OSError):  # what could not be written has been reported
             self._file.close()
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindrlhf.errors import UserError
-from mindrlhf.rewards.dispatcher import Dispatcher, Task
+from mindrlhf.rewards.dispatcher import Dispatcher
 from mindrlhf.rewards.failure_log import FailureLog
 from mindrlhf.rewards.registry import COMPLETIONS, STEP_TEXTS, check_columns
 from mindrlhf.rewards.selection import MAX_MAGNITUDE, Selection
-from mindrlhf.rewards.types import RewardInput, RewardResult
+from mindrlhf.rewards.types import RewardInput, RewardResult, Task
 
 if TYPE_CHECKING:
     from mindrlhf.config.reward import RewardSection
@@ -64,6 +64,7 @@ class RewardPool:
         self._skipped: dict[tuple[tuple[str, ...], frozenset[str]], list[int]] = {}
         log = FailureLog(failure_log) if failure_log is not None else None
         self._dispatcher = Dispatcher(selection, num_workers, timeout_s, failure_value, memory_limit_mib << 20, log)
+        self.remotes = self._dispatcher.remotes  # workers of other nodes: ``remotes.admit``
         self._dispatcher.start()
         try:
             self._reads = self._dispatcher.started.result()
@@ -73,7 +74,6 @@ class RewardPool:
 
     @classmethod
     def from_config(cls, reward: "RewardSection", failure_log: Path | None = None) -> "RewardPool":
-        """Start the pool that a config's section describes."""
         return cls(
             Selection.from_config(reward),
             reward.num_workers,
@@ -116,15 +116,11 @@ class RewardPool:
         self._submit([sample])
 
     def results(self) -> Iterator[RewardResult]:
-        """Yield the results of all samples submitted so far, each as soon as it is there, in any order.
-
-        Ends when nothing is outstanding; samples may be submitted meanwhile.
-        """
+        """Yield the results of all samples submitted so far, and meanwhile, in any order."""
         for _, result in self._finished():
             yield result
 
     def score(self, samples: Sequence[RewardInput]) -> list[RewardResult]:
-        """Score ``samples`` and return the results in their order."""
         assert self._num_outstanding == 0, "score() needs a pool without outstanding samples: take results() first"
         first = self._num_submitted
         self._submit(samples)
@@ -132,7 +128,6 @@ class RewardPool:
         return [by_sequence[first + i] for i in range(len(samples))]
 
     def close(self) -> None:
-        """Kill the workers. Results not taken are lost. Calling it again does nothing."""
         if not self._is_closed:
             self._is_closed = True
             self._dispatcher.stop()
@@ -148,7 +143,6 @@ class RewardPool:
         self._dispatcher.add(tasks)
 
     def _skipped_positions(self, sample: RewardInput) -> list[int]:
-        """Return the positions of the verifiers that do not apply; the others get all they need."""
         kind = (sample.verifiers, frozenset(sample.extra))
         if kind not in self._skipped:
             self._selection.check_choices(sample.verifiers, "samples")

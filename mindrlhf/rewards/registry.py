@@ -2,11 +2,10 @@
 
 A verifier is ``def f(completion: str, answer: str, **context) -> float``, or a list of floats where it rewards steps:
 one for each turn of the model, whose texts are ``turn_texts``, or for each token that it wrote, ``token_texts``; one of
-the two is a parameter then. Of the context (``prompt``,
-``finish_reason``, ``num_tokens``) it is given the keywords that its signature names, or all of them if it takes
-``**context``; ``completions``, the texts of all samples of the prompt, and ``episode_return``, the sum of an
-environment's rewards, only if it names them. So it is with the columns that a prompt file keeps (``Prompt.extra``): a
-parameter of a column's name gets its value, and ``**context`` all of them.
+the two is a parameter then. Of the context (``prompt``, ``finish_reason``, ``num_tokens``) it is given what its
+signature names, or all if it takes ``**context``; ``completions``, the texts of all samples of the prompt, and
+``episode_return``, the sum of an environment's rewards, only if it names them. So it is with the columns that a prompt
+file keeps (``Prompt.extra``): a parameter of a column's name gets its value, and ``**context`` all of them.
 
 Keyword-only parameters are options as well, which the run's config may set; one that is set is no column. Those of
 built-in verifiers are options only, so that no column of a data set changes one by its name.
@@ -132,11 +131,7 @@ def check(specification: str) -> None:
 
 
 def resolve(specification: str, options: Mapping[str, str] | None = None) -> Verifier:
-    """Find the verifier called ``specification``, a built-in name or ``path/to/file.py:function``.
-
-    Args:
-        specification: the verifier.
-        options: its options as text, converted to the types of the parameters.
+    """Find the verifier called ``specification``; its options are texts, converted to the types of the parameters.
 
     Loading a user's file runs it: only reward workers do that; elsewhere use ``check``.
 
@@ -168,7 +163,12 @@ def parse_verifiers(names: str, weights: str) -> tuple[list[str], list[float]]:
         UserError: an empty name, a weight that is not a finite number, or counts that differ.
     """
     parsed_names = [name.strip() for name in names.split(",")]
-    parsed_weights = [_parse_weight(weight.strip()) for weight in weights.split(",")]
+    parsed_weights = []
+    for text in weights.split(","):
+        try:
+            parsed_weights.append(float(text))
+        except ValueError:
+            raise UserError(f"verifier weight '{text.strip()}' is not a number: give weights as in 1.0,0.5") from None
     check_selection(parsed_names, parsed_weights)
     return parsed_names, parsed_weights
 
@@ -258,13 +258,6 @@ def _option_value(specification: str, parameter: inspect.Parameter, text: str) -
     return value
 
 
-def _parse_weight(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise UserError(f"verifier weight '{text}' is not a number: give weights as in 1.0,0.5") from None
-
-
 def _load_function(path: Path, name: str) -> Callable[..., float]:
     module_name = f"mindrlhf_user_verifier_{abs(hash(path.resolve()))}"
     module = sys.modules.get(module_name)
@@ -340,13 +333,7 @@ def needs_answer(name: str) -> bool:
 
 
 def check_columns(specification: str, reads: Reads, columns: Collection[str], where: str) -> None:
-    """Check that a verifier gets a value for each parameter.
-
-    Args:
-        specification: the verifier.
-        reads: what it reads.
-        columns: names of the columns that there are.
-        where: whose columns they are, for messages.
+    """Check that a verifier gets a value for each parameter from ``columns``, which ``where`` have.
 
     Raises:
         UserError: one has none, and no default.

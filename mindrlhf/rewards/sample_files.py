@@ -132,7 +132,6 @@ class ScoreWriter:
             self._files.__exit__(*exception)
 
     def write(self, line: SampleLine, result: RewardResult) -> None:
-        """Write one line with its reward."""
         self._writer.write(scored_record(line, result))
         self.num_samples += 1
         self._total += result.total

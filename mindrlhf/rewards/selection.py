@@ -50,7 +50,6 @@ class Selection:
 
     @property
     def names(self) -> list[str]:
-        """The names that parts are reported under, in order."""
         return [registry.part_name(verifier) for verifier in self.verifiers]
 
     def check(self) -> None:
@@ -99,11 +98,8 @@ class Selection:
     def check_prompts(self, file: "PromptFile", accuracy_verifier: str = "") -> None:
         """Check the choices that the prompts of a file make, and that it keeps the columns that verifiers need.
 
-        A user's verifier is read, not run; what that does not tell is found with the first sample.
-
-        Args:
-            file: of the prompts.
-            accuracy_verifier: the verifier whose mean is called accuracy; it must apply to at least one prompt.
+        A user's verifier is read, not run; what that does not tell is found with the first sample. The mean of
+        ``accuracy_verifier`` is called accuracy; it must apply to at least one prompt.
 
         Raises:
             UserError: see ``check_choices``; accuracy has no prompts; or a verifier needs a column that is not there.
@@ -135,7 +131,6 @@ class Selection:
                 )
 
     def options_for(self, specification: str) -> dict[str, str]:
-        """Return the options of one verifier, by their own names."""
         name = registry.part_name(specification)
         return {dotted.rpartition(".")[2]: text for dotted, text in self.options.items() if _owner(dotted) == name}
 
@@ -157,7 +152,6 @@ class Selection:
         return positions
 
     def skipped_positions(self, chosen: Sequence[str]) -> list[int]:
-        """Return the positions of the verifiers that do not apply to a prompt which chooses ``chosen``."""
         left_out = {registry.part_name(name) for name in self.by_choice} - set(chosen)
         return [position for position, name in enumerate(self.names) if name in left_out]
 
@@ -172,7 +166,6 @@ class Selection:
 
 
 def split_choice(choice: str) -> tuple[str, ...]:
-    """Return the names of the verifiers in a record's ``verifier`` field."""
     return tuple(filter(None, choice.split(",")))
 
 

@@ -1,10 +1,10 @@
 """One worker of the reward pool; see ``mindrlhf.sandbox.worker`` for how it is started.
 
-In: first the fields of ``WorkerSettings``, then batches of samples ``[[sequence, failed positions, skipped positions,
+In: first the fields of ``WorkerSettings``, then ``[trace context, [sequence, failed positions, skipped positions,
 completion, answer, context, columns], ...]``, the last two by name. Out: first ``{"reads": [Reads of each verifier]}``
-or ``{"error": message}``, then batches of ``[[sequence, [outcome of each verifier, ...], counts], ...]``, where an
-outcome is a number, a list of them for steps, null (failed before, or skipped) or ``{"failed": reason}``, and counts
-say what it took (``judges.accounting``).
+or ``{"error": message}``, then batches of ``[[sequence, [outcome of each verifier, ...], counts, spans], ...]``, where
+an outcome is a number, a list of them for steps, null (failed before, or skipped) or ``{"failed": reason}``, counts say
+what it took (``judges.accounting``), and context and spans are those of ``system.tracing``.
 """
 
 import math
@@ -19,6 +19,7 @@ from mindrlhf.rewards.judges import accounting
 from mindrlhf.rewards.registry import STEP_TEXTS, Verifier, resolve
 from mindrlhf.rewards.selection import MAX_MAGNITUDE
 from mindrlhf.sandbox.worker import PoolConnection
+from mindrlhf.system import timeline, tracing
 
 # Between two calls results older than this are sent on, so that they do not wait for the rest of a slow batch, and
 # little has to be done again when the worker is killed.
@@ -52,7 +53,8 @@ def main() -> int:
         return 1
     pool.check()
     pool.send({"reads": [asdict(verifier.reads) for verifier in verifiers]})
-    for samples in requests:
+    for context, *samples in requests:
+        tracing.answer(context, "verifiers")
         _score_batch(verifiers, samples, settings, pool)
     return 0
 
@@ -76,8 +78,9 @@ def _score_batch(
                 pool.send(finished)
                 finished = []
                 flushed_at_s = monotonic()
-            outcomes.append(pool.call(sequence, position, _outcome, verifier, sample))
-        finished.append([sequence, outcomes, accounting.take()])
+            with timeline.span(verifier.name, sample=sequence):
+                outcomes.append(pool.call(sequence, position, _outcome, verifier, sample))
+        finished.append([sequence, outcomes, accounting.take(), tracing.take()])
     pool.send(finished)
 
 

@@ -33,11 +33,11 @@ from mindrlhf.rollout.types import (
     unpack_requests,
     unpack_sampling,
 )
-from mindrlhf.system import heartbeat
-from mindrlhf.system.handshake import SignedConnection, UnauthenticatedPeer, admit, introduce
+from mindrlhf.system import heartbeat, tracing
+from mindrlhf.system.handshake import CONNECT_TIMEOUT_S, SignedConnection, UnauthenticatedPeer, admit, introduce_node
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 
-_CONNECT_TIMEOUT_S = 60.0
+_CONNECT_TIMEOUT_S = CONNECT_TIMEOUT_S
 _COMMANDS = ("sleep", "wake", "wait_ready")
 
 
@@ -112,7 +112,7 @@ class RemoteGenerator:
 
     def _send(self, header: dict[str, Any], arrays: dict[str, np.ndarray] | None = None) -> None:
         try:
-            self._connection.send(header, arrays)
+            self._connection.send(header | tracing.context(), arrays)
         except ConnectionClosed as error:
             raise self._gone(error) from None
 
@@ -124,6 +124,7 @@ class RemoteGenerator:
         if header["kind"] == "failed":
             self._is_generating = False
             raise RunFailure(f"node {self._node}: {header['message']}")
+        tracing.add(header, f"node {self._node}")
         return header, arrays
 
     def _gone(self, error: Exception) -> RunFailure:
@@ -146,7 +147,7 @@ def accept_nodes(listener: socket.socket, token: bytes, nodes: Collection[int]) 
     """Take the connections of the first ranks of other nodes.
 
     Args:
-        token: that :func:`introduce_node` was given there.
+        token: that ``introduce_node`` was given there.
         nodes: their numbers.
 
     Raises:
@@ -170,19 +171,6 @@ def accept_nodes(listener: socket.socket, token: bytes, nodes: Collection[int]) 
 def remotes(connections: Mapping[int, SignedConnection]) -> list[RemoteGenerator]:
     """Return the servers of other nodes, in their order, by the connections of :func:`accept_nodes`."""
     return [RemoteGenerator(connection, node) for node, connection in sorted(connections.items())]
-
-
-def introduce_node(host: str, port: int, token: bytes, node: int) -> SignedConnection:
-    """Connect to the rank that calls :func:`accept_nodes` for this node.
-
-    Raises:
-        OSError, ProtocolError: it cannot be reached, or is somebody else.
-    """
-    connection = socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S)
-    connection.settimeout(None)
-    signed = introduce(connection, token, _CONNECT_TIMEOUT_S)
-    signed.send({"node": node})
-    return signed
 
 
 def answer(generator: ReplicatedGenerator, host: str, port: int, token: bytes, node: int) -> None:
@@ -209,11 +197,12 @@ def _answer(generator: ReplicatedGenerator, signed: SignedConnection) -> None:
         header, arrays = signed.receive()
         if header["kind"] == "abort":  # it crossed the end of what it was to abort, which it takes for its answer
             continue
+        tracing.answer(header, "")
         try:
             if header["kind"] == "generate":
                 sampling = unpack_sampling(header["sampling"])
                 _generate(generator, signed, unpack_requests(arrays), sampling)
-                signed.send({"kind": "generated"})
+                signed.send({"kind": "generated", **tracing.take()})
                 continue
             if header["kind"] == "update_weights":
                 generator.update_weights(header["version"])
@@ -221,7 +210,7 @@ def _answer(generator: ReplicatedGenerator, signed: SignedConnection) -> None:
                 getattr(generator, header["kind"])()
             else:
                 raise ValueError(f"unknown message '{header['kind']}'")
-            signed.send({"kind": "done"})
+            signed.send({"kind": "done", **tracing.take()})
         except (ConnectionClosed, ProtocolError):
             raise
         except Exception as error:

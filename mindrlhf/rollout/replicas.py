@@ -15,6 +15,7 @@ from mindrlhf.rollout.types import Completion, GenerationRequest, Generator, Sam
 from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions, cpu_cache_gib, devices_of, reserved_bytes
 from mindrlhf.system import heartbeat
+from mindrlhf.tools.loading import find_engine
 from mindrlhf.weights.publish.slices import RequiredSlices
 from mindrlhf.weights.tensors import TensorInfo
 
@@ -163,17 +164,14 @@ class Replicas:
         self._num_restarts = num_restarts
 
     def wait_ready(self) -> None:
-        """Block until every server can answer."""
         for generator in self._generators:
             generator.wait_ready()
 
     def use_weight_buffer(self, buffer_path: str) -> None:
-        """Say where ``update_weights`` finds the weight buffer."""
         for generator in self._generators:
             generator.use_weight_buffer(buffer_path)
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> Iterator[Completion]:
-        """Yield every completion as it finishes."""
         unfinished = Unfinished(requests)
         while unfinished.requests():
             try:
@@ -199,11 +197,9 @@ class Replicas:
         return generator.find_required_slices(infos, node, num_nodes)
 
     def sleep(self) -> None:
-        """Give the device memory back to the trainer."""
         self._survive(self._all.sleep)
 
     def wake(self) -> None:
-        """Take device memory again."""
         self._survive(self._all.wake)
 
     def profile(self, step: int) -> None:
@@ -212,11 +208,9 @@ class Replicas:
             generator.profile(step)
 
     def cancel(self) -> None:
-        """Have ``generate``, in the thread that consumes it, raise ``Cancelled`` within a second, now and later."""
         self._all.cancel()
 
     def close(self) -> None:
-        """Stop every server."""
         for generator in self._generators:
             generator.close()
 
@@ -275,6 +269,7 @@ def server_options(
         python=find_rollout_python(rollout.python),
         model_dir=str(Path(model_dir).resolve()),
         log_path=str(log_dir / f"rollout_{index}.log"),
+        engine=find_engine(rollout.engine),
         device=device,
         dtype=rollout.dtype,
         load_format="auto" if load_weights else "dummy",

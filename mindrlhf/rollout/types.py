@@ -156,12 +156,10 @@ def pack_sampling(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def unpack_sampling(values: Mapping[str, Any]) -> SamplingParams:
-    """Return what :func:`pack_sampling` was given."""
     return SamplingParams(**{key: tuple(one) if isinstance(one, list) else one for key, one in values.items()})
 
 
 def pack_requests(requests: Sequence[GenerationRequest], sampling: SamplingParams) -> dict[str, np.ndarray]:
-    """Return the arrays of requests."""
     prompts = [request.prompt_ids for request in requests]
     lengths = [len(prompt) for prompt in prompts]
     return {

@@ -23,7 +23,7 @@ from mindrlhf.rollout.types import (
     unpack_completions,
 )
 from mindrlhf.rollout.vllm_options import VllmOptions, check_options, sees_images
-from mindrlhf.system import timeline
+from mindrlhf.system import timeline, tracing
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message, send_message
 from mindrlhf.weights.publish.buffer import WeightBuffer, WeightBufferError
 from mindrlhf.weights.publish.slices import RequiredSlices, merge_required
@@ -122,8 +122,11 @@ class VllmGenerator:
         self._check_weights()
         self.wait_ready()
         self._is_generating = True
-        self._send({"kind": "generate", "sampling": pack_sampling(sampling)}, pack_requests(requests, sampling))
-        return self._completions(sum(request.num_samples for request in requests))
+        num_samples = sum(request.num_samples for request in requests)
+        span = timeline.span("generate", self._name, samples=num_samples)
+        header = {"kind": "generate", "sampling": pack_sampling(sampling), **span.carried()}
+        self._send(header, pack_requests(requests, sampling))
+        return self._completions(num_samples, span)
 
     def update_weights(self, version: int) -> None:
         """Load ``version`` from the buffer and forget all cached prefixes."""
@@ -252,8 +255,7 @@ class VllmGenerator:
         if not self.has_weights:
             raise RunFailure("the rollout server has no weights yet: update_weights() comes before generate()")
 
-    def _completions(self, num_samples: int) -> Iterator[Completion]:
-        span = timeline.span("generate", self._name, samples=num_samples)
+    def _completions(self, num_samples: int, span: timeline.Span) -> Iterator[Completion]:
         try:
             while True:
                 timeline.count("samples to come", num_samples, self._name)
@@ -281,8 +283,8 @@ class VllmGenerator:
     def _call(self, header: dict[str, Any]) -> dict[str, Any]:
         assert not self._is_generating, f"{header['kind']} while generate() is being consumed"
         self.wait_ready()
-        with timeline.span(header["kind"], self._name):
-            self._send(header)
+        with timeline.span(header["kind"], self._name) as span:
+            self._send(header | span.carried())
             return self._receive()[0]
 
     def _send(self, header: dict[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
@@ -324,6 +326,7 @@ class VllmGenerator:
                 raise self._given_up(how)
             tail = self._process.log_tail()
             raise RunFailure(f"the rollout server could not carry out a request: {header['message']}{tail}")
+        tracing.add(header, self._name)
         return header, arrays
 
     def _failure(self, error: Exception | None = None) -> RunFailure:

@@ -12,6 +12,7 @@ from mindrlhf.layout.server_shards import weight_elements, workspace_bytes
 from mindrlhf.specs import find_spec
 from mindrlhf.weights.hf import read_hf_config
 
+VLLM = "vllm"
 # In the server's private directory: what it may import, and its temporary files.
 PACKAGES_NAME, TEMPORARY_NAME = "packages", "tmp"
 # vLLM 0.32's, of models without latent attention.
@@ -66,11 +67,13 @@ class VllmOptions:
     ``draft_tokens`` is how many tokens of a response may be guessed and checked at once (``rollout.drafts``).
     ``device`` is "cpu" or "ascend". ``env`` is added last to the server's environment. ``profile_dir`` is where vLLM's
     profiler writes; "" leaves it out. ``tokenizer_dir`` is where stop strings are decoded from; "" when there are none.
+    ``engine`` is "vllm", or the absolute path and class of another (:func:`mindrlhf.tools.loading.find_engine`).
     """
 
     python: str
     model_dir: str
     log_path: str
+    engine: str = VLLM
     device: str = "cpu"
     dtype: str = "float32"
     load_format: str = "dummy"
@@ -122,14 +125,14 @@ def check_positions(model_dir: str, max_model_len: int) -> None:
         )
 
 
-def check_head_size(model_dir: str, device: str) -> None:
-    """Raise ``UserError`` when the generator's attention cannot compute with the model's heads."""
+def check_head_size(model_dir: str, device: str, engine: str = VLLM) -> None:
+    """Raise ``UserError`` when vLLM's attention on a CPU cannot compute with the model's heads."""
     hf_config = read_hf_config(model_dir)
     dims = find_spec(hf_config).dims(hf_config)
-    if device == "cpu" and dims.latent is None and dims.head_dim not in _CPU_HEAD_SIZES:
+    if (device, engine) == ("cpu", VLLM) and dims.latent is None and dims.head_dim not in _CPU_HEAD_SIZES:
         raise UserError(
             f"the model in {model_dir} has heads of {dims.head_dim} channels, but vLLM's attention on a CPU is for "
-            f"{', '.join(map(str, _CPU_HEAD_SIZES))}: take a model with one of these"
+            f"{', '.join(map(str, _CPU_HEAD_SIZES))}: take a model with one of these, or another rollout.engine"
         )
 
 

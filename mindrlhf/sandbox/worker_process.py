@@ -112,7 +112,6 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the worker."""
         return self._process.pid
 
     @property

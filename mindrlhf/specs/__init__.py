@@ -7,7 +7,8 @@ planning and the weight buffer can read it anywhere. A new architecture is one m
 from mindrlhf.errors import UserError
 from mindrlhf.specs.deepseek import DEEPSEEK_V3
 from mindrlhf.specs.dims import ExpertDims, LatentDims, Llama3Dims, ModelDims, VisionDims, YarnDims
-from mindrlhf.specs.glm import GLM4_MOE
+from mindrlhf.specs.gemma import GEMMA3
+from mindrlhf.specs.glm import GLM4, GLM4_MOE
 from mindrlhf.specs.llama import LLAMA, MISTRAL
 from mindrlhf.specs.model import ModelSpec, with_num_layers
 from mindrlhf.specs.qwen import QWEN2, QWEN3, QWEN3_MOE
@@ -17,6 +18,8 @@ from mindrlhf.specs.scoring import scorer_architecture, scorer_of
 
 __all__ = [
     "DEEPSEEK_V3",
+    "GEMMA3",
+    "GLM4",
     "GLM4_MOE",
     "LLAMA",
     "MISTRAL",
@@ -41,7 +44,8 @@ __all__ = [
     "with_num_layers",
 ]
 
-_LANGUAGE_MODELS = (QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL, GLM4_MOE, DEEPSEEK_V3, QWEN2_5_VL, QWEN2_VL, QWEN3_VL)
+_TEXT_MODELS = (QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL, GLM4, GEMMA3, GLM4_MOE, DEEPSEEK_V3)
+_LANGUAGE_MODELS = (*_TEXT_MODELS, QWEN2_5_VL, QWEN2_VL, QWEN3_VL)
 SPECS = {spec.hf_architecture: spec for spec in (*_LANGUAGE_MODELS, *map(scorer_of, _LANGUAGE_MODELS))}
 
 

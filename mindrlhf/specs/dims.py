@@ -1,6 +1,6 @@
 """The sizes of a model, read from its Hugging Face config.json."""
 
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from mindrlhf.errors import UserError
@@ -92,6 +92,21 @@ class Llama3Dims:
     low_freq_factor: float
     high_freq_factor: float
     original_length: int
+
+
+@dataclass(frozen=True)
+class LocalDims:
+    """Layers that attend to a sliding window, with rotary positions of their own: Gemma 3, arXiv:2503.19786.
+
+    Attributes:
+        layers: for each decoder layer, whether it is one of them.
+        window: tokens back, itself among them, that a token attends to there.
+        rope_theta: base of the rotary position embedding there, which no context extension changes.
+    """
+
+    layers: tuple[bool, ...]
+    window: int
+    rope_theta: float
 
 
 @dataclass(frozen=True)
@@ -194,6 +209,15 @@ class ModelDims:
         window: tokens back, itself among them, that a token attends to; None for all. Rows are no longer than that.
         rotary_dim: channels at the beginning of each head that are rotated; None for all.
         qk_norms: heads of queries and keys are normalised, where the architecture leaves that to config.json.
+        qkv_bias: queries, keys and values have a bias, where the architecture leaves that to config.json.
+        rope_factor: what the rotary frequencies are divided by (transformers' rope_type `linear`).
+        rotates_neighbours: channels 2i and 2i + 1 are rotated as a pair, not i and i + rotary_dim / 2.
+        norms_outputs: what attention and MLP add to the residual stream is normalised first.
+        zero_centred_norms: norms multiply by 1 + weight.
+        score_divisor: scores are divided by its square root; None for `head_dim`.
+        scales_embedding: embeddings are multiplied by the square root of `hidden_size`.
+        activation: of the gated MLP: `silu`, or `gelu` by its tanh approximation.
+        local: layers that attend to a sliding window; None where all layers are alike.
         num_draft_layers: multi-token prediction layers that a checkpoint may hold after the others; they are not used.
         vision: the vision tower; None in models of text alone.
     """
@@ -216,6 +240,15 @@ class ModelDims:
     window: int | None = None
     rotary_dim: int | None = None
     qk_norms: bool = False
+    qkv_bias: bool = False
+    rope_factor: float = 1.0
+    rotates_neighbours: bool = False
+    norms_outputs: bool = False
+    zero_centred_norms: bool = False
+    score_divisor: float | None = None
+    scales_embedding: bool = False
+    activation: str = "silu"
+    local: LocalDims | None = None
     num_draft_layers: int = 0
     vision: VisionDims | None = None
 
@@ -235,6 +268,11 @@ class ModelDims:
                 f"config.json has sliding_window={self.window}, but rows of {row_length} tokens are trained with full "
                 f"attention: make them {self.window} at most (training.sequence_lengths, rollout.max_response_length)"
             )
+
+    @property
+    def of_local_layers(self) -> "ModelDims":
+        """The same with the rotary embedding of the local layers."""
+        return replace(self, rope_theta=self.local.rope_theta, rope_factor=1.0, local=None)
 
     @property
     def heads_per_group(self) -> int:
@@ -294,7 +332,7 @@ def rope_extension(hf_config: dict, supported: tuple[str, ...], *, gives_mscale:
     """The context extension that config.json asks for, as the attribute of `ModelDims`; empty where there is none.
 
     Args:
-        supported: transformers' names of the kinds that the model may have; others than YaRN are left to its spec.
+        supported: transformers' names of the kinds that the model may have; Llama 3.1's is left to its spec.
         gives_mscale: whether its scores are scaled by what the config calls mscale_all_dim; else its tables of cosines
             and sines are, by transformers' default, which comes to the same where whole heads are rotated.
 
@@ -309,6 +347,11 @@ def rope_extension(hf_config: dict, supported: tuple[str, ...], *, gives_mscale:
         choices = " and ".join(map(repr, ("default", *supported)))
         are = f"{choices} are" if supported else "only the default rotary embedding is"
         raise UserError(f"config.json asks for rope_type={kind!r}: {are} supported")
+    if kind == "linear":
+        factor = float(options["factor"]) if "factor" in options else _missing("factor", kind)
+        if not factor > 0:
+            raise UserError(f"config.json asks for rope_type 'linear' with factor={factor!r}: give a positive number")
+        return {"rope_factor": factor}
     return {"yarn": _yarn_dims(hf_config, options, gives_mscale)} if kind == "yarn" else {}
 
 
@@ -342,5 +385,5 @@ def rope_options(hf_config: dict) -> dict:
     return options
 
 
-def _missing(key: str):
-    raise UserError(f"config.json asks for YaRN without {key!r}: add it to rope_scaling")
+def _missing(key: str, kind: str = "YaRN"):
+    raise UserError(f"config.json asks for {kind} without {key!r}: add it to rope_scaling")

@@ -64,6 +64,14 @@ def _split_gate_up(_: ModelDims, fused: np.ndarray) -> Iterator[np.ndarray]:
         yield np.ascontiguousarray(fused[offset::2])
 
 
+def _fuse_halves(dims: ModelDims, parts: Sequence[np.ndarray]) -> np.ndarray:
+    return _fuse_gate_up(dims, np.split(parts[0], 2))
+
+
+def _split_halves(dims: ModelDims, fused: np.ndarray) -> Iterator[np.ndarray]:
+    yield np.concatenate(list(_split_gate_up(dims, fused)))
+
+
 def _fuse_transposed(_: ModelDims, parts: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([part.T for part in parts], axis=1)
 
@@ -77,6 +85,7 @@ _FUSE = {
     "stack": lambda _, parts: np.concatenate(parts),
     "qkv": _fuse_qkv,
     "gate_up": _fuse_gate_up,
+    "halves": _fuse_halves,
     "expert_gate_up": _fuse_transposed,
     "expert_down": _fuse_transposed,
 }
@@ -84,6 +93,7 @@ _SPLIT = {
     "copy": lambda _, fused: [fused],
     "qkv": _split_qkv,
     "gate_up": _split_gate_up,
+    "halves": _split_halves,
     "expert_gate_up": _split_transposed(2),
     "expert_down": _split_transposed(1),
 }

@@ -25,6 +25,7 @@ class ModelSpec:
         read_dims: reads the attributes of `ModelDims` that only this architecture has, or has elsewhere.
         rope_types: how rotary embeddings may be extended, by transformers' names.
         yarn_gives_mscale: see :func:`mindrlhf.specs.dims.rope_extension`.
+        activation_key, activation: where config.json names the activation of the MLP, and the one that is computed.
         is_scorer: the output is a score for each token instead of a distribution over the next one.
         text_config: the part of config.json that describes the decoder, as config.json of a text model has it, with
             transformers' defaults where they are not those of other architectures.
@@ -41,6 +42,8 @@ class ModelSpec:
     rope_types: tuple[str, ...] = ()
     yarn_gives_mscale: bool = True
     is_scorer: bool = False
+    activation_key: str = "hidden_act"
+    activation: str = "silu"
     text_config: Callable[[dict], dict] = lambda hf_config: hf_config
     text_architecture: str = ""
     vision_rules: tuple[ParameterRule, ...] = ()
@@ -72,8 +75,11 @@ class ModelSpec:
         for key, reason in self.unsupported.items():
             if hf_config.get(key):
                 raise UserError(f"config.json has {key}={hf_config[key]!r}: {reason}")
-        if hf_config.get("hidden_act", "silu") != "silu":
-            raise UserError(f"config.json has hidden_act={hf_config['hidden_act']!r}: only 'silu' is supported")
+        if hf_config.get(self.activation_key, self.activation) != self.activation:
+            raise UserError(
+                f"config.json has {self.activation_key}={hf_config[self.activation_key]!r}: only {self.activation!r} "
+                "is supported"
+            )
         num_heads = positive_int(hf_config, "num_attention_heads")
         num_kv_heads = (
             positive_int(hf_config, "num_key_value_heads") if hf_config.get("num_key_value_heads") else num_heads
@@ -129,7 +135,7 @@ class ModelSpec:
             "rotary_base": dims.rope_theta,
             "position_embedding_type": "rope",
             "normalization": "RMSNorm",
-            "hidden_act": "silu",
+            "hidden_act": dims.activation,
             "gated_linear_unit": True,
             "add_bias_linear": False,
             "hidden_dropout": 0.0,
@@ -145,6 +151,8 @@ class ModelSpec:
 def with_num_layers(hf_config: dict, num_layers: int) -> dict:
     """config.json of the same model with another number of decoder layers."""
     changed = {**hf_config, "num_hidden_layers": num_layers}
+    if isinstance(hf_config.get("layer_types"), list):
+        changed["layer_types"] = hf_config["layer_types"][:num_layers]
     if isinstance(hf_config.get("text_config"), dict):
         changed["text_config"] = {**hf_config["text_config"], "num_hidden_layers": num_layers}
     return changed

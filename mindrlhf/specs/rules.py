@@ -42,6 +42,7 @@ class ParameterRule:
             names are repeated expert by expert.
         mf_name: MindFormers (mcore) name.
         transform: `copy`, `qkv` (per group: r query heads, one key head, one value head), `gate_up` (rows alternate),
+            `halves` (rows alternate that are two halves of one tensor),
             `expert_gate_up` (per expert `[gate^T | up^T]`, stacked), `expert_down` (per expert `down^T`, stacked) or
             `stack` (equal parts, one after the other).
         shape: Hugging Face shapes, in the order of `hf_names`; of one expert where these name `{expert}`.
@@ -100,6 +101,7 @@ class ParameterRule:
             return Matrices(*shape, turns=(dims.heads_per_group * dims.head_dim, dims.head_dim, dims.head_dim))
         options = {
             "gate_up": {"turns": (1, 1)},
+            "halves": {"turns": (1, 1)},
             "stack": {"count": len(self.hf_names)},
             "expert_gate_up": {"count": self.num_experts, "side_by_side": 2},
             "expert_down": {"count": self.num_experts},
@@ -173,6 +175,16 @@ INPUT_NORM = norm(f"{LAYER}input_layernorm.weight", f"{BLOCK}input_layernorm.wei
 MLP_NORM = norm(
     f"{LAYER}post_attention_layernorm.weight", f"{BLOCK}pre_mlp_layernorm.weight", lambda dims: dims.hidden_size
 )
+
+
+def norms_of_outputs(after_attention: str, after_mlp: str) -> tuple[ParameterRule, ParameterRule]:
+    """The weights of the norms of what attention and MLP add, by their names in a layer of a checkpoint."""
+    return tuple(
+        norm(f"{LAYER}{hf_name}.weight", f"{BLOCK}post_{part}_layernorm.weight", lambda dims: dims.hidden_size)
+        for hf_name, part in ((after_attention, "attention"), (after_mlp, "mlp"))
+    )
+
+
 MLP = gated_mlp(f"{LAYER}mlp", f"{BLOCK}mlp", lambda dims: dims.intermediate_size, in_layer=_is_dense)
 ROUTER = ParameterRule(
     (f"{LAYER}mlp.gate.weight",),

@@ -11,9 +11,11 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
+
+_TAIL_BYTES = 1 << 20  # of a log
 
 
 def sync(path: Path) -> None:
@@ -215,3 +217,15 @@ def is_locked(directory: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def last_lines(path: Path, num_lines: int, is_worth_showing: Callable[[str], bool] = lambda line: True) -> list[str]:
+    """Return the last lines of a log that are not blank and worth showing; none when it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            text = file.read(_TAIL_BYTES).decode("utf-8", errors="replace")
+    except OSError:
+        return []
+    lines = [line.rstrip() for line in text.splitlines()]
+    return [line for line in lines if line.strip() and is_worth_showing(line)][-num_lines:]

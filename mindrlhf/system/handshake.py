@@ -33,6 +33,7 @@ from mindrlhf.system.wire import (
 
 _NONCE_BYTES = 32
 _TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 60.0  # of ranks on several nodes
 # Connections at a time on which nothing is proved yet: each has a thread and a descriptor.
 MAX_UNPROVEN = 64
 # Of a moment, while others hold what there is; the listener itself goes on.
@@ -176,13 +177,6 @@ class Unproven:
         with self._lock:
             self._since_s.pop(connection, None)
 
-    def hang_up_after(self, limit_s: float) -> None:
-        """Hang up on those that have been there for longer."""
-        with self._lock:
-            for connection, since_s in list(self._since_s.items()):
-                if time.monotonic() - since_s > limit_s:
-                    self._hang_up(connection)
-
     def _hang_up(self, connection: socket.socket) -> None:
         # Not closed: the thread that reads notices, and closes it.
         del self._since_s[connection]
@@ -282,6 +276,19 @@ def introduce(connection: socket.socket, secret: bytes, timeout_s: float = _TIME
         connection.close()
         raise
     return SignedConnection(connection, _session_key(secret, theirs + own), is_server=False)
+
+
+def introduce_node(host: str, port: int, token: bytes, node: int) -> SignedConnection:
+    """Connect to rank 0, or another that listens for this node, and say which it is.
+
+    Raises:
+        OSError, ProtocolError: it cannot be reached, or is somebody else.
+    """
+    connection = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S)
+    connection.settimeout(None)
+    signed = introduce(connection, token, CONNECT_TIMEOUT_S)
+    signed.send({"node": node})
+    return signed
 
 
 def derived_key(secret: bytes, purpose: str, number: str) -> bytes:

@@ -108,7 +108,6 @@ def wait_while_joining(path: Path, poll_s: float = 0.05) -> None:
 
 
 def heartbeat_path(directory: Path, rank: int) -> Path:
-    """Return the file of a rank."""
     return directory / f"heartbeat_{rank}.json"
 
 

@@ -1,7 +1,7 @@
 """Where the time of a process goes: named spans, in the format that Perfetto and Chrome read.
 
 As with the heartbeat there is one recording per process, so that the functions need no object. While nothing is
-recorded, a span costs a look at a variable.
+recorded, a span costs a look at two variables. What is traced (:mod:`mindrlhf.system.tracing`) has the same spans.
 
 A process may speak for others that it drives, such as its rollout server: a span has a process and a thread to be
 shown under. Source of the format: Google, "Trace Event Format" (complete events X, counters C, metadata M).
@@ -11,6 +11,8 @@ import threading
 import time
 from dataclasses import dataclass
 from typing import Any
+
+from mindrlhf.system import tracing
 
 Event = dict[str, Any]
 
@@ -29,7 +31,15 @@ class Recorded:
     events: list[Event]
 
 
-class Span:
+class _Untraced:
+    def part(self, name: str, **arguments: Any) -> None:
+        """Nothing; see :class:`mindrlhf.system.tracing.Traced`."""
+
+    def carried(self) -> dict[str, str]:
+        return {}
+
+
+class Span(_Untraced):
     """Something that goes on from its making to ``end``, or to the end of a ``with`` block."""
 
     def __init__(self, recording: "_Recording", name: str, place: tuple[int, int], arguments: dict[str, Any]) -> None:
@@ -44,7 +54,6 @@ class Span:
         self._recording.write(self, arguments)
 
     def event(self, end_us: float, arguments: dict[str, Any]) -> Event:
-        """Return it as a complete event."""
         pid, tid = self._place
         times = {"ts": self._start_us, "dur": max(0.0, end_us - self._start_us)}
         return {"ph": "X", "name": self._name, "pid": pid, "tid": tid, **times, "args": self._arguments | arguments}
@@ -56,7 +65,7 @@ class Span:
         self.end()
 
 
-class _NoSpan:
+class _NoSpan(_Untraced):
     """What a span is while nothing is recorded."""
 
     def end(self, **arguments: Any) -> None:
@@ -150,14 +159,15 @@ def stop() -> Recorded:
     return recording.finish()
 
 
-def span(name: str, process: str = "", thread: str = "", **arguments: Any) -> Span | _NoSpan:
+def span(name: str, process: str = "", thread: str = "", **arguments: Any) -> Span | _NoSpan | tracing.Traced:
     """Begin a span of this process and thread, or of what they speak for; it is also a context around what it names.
 
     Args:
         arguments: shown with it; JSON values.
     """
     recording = _recording
-    return _NO_SPAN if recording is None else recording.begin(name, process, thread, arguments)
+    recorded = _NO_SPAN if recording is None else recording.begin(name, process, thread, arguments)
+    return tracing.begin(name, process, arguments, recorded) or recorded
 
 
 def count(name: str, value: float, process: str = "") -> None:

@@ -13,11 +13,12 @@ from typing import Any
 import mindrlhf
 from mindrlhf.algorithms import advantages
 from mindrlhf.config.derived import path_keys
-from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.schema import AnyConfig, GrpoConfig
 from mindrlhf.data.fingerprint import data_fingerprint
 from mindrlhf.launch.nodes.facts import MISSING, Fact
+from mindrlhf.rewards.remote import reason_to_stay
 from mindrlhf.rollout.replicas import find_rollout_python
-from mindrlhf.training.checkpoints.run import AnyConfig, check_continues
+from mindrlhf.training.checkpoints.run import check_continues
 
 _PACKAGES = ("mindspore", "mindformers", "numpy", "safetensors", "tokenizers", "transformers")
 _ROLLOUT_PACKAGES = ("vllm", "vllm-ascend", "torch", "torch-npu")
@@ -65,6 +66,7 @@ def run_facts(command: str, config: AnyConfig, options: Mapping[str, Any]) -> li
             for name, value in values.items()
         ),
         *_models(values),
+        *_verifiers(config),
         *(
             Fact(f"what data.{key} holds", value, _SAME_FILES)
             for key, value in data_fingerprint(vars(config.data)).items()
@@ -143,12 +145,23 @@ def _devices(device: str) -> Iterator[Fact]:
     num_devices = len([name for name in os.listdir("/dev") if name.removeprefix("davinci").isdigit()])
     yield Fact("the number of NPUs", num_devices, "use nodes of one kind")
     home = os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME") or ""
-    for name, path in (("CANN", Path(home) / "version.cfg"), ("the NPU driver", _driver_path())):
+    driver = Path("/usr/local/Ascend/driver/version.info")
+    for name, path in (("CANN", Path(home) / "version.cfg"), ("the NPU driver", driver)):
         yield Fact(name, _file_digest(path) if path.is_file() else MISSING, "install the same release on all nodes")
 
 
-def _driver_path() -> Path:
-    return Path("/usr/local/Ascend/driver/version.info")
+def _verifiers(config: AnyConfig) -> Iterator[Fact]:
+    """What verifiers need on each node: their files, and the keys of judges."""
+    reward = config.reward if isinstance(config, GrpoConfig) else None
+    if reward is None or reason_to_stay(reward):
+        return
+    for path in sorted({name.rpartition(":")[0] for name in reward.verifier_function if ":" in name}):
+        yield Fact(f"what {path} holds", _file_digest(Path(path)) if Path(path).is_file() else MISSING, _SAME_FILES)
+    names = {text for option, text in reward.options.items() if option.endswith(".api_key_variable")}
+    names |= {"OPENAI_API_KEY"} if any(option.endswith(".url") for option in reward.options) else set()
+    for name in sorted(names):
+        fix = "set it on all nodes, or give reward.every_node=false"
+        yield Fact(f"whether {name} is set", bool(os.environ.get(name)), fix)
 
 
 def _models(values: Mapping[str, Any]) -> Iterator[Fact]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mindrlhf.config.parse import write_config
+from mindrlhf.config.schema import AnyConfig
 from mindrlhf.config.training import is_split
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.fingerprint import data_fingerprint
@@ -23,14 +24,9 @@ from mindrlhf.observe.trackers.background import open_trackers
 from mindrlhf.system import heartbeat, speed_ups
 from mindrlhf.system.processes import COMMAND_VARIABLE, has_launcher
 from mindrlhf.training.checkpoints.requests import SaveRequests, StopRequested
-from mindrlhf.training.checkpoints.run import (
-    AnyConfig,
-    Progress,
-    RunCheckpoints,
-    check_output,
-    holding_directories,
-)
+from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.facts import graph_facts, teacher_fingerprint
+from mindrlhf.training.preflight.output import check_output, holding_directories
 from mindrlhf.training.profiling.ranks import ProfiledWorker, Servers
 from mindrlhf.training.profiling.steps import StepProfiler
 from mindrlhf.training.runtime import (

@@ -4,17 +4,22 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from mindrlhf.config.reward import RewardSection
 from mindrlhf.errors import RunFailure
 from mindrlhf.layout.servers import Places
+from mindrlhf.rewards.pool import RewardPool
+from mindrlhf.rewards.remote import NodeVerifiers, reason_to_stay
 from mindrlhf.rollout.multi_node.share import NodeShare
 from mindrlhf.rollout.remote import NodesGenerator, ReplicatedGenerator, accept_nodes, answer, remotes
+from mindrlhf.system.handshake import SignedConnection
 from mindrlhf.system.messages import merged_by, result, union
 from mindrlhf.system.ports import listen
 from mindrlhf.system.wire import own_host, rank_0_host
 from mindrlhf.training.batch import Machine
 from mindrlhf.training.team import Team
-from mindrlhf.weights.publish.publisher import LeaderAddress, PublishingWorker
+from mindrlhf.weights.publish.publisher import PublishingWorker
 from mindrlhf.weights.publish.slices import RequiredSlices, merge_required
+from mindrlhf.weights.publish.sync import LeaderAddress
 
 Nodes = list[list[int]]  # the ranks of each machine, rank 0's first
 
@@ -34,6 +39,7 @@ class ServingWorker(PublishingWorker):
 
     node_generator: ReplicatedGenerator | None = None  # the rollout servers that this rank owns
     _share: NodeShare | None = None
+    verifiers: NodeVerifiers | None = None  # of this node, on its first rank, where rank 0 is on another
 
     def use_generator(self, generator: ReplicatedGenerator) -> None:
         """Take the rollout servers of this node."""
@@ -44,6 +50,11 @@ class ServingWorker(PublishingWorker):
         if self.node and self.node_generator is not None:
             self.node_generator.use_weight_buffer(self.weight_buffer().path)
             answer(self.node_generator, host, port, token.encode(), self.node)
+
+    def verify_for_node(self, host: str, port: int, token: str) -> None:
+        """On the first rank of another node than rank 0's, let rank 0 use the verifier workers here from now on."""
+        if self.verifiers is not None:
+            self.verifiers.connect(host, port, token, self.node)
 
     def use_share(self, share: NodeShare) -> None:
         """Take what starts this node's share of a server."""
@@ -89,10 +100,29 @@ def connect_generators(team: Team, others: Sequence[int], own: ReplicatedGenerat
         others: nodes beside rank 0's that own servers.
         own: the servers of rank 0's.
     """
+    return NodesGenerator(own, remotes(_connect(team, others, "answer_for_node")))
+
+
+def connect_verifiers(team: Team, nodes: Nodes, rewards: RewardPool | None, reward: RewardSection) -> None:
+    """Have the verifier workers of all nodes score samples.
+
+    Raises:
+        UserError, RunFailure: they cannot start on one.
+    """
+    if rewards is None or len(nodes) == 1:
+        return
+    if reason := reason_to_stay(reward):
+        print(f"mindrlhf: verifiers run on node 0 alone: {reason}", flush=True)
+        return
+    for node, connection in sorted(_connect(team, range(1, len(nodes)), "verify_for_node").items()):
+        rewards.remotes.admit(connection, f"node {node}")
+
+
+def _connect(team: Team, others: Sequence[int], method: str) -> dict[int, SignedConnection]:
     token, host = secrets.token_hex(16), rank_0_host()
     with listen(host, backlog=len(others)) as listener:
-        team.call("answer_for_node", host=host, port=listener.getsockname()[1], token=token)
-        return NodesGenerator(own, remotes(accept_nodes(listener, token.encode(), others)))
+        team.call(method, host=host, port=listener.getsockname()[1], token=token)
+        return accept_nodes(listener, token.encode(), others)
 
 
 def find_required_slices(team: Team, nodes: Nodes, places: Places) -> list[RequiredSlices]:

@@ -29,6 +29,7 @@ from mindrlhf.observe.timing import StageTimer
 from mindrlhf.observe.viewer.page import write_pages
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.registry import part_name
+from mindrlhf.rewards.remote import NodeVerifiers, start_verifiers
 from mindrlhf.rollout.conversations import with_tools
 from mindrlhf.rollout.elastic.generator import ElasticGenerator
 from mindrlhf.rollout.elastic.listener import Listener, take_address
@@ -40,6 +41,7 @@ from mindrlhf.rollout.types import SamplingParams
 from mindrlhf.specs import find_spec
 from mindrlhf.system import heartbeat
 from mindrlhf.training import life_cycle
+from mindrlhf.training import nodes as machines
 from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
@@ -51,30 +53,25 @@ from mindrlhf.training.loop.guards import Guards, Observers
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.reward_model import RewardModel
 from mindrlhf.training.loop.sampling.in_step import PromptSampling, Rollout
-from mindrlhf.training.nodes import connect_generators, find_nodes, find_required_slices, start_multi_node
-from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs, check_sandbox
+from mindrlhf.training.preflight import RunInputs, check_grpo_inputs, check_sandbox
+from mindrlhf.training.preflight.output import FINAL_NAME
 from mindrlhf.training.profiling.ranks import profile_dir
 from mindrlhf.training.replica_team import with_replicas
 from mindrlhf.training.routing.rows import replayed_experts
 from mindrlhf.training.runtime import Rank, num_nodes_from_environment, num_ranks_from_environment
 from mindrlhf.training.team import Team
 from mindrlhf.weights.hf import read_hf_config
-from mindrlhf.weights.publish.publisher import open_weight_buffers, sharded_tensors
+from mindrlhf.weights.publish.export import sharded_tensors
+from mindrlhf.weights.publish.publisher import open_weight_buffers
 
 
 def run_rank(config: GrpoConfig, *, resume: bool = False) -> None:
-    """Do this rank's part of a run: rank 0 drives the loop, the others serve it.
-
-    Raises:
-        UserError, RunFailure: as what it calls raises them.
-    """
+    """Do this rank's part of a run: rank 0 drives the loop, the others serve it."""
     inputs = check_grpo_inputs(config, num_ranks_from_environment(), num_nodes=num_nodes_from_environment())
     life_cycle.run_rank(config, ReinforcementTraining(config, inputs), resume=resume)
 
 
 class ReinforcementTraining(life_cycle.Training):
-    """Reinforcement learning: ranks, generator and rewards, and the trainer over them."""
-
     def __init__(self, config: GrpoConfig, inputs: RunInputs):
         self.shown_steps = inputs.num_steps
         self._config = config
@@ -84,6 +81,7 @@ class ReinforcementTraining(life_cycle.Training):
         num_nodes = num_nodes_from_environment()
         self._places = place_servers(config.rollout, num_nodes, num_ranks_from_environment() // num_nodes)
         self._share: NodeShare | None = None  # of a server over several nodes
+        self._verifiers: NodeVerifiers | None = None  # of this node, where it is not rank 0's
         # Of this node; on rank 0, once connected, of all.
         self._generator: Replicas | NodesGenerator | ElasticGenerator | None = None
 
@@ -96,7 +94,7 @@ class ReinforcementTraining(life_cycle.Training):
         self._start_or_prepare(stack, log_dir)
 
     def start_early_elsewhere(self, stack: contextlib.ExitStack) -> None:
-        """Start the generator of this node."""
+        self._verifiers = start_verifiers(self._config.reward, stack)
         self._start_or_prepare(stack, self._output_dir / "logs" / f"rollout_{socket.gethostname()}")
 
     def _start_or_prepare(self, stack: contextlib.ExitStack, log_dir: Path) -> None:
@@ -114,11 +112,9 @@ class ReinforcementTraining(life_cycle.Training):
         return len(self._places[0]) > 1
 
     def servers(self) -> Replicas | None:
-        """Return the rollout servers of this node on its first rank."""
         return self._generator
 
     def build_worker(self, rank: Rank):
-        """Return the actor, which trains the policy, and with some algorithms the critic."""
         from mindrlhf.training.engine.build import build_actor
 
         actor = build_actor(self._config, self._inputs.row_lengths, rank)
@@ -126,10 +122,10 @@ class ReinforcementTraining(life_cycle.Training):
             actor.use_generator(self._generator)
         if self._share is not None:
             actor.use_share(self._share)
+        actor.verifiers = self._verifiers
         return actor
 
     def connect(self, worker, connections: list, requests: SaveRequests, stack: contextlib.ExitStack) -> None:
-        """Connect the ranks, the weight buffers between them and the generator, and the rewards."""
         config, inputs = self._config, self._inputs
         rewards = None
         heartbeat.enter("starting the verifiers")
@@ -140,16 +136,17 @@ class ReinforcementTraining(life_cycle.Training):
         self.team = with_replicas(config, ranks)
         stack.callback(self.team.close)
         form = {"dtype": config.rollout.dtype, "bucket_bytes": int(config.rollout.weight_buffer_gib * 2**30)}
-        nodes = find_nodes(ranks)
+        nodes = machines.find_nodes(ranks)
         transport = config.rollout.weights_transport
         buffer = stack.enter_context(open_weight_buffers(ranks, nodes, transport=transport, **form))
+        machines.connect_verifiers(ranks, nodes, rewards, config.reward)
         if self._has_multi_node_servers:
-            self._generator = start_multi_node(ranks, nodes, self._places)
+            self._generator = machines.start_multi_node(ranks, nodes, self._places)
             stack.callback(self._share.close)  # before the team, whose ranks end the parts on their nodes
         else:
             self._generator.use_weight_buffer(buffer.path)
             if len(nodes) > 1:
-                self._generator = connect_generators(ranks, range(1, len(nodes)), self._generator)
+                self._generator = machines.connect_generators(ranks, range(1, len(nodes)), self._generator)
         if self._listen_at is not None:
             self._generator = ElasticGenerator(self._generator, len(self._places), Listener(self._listen_at), buffer)
             stack.callback(self._generator.close)
@@ -175,7 +172,6 @@ class ReinforcementTraining(life_cycle.Training):
         self._sampler = Sampler(source, rewards, inputs.tokenizer, self._reward_model)
 
     def open(self, progress: Progress, checkpoints: RunCheckpoints, first_step: int, stack: contextlib.ExitStack):
-        """Return the trainer, with all graphs compiled, when the generator is ready."""
         from mindrlhf.training.loop.trainer import Parts, Trainer
 
         timer = StageTimer(lambda stage: heartbeat.enter(f"step {progress.step + 1}: {stage}"))
@@ -202,34 +198,29 @@ class ReinforcementTraining(life_cycle.Training):
         self._generator.wait_ready()
         if self._has_multi_node_servers and trains_sharded(self._config):
             heartbeat.enter("asking vLLM which parts of the weights it reads")
-            self._policy.require(find_required_slices(self._ranks, find_nodes(self._ranks), self._places))
+            nodes = machines.find_nodes(self._ranks)
+            self._policy.require(machines.find_required_slices(self._ranks, nodes, self._places))
         return trainer
 
     def finish(self, worker, progress: Progress) -> None:
-        """Compare the model with the starting one, write the report, and export it."""
         summary = write_summary(self._output_dir, progress.evaluations)
         report = write_pages(self._output_dir)
         if self._config.lora.rank is not None and trains_sharded(self._config):
             export_adapter(self.team, self._output_dir / FINAL_NAME)
+        tokenizer_dir = self._config.data.tokenizer_dir
         if needs_critic(self._config):
-            self._export_critic(worker)
+            worker.export_critic(self._output_dir / CRITIC_NAME, tokenizer_dir, self._tensors("critic"))
         # Last, because it marks the run as complete: one that was killed before can be resumed.
-        worker.export(self._output_dir / FINAL_NAME, self._config.data.tokenizer_dir, self._tensors())
+        worker.export(self._output_dir / FINAL_NAME, tokenizer_dir, self._tensors())
         add_generation(self._output_dir / FINAL_NAME, self._config.model.path)
         if summary:
             print(f"\n{summary_text(summary)}")
         print(f"\nmodel:  {self._output_dir / FINAL_NAME}\nreport: {report}", flush=True)
 
-    def _export_critic(self, worker) -> None:
-        """Export the critic beside the place of the model."""
-        directory, tokenizer_dir = self._output_dir / CRITIC_NAME, self._config.data.tokenizer_dir
-        worker.export_critic(directory, tokenizer_dir, self._tensors("critic"))
-
     def _tensors(self, of: str = "") -> Iterator[tuple[str, np.ndarray]] | None:
-        """Return the tensors of a model that is sharded; None where rank 0 has all."""
         if not trains_sharded(self._config):
             return None
-        return sharded_tensors(self.team, self._ranks, find_nodes(self._ranks), of)
+        return sharded_tensors(self.team, self._ranks, machines.find_nodes(self._ranks), of)
 
     def _build_rollout(self, checkpoints: RunCheckpoints, timer: StageTimer) -> Rollout:
         config, inputs = self._config, self._inputs

@@ -68,7 +68,7 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
     The number of threads comes from ``OMP_NUM_THREADS``, which the launcher sets: MindSpore's own default
     is a pool of threads far larger than a share of a CPU machine.
     """
-    if num_ranks_from_environment() == 1:
+    if num_ranks_from_environment() == 1 and run.device == "cpu":
         heartbeat.enter("loading MindSpore")  # of several, the launcher must see which has not begun to join
     with speed_ups.quick_imports():
         from mindrlhf.models.context import DEVICE_TARGETS, import_mindspore, prepare_mindformers

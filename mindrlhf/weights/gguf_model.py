@@ -17,7 +17,12 @@ from mindrlhf.weights.hf import TensorDirectory
 from mindrlhf.weights.tensors import TensorInfo
 
 # By llama.cpp's name of the architecture.
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
 _SIZES = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -53,6 +58,7 @@ class GgufModel(TensorDirectory):
         dims = spec.dims(self.hf_config)
         named = _gguf_names(self.hf_config, hf_shapes(spec, dims))
         self._names = {named.get(name, name): name for name in self.file.tensors if name != _ROTATION}
+        self._adds_one = dims.zero_centred_norms
         # llama.cpp turns neighbouring channels of Llama's heads, transformers channel i with i + half of them.
         heads = {"q_proj": dims.num_heads, "k_proj": dims.num_kv_heads} if self._is_turned() else {}
         self._heads = {name: heads[part] for name in self._names for part in heads if f".{part}." in name}
@@ -72,6 +78,8 @@ class GgufModel(TensorDirectory):
         if name in self._heads:
             rows = array.reshape(self._heads[name], -1, 2, *array.shape[1:])
             array = np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(array.shape)
+        if self._adds_one and name.endswith("norm.weight"):  # llama.cpp multiplies by what it stores, 1 + weight
+            array = array - np.float32(1)
         return array
 
     def release(self, name: str) -> None:
@@ -125,6 +133,8 @@ def _config(file: GgufFile) -> dict:
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
+    if architecture == "gemma3":
+        config |= _gemma3(file, value, config)
     if (window := value("attention.sliding_window")) is not None and architecture == "llama":
         config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
     for key in ("bos", "eos"):
@@ -135,6 +145,20 @@ def _config(file: GgufFile) -> dict:
     if _ROTATION in file.tensors:
         config |= _llama3_scaling(file, config)
     return config
+
+
+def _gemma3(file: GgufFile, value, config: dict) -> dict:
+    """What Gemma 3 has of its own. llama.cpp knows the rest by heart: every sixth layer attends to all, the others turn
+    by base 10,000, and scores of the model with 62 layers alone are scaled by the width that a head would have.
+    """
+    if value("attn_logit_softcapping") or value("final_logit_softcapping"):
+        raise UserError(f"{file.path} caps scores or logits, which is not computed: take a Gemma 3 that does not")
+    window = _whole(file, "gemma3.attention.sliding_window", value("attention.sliding_window"))
+    is_27b = config["num_hidden_layers"] == 62
+    divisor = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
+    del config["hidden_act"]
+    activation = {"model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh"}
+    return {**activation, "sliding_window": window, "sliding_window_pattern": 6, "query_pre_attn_scalar": divisor}
 
 
 def _whole(file: GgufFile, name: str, value: object) -> int:
@@ -198,7 +222,7 @@ def _gguf_names(config: dict, shapes: dict[str, tuple[int, ...]]) -> dict[str, s
     """Hugging Face names by llama.cpp's."""
     import gguf
 
-    kind = "llama" if config["model_type"] == "mistral" else config["model_type"]
+    kind = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config["model_type"], config["model_type"])
     architecture = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     found = {}

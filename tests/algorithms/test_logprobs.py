@@ -156,3 +156,80 @@ def test_changed_weights_are_seen():
     restored, _, _ = run(policy, *inputs)
     np.testing.assert_allclose(restored, before, rtol=1e-6)
     assert np.abs(assigned - before).max() > 0.1
+
+
+def shard_cell(head, entropy_slope: bool):
+    """A function of hidden states, labels and slopes: log-probs, entropies and both gradients."""
+    import mindspore as ms
+    from mindspore import ops
+
+    from mindrlhf.algorithms.logprobs import GraphTokenLogProbs
+
+    weight = ms.Parameter(head.astype(np.float32), name="head")
+    cell = GraphTokenLogProbs(weight)
+    cell.head_shard.entropy_slope = entropy_slope
+
+    def loss(hidden, labels, mask, first, second):
+        logprobs, entropy = cell(hidden, labels, mask)
+        return (logprobs * first + entropy * second).sum(), logprobs, entropy
+
+    gradient = ops.value_and_grad(loss, 0, ms.ParameterTuple([weight]), has_aux=True)
+
+    def run_it(*arrays):
+        (_, *values), (grad_hidden, (grad_head,)) = ms.jit(gradient)(*map(ms.Tensor, arrays))
+        return [one.asnumpy() for one in (*values, grad_hidden, grad_head)]
+
+    return run_it
+
+
+@pytest.mark.parametrize("size", [1.0, 40.0])  # and rows where one token has all of the probability
+def test_a_head_whose_entropy_has_no_slope(size):
+    """Gradients of log-probabilities alone, whatever the slope of the entropy is: it is told, not computed."""
+    stream = np.random.default_rng(5)
+    hidden = (size * stream.standard_normal((2, 16, WIDTH))).astype(np.float32)
+    head = stream.standard_normal((VOCABULARY, WIDTH)).astype(np.float32)
+    labels = stream.integers(0, VOCABULARY, (2, 16)).astype(np.int32)
+    mask = (stream.random((2, 16)) < 0.7).astype(np.float32)
+    slopes = stream.standard_normal((2, 2, 16)).astype(np.float32)
+    found = shard_cell(head, False)(hidden, labels, mask, *slopes)
+    flat = (hidden.reshape(-1, WIDTH).astype(np.float64), head, labels.reshape(-1), mask.reshape(-1))
+    logprobs, entropy, _ = reference.forward(*flat)
+    grad_hidden, grad_head = reference.backward(*flat, slopes[0].reshape(-1), np.zeros(32))
+    scale = 1e-5 * size
+    np.testing.assert_allclose(found[0].reshape(-1), logprobs, rtol=1e-5, atol=scale)
+    np.testing.assert_allclose(found[1].reshape(-1), entropy, rtol=1e-5, atol=scale)
+    np.testing.assert_allclose(found[2].reshape(-1, WIDTH), grad_hidden, rtol=1e-4, atol=scale)
+    np.testing.assert_allclose(found[3], grad_head, rtol=1e-4, atol=scale)
+
+
+def test_a_rank_whose_tokens_hardly_count_keeps_the_slope_of_its_label():
+    """Its share of the probability is far below float32's smallest number, and so is the slope of its log-sum."""
+    import mindspore as ms
+
+    from mindrlhf.algorithms.chunked_head import HeadShard
+
+    stream = np.random.default_rng(6)
+    rows, weight = (stream.standard_normal(shape).astype(np.float32) for shape in ((4, WIDTH), (8, WIDTH)))
+    index = np.array([[3], [-1], [8], [0]], np.int32)  # the second and third label are other ranks'
+    shard = HeadShard(in_place=False)
+    shard.entropy_slope = False
+    slope = np.array([[-1e-30, 0, 2.0], [-1e-30, 0, 2.0], [-0.5, 0, 3.0], [0, 0, 0]], np.float32)
+    logits = rows @ weight.T
+    arrays = [ms.Tensor(one) for one in (rows, weight, logits, index, np.zeros((4, 3), np.float32), slope)]
+    grad_rows, grad_weight = (one.asnumpy() for one in ms.jit(shard.bprop)(*arrays)[:2])
+    p = np.exp(logits.astype(np.float64))
+    grad_logits = slope[:, :1] * p / p.sum(1, keepdims=True)
+    grad_logits[0, 3] += 2.0
+    np.testing.assert_allclose(grad_rows, grad_logits @ weight, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(grad_weight, grad_logits.T @ rows, rtol=1e-5, atol=1e-6)
+
+
+def test_losses_without_an_entropy_bonus_leave_its_slope_out():
+    from mindrlhf.algorithms import policy_losses
+    from mindrlhf.algorithms.losses import PolicyLoss
+
+    surrogate = policy_losses.surrogate("ppo_clip", clip_low=0.2, clip_high=0.28)
+    for coefficient in (0.0, 0.01):
+        policy = make_policy("ascend", 1.0)
+        PolicyLoss(policy, surrogate, on_policy=True, entropy_coefficient=coefficient)
+        assert policy.token_logprobs.head_shard.entropy_slope == (coefficient > 0)

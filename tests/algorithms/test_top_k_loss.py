@@ -88,7 +88,7 @@ def test_the_rest_has_a_least_mass_below_which_it_has_no_gradient():
     import mindspore as ms
     from mindspore import ops
 
-    from mindrlhf.algorithms.top_k.rest import with_rest
+    from mindrlhf.algorithms.chunked_head import with_rest
 
     logits = np.array([[30.0, 0, 0, 0, 0, 0, 0], [3.0, 2, 1, 0, 0, 0, 0]], np.float32)
     head, labels, mask = np.eye(SMALL, dtype=np.float32), np.zeros(2, np.int32), np.ones(2, np.float32)

@@ -126,14 +126,6 @@ RULES = {
         ["optimizer.lr_schedule=linear"],
         1,
     ),
-    "Muon over two ways of sharding": (
-        [
-            "run.device=ascend", "optimizer.type=muon", "parallel_config.model_parallel=2", "rollout.num_replicas=4",
-        ],
-        ["'optimizer.type' is muon", "not with model_parallel=2 and data_parallel=2", "type to adamw"],
-        ["optimizer.type=adamw"],
-        4,
-    ),
     "a momentum that nothing reads": (
         ["optimizer.momentum=0.9"],
         ["'optimizer.momentum' is 0.9, which type=adamw does not read", "set type to muon"],
@@ -188,10 +180,10 @@ RULES = {
         ["tools.agent=''"],
         1,
     ),
-    "an agent off-policy": (
-        ["tools.agent=sh a.sh", "rollout.off_policy_steps=1"],
-        ["'tools.agent' = sh a.sh does not go with 'rollout.off_policy_steps' = 1"],
-        ["rollout.off_policy_steps=0"],
+    "an agent by segments": (
+        ["tools.agent=sh a.sh", "rollout.segment_tokens=8"],
+        ["'tools.agent' = sh a.sh does not go with 'rollout.segment_tokens' = 8"],
+        ["rollout.segment_tokens=0"],
         1,
     ),
     "an agent's limit without an agent": (
@@ -246,6 +238,12 @@ RULES = {
         ["rollout.off_policy_steps=1", "run.device=ascend"],
         ["'rollout.off_policy_steps' is 1", "devices of its own", "ASCEND_RT_VISIBLE_DEVICES"],
         ["rollout.env={ASCEND_RT_VISIBLE_DEVICES: 8}"],
+        1,
+    ),
+    "a rollout in int8": (
+        ["rollout.dtype=int8"],
+        ["'rollout.dtype' is int8", "weight_scale and weight_offset", "correction.weight", "set it to bfloat16"],
+        ["rollout.dtype=bfloat16"],
         1,
     ),
     "the weight of no reward model": (

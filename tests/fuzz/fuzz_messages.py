@@ -58,8 +58,8 @@ def weight_buffer(directory: Path) -> Case:
         buffer.commit(required=needed)
         whole = Path(buffer.path).read_bytes()
         slices_offset = buffer.slices_offset
-    prefix, length = struct.Struct("<8sqqQQQ"), struct.Struct("<Q")
-    magic, version, bucket, manifest_bytes, checksums_offset, bucket_bytes = prefix.unpack_from(whole)
+    prefix, length = struct.Struct("<8s5q3Q"), struct.Struct("<Q")
+    magic, place, version, bucket, *other, manifest_bytes, checksums_offset, bucket_bytes = prefix.unpack_from(whole)
     manifest = json.loads(whole[prefix.size : prefix.size + manifest_bytes])
     parts = json.loads(whole[slices_offset + length.size :])
     path = directory / "buffer"
@@ -74,7 +74,9 @@ def weight_buffer(directory: Path) -> Case:
         elif kind == 1:
             text = corruption.corrupt_json(rng, manifest)
             sizes = [any_size(rng, size) for size in (len(text), checksums_offset, bucket_bytes)]
-            header = prefix.pack(magic, version, rng.choice((bucket, bucket, -1, 2**62)), *sizes)
+            header = prefix.pack(
+                magic, rng.choice((place, -1, 2**62)), version, rng.choice((bucket, bucket, -1, 2**62)), *other, *sizes
+            )
             path.write_bytes((header + text).ljust(checksums_offset) + whole[checksums_offset:])
         else:
             text = corruption.corrupt_json(rng, parts)

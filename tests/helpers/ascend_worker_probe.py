@@ -3,9 +3,11 @@
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from mindrlhf.rollout.server.ascend import WhatSleepForgets, tell_processed_logprobs
+from mindrlhf.rollout.server.ascend import WhatSleepForgets, sample_rows, set_up_sampler
 
 model = torch.nn.Module()
 model.experts = torch.nn.Module()
@@ -20,8 +22,66 @@ table.fill_(float("nan"))
 before.data.fill_(7.0)  # what a new version loads
 forgotten.put_back()
 sampler = SimpleNamespace(logprobs_mode="raw_logprobs", topk_topp_sampler=SimpleNamespace(logprobs_mode="raw_logprobs"))
-tell_processed_logprobs(SimpleNamespace(sampler=sampler))
+sampling = SimpleNamespace(random_sample=lambda probs, generators: "theirs")
+set_up_sampler(sampler, sampling)
+
+
+class Stream:
+    """What a generator of an NPU says of itself."""
+
+    def __init__(self, seed):
+        self.seed, self.offset = seed, 0
+
+    def initial_seed(self):
+        return self.seed
+
+    def get_offset(self):
+        return self.offset
+
+    def set_offset(self, offset):
+        self.offset = offset
+
+
+class Counter(TorchDispatchMode):
+    """Counts the operators that run."""
+
+    num = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.num += 1
+        return function(*arguments, **(options or {}))
+
+
+def num_operators(num_rows):
+    with Counter() as counter:
+        sample_rows(torch.full((num_rows, 8), 0.125), dict(enumerate(map(Stream, range(num_rows)))))
+    return counter.num
+
+
+SHARES = np.array([0.0, 0.5, 0.0, 0.25, 0.125, 0.0, 0.125, 0.0])
+rows = torch.tensor(SHARES, dtype=torch.float32).expand(2000, 8)
+streams = dict(enumerate(map(Stream, range(5, 2005))))
+drawn = np.stack([sample_rows(rows.clone(), streams).numpy() for _ in range(10)])
+alone, taken_back = Stream(5 + 77), Stream(5 + 77)
+of_one = [int(sample_rows(rows[:1] * 3, {0: alone})) for _ in range(10)]
+repeated = []
+for _ in range(10):  # what the runner does with a prompt that is read in part
+    sample_rows(rows[:1], {0: taken_back})
+    taken_back.set_offset(taken_back.get_offset() - 4)
+    repeated.append(int(sample_rows(rows[:1], {0: taken_back})))
+turned = {row: Stream(5 + 9 - row) for row in range(10)}
+mixed = sample_rows(rows[:10], dict(reversed(turned.items()))).tolist()
+few = {0: Stream(1)}
 found = {
+    "shares": (np.bincount(drawn.ravel(), minlength=8) / drawn.size).tolist(),
+    "shares of each draw": [(np.bincount(one, minlength=8) / one.size).tolist() for one in drawn],
+    "pairs": [float(np.mean((drawn[:-1] == 1) & (drawn[1:] == 1))), float(np.mean(drawn[:, :-1] == drawn[:, 1:]))],
+    "alone": [of_one, repeated, drawn[:, 77].tolist()],
+    "turned": [mixed[::-1], drawn[0, :10].tolist()],
+    "operators": [num_operators(1), num_operators(64)],
+    "ours where all have seeds": [
+        isinstance(sampling.random_sample(rows[:1].clone(), few), torch.Tensor), sampling.random_sample(rows[:2], few)
+    ],
     "same parameter": model.experts.w13_weight is before and model.norm.weight is norm,
     "shape": list(model.experts.w13_weight.shape),
     "new weights": bool((model.experts.w13_weight == 7).all()),

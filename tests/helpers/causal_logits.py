@@ -19,4 +19,4 @@ class CausalLMLogits(nn.Cell):
         weight = ops.cast(self.head_weight, hidden_states.dtype)
         rows = ops.reshape(hidden_states, (-1, hidden_states.shape[-1]))
         logits = ops.cast(ops.MatMul(transpose_b=True)(rows, weight), ms.float32)
-        return ops.reshape(logits, input_ids.shape + (-1,))
+        return ops.reshape(logits, segment_ids.shape + (-1,))

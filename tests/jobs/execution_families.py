@@ -347,6 +347,28 @@ LLAMA3_MODEL = {
         "original_max_position_embeddings": 64,
     },
 }
+# GLM-4: pairs of neighbouring channels in half of each head, norms behind attention and MLP.
+GLM4_MODEL = {
+    **MODEL,
+    "architectures": ["Glm4ForCausalLM"],
+    "model_type": "glm4",
+    "head_dim": 32,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+}
+# Gemma 3: a layer with a window that is shorter than most samples, and one without.
+GEMMA3_MODEL = {
+    **{key: value for key, value in MODEL.items() if key != "hidden_act"},
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "head_dim": 32,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 7,
+    "sliding_window_pattern": 2,
+    "rope_local_base_freq": 50.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
 # In Qwen3-VL two layers of the decoder are given rows of images too.
 QWEN2_5_VL = config_of(TinyVl(is_tied=False))
 QWEN3_VL = config_of(TinyVl(family="qwen3_vl", vision_depth=3, layers=3, is_tied=False))
@@ -450,14 +472,34 @@ FAMILIES = {
         checks=_RESUMES | {"norms", "exported", "published"},
         **_OLD,
     ),
+    "glm4": replace(
+        _POLICY,
+        model=GLM4_MODEL,
+        layouts={2: {"glm4_tp2": _SPLIT_WORDS, "glm4_dp2": _OPTIMIZER}},
+        outputs={"first": "initial", "reference": "initial"},
+        checks=_RESUMES | {"norms", "exported", "published"},
+        **_OLD,
+    ),
+    "gemma3": replace(
+        _POLICY,
+        model=GEMMA3_MODEL,
+        layouts={2: {"gemma3_tp2": _SPLIT_WORDS, "gemma3_dp2": _OPTIMIZER}},
+        outputs={"first": "initial", "reference": "initial"},
+        checks=_RESUMES | {"norms", "exported", "published"},
+        **_OLD,
+    ),
     "swapped_tp2": _memory("swapped_tp2", swap_moments=True),
     "swapped_pp2": _memory("swapped_pp2", parallel=_PIPELINE, swap_moments=True),
     "swapped_dp2": _memory("swapped_dp2", parallel=_OPTIMIZER, swap_moments=True),
     "muon": replace(
         _POLICY,
         layouts={
-            # With tensor and data parallelism together (four ranks) weights differ by 3e-4: refused in configs.
             2: {"muon_tp2": _SPLIT_WORDS, "muon_pp2": _PIPELINE, "muon_dp2": _OPTIMIZER},
+            # The ranks that share a matrix do not follow each other as its shards do.
+            4: {
+                "muon_tp2_dp2": _ADAPTED_REPLICAS,
+                "muon_tp2_dp2_sequence": {**_ADAPTED_REPLICAS, "use_seq_parallel": True},
+            },
         },
         engine=partial(cases.plain_engine, optimizer="muon"),
         options={"optimizer": "muon"},
@@ -468,7 +510,7 @@ FAMILIES = {
     "muon_experts": replace(
         _POLICY,
         model=EXPERTS,
-        layouts={2: {"muon_experts_dp2": _OPTIMIZER}},
+        layouts={2: {"muon_experts_dp2": _OPTIMIZER, "muon_experts_ep2_dp2": {**_OPTIMIZER, "expert_parallel": 2}}},
         engine=partial(cases.plain_engine, optimizer="muon"),
         options={"optimizer": "muon"},
         outputs={"first": "initial", "updates": "updated", "reference": "initial"},

@@ -32,6 +32,8 @@ def hf_config(architecture: str, num_layers: int, **changes) -> dict:
 
 
 QWEN2, QWEN3, LLAMA = "Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"
+GLM4, GEMMA3 = "Glm4ForCausalLM", "Gemma3ForCausalLM"
+GEMMA = {"sliding_window": 9, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24, "num_hidden_layers": 2}
 CRITIC = "Qwen2ForSequenceClassification"
 SEES, SEES_CRITIC = "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLForSequenceClassification"
 SP = {"use_seq_parallel": True}
@@ -73,6 +75,10 @@ _ALL_LAYOUTS = {
     "qwen3-dp2-mp8-pp4-sp-zero": (QWEN3, 2, 8, 4, 1, SP | ZERO, {}),
     "qwen3-dp8-mp8": (QWEN3, 8, 8, 1, 1, {}, {}),
     "llama-dp2-mp2-pp2-sp-zero": (LLAMA, 2, 2, 2, 1, SP | ZERO, {}),
+    "glm4-dp2-mp2-pp2-sp-zero": (GLM4, 2, 2, 2, 1, SP | ZERO, {}),
+    "gemma3-dp2-mp2-sp-zero": (GEMMA3, 2, 2, 1, 1, SP | ZERO, GEMMA),
+    "gemma3-dp2-mp2-cp2": (GEMMA3, 2, 2, 1, 2, {}, GEMMA),
+    "gemma3-dp2-mp2-shared": (GEMMA3, 2, 2, 1, 1, {}, GEMMA),
     # Rows whose samples share prompts.
     "qwen2-dp2-mp2-pp2-zero-shared": (QWEN2, 2, 2, 2, 1, ZERO, {}),
     "qwen3-dp2-mp2-cp2-shared": (QWEN3, 2, 2, 1, 2, {}, {}),

@@ -18,6 +18,7 @@ KINDS = {
     "rank": "-m mindrlhf.training.main ",
     "rollout server": "-m mindrlhf.rollout.server ",
     "verifier worker": "-m mindrlhf.rewards.worker ",
+    "verifiers": "-m mindrlhf.rewards.node",
 }
 TIMEOUT_S = 400  # generous: other work may load the machine
 RECIPE = {

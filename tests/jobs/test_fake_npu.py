@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sanity_inputs
 from fake_npu import build
 from safetensors.numpy import save_file
 from slow_tests import SLOW
@@ -114,14 +115,14 @@ def reference_logprobs(model_dir: Path, tensors: dict, pairs: list, temperature:
 class Server:
     """A server on the fake NPU, and the buffer that it takes weights from."""
 
-    def __init__(self, name: str, fake_npu: Path, directory: Path, dtype="float32", bucket_bytes=0, num_devices=1):
+    def __init__(self, name: str, fake_npu: Path, directory: Path, num_devices=1, **env: str):
         self.config, self.directory, self.log = MODELS[name], directory, directory / "server.log"
         (directory / "config.json").write_text(json.dumps(self.config))
         infos = [TensorInfo(name, "bfloat16", bits.shape) for name, bits in weights(self.config, 0).items()]
-        self.buffer = WeightBuffer.create(infos, bucket_bytes=bucket_bytes)
-        env = {"FAKE_NPU_BYTES": str(NPU_BYTES), "FAKE_NPUS": "2", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        self.buffer = WeightBuffer.create(infos)
+        env |= {"FAKE_NPU_BYTES": str(NPU_BYTES), "FAKE_NPUS": "2", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         given = VllmOptions(
-            str(fake_npu / "python"), str(directory), str(self.log), device="ascend", dtype=dtype,
+            str(fake_npu / "python"), str(directory), str(self.log), device="ascend", dtype="float32",
             max_model_len=256, max_num_seqs=8, gpu_memory_utilization=0.6, kv_cache_gib=None, reserved_bytes=RESERVED,
             tensor_parallel_size=num_devices, enable_sleep=True, env=env, start_timeout_s=500, stall_timeout_s=120,
         )  # fmt: skip
@@ -179,6 +180,131 @@ def test_three_rounds_of_sleep_and_new_weights(name, num_devices, fake_npu, tmp_
             assert server.free_share("awake") < 0.9, "cache and weights are there"
             server.generator.sleep()
             assert server.free_share("asleep") >= 0.98
+
+
+GRAPHS = """
+import torch, torch_npu
+npu, stream = "npu:0", torch.npu.current_stream()
+weight, x, cache = (torch.randn(4, 4).to(npu) for _ in range(3))
+
+def run():
+    y = torch_npu.npu_rms_norm(x @ weight, torch.ones(4, device=npu), 1e-6)[0]
+    cache.copy_(y.mul_(2.0))
+    return y + 1, cache.t()[:, :2].relu()
+
+graph = torch.npu.NPUGraph()
+with torch.npu.graph(graph, pool=torch.npu.graph_pool_handle()):
+    first = run()
+x.copy_(torch.randn(4, 4))
+before = [one.cpu().clone() for one in first]
+graph.replay()
+for old, one, now in zip(before, first, run()):
+    assert torch.equal(one.cpu(), now.cpu()) and not torch.equal(old, now.cpu())
+
+query, keys, values = (torch.randn(*shape).to(npu) for shape in ((2, 4, 8), (3, 16, 16), (3, 16, 16)))
+table, out = torch.tensor([[0], [1]], dtype=torch.int32).to(npu), torch.zeros(2, 4, 8, device=npu)
+
+def attend(lengths):
+    torch_npu.npu_fused_infer_attention_score.out(
+        query=query, key=keys, value=values, block_table=table, input_layout="TND", block_size=16, num_heads=4,
+        num_key_value_heads=2, actual_seq_lengths=[1, 2], actual_seq_lengths_kv=lengths, scale=0.3, sparse_mode=3,
+        workspace=None, out=[out, torch.zeros(1, device=npu)],
+    )
+
+graph = torch.npu.NPUGraph()
+with torch.npu.graph(graph):
+    torch.npu.graph_task_group_begin(stream)
+    attend([3, 4])
+    handle = torch.npu.graph_task_group_end(stream)
+    twice = out * 2
+torch.npu.graph_task_update_begin(stream, handle)
+attend([7, 9])
+torch.npu.graph_task_update_end(stream)
+query.copy_(torch.randn(2, 4, 8))
+graph.replay()
+for lengths, is_it in (([3, 4], False), ([7, 9], True)):
+    attend(lengths)
+    assert torch.equal(twice.cpu(), 2 * out.cpu()) == is_it
+print("replayed")
+"""
+
+
+def test_a_graph_of_launches_is_replayed_over_the_same_memory(fake_npu):
+    cann = fake_npu / "cann"
+    env = {"ASCEND_HOME_PATH": str(cann), "PYTHONPATH": str(cann / "python"), "FAKE_NPU_BYTES": str(NPU_BYTES)}
+    env = sanity_inputs.environment() | env | {"FAKE_NPUS": "1"}
+    ended = subprocess.run([fake_npu / "python", "-c", GRAPHS], env=env, capture_output=True, text=True, timeout=300)
+    assert ended.stdout.endswith("replayed\n"), ended.stderr
+
+
+RECIPE = ROOT / "examples" / "quickstart"
+
+
+@pytest.fixture(scope="session")
+def problems(tmp_path_factory) -> Path:
+    """The prompts of the quickstart."""
+    directory = tmp_path_factory.mktemp("problems")
+    numbers = ("--num-train", 1000, "--num-test", 150, "--seed", 1, "--levels", 1, 2)
+    command = [sys.executable, RECIPE / "problems.py", "--out", directory, *numbers]
+    subprocess.run(list(map(str, command)), check=True, cwd=ROOT, env=sanity_inputs.environment(), timeout=120)
+    for split in ("train", "test"):
+        files = ("--input", directory / f"{split}.jsonl", "--output", directory / f"{split}.mindrecord")
+        form = ("--tokenizer", RECIPE / "checkpoint", "--handler", "gsm8k", "--template", "qwen")
+        built = sanity_inputs.run("data", "build", *files, *form, "--max-prompt-length", 96, timeout_s=120)
+        assert built.returncode == 0, built.stderr
+    return directory
+
+
+def quickstart(fake_npu: Path, problems: Path, directory: Path, **options: object) -> list[dict]:
+    """Run the quickstart, its ranks on the CPU and its server on the fake NPU, where it sleeps while they train.
+
+    Returns:
+        The metrics of its steps, of which each is checked: generator and trainer agree.
+    """
+    cann = fake_npu / "cann"
+    values = {
+        "run.output_dir": directory / "run", "data.train_file": problems / "train.mindrecord",
+        "data.eval_file": problems / "test.mindrecord", "rollout.python": fake_npu / "python",
+        "rollout.env": f"{{ASCEND_HOME_PATH: {cann}, PYTHONPATH: {cann / 'python'}}}",
+        "rollout.start_timeout_s": 500, "rollout.stall_timeout_s": 120, "checkpoint.every_steps": 0,
+        **{name.replace("__", "."): value for name, value in options.items()},
+    }  # fmt: skip
+    command = sanity_inputs.command("train", RECIPE / "config.yaml", *(f"{k}={v}" for k, v in values.items()))
+    path = os.pathsep.join(map(str, (ROOT / "tests" / "helpers" / "fake_npu" / "ranks", ROOT)))
+    environment = sanity_inputs.environment() | {
+        "MINDRLHF_TEST_SERVERS_ON": "ascend", "PYTHONPATH": path, "FAKE_NPU_BYTES": str(2 * NPU_BYTES),
+        "FAKE_NPUS": "2", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }  # fmt: skip
+    ended = subprocess.run(
+        [*command, "--workers", "2"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1100
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    log = (directory / "run" / "logs" / "rollout_0.log").read_text()
+    said = re.findall(r"asleep: GiB free on each NPU: ([\d.]+) of ([\d.]+)", log)
+    asleep = [float(free) / float(whole) for free, whole in said]
+    metrics = sanity_inputs.read_lines(directory / "run" / "metrics.jsonl")
+    steps = [line for line in metrics if "rollout_diff/max_abs" in line]
+    assert len(asleep) >= len(steps) > 0 and min(asleep) >= 0.98
+    assert max(line["rollout_diff/max_abs"] for line in steps) < 1e-4
+    return steps
+
+
+@pytest.mark.timeout(1200)
+def test_the_quickstart_learns_from_a_server_on_the_fake_npu(fake_npu, problems, tmp_path):
+    options = {"run__max_steps": 30, "evaluation__every_steps": 30}
+    assert len(quickstart(fake_npu, problems, tmp_path, **options)) == 30
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["num_prompts"] == 150
+    assert summary["difference"]["low"] > 0, summary["difference"]
+    assert summary["after"]["low"] > summary["before"]["high"], (summary["before"], summary["after"])
+
+
+@pytest.mark.timeout(1200)
+def test_adapters_are_trained_with_a_server_on_the_fake_npu(fake_npu, problems, tmp_path):
+    """A server is given the merged weights, as on a CPU."""
+    options = {"run__max_steps": 3, "evaluation__every_steps": 0, "evaluation__max_prompts": 10, "lora__rank": 8}
+    steps = quickstart(fake_npu, problems, tmp_path, **options)
+    assert len(steps) == 3 and (tmp_path / "run" / "final_adapter" / "adapter_model.safetensors").exists()
 
 
 @pytest.mark.timeout(1700)

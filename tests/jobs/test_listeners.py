@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mindrlhf.system.ports import find_free_port
 from mindrlhf.system.processes import read_environment
 
 pytestmark = pytest.mark.timeout(900)
@@ -59,7 +60,9 @@ def test_a_listening_socket_is_found():
 
 
 def test_no_process_of_a_run_listens_but_those_that_docs_security_names(start_job, tmp_path):
-    job = start_job(tmp_path / "run", "--workers", 2, run__max_steps=2)
+    first = find_free_port()
+    ours = set(range(first, first + 101))
+    job = start_job(tmp_path / "run", "--workers", 2, run__max_steps=2, run__ports=f"{first}-{first + 100}")
     seen: dict[str, set[tuple[str, int]]] = {}
     while job.process.poll() is None:
         for pid, words in job.running().items():
@@ -72,3 +75,6 @@ def test_no_process_of_a_run_listens_but_those_that_docs_security_names(start_jo
     assert num_ports.keys() == {"scheduler", "rank 0", "rank 1"}, seen
     assert num_ports["scheduler"] == num_ports["rank 1"] == 1 <= num_ports["rank 0"] <= 2, seen
     assert {address for addresses in seen.values() for address, _ in addresses} == {"127.0.0.1"}, seen
+    # Those that are ours to place are of run.ports; MindSpore chooses one of each rank by itself.
+    ports = {name: {port for _, port in addresses} for name, addresses in seen.items()}
+    assert ports["scheduler"] <= ours and len(ports["rank 0"] - ours) == len(ports["rank 1"] - ours) == 1, seen

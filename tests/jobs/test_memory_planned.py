@@ -65,7 +65,7 @@ def test_tiles_save_most_of_the_logits(planned, tiles):
     dims, layout, _, _ = _estimates(WIDE)
     whole = logit_bytes(dims, layout, LENGTH, 2)
     assert planned["logits"] > whole / 2, "the logits are most of it"
-    assert planned["logits"] - planned[tiles] > 0.6 * whole
+    assert planned["logits"] - planned[tiles] > 0.5 * whole  # the estimate counts passes that the head no longer makes
 
 
 def test_recomputed_layers_keep_little(planned):

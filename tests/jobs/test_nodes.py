@@ -1,20 +1,31 @@
 """Runs over several pretended machines: equal to one machine with as many ranks, and refused where nodes differ."""
 
+import os
 import re
+import signal
 
 import pytest
-from machine_jobs import TIMEOUT_S, assert_same, one_machine
+from machine_jobs import TIMEOUT_S, assert_same, find, num_steps, one_machine
 from slow_tests import SLOW
 
 pytestmark = pytest.mark.timeout(900)
 
 
-def test_two_machines_train_as_one_with_as_many_ranks(start_machines, fault_inputs_dir, tmp_path):
+@pytest.mark.parametrize("is_disturbed", [False, pytest.param(True, marks=SLOW)], ids=["all there", "one lost"])
+def test_two_machines_train_as_one_with_as_many_ranks(start_machines, fault_inputs_dir, tmp_path, is_disturbed):
     machines = start_machines(2, rollout__num_replicas=2)
+    if is_disturbed:
+        machines.wait_for(lambda: num_steps(machines) > 0)
+        os.kill(find(machines, 1, "verifiers"), signal.SIGKILL)
     assert machines.wait(TIMEOUT_S) == [0, 0], machines.all_text()
     assert_same(machines.directory / "run", one_machine(fault_inputs_dir, tmp_path / "one", 2))
-    # Each machine had a rollout server of its own.
+    # Each machine had a rollout server of its own, and verifiers.
     logs = machines.directory / "run" / "logs"
+    said = "".join(path.read_text(errors="replace") for path in logs.rglob("worker_1.log"))
+    if is_disturbed:
+        assert "mindrlhf: the verifiers of node 1: has closed the connection" in machines.text(0)
+    else:
+        assert int(re.search(r"this node has scored (\d+) samples for the run", said)[1]) > 20, said
     assert [path.name for path in logs.glob("rollout_*.log")] == ["rollout_0.log"], "one of two servers is here"
     assert [path.name for path in (logs / "rollout_node1").glob("*.log")] == ["rollout_0.log"], "the other is there"
     assert not list((machines.directory / "run").glob(".nodes_*")), "the secret and the probe are gone"

@@ -8,7 +8,7 @@ import sanity_inputs
 from fault_jobs import FaultJob, metrics
 from slow_tests import RUNS_SLOW_TESTS, SLOW
 
-from mindrlhf.training.preflight import FINAL_NAME
+from mindrlhf.training.preflight.output import FINAL_NAME
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -14,8 +14,10 @@ from test_causal_lm import CASES as BASES
 CASES = {
     "qwen2": {**BASES["qwen2-tied"], "num_hidden_layers": 1},
     "deepseek-v3": {**BASES["deepseek-v3-yarn"], "num_hidden_layers": 1, "first_k_dense_replace": 0},
+    "glm4": BASES["glm4"],
 }
 if RUNS_SLOW_TESTS:
+    CASES["gemma3"] = BASES["gemma3"]
     CASES["qwen3-experts-rank-stabilised"] = {**BASES["qwen3-experts-in-some-layers"], "rank_stabilised": True}
 RANK, ALPHA = 3, 5.0
 

@@ -19,7 +19,7 @@ def write_reference(out_dir: Path, config_options: dict) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Far from the initial values, so that a forgotten bias or norm shows.
-            parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if "norm" in name else 0.0))
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.mean() if "norm" in name else 0.0))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 # As large as differences of scores, so that it changes who is chosen.

@@ -202,8 +202,15 @@ def test_pictures_are_shown_and_only_those_of_the_run(tmp_path):
     page = Page(write_report(run_dir).read_text(encoding="utf-8"))
     sources = [attributes["src"] for tag, attributes in page.elements if tag == "img"]
     shown = [decode_png(base64.b64decode(source.removeprefix("data:image/png;base64,"))) for source in sources]
-    assert len(shown) == 4
-    assert all(np.array_equal(*pair) for pair in zip(shown, [pixels, pixels[::-1]] * 2))
+    assert page.text.count("<|image_pad|>") == 1, "only where there is no picture is its place in the text shown"
+    assert len(shown) == 2, "a prompt is shown once for all samples of it that follow"
+    assert all(np.array_equal(*pair) for pair in zip(shown, [pixels, pixels[::-1]]))
+
+
+def test_waiting_for_rewards_is_a_share_of_a_step(tmp_path):
+    shares = zip(training_records(2), (0.02, 0.04))
+    make_run(tmp_path, [record | {"timing/reward_share": share} for record, share in shares])
+    assert re.search(r"Waiting for rewards</dt>\s*<dd>3\.0%", write_report(tmp_path).read_text(encoding="utf-8"))
 
 
 def test_long_samples_are_shortened(tmp_path):

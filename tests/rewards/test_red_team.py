@@ -1,6 +1,6 @@
 """What a policy may try on every verifier of answers and formats: drafts, hedges, denials. None of it earns anything.
 
-``docs/rewards.md`` quotes the table that ``attempts_by_verifier`` counts.
+``docs/evidence/rewards.md`` quotes the table that ``attempts_by_verifier`` counts.
 """
 
 import re
@@ -12,7 +12,7 @@ import pytest
 
 from mindrlhf.rewards.registry import built_in
 
-DOCS = Path(__file__).parents[2] / "docs" / "rewards.md"
+DOCS = Path(__file__).parents[2] / "docs" / "evidence" / "rewards.md"
 PROMPT = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
 THINKING = PROMPT + "<think>\n"
 RIGHT, WRONG = "42", "41"

@@ -22,7 +22,7 @@ from mindrlhf.shards.strategy_files import write_strategy_directory
 from mindrlhf.shards.verify import check_coverage, verify_directory
 from mindrlhf.specs import find_spec
 from mindrlhf.weights.array_file import load_arrays, save_arrays
-from mindrlhf.weights.convert import import_directory
+from mindrlhf.weights.directories import import_directory
 from mindrlhf.weights.hf import SafetensorsDirectory, read_hf_config
 from mindrlhf.weights.open import open_tensors
 from mindrlhf.weights.sharded import PROGRESS_NAME, RANK_MANIFEST_NAME

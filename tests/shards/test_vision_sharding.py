@@ -15,13 +15,8 @@ from mindrlhf.shards.shard import reshard_directory, shard_directory
 from mindrlhf.shards.verify import verify_directory
 from mindrlhf.specs import QWEN2_5_VL, find_spec
 from mindrlhf.specs.fuse import fuse
-from mindrlhf.weights.convert import (
-    describe_directory,
-    export_directory,
-    hf_shapes,
-    import_directory,
-    random_hf_weights,
-)
+from mindrlhf.weights.convert import hf_shapes, random_hf_weights
+from mindrlhf.weights.directories import describe_directory, export_directory, import_directory
 from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.weights.publish.shards import plan_publication
 

@@ -25,6 +25,8 @@ CASES = {
     "llama3_1/llama3_1_8b": {},
     "llama3_1/llama3_1_70b": {"architectures": ["MistralForCausalLM"], "rope_scaling": None, "head_dim": 16},
     "qwen3/qwen3_30b_a3b": {**EXPERTS, "head_dim": 16, "num_experts": 4},
+    "glm4/glm4_9b": {"head_dim": 16},
+    "gemma3/gemma3_1b": {"head_dim": 16},
     "glm4_5/glm4_5_air": {**EXPERTS, "num_attention_heads": 6, "head_dim": 16, "n_routed_experts": 4},
     "glm4_5/glm4_5": {**EXPERTS, "head_dim": 16, "n_routed_experts": 4, "first_k_dense_replace": 1},
     "deepseek_v3/deepseek_v3_671b": {

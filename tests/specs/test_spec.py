@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from mindrlhf.errors import UserError
 from mindrlhf.models.rotary import rotary_frequencies, score_scale
-from mindrlhf.specs import LLAMA, MISTRAL, QWEN2, QWEN3, Llama3Dims, ModelDims, find_spec
+from mindrlhf.specs import GEMMA3, GLM4, LLAMA, MISTRAL, QWEN2, QWEN3, Llama3Dims, ModelDims, find_spec, with_num_layers
+from mindrlhf.specs.dims import LocalDims
 from mindrlhf.specs.fuse import fuse, split
 
 CONFIG = {
@@ -101,7 +102,7 @@ LLAMA3 = {
 
 def test_an_architecture_without_a_spec_is_told_what_there_is_for_language_models_alone():
     with pytest.raises(UserError) as refused:
-        find_spec({"architectures": ["Gemma3ForCausalLM"]})
+        find_spec({"architectures": ["PhiForCausalLM"]})
     assert "MistralForCausalLM" in str(refused.value) and "docs/families.md" in str(refused.value)
     assert "SequenceClassification" not in str(refused.value)
 
@@ -206,7 +207,7 @@ def test_layouts_place_each_row_where_mindformers_reads_it(
     num_groups, heads_per_group, head_dim, width, intermediate_size
 ):
     dims = make_dims(num_groups, heads_per_group, head_dim, width, intermediate_size)
-    for rule in QWEN2.rules(dims):
+    for rule in (*QWEN2.rules(dims), *GLM4.rules(dims)):
         sizes = [int(np.prod(shape)) for shape in rule.shape(dims)]
         bounds = np.cumsum([0, *sizes])
         parts = [
@@ -226,6 +227,10 @@ def _expected_rows(rule, dims, parts):
     """(row of the fused array, its content), from the definition of each layout, one row at a time."""
     if rule.transform == "copy":
         yield from enumerate(parts[0])
+    elif rule.transform == "halves":
+        for index in range(dims.intermediate_size):
+            yield 2 * index, parts[0][index]
+            yield 2 * index + 1, parts[0][dims.intermediate_size + index]
     elif rule.transform == "gate_up":
         for index in range(dims.intermediate_size):
             yield 2 * index, parts[0][index]
@@ -238,6 +243,83 @@ def _expected_rows(rule, dims, parts):
                 for channel in range(dims.head_dim):
                     yield row, parts[part][head * dims.head_dim + channel]
                     row += 1
+
+
+GEMMA = {**CONFIG, "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 4, "query_pre_attn_scalar": 64}
+GEMMA = {key: value for key, value in GEMMA.items() if key not in ("hidden_act", "rope_theta")}
+BY_KIND = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
+
+
+def test_gemma_says_by_layer_what_it_attends_to_in_both_forms():
+    """As transformers 4 and 5 write it; a pattern of 3 means that every third layer attends to all."""
+    old = {"sliding_window_pattern": 3, "rope_theta": 2e6, "rope_local_base_freq": 500.0, "sliding_window": 7}
+    scaling = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    kinds = [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding")]
+    new = {"layer_types": kinds, "rope_parameters": BY_KIND, "sliding_window": 7}
+    dims = GEMMA3.dims({**GEMMA, **old, **scaling})
+    assert dims == GEMMA3.dims({**GEMMA, **new})
+    assert dims.local == LocalDims((True, True, False, True), 7, 500.0)
+    assert (dims.rope_theta, dims.rope_factor, dims.of_local_layers.rope_theta) == (2e6, 8.0, 500.0)
+    assert dims.of_local_layers.rope_factor == 1 and dims.tied
+    assert GEMMA3.dims(with_num_layers({**GEMMA, **new}, 2)).local.layers == (True, True)
+    plain = GEMMA3.dims(GEMMA)
+    assert plain.local.layers == (True,) * 4 and plain.local.window == 4096 and plain.local.rope_theta == 1e4
+    assert plain.rope_theta == 1e6 and plain.rope_factor == 1
+    assert GEMMA3.dims({**GEMMA, "layer_types": ["full_attention"] * 4, "sliding_window": None}).local is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ({"attn_logit_softcapping": 50.0}, "capped scores"),
+        ({"attention_bias": True}, "attention biases"),
+        ({"use_bidirectional_attention": True}, "causal"),
+        ({"hidden_activation": "gelu"}, "hidden_activation='gelu': only 'gelu_pytorch_tanh'"),
+        ({"sliding_window": None}, "sliding_window=None"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern=0"),
+        ({"layer_types": ["full_attention"]}, "for each of the 4 layers"),
+        ({"layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, "for each of the 4 layers"),
+        ({"layer_types": 4}, "layer_types=4"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
+        ({"query_pre_attn_scalar": None}, "wrong type"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'default' and 'linear'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "without 'factor'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor=0.0"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "in sliding_attention"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "'default' and 'linear'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ],
+)
+def test_variants_of_gemma_that_are_not_computed_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        GEMMA3.dims({**GEMMA, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"partial_rotary_factor": 0.01}, "partial_rotary_factor=0.01"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5"),
+        ({"hidden_act": "gelu"}, "only 'silu'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "only the default rotary embedding is"),
+    ],
+)
+def test_variants_of_glm4_that_are_not_computed_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        GLM4.dims({**CONFIG, **changes})
+
+
+def test_glm4_has_its_bias_and_half_a_rotation_by_default():
+    dims = GLM4.dims({**CONFIG, "head_dim": 64})
+    assert dims.qkv_bias and dims.rotary_dim == 32 and dims.rotates_neighbours and dims.norms_outputs
+    names = [name for rule in GLM4.rules(dims) for name in rule.hf_names]
+    assert "model.layers.0.self_attn.q_proj.bias" in names and "model.layers.1.mlp.gate_up_proj.weight" in names
+    without = GLM4.rules(GLM4.dims({**CONFIG, "attention_bias": False}))
+    assert not any(name.endswith(".bias") for rule in without for name in rule.hf_names)
 
 
 def test_copied_tensors_are_views():

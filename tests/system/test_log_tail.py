@@ -1,4 +1,4 @@
-from mindrlhf.system.log_tail import last_lines
+from mindrlhf.system.files import last_lines
 
 
 def test_the_last_lines_that_say_something(tmp_path):

@@ -1,9 +1,13 @@
 """An agent's sample has several sequences: what goes into rows and comes back, and that they share one advantage."""
 
+import dataclasses
+import json
+
 import numpy as np
 import pytest
 from made_samples import make_sample, with_completion
 
+from mindrlhf.checkpoint.leftover import leftover_records, load_leftover, save_leftover
 from mindrlhf.config.algorithm import AlgorithmSection, CorrectionSection
 from mindrlhf.config.model import ModelSection
 from mindrlhf.config.reward import RewardSection
@@ -12,6 +16,7 @@ from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.rollout.types import AgentRecord, OwnSequence
 from mindrlhf.training.batch import RowOptions, make_update_batch
+from mindrlhf.training.loop.leftover import from_leftover, to_leftover
 from mindrlhf.training.loop.objective import Objective
 
 
@@ -126,3 +131,22 @@ def test_samples_of_one_sequence_are_as_they_were():
         batch.spread([np.zeros(2)], 1)
     with pytest.raises(AssertionError):
         batch.spread([np.zeros(2), np.zeros(2)], 1)
+
+
+def values_of(record):
+    """Return all that a sample holds, arrays with their dtypes."""
+    if dataclasses.is_dataclass(record):
+        return {field.name: values_of(getattr(record, field.name)) for field in dataclasses.fields(record)}
+    if isinstance(record, np.ndarray):
+        return record.dtype.str, record.shape, record.tolist()
+    return tuple(map(values_of, record)) if isinstance(record, tuple) else record
+
+
+def test_episodes_that_are_carried_over_come_back_from_a_checkpoint_as_they_were(tmp_path):
+    silent = with_completion(plain(0.0, 9), agent=AgentRecord((), "", failure="it died"))
+    samples = [of_agent(1.0), plain(0.0, 12, 13), silent, of_agent(0.5, num_turns=7)]
+    leftover = to_leftover(samples)
+    save_leftover(tmp_path, leftover)
+    found = from_leftover(load_leftover(tmp_path, json.loads(json.dumps(leftover_records(leftover)))))
+    assert [values_of(one) for one in found] == [values_of(one) for one in samples]
+    assert found[0].completion.agent.sequences[1].prompt_ids.tolist() == [8, 9]

@@ -17,18 +17,20 @@ from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import RunFailure
 from mindrlhf.observe.trackers import background
 from mindrlhf.training import life_cycle
-from mindrlhf.training.checkpoints.run import newest_checkpoint
+from mindrlhf.training.checkpoints.shards import SavesState
+from mindrlhf.training.preflight.output import newest_checkpoint
 from mindrlhf.training.runtime import Rank
 
 NUM_STEPS = 3
 
 
-class Fake(life_cycle.Training, life_cycle.Steps):
+class Fake(SavesState, life_cycle.Training, life_cycle.Steps):
     """A kind of training that keeps a journal; ``fails_at``, ``ends_at`` and ``is_over_at`` are steps."""
 
     shown_steps, num_steps = None, NUM_STEPS
 
     def __init__(self, output_dir, fails_at=0, ends_at=0, is_over_at=NUM_STEPS):
+        super().__init__()
         self.output_dir = output_dir
         self.is_over_at = is_over_at
         self.fails_at, self.ends_at = fails_at, ends_at
@@ -85,8 +87,8 @@ class Fake(life_cycle.Training, life_cycle.Steps):
     def state_size_bytes(self):
         return 10
 
-    def save(self, directory):
-        return {}
+    def state_writer(self, hold):
+        return lambda directory: {}
 
     def note(self, what):
         """Write down what is done."""

@@ -159,7 +159,7 @@ def test_a_new_config_is_right_and_commented(task, has_eval_data, contents, inpu
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"architectures": ["Gemma3ForCausalLM"]}, "supported language models are Qwen2ForCausalLM"),
+        ({"architectures": ["PhiForCausalLM"]}, "supported language models are Qwen2ForCausalLM"),
         ({"hidden_act": "gelu"}, "only 'silu' is supported"),
     ],
 )

@@ -9,7 +9,8 @@ from mindrlhf.config.model import ModelSection
 from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import GrpoConfig, SftConfig
 from mindrlhf.errors import UserError
-from mindrlhf.training.preflight import check_free, check_grpo_inputs, check_offline_inputs
+from mindrlhf.training.preflight import check_grpo_inputs, check_offline_inputs
+from mindrlhf.training.preflight.output import check_free
 from mindrlhf.weights.convert import export_hf, random_hf_weights
 
 

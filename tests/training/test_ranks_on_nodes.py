@@ -1,16 +1,28 @@
 """Ranks on several machines: who shares one, a buffer on each, and weights that must be the same on all."""
 
+import contextlib
+import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
 import pytest
 
+from mindrlhf.config.reward import RewardSection
 from mindrlhf.errors import RunFailure
+from mindrlhf.rewards.pool import RewardPool
+from mindrlhf.rewards.remote import start_verifiers
+from mindrlhf.rewards.types import RewardInput
 from mindrlhf.system.messages import decode, encode, merge
 from mindrlhf.training.batch import Machine
 from mindrlhf.training.loop.policy import Policy
-from mindrlhf.training.nodes import ServingWorker, find_nodes, find_required_slices, start_multi_node
+from mindrlhf.training.nodes import (
+    ServingWorker,
+    connect_verifiers,
+    find_nodes,
+    find_required_slices,
+    start_multi_node,
+)
 from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.publish.publisher import (
     PUBLISH,
@@ -203,8 +215,8 @@ CUT = [
 def _look(ranks, seen, version, bucket):
     """Compare the bucket that the buffers of all ranks have, and note its tensors."""
     for own in {rank.weight_buffer().path: rank.weight_buffer() for rank in ranks}.values():
+        own.turn_to(bucket)  # the next is written meanwhile
         own.verify(version)
-        assert own.bucket == bucket
         for tensor, _, array in own.tensors(version):
             np.testing.assert_array_equal(array, ranks[0].model.tensors[tensor])
             seen.append(tensor)
@@ -368,3 +380,30 @@ def test_buffers_get_what_servers_over_several_nodes_read_and_no_more(bucket_byt
                 np.testing.assert_array_equal(has, wanted, err_msg=name)
     for rank in ranks:
         rank.close_weights(PUBLISH)
+
+
+def test_the_verifiers_of_all_nodes_are_asked_by_rank_0(tmp_path):
+    source = "import os, time\ndef pid(completion, answer):\n    time.sleep(0.02); return os.getppid()\n"
+    (tmp_path / "own.py").write_text(source)
+    reward = RewardSection(verifier_function=(f"{tmp_path / 'own.py'}:pid",), num_workers=1)
+    ranks = [SpanningRank(machine, held) for machine, held in zip("xyz", CUT)]
+    team = ThreadedRanks(ranks)
+    nodes = find_nodes(team)
+    with contextlib.ExitStack() as stack:
+        for rank in ranks[1:]:  # the first of their nodes
+            rank.verifiers = start_verifiers(reward, stack)
+        stack.enter_context(open_weight_buffers(team, nodes))
+        pool = stack.enter_context(RewardPool.from_config(reward))
+        connect_verifiers(team, nodes, pool, reward)
+        results = pool.score([RewardInput(i, "x", "") for i in range(60)])
+        expected = {os.getpid(), *(rank.verifiers._process.pid for rank in ranks[1:])}
+    assert {int(result.total) for result in results} == expected
+
+
+def test_verifiers_that_stay_on_node_0_are_told(capsys, tmp_path):
+    reward = RewardSection(verifier_function=("accuracy_reward",), every_node=False)
+    with contextlib.ExitStack() as stack:
+        assert start_verifiers(reward, stack) is None
+        pool = stack.enter_context(RewardPool.from_config(reward))
+        connect_verifiers(None, [[0], [1]], pool, reward)
+    assert capsys.readouterr().out == "mindrlhf: verifiers run on node 0 alone: reward.every_node is false\n"

@@ -11,14 +11,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from mindrlhf.errors import UserError
-from mindrlhf.weights.convert import (
-    describe_directory,
-    export_directory,
-    export_hf,
-    hf_shapes,
-    import_directory,
-    random_hf_weights,
-)
+from mindrlhf.weights.convert import export_hf, hf_shapes, random_hf_weights
+from mindrlhf.weights.directories import describe_directory, export_directory, import_directory
 from mindrlhf.weights.hf import SafetensorsDirectory, read_hf_config
 from mindrlhf.weights.tensors import convert_dtype
 

@@ -47,6 +47,15 @@ CONFIG = {
 }
 QWEN3 = {**CONFIG, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": False}
 QWEN2 = {**CONFIG, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+GEMMA3 = {
+    **{key: value for key, value in CONFIG.items() if key != "hidden_act"},
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "sliding_window": 24,
+    "sliding_window_pattern": 6,
+    "query_pre_attn_scalar": 16,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
 PARTS = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -65,13 +74,17 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-def ggml_name(name: str) -> str:
+def ggml_name(name: str, architecture: str = "llama") -> str:
     if not name.startswith("model.layers."):
         return {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}.get(
             name, "output.weight"
         )
     layer, part = name.removeprefix("model.layers.").split(".", 1)
     part, _, kind = part.rpartition(".")
+    if architecture == "gemma3":
+        renamed = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm"}
+        part_of = {**PARTS, **renamed, "post_feedforward_layernorm": "post_ffw_norm"}
+        return f"blk.{layer}.{part_of[part]}.{kind}"
     return f"blk.{layer}.{PARTS[part]}.{kind}"
 
 
@@ -131,7 +144,7 @@ def write_gguf(
     path, config=CONFIG, kinds=lambda name: "F32", pre="smollm", change=lambda writer: None, tensors=None, **metadata
 ):
     """Write a model as llama.cpp's converter does, and return its tensors by Hugging Face name."""
-    architecture = config["model_type"]
+    architecture = config["model_type"].removesuffix("_text")
     writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -142,6 +155,8 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_rope_dimension_count(config["head_dim"])
+    if architecture == "gemma3":
+        writer.add_sliding_window(config["sliding_window"])
     for name, value in metadata.items():
         getattr(writer, name)(value)
     if isinstance(pre, str):
@@ -152,7 +167,9 @@ def write_gguf(
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     made = weights(config) if tensors is None else tensors
     for name, array in made.items():
-        target = ggml_name(name)
+        target = ggml_name(name, architecture)
+        if architecture == "gemma3" and name.endswith("norm.weight"):
+            array = array + np.float32(1)
         part = target.split(".")[2] if target.startswith("blk.") else ""
         if architecture == "llama" and part in heads:
             array = turned(array, heads[part])
@@ -169,7 +186,7 @@ def read_directory(directory) -> dict[str, np.ndarray]:
     return load_file(Path(directory) / "model.safetensors")
 
 
-@pytest.mark.parametrize("config", [CONFIG, QWEN2, QWEN3], ids=["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("config", [CONFIG, QWEN2, QWEN3, GEMMA3], ids=["llama", "qwen2", "qwen3", "gemma3"])
 def test_numbers_that_are_stored_come_back_under_their_names_in_their_order(tmp_path, config, capsys):
     expected = write_gguf(tmp_path / "model.gguf", config, pre="qwen2")
     assert main(["weights", "convert", str(tmp_path / "model.gguf"), "--output", str(tmp_path / "hf")]) == 0
@@ -177,7 +194,10 @@ def test_numbers_that_are_stored_come_back_under_their_names_in_their_order(tmp_
     found = read_directory(tmp_path / "hf")
     assert found.keys() == expected.keys()
     for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
+        if config is GEMMA3 and name.endswith("norm.weight"):  # 1 + weight is what the file holds
+            np.testing.assert_allclose(found[name], array, rtol=0, atol=1e-7, err_msg=name)
+        else:
+            np.testing.assert_array_equal(found[name], array, err_msg=name)
     written = json.loads((tmp_path / "hf" / "config.json").read_text())
     keys = set(config) - {"initializer_range"}
     assert {key: written[key] for key in keys} == {key: config[key] for key in keys}
@@ -376,7 +396,11 @@ REFUSED = {
         {"change": lambda writer: writer.add_tensor("rope_freqs.weight", divisors(low=2.0))},
         "another kind than Llama 3.1's",
     ),
-    "architecture": ({"config": {**CONFIG, "model_type": "gemma3"}}, "general.architecture 'gemma3'"),
+    "architecture": ({"config": {**CONFIG, "model_type": "phi3"}}, "general.architecture 'phi3'"),
+    "capped logits": (
+        {"config": GEMMA3, "change": lambda writer: writer.add_final_logit_softcapping(30.0)},
+        "caps scores or logits",
+    ),
     "pre-tokenizer": ({"pre": lambda writer: put_byte_level(writer, byte_level("smollm"), "poro-chat")}, "'poro-chat'"),
     "no tokenizer": ({"pre": lambda writer: None}, "no tokenizer.ggml.tokens"),
     "missing tensor": ({"tensors": dict(list(weights(CONFIG).items())[:-1])}, "lacks 1 tensor"),

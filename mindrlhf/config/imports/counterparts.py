@@ -42,8 +42,10 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "verifiers are functions of one's own there, without limits or gates": (
             "reward.failure_value reward.memory_limit_mib reward.gates reward.closed_gate_value reward.by_choice"
         ),
+        "verifiers run where the trainer does, or where Ray puts them": "reward.every_node",
         "Ray starts and restarts processes": "run.start_timeout_s rollout.start_timeout_s",
         "training and generation share an interpreter": "rollout.python rollout.env rollout.num_threads",
+        "an engine is one of its own": "rollout.engine",
         "asynchronous runs are another program there": (
             "rollout.asynchronous rollout.replay_order rollout.max_segments rollout.in_flight"
         ),
@@ -289,7 +291,6 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
 
 
 def carried(rules: Iterable[Rule]) -> set[str]:
-    """Return our keys that rules set."""
     return {key for rule in rules for key in rule.targets}
 
 

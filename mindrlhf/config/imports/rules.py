@@ -60,7 +60,6 @@ class Source:
 
 
 def only_shell_knows(part: str) -> str:
-    """Return the words for it."""
     return f"only the shell knows {part}"
 
 

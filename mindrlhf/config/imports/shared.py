@@ -49,7 +49,6 @@ def pipeline(value: Any, source: Source) -> Values:
 
 
 def kl_estimator(name: Any) -> str:
-    """Names of the estimates of KL."""
     if str(name) not in KL_ESTIMATORS:
         raise NoCounterpartError(f"no estimate {name!r} of the KL divergence: use k1, k2, k3 or abs")
     return KL_ESTIMATORS[name]

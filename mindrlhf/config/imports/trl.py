@@ -139,7 +139,6 @@ _SAMPLING = {"temperature": "rollout.temperature", "top_p": "rollout.top_p", "to
 
 
 def _sampling(value: Any, source: Source) -> Values:
-    """What overrides the sampling of a generator."""
     if not isinstance(value, dict):
         raise NoCounterpartError("set what you need of it in `rollout`")
     values = {ours: value[theirs] for theirs, ours in _SAMPLING.items() if theirs in value}

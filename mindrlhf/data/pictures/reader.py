@@ -26,7 +26,6 @@ class Picture:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that stand for it."""
         return self.grid[0] * self.grid[1]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.specs import find_spec
-from mindrlhf.system.log_tail import last_lines
+from mindrlhf.system.files import last_lines
 from mindrlhf.system.progress import watched
 
 # Kinds of collective operators, as MindSpore names them.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from mindspore.train import mind_ir_pb2 as ir
 
+from mindrlhf.dryrun.execute.kernels import halves
 from mindrlhf.dryrun.execute.mindir import (
     FLOAT32_TYPE_ID,
     INT32_TYPE_ID,
@@ -21,7 +22,7 @@ from mindrlhf.dryrun.execute.mindir import (
 # Inputs of GroupedMatmul behind left, right and what no cell gives.
 _GROUP_ENDS, _SPLIT_ITEM, _GROUP_TYPE, _TRANSPOSE = 7, 8, 9, (10, 11)
 _ROWS, _SUMMED = 0, 2  # what its groups divide: rows of the result, or the axis that is summed over
-_WRITERS = ("InplaceScatterSrc", "InplaceIndexAddExt")
+_WRITERS = ("InplaceScatterSrc", "InplaceScatterAdd", "InplaceIndexAddExt")
 
 
 def read_what_was_written(program: Program) -> None:
@@ -120,6 +121,18 @@ def lower_scatter(emitter: Emitter, inputs: Sequence[Value]) -> None:
     emitter.binary("Add", into, sums, name=output.name)
 
 
+def lower_scatter_add(emitter: Emitter, inputs: Sequence[Value]) -> None:
+    """Add one value to each row of a matrix, at its own place."""
+    into, _, places, values = inputs
+    output = emitter.output
+    if emitter.constant_input(1) % 2 != 1 or places.shape != (output.shape[0], 1):
+        raise LoweringError("InplaceScatterAdd of anything but one value in each row cannot run on the CPU")
+    numbers = emitter.array(np.arange(output.shape[1], dtype=np.int64))
+    equal = emitter.call("Equal", places, numbers, shape=output.shape, dtype=TensorType.BOOL)
+    placed = emitter.binary("Mul", emitter.cast(equal, FLOAT32_TYPE_ID, TensorType.FLOAT), values)
+    emitter.binary("Add", into, placed, name=output.name)
+
+
 def lower_remainder(emitter: Emitter, inputs: Sequence[Value]) -> None:
     """Remainder of numbers that are not negative."""
     output = emitter.output
@@ -147,7 +160,7 @@ def lower_matmul(emitter: Emitter, inputs: Sequence[Value]) -> None:
 
 def lower_gated(emitter: Emitter, inputs: Sequence[Value]) -> None:
     """SwiGLU (Shazeer 2020, arXiv:2002.05202): silu of the first half, times the second."""
-    gate, up = _halves(emitter, inputs[0])
+    gate, up = halves(emitter, inputs[0])
     sigmoid = emitter.like("Sigmoid", gate)
     emitter.binary("Mul", emitter.binary("Mul", gate, sigmoid), up, name=emitter.output.name)
 
@@ -155,7 +168,7 @@ def lower_gated(emitter: Emitter, inputs: Sequence[Value]) -> None:
 def lower_gated_grad(emitter: Emitter, inputs: Sequence[Value]) -> None:
     """With s = sigmoid(a): da = dy b s (1 + a (1 - s)) and db = dy a s."""
     slope, x = inputs[:2]
-    gate, up = _halves(emitter, x)
+    gate, up = halves(emitter, x)
     sigmoid = emitter.like("Sigmoid", gate)
     one = emitter.number(1.0, gate.dtype)
     rest = emitter.binary("Mul", gate, emitter.binary("Sub", one, sigmoid))
@@ -236,6 +249,7 @@ LOWER_EXPERT_KERNEL: dict[str, Callable[[Emitter, Sequence[Value]], None]] = {
     "IndexSelect": lower_index_select,
     "InplaceIndexAddExt": lower_index_add,
     "InplaceScatterSrc": lower_scatter,
+    "InplaceScatterAdd": lower_scatter_add,
     "FmodScalar": lower_remainder,
     "Dense": lower_dense,
     "MatMulExt": lower_matmul,
@@ -255,11 +269,6 @@ def _sort(emitter: Emitter, value: Value, axis: int, is_descending: bool) -> lis
     found = emitter.call("Sort", value, shape=value.shape, dtype=value.dtype, axis=axis, descending=is_descending)
     places = emitter.element(Value(found.name, value.shape, TensorType.INT32), 1)
     return [emitter.element(found, 0), emitter.cast(places, INT64_TYPE_ID, TensorType.INT64)]
-
-
-def _halves(emitter: Emitter, value: Value) -> tuple[Value, Value]:
-    axis, size = len(value.shape) - 1, value.shape[-1]
-    return emitter.slice(value, axis, 0, size // 2), emitter.slice(value, axis, size // 2, size)
 
 
 def _members(emitter: Emitter, ends: Value, num_rows: int) -> Value:

@@ -70,6 +70,40 @@ def lower_embedding_grad(emitter: Emitter, inputs: Sequence[Value]) -> None:
     emitter.result("UnsortedSegmentSum", gradient, ids, emitter.output.shape[0])
 
 
+def lower_rotation(emitter: Emitter, inputs: Sequence[Value]) -> None:
+    """x cos + turned(x) sin, where turned((a, b)) = (-b, a) of the halves of a head (arXiv:2104.09864, eq. 34)."""
+    x, cosines, sines = inputs[:3]
+    _check_halves(emitter, 3)
+    sum_of = [emitter.binary("Mul", x, cosines), emitter.binary("Mul", _turned(emitter, x), sines)]
+    emitter.binary("Add", *sum_of, name=emitter.output.name)
+
+
+def lower_rotation_grad(emitter: Emitter, inputs: Sequence[Value]) -> None:
+    """dx = dy cos - turned(dy sin); the tables have no gradient here."""
+    dy, cosines, sines = inputs[:3]
+    outputs = emitter.outputs
+    _check_halves(emitter, 4)
+    turned = _turned(emitter, emitter.binary("Mul", dy, sines))
+    dx = emitter.binary("Sub", emitter.binary("Mul", dy, cosines), turned)
+    emitter.make_tuple([dx, *(emitter.zeros(one.shape, one.dtype) for one in outputs[1:])], name=outputs[0].name)
+
+
+def _turned(emitter: Emitter, x: Value) -> Value:
+    first, second = halves(emitter, x)
+    return emitter.concat([emitter.like("Neg", second), first], len(x.shape) - 1)
+
+
+def _check_halves(emitter: Emitter, place: int) -> None:
+    if emitter.constant_input(place) != 0:
+        raise LoweringError("RotaryPositionEmbedding of neighbouring channels cannot run on the CPU")
+
+
+def halves(emitter: Emitter, value: Value) -> tuple[Value, Value]:
+    """Both halves of the last axis."""
+    axis, size = len(value.shape) - 1, value.shape[-1]
+    return emitter.slice(value, axis, 0, size // 2), emitter.slice(value, axis, size // 2, size)
+
+
 def lower_attention(emitter: Emitter, inputs: Sequence[Value]) -> None:
     """FlashAttentionScore: softmax(scale q k^T + mask) v, with heads that share keys and values.
 
@@ -113,6 +147,8 @@ def lower_attention_grad(emitter: Emitter, inputs: Sequence[Value]) -> None:
 LOWER_KERNEL: dict[str, Callable[[Emitter, Sequence[Value]], None]] = {
     "RmsNorm": lower_rms_norm,
     "RmsNormGrad": lower_rms_norm_grad,
+    "RotaryPositionEmbedding": lower_rotation,
+    "RotaryPositionEmbeddingGrad": lower_rotation_grad,
     "Outer": lower_outer,
     "Embedding": lower_embedding,
     "EmbeddingDenseBackward": lower_embedding_grad,

@@ -49,7 +49,8 @@ from mindrlhf.training.runtime import Rank
 from mindrlhf.training.team import Team, connect, serve
 from mindrlhf.training.vision.image_rows import ImageTokens
 from mindrlhf.weights.publish.buffer import WeightBuffer
-from mindrlhf.weights.publish.publisher import PUBLISH, open_weight_buffers, sharded_tensors
+from mindrlhf.weights.publish.export import sharded_tensors
+from mindrlhf.weights.publish.publisher import PUBLISH, open_weight_buffers
 
 OLD, REFERENCE = "old_logprobs", "reference_logprobs"
 

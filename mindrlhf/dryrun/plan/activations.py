@@ -46,6 +46,7 @@ class LayerWidths:
         query, key, value, context: of the attention's inputs and output.
         latents: of compressed projections that every tensor-parallel rank holds whole (latent attention).
         normed_heads: of queries and keys that are normalised per head.
+        normed_outputs: of the results of attention and MLP where they are normalised.
         mlp: of the dense gated MLP; 0 without one.
         shared: of the expert that sees every token, whole on every rank; 0 without one.
         expert: of one routed expert; 0 in dense layers.
@@ -61,6 +62,7 @@ class LayerWidths:
     context: int
     latents: int = 0
     normed_heads: int = 0
+    normed_outputs: int = 0
     mlp: int = 0
     shared: int = 0
     expert: int = 0
@@ -87,6 +89,7 @@ def model_widths(spec: ModelSpec, dims: ModelDims) -> list[LayerWidths]:
         context=context,
         latents=latents,
         normed_heads=normed_heads,
+        normed_outputs=2 * dims.hidden_size if dims.norms_outputs else 0,
     )
     dense = replace(attention, mlp=dims.intermediate_size)
     if dims.experts is None:
@@ -115,7 +118,7 @@ def layer_bytes(
     # Two norms: their float32 inputs are sharded by sequence parallelism, their outputs are gathered.
     per_token = 2 * widths.hidden * NORM_BYTES / sequence + 2 * widths.hidden * element_bytes
     # The results of attention and MLP, before they are added to the residual stream.
-    per_token += 2 * widths.hidden * element_bytes / sequence
+    per_token += (2 * widths.hidden * element_bytes + widths.normed_outputs * NORM_BYTES) / sequence
     per_token += widths.latents * (element_bytes + NORM_BYTES)
     # Queries and keys are kept before and after the rotation.
     attention = 2 * (widths.query + widths.key) + widths.value + widths.context
@@ -133,7 +136,8 @@ def _recomputed_bytes(operator: str, widths: LayerWidths, layout: Layout, elemen
     tensor = layout.model_parallel
     if operator == NORMS:  # the casts of their inputs to float32; and their outputs, unless those are gathered
         split = _sequence_split(layout)
-        return 2 * widths.hidden * ((NORM_BYTES - element_bytes) / split + (element_bytes if split == 1 else 0))
+        gathered = 2 * widths.hidden * (element_bytes if split == 1 else 0)
+        return gathered + (2 * widths.hidden + widths.normed_outputs) * (NORM_BYTES - element_bytes) / split
     if operator == ATTENTION:
         return (widths.context * element_bytes + widths.num_heads * SOFTMAX_STATISTICS_BYTES) / tensor
     return (2 if operator == ACTIVATION else 4) * widths.mlp * element_bytes / tensor

@@ -344,6 +344,9 @@ def _mask(inputs: MemoryInputs) -> MemoryItem:
     rows, length = inputs.batch.rows_per_pipeline_micro_batch, inputs.batch.row_length
     context = inputs.layout.context_parallel
     how = f"{rows} sequence{'s' if rows > 1 else ''} x {length:,} x {length:,} x 2 B"
+    num_masks = 2 if inputs.dims.local else 1
+    if num_masks > 1:
+        how += " x 2, with the window and without"
     if context > 1:
         how += f" / context_parallel {context}"
-    return MemoryItem("attention mask", 2 * rows * length**2 // context, False, how)
+    return MemoryItem("attention mask", 2 * num_masks * rows * length**2 // context, False, how)

@@ -7,7 +7,7 @@ holds comes from other nodes; each device of a server then takes its own.
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mindrlhf.config.schema import GrpoConfig
@@ -18,8 +18,9 @@ from mindrlhf.layout.server_shards import Box, server_box
 from mindrlhf.layout.servers import place_servers
 from mindrlhf.specs import ModelDims, ParameterRule
 from mindrlhf.weights.convert import buffer_dtype, buffer_infos, file_dtype
+from mindrlhf.weights.publish.buffer import arrange_buckets
 from mindrlhf.weights.publish.shards import published_shards
-from mindrlhf.weights.tensors import STORAGE_DTYPES, cut_into_buckets, size_of
+from mindrlhf.weights.tensors import STORAGE_DTYPES
 
 # 200 Gbit/s, as servers with NPUs have it for storage and between hosts.
 LINK_BYTES_PER_S = 25e9
@@ -105,11 +106,11 @@ def plan_transfer(
         TransferStep("buffers to generator devices", to_devices, to_devices),
     )
     infos = buffer_infos(rules, dims, config.model.param_dtype, config.rollout.dtype)
-    buckets = cut_into_buckets(infos, int(config.rollout.weight_buffer_gib * 2**30))
+    buckets, place_sizes = arrange_buckets(infos, int(config.rollout.weight_buffer_gib * 2**30))
     # What comes to one node has left others: none sends more than its share, or than it receives itself.
     busiest = max(max(received), -(-sum(received) // nodes.count))
     return TransferPlan(
-        buffer_bytes=max(size_of(bucket, infos) for bucket in buckets),
+        buffer_bytes=sum(place_sizes),
         num_buckets=len(buckets),
         num_nodes=nodes.count,
         steps=steps,
@@ -142,10 +143,10 @@ class _Nodes:
         key = (kind, *lies, local, self._devices[node])
         if key not in self._counted:
             boxes = self._held(rule, one, local)
-            needed = dict(self._needed(rule, self._devices[node]))
-            overlap = sum(_overlap(box, needed[name]) for name, box in boxes if name in needed)
+            needed = self._needed(rule, self._devices[node])
+            overlap = sum(_overlap(box, other) for name, box in boxes for own, other in needed if own == name)
             held = sum(_size(box) for _, box in boxes)
-            self._counted[key] = held, sum(map(_size, needed.values())), overlap
+            self._counted[key] = held, sum(_size(box) for _, box in needed), overlap
         return self._counted[key]
 
     @cached_property
@@ -164,6 +165,11 @@ class _Nodes:
     def _needed(self, rule: ParameterRule, devices: tuple[int, int] | None) -> list[tuple[str, Box]]:
         if devices is None:
             return []
+        if rule.transform == "halves":
+            ((rows, columns),) = rule.shape(self._dims)
+            half = replace(rule, shape=lambda _: ((rows // 2, columns),))
+            (start, stop), across = server_box(half, self._dims, 0, self._num_devices, *devices)
+            return [(rule.hf_names[0], ((first + start, first + stop), across)) for first in (0, rows // 2)]
         per_expert = len(rule.hf_names) // rule.num_experts
         boxes = [server_box(rule, self._dims, part, self._num_devices, *devices) for part in range(per_expert)]
         return [(name, boxes[place % per_expert]) for place, name in enumerate(rule.hf_names)]

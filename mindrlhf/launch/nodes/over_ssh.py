@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -74,7 +74,7 @@ def run_over_ssh(words: Sequence[str], hosts: Sequence[str], master: str | None,
     ]
     for reader in readers:
         reader.start()
-    with _passing_signals(nodes):
+    with passing_signals(lambda number: _tell(nodes[0], number)):
         while any(process.poll() is None for process in nodes):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 next(process for process in nodes if process.poll() is None).wait(_POLL_INTERVAL_S)
@@ -137,11 +137,9 @@ def _tell(process: subprocess.Popen, line: object) -> None:
 
 
 @contextlib.contextmanager
-def _passing_signals(nodes: Sequence[subprocess.Popen]) -> Iterator[None]:
+def passing_signals(tell: Callable[[int], None]) -> Iterator[None]:
     """Pass signals on to node 0, which sees to the others."""
-    previous = {
-        number: signal.signal(number, lambda received, _: _tell(nodes[0], int(received))) for number in _SIGNALS
-    }
+    previous = {number: signal.signal(number, lambda received, _: tell(int(received))) for number in _SIGNALS}
     try:
         yield
     finally:

@@ -313,11 +313,6 @@ def _indexed_job(environment: Mapping[str, str]) -> _Claim:
 _SYSTEMS = (_kubeflow, _torchrun, _ascend_operator, _leader_worker_set, _slurm, _mpi, _indexed_job)
 
 
-def first_host(hosts: str) -> str:
-    """Return the first host of a list as Slurm writes it: "gpu[07-09,12],login1" gives "gpu07"."""
-    return next(iter(expand_hosts(hosts)), "")
-
-
 def _hosts_of(said: _Said) -> list[str]:
     try:
         return expand_hosts(said.value)

@@ -15,6 +15,7 @@ from mindspore.common.initializer import initializer
 from mindspore.ops.operations import Morph
 
 from mindrlhf.errors import UserError
+from mindrlhf.models.ascend_layers import gate_then_up
 from mindrlhf.specs import ModelDims
 from mindrlhf.specs.fuse import fuse
 from mindrlhf.specs.lora import Adapter
@@ -49,8 +50,9 @@ class AdaptedLinear(nn.Cell):
         self.divides_rows = is_row and layer.sequence_parallel and layer.tp > 1
         if self.num_sums > 1:
             self.sum = layer.reduce_scatter if self.divides_rows else layer.all_reduce
+        self.is_gated = adapter.base.transform == "gate_up"
         self.matmul = ops.MatMul(transpose_b=True)
-        self.cast = ops.Cast()
+        self.cast, self.transpose = ops.Cast(), ops.Transpose()
         function = self._product_with_bias if self.adds_bias else self._product
         self.product = Morph(function, func_infer_shape, func_infer_dtype).add_prim_attr("self_define_shard", True)
         inputs, weight, outputs = _axes(layer)
@@ -86,6 +88,8 @@ class AdaptedLinear(nn.Cell):
             period, width = self.own_part.shape
             groups = ops.reshape(ops.tile(up, (1, self.num_parts)), (-1, period, width))
             up = ops.reshape(groups * self.own_part, (-1, width))
+        if self.is_gated:
+            weight, up = gate_then_up(weight, self.transpose), gate_then_up(up, self.transpose)
         latent = self.matmul(rows, self.cast(down, self.compute_dtype))
         return self.matmul(rows, weight) + self.matmul(latent, self.cast(up, self.compute_dtype))
 

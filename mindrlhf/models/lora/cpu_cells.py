@@ -49,7 +49,9 @@ class GateUpAdapter(nn.Cell):
         self.down = _parameter(adapter.down, dims)
         self.up = _parameter(adapter.up, dims)
         self.scale = scale
-        self.size, self.rank = adapter.up.shape(dims)[0]
+        rows, self.rank = adapter.up.mf_shape(dims)
+        self.size = rows // 2
+        self.shares_latent = len(adapter.base.hf_names) == 1  # both are halves of one matrix
         self.split_latent = ops.Split(1, 2)
         self.split_up = ops.Split(0, 2)
         self.matmul_transpose_b = ops.MatMul(transpose_b=True)
@@ -59,7 +61,7 @@ class GateUpAdapter(nn.Cell):
         latent = self.matmul_transpose_b(rows, self.down)
         pairs = ops.transpose(ops.reshape(self.up * self.scale, (self.size, 2, self.rank)), (1, 0, 2))
         gate_up, up_up = self.split_up(ops.reshape(pairs, (2 * self.size, self.rank)))
-        gate, up = self.split_latent(latent)
+        gate, up = (latent, latent) if self.shares_latent else self.split_latent(latent)
         return self.matmul_transpose_b(gate, gate_up), self.matmul_transpose_b(up, up_up)
 
 

@@ -107,6 +107,7 @@ _CELL_OF = {
     "copy": cpu_cells.LowRankAdapter,
     "qkv": cpu_cells.LowRankAdapter,
     "gate_up": cpu_cells.GateUpAdapter,
+    "halves": cpu_cells.GateUpAdapter,
     "expert_gate_up": cpu_cells.ExpertGateUpAdapter,
     "expert_down": cpu_cells.ExpertDownAdapter,
 }

@@ -8,9 +8,9 @@ import numpy as np
 from mindformers.parallel_core.training_graph.device_matrix import layout
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import initializer
-from mindspore.ops.operations import Morph
 
 from mindrlhf.models.ascend_cells import DecoderInputs
+from mindrlhf.models.ascend_layers import on_each_rank
 from mindrlhf.models.rotary import axis_frequencies
 from mindrlhf.specs import ModelDims
 from mindrlhf.specs.rules import IMAGE_ROWS_NAME
@@ -20,8 +20,8 @@ class ImageDecoderInputs(DecoderInputs):
     """In place of :class:`mindrlhf.models.ascend_cells.DecoderInputs`; see the cell of the same name for the CPU.
 
     Args:
-        model: MindFormers' GPTModel; its rotary cells must take angles by row
-            (:func:`mindrlhf.models.ascend_cells.rotate_by_row`).
+        model: MindFormers' GPTModel; its rotary cells must take tables by row
+            (:func:`mindrlhf.models.ascend_layers.fuse_rotation`).
         config: its config.
         max_length: longest row.
         dims: sizes of a model with vision.
@@ -44,10 +44,10 @@ class ImageDecoderInputs(DecoderInputs):
         self.image_rows = Parameter(rows, name=IMAGE_ROWS_NAME, requires_grad=False, parallel_optimizer=False)
         length_axis = "cp_tp" if config.sequence_parallel else "cp"
         ids = ("dp", "cp", "None")
-        self.text = _on_each_rank(self._text, _tokens_shape, [ids], ("dp", "cp"))
+        self.text = on_each_rank(self._text, _tokens_shape, [ids], ("dp", "cp"))
         hidden, by_length = (length_axis, "dp", "None"), ("dp", length_axis, "None")
         inputs = [hidden, by_length, ("dp", "None")]
-        self.see = _on_each_rank(self._see, _first, inputs, hidden)
+        self.see = on_each_rank(self._see, _first, inputs, hidden)
         self.added = nn.CellList([RowsBehindLayer(dims, number, inputs) for number in range(num_deep)])
         # Every pipeline stage computes the angles, and MindSpore places no Morph in several.
         dp, cp = config.data_parallel_size, config.context_parallel_size
@@ -60,9 +60,9 @@ class ImageDecoderInputs(DecoderInputs):
         self.add_axis_of_heads = ops.ExpandDims().shard((by_position,))
 
     def construct(self, input_ids, segment_ids):
-        """Return hidden states `[S, B, H]`, the mask, and rotary angles `[S, B, 1, D]` with their scale.
+        """Return hidden states `[S, B, H]`, the mask, and rotary tables, two of `[S, B, 1, D]`.
 
-        Behind the scale comes what the first layers add to their outputs, `[S, B, H]` each, if any do.
+        Behind them comes what the first layers add to their outputs, `[S, B, H]` each, if any do.
 
         Args:
             input_ids: `[B, S, 4]` int32; see
@@ -71,7 +71,7 @@ class ImageDecoderInputs(DecoderInputs):
             segment_ids: `[B, S]` int32, 0 is padding.
         """
         hidden_states, mask, _ = super().construct(self.text(input_ids), segment_ids)
-        tables = (self._angles(input_ids), 1.0)
+        tables = self.tables((self._angles(input_ids), 1.0))
         for rows_behind in self.added:
             tables += (rows_behind(hidden_states, input_ids, self.image_rows),)
         return self.see(hidden_states, input_ids, self.image_rows), mask, tables
@@ -116,7 +116,7 @@ class RowsBehindLayer(nn.Cell):
         super().__init__(auto_prefix=False)
         self.vocab_size = dims.vocab_size
         self.start, self.stop = (1 + layer) * dims.hidden_size, (2 + layer) * dims.hidden_size
-        self.rows = _on_each_rank(self._rows, _first, inputs, inputs[0])
+        self.rows = on_each_rank(self._rows, _first, inputs, inputs[0])
 
     def construct(self, hidden_states, input_ids, image_rows):
         """Return `[S, B, H]`, in the dtype of ``hidden_states``."""
@@ -134,13 +134,6 @@ def _rows_of(hidden_states, input_ids, image_rows, vocab_size):
     is_image = ops.cast(tokens >= vocab_size, tokens.dtype)
     rows = ops.cast(ops.gather(image_rows, (tokens - vocab_size) * is_image, 0), hidden_states.dtype)
     return rows, ops.cast(ops.expand_dims(is_image, 2), hidden_states.dtype)
-
-
-def _on_each_rank(function, infer_shape, inputs, output) -> Morph:
-    """Return the operator that runs ``function`` on the shards of each rank; ``inputs`` and ``output`` name axes."""
-    operator = Morph(function, infer_shape, _first).add_prim_attr("self_define_shard", True)
-    in_strategy = tuple(layout(*axes) for axes in inputs)
-    return operator.shard(in_strategy=in_strategy, out_strategy=(layout(*output),))
 
 
 def _first(first, *others):

@@ -13,7 +13,13 @@ from typing import Any, Protocol
 from mindrlhf.errors import UserError
 
 # What each is imported as; the extra that installs it has the tracker's name.
-PACKAGES = {"wandb": "wandb", "swanlab": "swanlab", "mlflow": "mlflow", "prometheus": "prometheus_client"}
+PACKAGES = {
+    "wandb": "wandb",
+    "swanlab": "swanlab",
+    "mlflow": "mlflow",
+    "prometheus": "prometheus_client",
+    "opentelemetry": "opentelemetry.sdk.trace",
+}
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,10 @@ def check_trackers(sinks: Sequence[str]) -> None:
 
 def _is_installed(package: str) -> bool:
     # A folder of that name without code, such as wandb makes for its files, is found as well, but has no origin.
-    spec = importlib.util.find_spec(package)
+    try:
+        spec = importlib.util.find_spec(package)
+    except ModuleNotFoundError:  # a package that it lies in
+        return False
     return spec is not None and spec.origin is not None
 
 

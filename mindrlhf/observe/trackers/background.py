@@ -27,12 +27,10 @@ class Trackers:
         self._is_complete = False
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Pass on the metrics of a step."""
         values = {name: float(value) for name, value in metrics.items()}
         self._send(lambda tracker: tracker.write(step, values))
 
     def write_samples(self, step: int, samples: Sequence[str]) -> None:
-        """Pass on samples of a step."""
         if samples:
             self._send(lambda tracker: tracker.write_samples(step, tuple(samples)))
 
@@ -100,11 +98,9 @@ class _TrackerThread:
         self._thread.start()
 
     def send(self, call: Callable[[Tracker], None]) -> None:
-        """Have the thread make a call."""
         self._calls.put(call)
 
     def finish(self) -> None:
-        """Have the thread end after the calls before."""
         self._calls.put(None)
 
     def wait(self, seconds: float, limit_s: float) -> None:

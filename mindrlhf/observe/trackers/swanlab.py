@@ -32,7 +32,6 @@ class Tracker:
         self._run.log({name: value for name, value in metrics.items() if math.isfinite(value)}, step=step)
 
     def write_samples(self, step: int, samples: Sequence[str]) -> None:
-        """Record the samples as text."""
         self._run.log({"samples": [swanlab.Text(sample) for sample in samples]}, step=step)
 
     def write_report(self, path: Path) -> None:

@@ -29,12 +29,10 @@ class Tracker:
         self._run.log({"step": step, **metrics})
 
     def write_samples(self, step: int, samples: Sequence[str]) -> None:
-        """Record the samples as a table."""
         table = wandb.Table(columns=["sample"], data=[[sample] for sample in samples])
         self._run.log({"step": step, "samples": table})
 
     def write_report(self, path: Path) -> None:
-        """Show the report as a panel."""
         self._run.log({"report": wandb.Html(path.read_text(encoding="utf-8"), inject=False)})
 
     def close(self, *, is_complete: bool) -> None:

@@ -195,7 +195,6 @@ class SampleServer:
         self._http.serve_forever(poll_interval=0.2)
 
     def close(self) -> None:
-        """End ``run``."""
         self._http.shutdown()
         self._http.server_close()
 
@@ -280,7 +279,6 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*arguments)
 
     def do_GET(self) -> None:
-        """Answer."""
         url = urlsplit(self.path)
         wished = {name: values[-1] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
         found = None

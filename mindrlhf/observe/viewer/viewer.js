@@ -195,7 +195,7 @@
 
   function sample(owner, row) {
     const box = make("div");
-    box.append(make("h2", "", `${runs.length > 1 ? owner.name + ", " : ""}completion at step ${row[STEP]}`));
+    box.append(make("h2", "", `${runs.length > 1 ? owner.name + ", completion" : "Completion"} at step ${row[STEP]}`));
     box.append(row[TOKENS] ? shaded(row) : make("div", "text", row[COMPLETION]));
     const facts = make("div", "facts");
     const fact = (name, value) => { const one = make("span", "quiet", `${name} `); one.append(make("b", "", value)); facts.append(one); };

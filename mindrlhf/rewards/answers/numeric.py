@@ -40,10 +40,6 @@ _SCIENTIFIC = re.compile(
     r"|(?P<bare>[-+]?[0-9]{1,3}))"
 )
 _REPEATING = re.compile(r"(?P<sign>[-+]?)(?P<whole>[0-9]*)\.(?P<fixed>[0-9]*)\\overline\s*\{?(?P<period>[0-9]+)\}?")
-_IN_PROSE = re.compile(
-    r"(?:(?<![\w)\]}])[-+])?[$€£¥]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<!\w)\.[0-9]+)"
-    r"(?:[eE][-+]?[0-9]{1,3}(?!\w))?(?:/[0-9]+(?:\.[0-9]+)?)?(?:\s?\\?%)?"
-)
 _FOREIGN = re.compile(
     r"[-+]?[$€£¥]?(?:[0-9]{1,3}(?:\.[0-9]{3}){2,}(?:,[0-9]+)?|[0-9]{1,3}\.[0-9]{3},[0-9]+"
     r"|[0-9]{1,3}(?:[ '][0-9]{3})+,(?!0+$)[0-9]+|[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}(?:\.[0-9]+)?)"
@@ -120,24 +116,6 @@ def is_near(number: Number, reference: Number, tolerance: float) -> bool:
     if not tolerance or number.is_percentage != reference.is_percentage:
         return False
     return abs(number.value - reference.value) <= Fraction(tolerance) * abs(reference.value)
-
-
-def last_number(text: str) -> str | None:
-    """The last number written in a running text, as text (``"-3"``, ``"$1,042"``, ``"3/4"``), or None.
-
-    Only the neighbourhood of the last digit is looked at, so the cost does not grow with the numbers in the text.
-    """
-    last_digit = max(text.rfind(digit) for digit in "0123456789")
-    if last_digit < 0:
-        return None
-    start = max(0, last_digit - MAX_NUMBER_CHARS)
-    window = text[start : last_digit + 4].replace("\u2212", "-")
-    found = None
-    for match in _IN_PROSE.finditer(window):
-        # A number that reaches the edge of the window is longer than any number we accept.
-        if start == 0 or match.start() > 0:
-            found = match.group()
-    return found
 
 
 def _in_english(text: str) -> str:

@@ -25,7 +25,7 @@ from mindrlhf.data.tokenizers import Tokenizer
 from mindrlhf.rollout.agents.episode import Episode, EpisodeLimits
 from mindrlhf.rollout.chat_server import HttpServer, Keys, Prompts, Questions
 from mindrlhf.rollout.turn_texts import TurnTexts
-from mindrlhf.rollout.types import Completion, CompletionSource, GenerationRequest, SamplingParams
+from mindrlhf.rollout.types import Cancelled, Completion, CompletionSource, GenerationRequest, SamplingParams
 from mindrlhf.system import heartbeat
 from mindrlhf.system.files import take_directory
 from mindrlhf.system.processes import SERVER_PREFIX
@@ -85,6 +85,7 @@ class AgentEpisodes:
         self._keys = Keys()
         self._running: dict[Episode, Future] = {}
         self._ended: deque[Episode] = deque()
+        self._is_cancelled = False
         # In the temporary directory, since the path of a Unix socket must be short.
         self._directory, self._lock = take_directory(Path(tempfile.gettempdir()), SERVER_PREFIX)
         path = str(self._directory / "e.sock")
@@ -122,6 +123,11 @@ class AgentEpisodes:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+    def cancel(self) -> None:
+        """Have ``generate``, in the thread that consumes it, raise ``Cancelled`` within a second, now and later."""
+        self._is_cancelled = True
+        self._generator.cancel()
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> Iterator[Completion]:
         """Yield every episode as it ends: ``sum(r.num_samples)`` of them, in any order."""
@@ -190,6 +196,8 @@ class AgentEpisodes:
         since_s = None
         with self._questions.news:
             while not self._ended and self._running:
+                if self._is_cancelled:
+                    raise Cancelled
                 if count := len(self._questions.waiting):
                     since_s = since_s or time.monotonic()
                     if len({one.order[:2] for one in self._questions.waiting}) == len(self._running):

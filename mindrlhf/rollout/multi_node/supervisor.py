@@ -6,9 +6,8 @@ import threading
 
 from mindrlhf.errors import RunFailure
 from mindrlhf.rollout.processes.server import NodePlace, ServerProcess
-from mindrlhf.rollout.remote import introduce_node
 from mindrlhf.rollout.vllm_options import VllmOptions
-from mindrlhf.system.handshake import SignedConnection
+from mindrlhf.system.handshake import SignedConnection, introduce_node
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 
 _POLL_S = 0.5

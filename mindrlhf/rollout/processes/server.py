@@ -22,8 +22,7 @@ from mindrlhf.rollout.vllm_options import (
     write_plugin,
 )
 from mindrlhf.system import heartbeat, processes
-from mindrlhf.system.files import take_directory
-from mindrlhf.system.log_tail import last_lines
+from mindrlhf.system.files import last_lines, take_directory
 
 _NUM_LOG_LINES_SHOWN = 3
 _BUFFER_NAME = "buffer"  # in the private directory of a process without a trainer to name it the weight buffer
@@ -88,8 +87,7 @@ class ServerProcess:
         } | {"private_dir": self.private_dir, "model_dir": os.path.abspath(options.model_dir)}
         self._buffer_file = Path(self.private_dir, _BUFFER_NAME)
         config |= {"span": None if span is None else dataclasses.asdict(span), "buffer_file": str(self._buffer_file)}
-        starter = heartbeat.own_path() if options.device == "cpu" else None
-        config |= {"starter_heartbeat": str(starter or "")}
+        config |= {"starter_heartbeat": str(heartbeat.own_path() or "")}
         python = os.path.abspath(shutil.which(options.python))  # links are kept: they say which environment it is
         command = [python, "-m", "mindrlhf.rollout.server", *arguments, "--config", json.dumps(config)]
         try:

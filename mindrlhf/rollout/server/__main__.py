@@ -1,4 +1,4 @@
-"""The rollout server: a vLLM engine behind a socket, in an interpreter of its own.
+"""The rollout server: an engine, vLLM unless told otherwise, behind a socket, in an interpreter of its own.
 
 The trainer starts it (see ``mindrlhf.rollout.vllm``) as ``python -m mindrlhf.rollout.server --socket-fd N --config
 JSON``. It serves that one connection and ends with it. Messages (see ``mindrlhf.system.wire``) are headers with a
@@ -44,8 +44,9 @@ import numpy as np
 from mindrlhf.rollout.sent_images import unpack_images
 from mindrlhf.rollout.server.multi_node import prepare
 from mindrlhf.rollout.types import Completion, pack_completions
-from mindrlhf.system import heartbeat, processes, speed_ups
+from mindrlhf.system import heartbeat, processes, speed_ups, timeline, tracing
 from mindrlhf.system.wire import ConnectionClosed, receive_message, send_message
+from mindrlhf.tools.loading import load_named
 from mindrlhf.weights.tensors import TensorInfo
 
 _PARENT_POLL_S = 0.5
@@ -63,7 +64,8 @@ def main() -> None:
     _end_with_parent(config["private_dir"])
     if config["starter_heartbeat"]:
         # On a CPU a rank hears from the others within a hundredth of a second, or tries again half a second later: it
-        # needs a free core. So what takes longest waits, after what it has time for until then.
+        # needs a free core. So what takes longest waits, after what it has time for until then. On an NPU MindSpore
+        # takes 15/16 of what is free when it joins for its limit: what this server holds then it would never get.
         with speed_ups.quick_imports():
             import torch  # noqa: F401
         heartbeat.wait_while_joining(Path(config["starter_heartbeat"]))
@@ -74,11 +76,8 @@ def main() -> None:
     os.set_inheritable(arguments.socket_fd, False)
     connection = socket.socket(fileno=arguments.socket_fd)
 
-    with _quick_imports(config["device"]):
-        from mindrlhf.rollout.server.engine import build_engine  # takes seconds: vLLM and torch
-
     try:
-        engine = build_engine(config)
+        engine = _make_engine(config)
     except BaseException:
         traceback.print_exc()
         _leave(config["private_dir"], 1)
@@ -88,6 +87,16 @@ def main() -> None:
         print("rollout server: the trainer closed the connection", file=sys.stderr)
     engine.close()
     _leave(config["private_dir"], 0)
+
+
+def _make_engine(config: dict[str, Any]):
+    path, _, name = config["engine"].rpartition(":")
+    if path:
+        return load_named(Path(path), name, "engine")(config)
+    with _quick_imports(config["device"]):
+        from mindrlhf.rollout.server.engine import build_engine  # takes seconds: vLLM and torch
+
+    return build_engine(config)
 
 
 @contextlib.contextmanager
@@ -123,6 +132,7 @@ class Server:
         self._send("ready", pid=os.getpid(), sampler=self._engine.sampler)
         while True:
             header, arrays = receive_message(self._connection)
+            tracing.answer(header, "rollout server")
             try:
                 going_on = self._answer(header, arrays)
             except ConnectionClosed:
@@ -143,7 +153,8 @@ class Server:
             pass
         elif kind == "update_weights":
             start = time.perf_counter()
-            self._engine.update_weights(header["version"], header["buffer_path"])
+            with timeline.span("load weights", version=header["version"]):
+                self._engine.update_weights(header["version"], header["buffer_path"])
             self._stats["update_s"] += time.perf_counter() - start
             self._send("done")
         elif kind == "find_required_slices":
@@ -166,7 +177,7 @@ class Server:
         return True
 
     def _generate(self, sampling: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        start = time.perf_counter()
+        start, span = time.perf_counter(), timeline.span("sample", prompts=len(arrays["seeds"]))
         ends = np.cumsum(arrays["prompt_lengths"])[:-1]
         prompts = [prompt.tolist() for prompt in np.split(arrays["prompt_ids"], ends)]
         numbers = (arrays[name].tolist() for name in ("num_samples", "seeds", "max_tokens"))
@@ -176,9 +187,12 @@ class Server:
             self._stats["num_steps"] += 1
             if samples:
                 self._send_completions(samples, arrays["request_ids"])
+                for sample in samples:
+                    span.part("rollout", prompt=sample.request_id, tokens=len(sample.token_ids))
             if self._is_aborted():
                 self._engine.abort()
         self._stats["generate_s"] += time.perf_counter() - start
+        span.end()
         self._send("generated")
 
     def _send_completions(self, samples: Sequence[Completion], request_ids: np.ndarray) -> None:
@@ -202,7 +216,7 @@ class Server:
         return bool(select.select([self._connection], [], [], 0)[0])
 
     def _send(self, kind: str, **fields: Any) -> None:
-        send_message(self._connection, {"kind": kind, **fields})
+        send_message(self._connection, {"kind": kind, **fields, **tracing.take()})
 
 
 def _end_with_parent(private_dir: str) -> None:

@@ -94,7 +94,7 @@ class VllmEngine:
         with cpu.without_listeners() if is_alone else contextlib.nullcontext():
             self._engine = LLMEngine.from_engine_args(EngineArgs(**self._engine_arguments(config)))
         if config["device"] == "ascend":
-            self._engine.collective_rpc("tell_processed_logprobs")
+            self._engine.collective_rpc("set_up_sampler")
         self._weights_load_in_place = False
         self._required: tuple[list[TensorInfo], list] | None = None  # of each worker, for these tensors
         self._recorder = RoutingRecorder(self._model_runner()) if config["record_routing"] else None

@@ -45,7 +45,7 @@ class WorkerExtension:
     """Methods that vLLM adds to its worker class (``worker_extension_cls``), called by ``collective_rpc``."""
 
     def load_weight_buffer(self, path: str, version: int, in_place: bool) -> bool:
-        """Load every tensor that the buffer at ``path`` now has of ``version``: all, or a bucket of them.
+        """Load every tensor of ``version`` from the buffer at ``path``: all, or the bucket that comes next.
 
         Each worker reads the full tensors and vLLM's own loaders take their fused and sharded parts. Where
         slices of the tensors were committed, these must hold what :meth:`find_required_slices` returned here.
@@ -57,18 +57,19 @@ class WorkerExtension:
             Whether all of the version is loaded now.
 
         Raises:
-            WeightBufferError: another version in the buffer, a wrong checksum, a bucket that is not the next, or
-                parameters that the buffer lacks.
+            WeightBufferError: another version or bucket in the buffer, a wrong checksum, or parameters that the buffer
+                lacks.
         """
         buffer = self._attached_buffer(path)
-        buffer.require(version, self._known_slices(buffer))
-        buffer.verify(version)
-        bucket, is_last = buffer.bucket, buffer.bucket == buffer.num_buckets - 1
         loading = getattr(self, "_loading", None)
-        if bucket == 0:
+        if loading is None or loading.version != version or loading.num_buckets == buffer.num_buckets:
             self._loading = loading = _Loading(version)
-        if loading is None or (loading.version, loading.num_buckets) != (version, bucket):
-            raise WeightBufferError(f"bucket {bucket} of weights version {version} came before those that precede it")
+        bucket, is_last = loading.num_buckets, loading.num_buckets == buffer.num_buckets - 1
+        buffer.turn_to(bucket)  # the next may be written meanwhile
+        buffer.require(version, self._known_slices(buffer))
+        parallel = self.parallel_config
+        num_workers = parallel.world_size // parallel.nnodes  # that share the memory, and the work
+        buffer.verify(version, self.rank % num_workers, num_workers)
         loading.num_buckets += 1
         model = self.model_runner.get_model()
         if in_place:
@@ -88,9 +89,11 @@ class WorkerExtension:
             _repack_embeddings(model)
         return is_last
 
-    def tell_processed_logprobs(self) -> None:
-        """See :func:`mindrlhf.rollout.server.ascend.tell_processed_logprobs`."""
-        ascend.tell_processed_logprobs(self.model_runner)
+    def set_up_sampler(self) -> None:
+        """See :func:`mindrlhf.rollout.server.ascend.set_up_sampler`."""
+        from vllm_ascend.sample import sampler as sampling
+
+        ascend.set_up_sampler(self.model_runner.sampler, sampling)
 
     def before_sleep(self) -> None:
         """Remember what a sleep of level 2 forgets; see :class:`mindrlhf.rollout.server.ascend.WhatSleepForgets`."""

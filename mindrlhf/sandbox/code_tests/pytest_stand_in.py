@@ -75,8 +75,6 @@ class Parameters:
 
 
 class Marks:
-    """``pytest.mark``."""
-
     def parametrize(self, names, rows, **_):
         names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
 

@@ -146,7 +146,6 @@ def looks_like_tests(answer: str) -> bool:
 
 
 def _json_in(text: Any) -> Any:
-    """Return what JSON a text holds, or the text."""
     try:
         return json.loads(text) if isinstance(text, str) else text
     except ValueError:

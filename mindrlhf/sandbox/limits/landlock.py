@@ -35,11 +35,6 @@ def version() -> int:
     return max(0, _libc.syscall(_SYS_CREATE_RULESET, None, 0, _CREATE_RULESET_VERSION))
 
 
-def hides_signals() -> bool:
-    """Whether this kernel's Landlock keeps a program from signalling processes that are not its own."""
-    return version() >= _SCOPE_VERSION
-
-
 def restrict(readable: Iterable[str], writable: Iterable[str], allows_network: bool) -> None:
     """Let this process and its children read below ``readable``, read and write below ``writable``, and no more.
 

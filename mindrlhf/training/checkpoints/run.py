@@ -3,10 +3,7 @@
 import contextlib
 import dataclasses
 import json
-import os
-import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +13,28 @@ from mindrlhf.checkpoint.leftover import LeftoverSample, leftover_records, load_
 from mindrlhf.checkpoint.manifest import DamagedDirectory
 from mindrlhf.checkpoint.resume import check_resumable, check_same_teachers
 from mindrlhf.checkpoint.state import (
-    CRITIC_NAME,
     STATE_NAME,
     EvaluationFile,
     RunState,
-    StateWriter,
     read_state,
     write_state,
 )
 from mindrlhf.checkpoint.store import CheckpointStore
-from mindrlhf.config.derived import needs_critic
-from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
+from mindrlhf.config.schema import AnyConfig
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.fingerprint import check_same_data
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.evaluation.best import best_step
 from mindrlhf.evaluation.heldout import Evaluation
-from mindrlhf.system.run_lock import holding
 from mindrlhf.training.checkpoints.node_local import NodeCheckpoints
 from mindrlhf.training.checkpoints.parts import SHARDS
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.shards import ShardCheckpoints
 from mindrlhf.training.nodes import find_nodes
-from mindrlhf.training.preflight import FINAL_NAME, check_free
+from mindrlhf.training.preflight.output import nothing_to_resume, save_dir
 from mindrlhf.training.replica_team import ReplicaTeam
 from mindrlhf.training.team import Team
-from mindrlhf.weights.adapters.peft import exported_adapter
-
-AnyConfig = GrpoConfig | SftConfig | DpoConfig | RewardModelConfig
 
 
 @dataclasses.dataclass
@@ -57,92 +47,6 @@ class Progress:
     algorithm: AlgorithmState = dataclasses.field(default_factory=AlgorithmState)
     # Samples not yet trained on; a step replaces the list and does not change what is in it.
     leftover: list[LeftoverSample] = dataclasses.field(default_factory=list)
-
-
-def save_dir(config: AnyConfig) -> Path:
-    """Return the directory of a run's checkpoints."""
-    return Path(config.checkpoint.save_dir or Path(config.run.output_dir) / "checkpoints")
-
-
-@contextlib.contextmanager
-def holding_directories(config: AnyConfig, purpose: str) -> Iterator[None]:
-    """Keep other runs out of this one's directories while the body runs; see :mod:`mindrlhf.system.run_lock`.
-
-    Raises:
-        UserError: another run that is going on has one of them.
-    """
-    with contextlib.ExitStack() as stack:
-        # Also the one within the other: a third run may be told to save there.
-        for directory in dict.fromkeys((Path(config.run.output_dir).resolve(), save_dir(config).resolve())):
-            stack.enter_context(holding(directory, purpose))
-        yield
-
-
-def check_output(config: AnyConfig, *, resume: bool) -> None:
-    """Refuse to write over an earlier run, before the time is spent; remove an export that a killed run left half done.
-
-    Raises:
-        UserError: the run's directories hold a trained model, checkpoints that ``resume`` does not continue, or none
-            that it could continue.
-    """
-    refuse_taken(config, resume=resume)
-    output_dir = Path(config.run.output_dir)
-    for name in (FINAL_NAME, CRITIC_NAME):
-        for pattern in (f".{name}.partial-*", f".{exported_adapter(output_dir / name).name}.*.partial"):
-            for unfinished in output_dir.glob(pattern):
-                shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def refuse_taken(config: AnyConfig, *, resume: bool) -> None:
-    """Refuse to write over an earlier run, or where nothing can be written; changes nothing.
-
-    Raises:
-        UserError: as ``check_output``; or something on the way to the output directory is no directory.
-    """
-    output_dir, directory = Path(config.run.output_dir), save_dir(config)
-    _check_writable("run.output_dir", output_dir)
-    _check_writable("checkpoint.save_dir", directory)
-    check_free(output_dir / FINAL_NAME)
-    has_critic = isinstance(config, GrpoConfig) and needs_critic(config)
-    if has_critic and not resume:  # a resumed run may have been killed after it exported the critic
-        check_free(output_dir / CRITIC_NAME)
-    for name in (FINAL_NAME, CRITIC_NAME):
-        if config.lora.rank is not None and not resume:
-            check_free(exported_adapter(output_dir / name))
-    newest = newest_checkpoint(config)
-    if newest is not None and not resume:
-        raise UserError(
-            f"{newest} is a checkpoint of an earlier run: continue it with --resume, or set another run.output_dir or "
-            "checkpoint.save_dir"
-        )
-    if resume and newest is None:
-        raise _nothing_to_resume(directory)
-
-
-def check_no_file(key: str, directory: Path) -> None:
-    """Check that no file stands where a key names a directory, or on the way to it."""
-    first = next((parent for parent in (directory, *directory.parents) if parent.exists()), Path())
-    if not first.is_dir():
-        raise UserError(f"'{key}' is {directory}, but {first} is a file: choose another directory")
-
-
-def _check_writable(key: str, directory: Path) -> None:
-    """Check that the directory that a key names is one that can be written, or that it can be made."""
-    check_no_file(key, directory)
-    for parent in (directory, *directory.parents):
-        if parent.exists():
-            if not os.access(parent, os.W_OK | os.X_OK):
-                raise UserError(f"'{key}' is {directory}, but {parent} cannot be written: choose another")
-            return
-
-
-def newest_checkpoint(config: AnyConfig) -> Path | None:
-    """Return the newest checkpoint of a run, not verified, None when there is none; nothing is made."""
-    if not save_dir(config).is_dir():
-        return None
-    store = CheckpointStore(save_dir(config), config.checkpoint.keep_last, only_reads=True)
-    steps = store.steps()
-    return store.path(steps[-1]) if steps else None
 
 
 def check_continues(config: AnyConfig, data: dict[str, Any], teachers: dict[str, str]) -> None:
@@ -204,10 +108,10 @@ class RunCheckpoints:
         self._requests = requests
         self._store = CheckpointStore(save_dir(config), config.checkpoint.keep_last)
         self._writer = BackgroundWriter()
-        # Where every rank holds a shard of the model.
-        self._shards = ShardCheckpoints(team, self._writer) if isinstance(team, ReplicaTeam) else None
         self._nodes = self._keep_parts(team) if config.checkpoint.node_local else None
-        self._shards = self._nodes or self._shards
+        # A model that is no shard of each rank is one of rank 0.
+        savers = team if isinstance(team, ReplicaTeam) else Team(team.rank_0)
+        self._shards = self._nodes or ShardCheckpoints(savers, self._writer)
         self._evaluations: list[dict[str, Any]] = []  # those of the progress as JSON, made once each
         self._evaluation_file = EvaluationFile()
         self._begun: tuple[RunState, list[LeftoverSample]] | None = None
@@ -219,8 +123,7 @@ class RunCheckpoints:
         Raises:
             UserError: the last checkpoint could not be written.
         """
-        if self._shards:
-            self._shards.settle(wait=False)
+        self._shards.settle(wait=False)
         self._writer.check()
         self._begun = self._state(progress), list(progress.leftover)
 
@@ -269,8 +172,7 @@ class RunCheckpoints:
         Raises:
             UserError: the last checkpoint could not be written.
         """
-        if self._shards:
-            self._shards.settle(wait=True)
+        self._shards.settle(wait=True)
         self._writer.wait()
 
     def close(self) -> None:
@@ -290,7 +192,7 @@ class RunCheckpoints:
         unlisted = SHARDS if self._section.node_local else None
         directory = self._nodes.latest() if self._nodes else self._store.latest(unlisted)
         if directory is None:
-            raise _nothing_to_resume(self._store.save_dir)
+            raise nothing_to_resume(self._store.save_dir)
         state = read_state(directory)
         _check_same_run(state, self._config, self._data, self._teachers)
         leftover = load_leftover(directory, state.carried)
@@ -336,23 +238,12 @@ class RunCheckpoints:
             save_leftover(directory, leftover)
             checksums.update(write_state(directory, state, self._evaluation_file))
 
-        def write(write_model: StateWriter) -> None:
-            with writing as directory:
-                checksums.update(write_model(directory))
-                write_rest(directory)
-
         self.wait()  # the copy that is still read is about to be overwritten
         self._saved_step = state.step
-        if self._shards:
-            part = {"step": state.step, "size_bytes": size_bytes, "best_step": best}
-            self._shards.begin(writing, checksums, write_rest, part, copies=self._section.asynchronous)
-            if not self._section.asynchronous:
-                self.wait()
-        elif self._section.asynchronous:
-            write_copy = self._team.rank_0.capture()
-            self._writer.start(lambda: write(write_copy))
-        else:
-            write(self._team.rank_0.save)
+        part = {"step": state.step, "size_bytes": size_bytes, "best_step": best}
+        self._shards.begin(writing, checksums, write_rest, part, copies=self._section.asynchronous)
+        if not self._section.asynchronous:
+            self.wait()
 
     def _keep_parts(self, team: Team | ReplicaTeam) -> NodeCheckpoints | None:
         """Have each node keep its part of the checkpoints, where there are several."""
@@ -366,7 +257,3 @@ class RunCheckpoints:
         self.wait()
         where = self._store.path(step)
         print(f"mindrlhf: SIGTERM: step {step} is saved in {where}; continue with --resume", flush=True)
-
-
-def _nothing_to_resume(directory: Path) -> UserError:
-    return UserError(f"there is no whole checkpoint to resume from in {directory}: leave out --resume")

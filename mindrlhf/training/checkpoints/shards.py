@@ -26,8 +26,7 @@ from mindrlhf.weights.adapters.peft import exported_adapter
 class SavesState(KeepsPart):
     """The part of a rank; its public methods are called through the team. A mixin that needs ``state_writer``.
 
-    Where every rank holds a shard, all of them save, by ``begin_saving`` and what follows it. A whole model is one
-    shard, which rank 0 writes by ``save`` or ``capture``.
+    Every rank that holds a shard saves it. A whole model is one shard, which rank 0 saves.
     """
 
     def __init__(self) -> None:
@@ -40,24 +39,13 @@ class SavesState(KeepsPart):
         """Return the function that writes this rank's state; ``hold`` takes a name and its arrays first."""
         raise NotImplementedError
 
-    def save(self, directory: Path) -> dict[str, str]:
-        """Write the state now; return its checksums."""
-        return self.state_writer(lambda _, arrays: arrays)(directory)
-
-    def capture(self) -> StateWriter:
-        """Copy what ``save`` writes, and return the function that writes the copy, from any thread.
-
-        The copy is valid until the next one.
-        """
-        return self.state_writer(self._copies.copy)
-
     def begin_saving(self, directory: str, copies: bool) -> None:
         """Begin to write this rank's part of a checkpoint.
 
         Args:
             directory: of the checkpoint, the same on all ranks of a node; empty where this rank writes nothing.
-            copies: write a copy, in a thread, so that the weights may change meanwhile; without, all is written when
-                this returns.
+            copies: write a copy, in a thread, so that the weights may change meanwhile; it is valid until the next
+                one. Without, all is written when this returns.
 
         Raises:
             UserError: the disk refused, now or when the part before was written.
@@ -65,10 +53,10 @@ class SavesState(KeepsPart):
         if not directory:
             self._checksums = {}
         elif copies:
-            write = self.capture()
+            write = self.state_writer(self._copies.copy)
             self._shard_writer.start(lambda: self._write_shards(write, Path(directory)))
         else:
-            self._write_shards(self.save, Path(directory))
+            self._write_shards(self.state_writer(lambda _, arrays: arrays), Path(directory))
 
     def is_saving(self) -> SavingState:
         """Return whether this rank is still writing."""
@@ -107,8 +95,8 @@ class ShardCheckpoints:
     """The part of rank 0: at most one checkpoint is being written.
 
     Args:
-        team: all ranks, or replicas; their workers have :class:`SavesState`.
-        writer: runs what rank 0 need not wait for.
+        team: who writes: all ranks, or replicas, or rank 0 alone; their workers have :class:`SavesState`.
+        writer: runs what rank 0 need not wait for: where it writes alone, everything.
     """
 
     def __init__(self, team: ReplicaTeam | Team, writer: BackgroundWriter):
@@ -141,7 +129,11 @@ class ShardCheckpoints:
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(writing)
             self._begin_ranks(directory, part, copies=copies)
-            self._pending = _Pending(directory, stack.pop_all(), checksums, write_rest)
+            pending = _Pending(directory, stack.pop_all(), checksums, write_rest)
+        if copies and self._team.num_devices == 1:
+            self._writer.start(lambda: self._complete(pending).close())
+        else:
+            self._pending = pending
 
     def settle(self, *, wait: bool) -> None:
         """Put the checkpoint in place, in the background, if all ranks have written their part, or ``wait`` for them.
@@ -154,13 +146,16 @@ class ShardCheckpoints:
         if not wait and any(result.is_saving for result in self._team.call("is_saving")):
             return
         pending, self._pending = self._pending, None
+        self._finish(self._complete(pending))
+
+    def _complete(self, pending: _Pending) -> contextlib.ExitStack:
+        """Wait for what ranks write, and add the rest; the end of what is returned puts the checkpoint in place."""
         with pending.writing as stack:
             saved = [result.checksums for result in self._team.call("end_saving")]
             pending.checksums.update(self._own_checksums(saved))
             pending.write_rest(pending.directory)
             self._prepare(pending.directory, saved)
-            in_place = stack.pop_all()
-        self._finish(in_place)
+            return stack.pop_all()
 
     def _begin_ranks(self, directory: Path, part: Mapping[str, Any], *, copies: bool) -> None:
         self._team.call("begin_saving", directory=str(directory), copies=copies)

@@ -153,7 +153,7 @@ class Actor(SavesState, ServingWorker):
     def publish(self, version: int, bucket: int = 0, purpose: str = PUBLISH) -> Published:
         """See :meth:`PublishingWorker.publish`; what follows is the generator's turn."""
         published = super().publish(version, bucket, purpose)
-        self.engine.make_room()
+        self.engine.updater.make_room()
         give_back_memory()
         return published
 
@@ -169,7 +169,7 @@ class Actor(SavesState, ServingWorker):
     def state_size_bytes(self) -> int:
         """Return the size of a checkpoint of all ranks, in bytes."""
         reference = self.reference.placement.size_bytes() if self._saves_reference else 0
-        return self.engine.state_size_bytes() + reference
+        return self.engine.updater.state_size_bytes() + reference
 
     def state_writer(self, hold: Callable) -> StateWriter:
         """See :meth:`SavesState.state_writer`: weights, optimiser state and the reference, if that changes."""
@@ -197,7 +197,6 @@ class Actor(SavesState, ServingWorker):
         return self.reference.top_tokens(rows) if self._asks_top_k else {name: self.reference.logprobs(rows)}
 
     def _published_model(self, name: str) -> Placement:
-        """See :meth:`PublishingWorker._published_model`."""
         return self.model.placement
 
     def _open_broadcast(self, ranks: tuple[int, ...], root: int, num_words: int) -> Broadcast:

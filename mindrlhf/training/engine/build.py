@@ -13,7 +13,7 @@ from mindrlhf.config.derived import critic_optimizer, is_base, needs_critic, ref
 from mindrlhf.config.memory import WHOLE, MemorySection
 from mindrlhf.config.model import LoraSection
 from mindrlhf.config.observe import CELL_LEVEL
-from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
+from mindrlhf.config.schema import AnyConfig, DpoConfig, GrpoConfig, OfflineConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.training import (
     SHARED_PROMPTS,
     OptimizerSection,
@@ -37,9 +37,6 @@ from mindrlhf.training.engine.policy_loss import build_policy_logprobs, build_po
 from mindrlhf.training.runtime import Rank, start_parallel
 from mindrlhf.training.vision.image_rows import ImageTokens, with_images
 from mindrlhf.weights.hf import read_hf_config
-
-OfflineConfig = SftConfig | DpoConfig | RewardModelConfig
-AnyConfig = GrpoConfig | OfflineConfig
 
 
 def build_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: Rank) -> Actor:

@@ -90,18 +90,10 @@ class Engine:
             self._count_update(rows)
         return self.updater.update(batch, lr, kl_coefficient)
 
-    def make_room(self) -> None:
-        """Give up device memory that only an update needs, if there is another place for it."""
-        self.updater.make_room()
-
     def state_parameters(self) -> list[ms.Parameter]:
         """Return all that training keeps in device memory: weights, accumulated gradients, optimiser state."""
         held = (*self.model.network.get_parameters(), *self.updater.state_parameters())
         return list({id(parameter): parameter for parameter in held}.values())
-
-    def state_size_bytes(self) -> int:
-        """Return the size of weights and optimiser state in a checkpoint of all ranks."""
-        return self.updater.state_size_bytes()
 
     def state_writer(self, hold: Callable) -> StateWriter:
         """See :meth:`mindrlhf.training.checkpoints.shards.SavesState.state_writer`."""

@@ -111,7 +111,6 @@ class Shards(Placement):
         return _moved(own, -1) if self._after_token else own
 
     def without_adapters(self) -> contextlib.AbstractContextManager[None]:
-        """See :meth:`Whole.without_adapters`."""
         return without_adapters(self.parameters[scale_name(self.stage)])
 
     def per_token(self, values: np.ndarray) -> np.ndarray:
@@ -164,7 +163,6 @@ class Shards(Placement):
                 set_shard(self.parameters[up.name], np.zeros(up.shard_shape, np.float32), up)
 
     def restore(self, directory: str | os.PathLike) -> None:
-        """See :meth:`Whole.restore`."""
         self.load(self.open_saved(directory))
 
     def open_saved(self, directory: str | os.PathLike, optimizer_file: str | os.PathLike = "") -> ArraySource:
@@ -189,7 +187,20 @@ class Shards(Placement):
             if name in self._adapter_of:
                 self._write_merged(buffer, name, parts)
             elif not (name in self._frozen and all(buffer.keep(part.hf_name) for part in parts)):
-                write_shards(buffer, {name: parts}, {name: self.shard(name)})
+                self._write_rounded(buffer, name, parts)
+
+    def _write_rounded(self, buffer: WeightBuffer, name: str, parts: Sequence[PublishedShard]) -> None:
+        """Write parts of a parameter, in the buffer's dtype and cut out before they leave the device."""
+        parameter, dtype = self.parameters[name], buffer.info(parts[0].hf_name).dtype
+        if sum(part.num_elements for part in parts) == parameter.size:
+            write_shards(buffer, {name: parts}, {name: _to_host(parameter, dtype)})
+            return
+        for part in parts:  # the others are of another bucket
+            if isinstance(part.rows, slice) or dtype != _dtype_name(parameter):
+                array = _to_host(part.cut(parameter), dtype)
+            else:  # a CPU gathers no bfloat16
+                array = part.cut(_to_host(parameter, dtype))
+            buffer.write(part.hf_name, array if part.columns is None else array.T, part.index)
 
     def _write_merged(self, buffer: WeightBuffer, name: str, parts: Sequence[PublishedShard]) -> None:
         adapter, options = self._adapter_of[name], self.network.lora.options
@@ -278,5 +289,11 @@ def set_shard(parameter: ms.Parameter, array: np.ndarray, layout: ParameterLayou
     parameter.set_data(ms.Tensor(data))
 
 
-def _dtype_name(parameter: ms.Parameter) -> str:
-    return str(parameter.dtype).lower()
+def _to_host(tensor: ms.Tensor, dtype: str) -> np.ndarray:
+    """Return a tensor in a dtype, rounded (to nearest even) on the device, where it lies."""
+    rounded = tensor if dtype == _dtype_name(tensor) else ms.ops.cast(tensor, getattr(ms, dtype))
+    return rounded.asnumpy().view(STORAGE_DTYPES[dtype])
+
+
+def _dtype_name(tensor: ms.Tensor) -> str:
+    return str(tensor.dtype).lower()

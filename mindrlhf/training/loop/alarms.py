@@ -12,12 +12,11 @@ import numpy as np
 from mindrlhf.algorithms.advantages import NO_SIGNAL_RANGE, groups_with_signal
 from mindrlhf.checkpoint.algorithm_state import LearningState
 from mindrlhf.config.reward import REWARD_MODEL_NAME
-from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.schema import AnyConfig, GrpoConfig
 from mindrlhf.evaluation.heldout import Evaluation
 from mindrlhf.evaluation.statistics import bootstrap_interval
 from mindrlhf.observe.records import ALARM, ALARM_OVER
 from mindrlhf.rollout.samples import Sample, verifier_names
-from mindrlhf.training.checkpoints.run import AnyConfig
 from mindrlhf.training.loop.guards import Events, Guard, warn
 from mindrlhf.training.loop.step import Step
 

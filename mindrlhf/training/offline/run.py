@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from mindrlhf.checkpoint.algorithm_state import LearningState
-from mindrlhf.config.schema import DpoConfig, RewardModelConfig, SftConfig
+from mindrlhf.config.schema import OfflineConfig
 from mindrlhf.config.training import trains_sharded
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.metadata import add_generation
@@ -22,16 +22,15 @@ from mindrlhf.training.checkpoints.shards import export_adapter
 from mindrlhf.training.loop.alarms import LossAlarm
 from mindrlhf.training.loop.guards import Events
 from mindrlhf.training.nodes import find_nodes
-from mindrlhf.training.preflight import FINAL_NAME, RunInputs
+from mindrlhf.training.preflight import RunInputs
+from mindrlhf.training.preflight.output import FINAL_NAME
 from mindrlhf.training.replica_team import with_replicas
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.team import Team
-from mindrlhf.weights.publish.publisher import sharded_tensors
+from mindrlhf.weights.publish.export import sharded_tensors
 
 if TYPE_CHECKING:
     from mindrlhf.training.engine.offline import OfflineWorker
-
-Config = SftConfig | DpoConfig | RewardModelConfig
 
 
 class Trainer(Protocol):
@@ -55,9 +54,10 @@ class Trainer(Protocol):
         """Return what the user is told at the end; may be empty."""
 
 
-def run_rank(
-    config: Config, inputs: RunInputs, make_trainer: Callable[[Config, RunInputs, Team], Trainer], *, resume: bool
-) -> None:
+MakeTrainer = Callable[[OfflineConfig, RunInputs, Team], Trainer]
+
+
+def run_rank(config: OfflineConfig, inputs: RunInputs, make_trainer: MakeTrainer, *, resume: bool) -> None:
     """Do this rank's part of a run: rank 0 trains and exports the model, the others serve it.
 
     Args:
@@ -110,7 +110,7 @@ class OfflineTraining(life_cycle.Training):
 
     accuracy = "preference accuracy on held-out pairs"
 
-    def __init__(self, config: Config, inputs: RunInputs, make_trainer: Callable[[Config, RunInputs, Team], Trainer]):
+    def __init__(self, config: OfflineConfig, inputs: RunInputs, make_trainer: MakeTrainer):
         self._config = config
         self._inputs = inputs
         self._make_trainer = make_trainer

@@ -61,7 +61,6 @@ class Optimizer(adamw.Optimizer):
         )
 
     def update_bucket(self, index, adamw_step, gradients, decays, lr, scale, applied):
-        """See :meth:`mindrlhf.training.optimizers.adamw.Optimizer.update_bucket`."""
         start, _ = self.buckets[index]
         others, hidden = self.places[index]
         done = ()
@@ -190,16 +189,25 @@ class Shares(nn.Cell):
         self.is_whole = len(ranks) == 1
         self.num_columns, self.num_rows = num_columns, len(ranks) // num_columns
         self.column, self.row = divmod(ranks.index(rank), self.num_rows)
+        # A group gathers in the order of its ranks, which is not that of shards that two axes divide.
+        self.places = tuple(sorted(ranks).index(one) for one in ranks)
+        self.is_stacked = num_columns == 1 and ranks == sorted(ranks)
         if not self.is_whole:
-            self.all_gather = ops.AllGather(group=_group(tuple(first + one for one in ranks)))
+            self.all_gather = ops.AllGather(group=_group(tuple(first + one for one in sorted(ranks))))
 
     def gather(self, shard):
         if self.is_whole:
             return shard
         stacked = self.all_gather(shard)
-        if self.num_columns == 1:
+        if self.is_stacked:
             return stacked
-        return ops.concat(ops.Split(0, self.num_columns)(stacked), 1)
+        parts, columns = ops.Split(0, len(self.places))(stacked), ()
+        for column in range(self.num_columns):
+            rows = ()
+            for row in range(self.num_rows):
+                rows += (parts[self.places[column * self.num_rows + row]],)
+            columns += (ops.concat(rows, 0) if self.num_rows > 1 else rows[0],)
+        return ops.concat(columns, 1) if self.num_columns > 1 else columns[0]
 
     def own(self, whole):
         if self.num_columns > 1:

@@ -10,7 +10,7 @@ from mindrlhf.config.derived import needs_critic, path_keys
 from mindrlhf.config.memory import MemorySection, check_num_layers
 from mindrlhf.config.model import ModelSection
 from mindrlhf.config.run import DataSection, RunSection
-from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
+from mindrlhf.config.schema import AnyConfig, DpoConfig, GrpoConfig, OfflineConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.training import FIRST_FIT, SHARED_PROMPTS, cpu_rules
 from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
 from mindrlhf.data.packing import choose_row_length
@@ -26,6 +26,7 @@ from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.specs.lora import adapters
 from mindrlhf.tools.agents import check_agent
 from mindrlhf.tools.environments import check_columns, check_environment
+from mindrlhf.tools.loading import find_engine
 from mindrlhf.tools.registry import check as check_tools
 from mindrlhf.training.loop.sampling.order import read_order
 from mindrlhf.training.preflight.features import (
@@ -49,7 +50,6 @@ from mindrlhf.weights.open import open_tensors
 
 # Tokens of a prompt with its responses up to which a row is chosen that holds them, where it needs no more than a pair.
 LONGEST_GROUP = 1024
-FINAL_NAME = "final"  # the exported model, in the run's output directory
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,8 @@ def check_grpo_inputs(
     needed = ["training.sequence_lengths"]
     row_lengths = check(_grpo_row_lengths, config, files.present, needs=needed) if files.present else None
     check(check_servers, config, world_size, num_nodes, needs=["model.path"])
-    check(check_head_size, config.model.path, config.run.device, needs=["model.path"])
+    check(find_engine, config.rollout.engine)
+    check(check_head_size, config.model.path, config.run.device, config.rollout.engine, needs=["model.path"])
     if row_lengths is not None:
         _check_lengths(config, files.present, row_lengths, world_size, check)
     _check_models(config, files.tokenizer, num_steps, mistakes)
@@ -158,9 +159,7 @@ def _check_lengths(
         check(check_rows_in_window, path, row_lengths[-1], needs=[key])
 
 
-def check_offline_inputs(
-    config: SftConfig | DpoConfig | RewardModelConfig, world_size: int = 1, mistakes: Mistakes | None = None
-) -> RunInputs:
+def check_offline_inputs(config: OfflineConfig, world_size: int = 1, mistakes: Mistakes | None = None) -> RunInputs:
     """Open the inputs of a run on fixed data on ``world_size`` ranks; see :func:`check_grpo_inputs`.
 
     Its number of steps depends on the packing and is 0 here.
@@ -279,12 +278,6 @@ def _check_models(config: GrpoConfig, tokenizer: Tokenizer | None, num_steps: in
         check(_check_reward_model, config, tokenizer, needs=["reward.model_path"])
 
 
-def check_free(directory: Path) -> None:
-    """Refuse to train towards an export directory that is taken, before the time is spent."""
-    if directory.exists() and any(directory.iterdir()):
-        raise UserError(f"{directory} holds the model of an earlier run: move it away, or set another run.output_dir")
-
-
 def _longest_record(header: PromptFileHeader) -> int:
     limit = header.longest_prompt + header.longest_response
     return min(limit, header.max_length) if header.max_length else limit
@@ -317,7 +310,7 @@ def _check_gives_tokens(path: str) -> None:
         raise UserError(f"the model in {path} gives scores, not tokens: use a language model")
 
 
-def _check_lora(config: GrpoConfig | SftConfig | DpoConfig | RewardModelConfig, path: str, is_scorer: bool) -> None:
+def _check_lora(config: AnyConfig, path: str, is_scorer: bool) -> None:
     """Check that a model has the matrices that are to have adapters, and that an adapter to begin with is of it."""
     lora, device = config.lora, config.run.device
     if lora.options is None:

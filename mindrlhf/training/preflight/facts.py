@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mindrlhf.config.derived import is_base, needs_critic, reference_paths
-from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
+from mindrlhf.config.schema import AnyConfig, GrpoConfig
 from mindrlhf.config.starting import Facts
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.tokenizers import load_tokenizer
@@ -33,7 +33,6 @@ GIB = 2**30
 TRAINER_BASE_BYTES, SERVER_BASE_BYTES = int(1.4 * GIB), int(1.3 * GIB)
 _FLOAT_BYTES = 4
 
-AnyConfig = GrpoConfig | SftConfig | DpoConfig | RewardModelConfig
 
 
 def read_facts(task: str, model_dir: str, train_file: str, eval_file: str = "") -> Facts:

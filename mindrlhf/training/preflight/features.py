@@ -6,7 +6,7 @@ Each check raises a UserError: one line that names the key and its fix.
 from mindrlhf.config.derived import needs_critic, reference_paths
 from mindrlhf.config.observe import CELL_LEVEL
 from mindrlhf.config.refusals import DEEP_IMAGES, ELASTIC, IMAGES, REPLAY, SHARDED, SPANNING, refusal_rules
-from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
+from mindrlhf.config.schema import DpoConfig, GrpoConfig, OfflineConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.training import is_split, trains_sharded
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.debugging.dump_files import check_dump, dump_dir
@@ -35,7 +35,7 @@ def check_vision(config: GrpoConfig) -> None:
     refuse(refusal_rules(config, {IMAGES, DEEP_IMAGES} if is_deep else {IMAGES}))
 
 
-def check_offline_vision(config: SftConfig | DpoConfig | RewardModelConfig) -> None:
+def check_offline_vision(config: OfflineConfig) -> None:
     """Refuse what training on fixed data does not do with a vision-language model."""
     model, sees = config.model, image_tokens(config.model.path) is not None
     if isinstance(config, RewardModelConfig):

@@ -5,11 +5,12 @@ import math
 from pathlib import Path
 
 from mindrlhf.config.derived import needs_critic, reference_paths
-from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
+from mindrlhf.config.schema import GrpoConfig, OfflineConfig
 from mindrlhf.errors import UserError
 from mindrlhf.layout.feasibility import check_feasible, check_model, check_num_ranks, check_rollout, check_rows
 from mindrlhf.layout.layout import Layout
 from mindrlhf.layout.servers import place_servers, spans_nodes
+from mindrlhf.rollout.vllm_options import VLLM
 from mindrlhf.shards.strategy_files import check_strategy_directory
 from mindrlhf.specs import ModelDims, find_spec
 from mindrlhf.training.preflight.features import model_dims
@@ -39,7 +40,7 @@ def check_layout(config: GrpoConfig, row_lengths: tuple[int, ...], world_size: i
 
 
 def check_offline_layout(
-    config: SftConfig | DpoConfig | RewardModelConfig,
+    config: OfflineConfig,
     paths: tuple[str, ...],
     world_size: int,
     row_lengths: tuple[int, ...],
@@ -81,7 +82,13 @@ def check_servers(config: GrpoConfig, world_size: int, num_nodes: int) -> None:
     """
     rollout, node_size = config.rollout, world_size // num_nodes
     place_servers(rollout, num_nodes, node_size)
-    if config.profiler.vllm and spans_nodes(rollout, num_nodes, node_size):
+    spans = spans_nodes(rollout, num_nodes, node_size)
+    if spans and rollout.engine != VLLM:
+        raise UserError(
+            f"'rollout.engine' is {rollout.engine}, but servers of rollout.tensor_parallel {rollout.tensor_parallel} "
+            f"lie over several nodes of {node_size} devices, which vLLM's alone do: lower it"
+        )
+    if config.profiler.vllm and spans:
         raise UserError(
             f"'profiler.vllm' is true, but servers of rollout.tensor_parallel {rollout.tensor_parallel} lie over "
             f"several nodes of {node_size} devices, which vLLM's profiler was not tried with: set it to false"

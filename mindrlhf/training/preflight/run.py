@@ -8,7 +8,7 @@ from pathlib import Path
 from mindrlhf.checkpoint.store import check_space
 from mindrlhf.config.load import read_config
 from mindrlhf.config.renamed import renaming
-from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.schema import AnyConfig, GrpoConfig
 from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.launch.machine import check_launcher, check_ranks, has_npus
 from mindrlhf.observe.trackers import check_trackers
@@ -16,10 +16,10 @@ from mindrlhf.rollout.replicas import find_rollout_python
 from mindrlhf.rollout.vllm_options import check_python
 from mindrlhf.system.run_lock import refuse_held
 from mindrlhf.system.sizes import format_size
-from mindrlhf.training.checkpoints.run import AnyConfig, check_no_file, refuse_taken, save_dir
 from mindrlhf.training.preflight import check_grpo_inputs, check_offline_inputs, check_sandbox
 from mindrlhf.training.preflight.facts import HostMemory, checkpoint_bytes, grpo_outlook, host_memory
 from mindrlhf.training.preflight.features import check_elastic
+from mindrlhf.training.preflight.output import check_no_file, refuse_taken, save_dir
 
 
 @dataclass(frozen=True)

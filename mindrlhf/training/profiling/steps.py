@@ -32,7 +32,8 @@ class StepProfiler:
     def step(self, number: int) -> Iterator[None]:
         """Return a context around a step, from 1, and what follows it. An error in it ends the run unrecorded."""
         if number not in self._steps:
-            yield
+            with timeline.span(f"step {number}"):
+                yield
             return
         self._unreached.discard(number)
         if not self._is_recording:

@@ -8,8 +8,9 @@ The memory is a ``memfd``: it has no name in any file system, other processes of
 gone. Nothing is left behind by ``kill -9``, and the size limit of ``/dev/shm`` (64 MiB in many containers)
 does not apply. The creating process must outlive every attach, not every use.
 
-Where the memory of a node is not to hold all tensors at once, they share it: it then holds one bucket of them
-after the other (:func:`mindrlhf.weights.tensors.cut_into_buckets`), and all of the following is done for each.
+Where the memory of a node is not to hold all tensors at once, they share it: it then holds one bucket of them after
+the other (:func:`arrange_buckets`), and all of the following is done for each. As a rule they
+take turns in two places, so that one is read while the next is written.
 
 One version at a time::
 
@@ -48,11 +49,13 @@ from mindrlhf.weights.publish.slices import (
     to_slice,
     whole_slice,
 )
-from mindrlhf.weights.tensors import TensorInfo, align, cut_into_buckets, size_of
+from mindrlhf.weights.tensors import TensorInfo, align
 
 _MAGIC = b"MRLBUFFR"
-_HEADER = struct.Struct("<8sqqQQQ")  # magic, visible version, its bucket, manifest size, checksums' offset, bucket size
-_VISIBLE = struct.Struct("<qq")  # after the magic
+# Magic, the place written last, in each place the visible version and its bucket, manifest size, checksums' offset,
+# memory of the buckets.
+_HEADER = struct.Struct("<8sqqqqqQQQ")
+_LAST_PLACE, _VISIBLE = struct.Struct("<q"), struct.Struct("<qq")
 _NO_VERSION = -1
 _STORED_DTYPES = ("float32", "float16", "bfloat16", "float64")
 _SIZE_BYTES = 8  # of the number before the list of committed slices
@@ -84,17 +87,19 @@ class WeightBuffer:
         self._index = {info.name: i for i, info in enumerate(infos)}
         *_, checksums_offset, bucket_bytes = _HEADER.unpack_from(memory)
         self._checksums = np.frombuffer(memory, np.uint64, len(infos), checksums_offset)
-        self._buckets, self._views = cut_into_buckets(infos, bucket_bytes), []
-        self.slices_offset = first = align(checksums_offset + 8 * len(infos))
-        for bucket in self._buckets:
-            offset = first
+        self._buckets, self._place_sizes = arrange_buckets(infos, bucket_bytes)
+        self._views = []
+        first = align(checksums_offset + 8 * len(infos))
+        self.slices_offset = first + sum(self._place_sizes)
+        for number, bucket in enumerate(self._buckets):
+            offset = first + sum(self._place_sizes[: self._place_of(number)])
             for info in infos[bucket.start : bucket.stop]:
                 view = np.frombuffer(memory, info.numpy_dtype, info.num_elements, offset).reshape(info.shape)
                 self._views.append(view)
                 offset = align(offset + info.size_bytes)
-            self.slices_offset = max(self.slices_offset, offset)
         self._version_in_progress: int | None = None
         self._bucket_in_progress = 0
+        self._bucket_read: int | None = None
         self._written: dict[str, list[WrittenSlice]] = {}
         self._earlier: dict[str, list[WrittenSlice]] = {}
 
@@ -103,7 +108,7 @@ class WeightBuffer:
         """Allocate a buffer for ``infos``; all of its memory is taken at once.
 
         Args:
-            bucket_bytes: see :func:`mindrlhf.weights.tensors.cut_into_buckets`.
+            bucket_bytes: see :func:`arrange_buckets`.
 
         Raises:
             WeightBufferError: a repeated name or unknown dtype, or the memory cannot be had.
@@ -120,7 +125,7 @@ class WeightBuffer:
         manifest = json.dumps([[info.name, info.dtype, list(info.shape)] for info in infos]).encode()
         checksums_offset = align(_HEADER.size + len(manifest))
         data_offset = align(checksums_offset + 8 * len(infos))
-        size_bytes = data_offset + max(size_of(bucket, infos) for bucket in cut_into_buckets(infos, bucket_bytes))
+        size_bytes = data_offset + sum(arrange_buckets(infos, bucket_bytes)[1])
         fd = os.memfd_create("mindrlhf-weight-buffer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(fd, 0o600)
@@ -134,7 +139,7 @@ class WeightBuffer:
                 f"no {size_bytes / 2**30:.2f} GiB of shared memory for the weight buffer: {error}"
             ) from error
         memory[_HEADER.size : _HEADER.size + len(manifest)] = manifest
-        _HEADER.pack_into(memory, 0, _MAGIC, _NO_VERSION, 0, len(manifest), checksums_offset, bucket_bytes)
+        _HEADER.pack_into(memory, 0, _MAGIC, 0, *[_NO_VERSION, 0] * 2, len(manifest), checksums_offset, bucket_bytes)
         return cls(memory, fd, f"/proc/{os.getpid()}/fd/{fd}", infos, writable=True)
 
     @classmethod
@@ -150,7 +155,7 @@ class WeightBuffer:
             raise WeightBufferError(f"cannot open the weight buffer {path}: {error.strerror}") from error
         try:
             memory = mmap.mmap(fd, 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
-            magic, _, _, manifest_size, _, _ = _HEADER.unpack_from(memory)
+            magic, *_, manifest_size, _, _ = _HEADER.unpack_from(memory)
             if magic != _MAGIC:
                 raise ValueError("it is not a weight buffer")
             manifest = json.loads(memory[_HEADER.size : _HEADER.size + manifest_size])
@@ -170,20 +175,29 @@ class WeightBuffer:
         return len(self._buckets)
 
     @property
+    def num_places(self) -> int:
+        """How many buckets the memory holds at once."""
+        return len(self._place_sizes)
+
+    @property
     def version(self) -> int | None:
         """The version that readers see, or None while none is committed."""
-        version = self._visible()[0]
-        return None if version == _NO_VERSION else version
+        version, bucket = self._visible()
+        return None if version == _NO_VERSION or bucket != self.bucket else version
 
     @property
     def bucket(self) -> int:
-        """Which bucket of the version readers see, from 0."""
-        return self._visible()[1]
+        """Which bucket of the version readers see, from 0: the one written last, or what ``turn_to`` said."""
+        return self._visible()[1] if self._bucket_read is None else self._bucket_read
+
+    def turn_to(self, bucket: int) -> None:
+        """Read this bucket from now on, whatever is written in the other place."""
+        self._bucket_read = bucket
 
     def begin(self, version: int, bucket: int = 0) -> None:
         """Start writing a bucket of ``version`` (at least 0): what this process wrote before no longer counts.
 
-        From the creator's ``begin`` to its ``commit``, readers see no version.
+        From the creator's ``begin`` to its ``commit``, readers see no version in the place of the bucket.
         """
         assert self._writable, "the weight buffer was attached for reading only"
         assert version >= 0, f"version {version} is negative"
@@ -191,6 +205,10 @@ class WeightBuffer:
         self._earlier |= self._written
         self._written = {}
         self._show(_NO_VERSION, bucket)
+
+    def info(self, name: str) -> TensorInfo:
+        """Return what the tensor ``name`` is."""
+        return self.infos[self._index[name]]
 
     def wants(self, name: str) -> bool:
         """Whether the tensor ``name`` belongs to the bucket that is being written."""
@@ -274,8 +292,8 @@ class WeightBuffer:
         for i in self._buckets[self.bucket]:
             yield self.infos[i].name, self.infos[i].dtype, self._views[i]
 
-    def verify(self, version: int) -> None:
-        """Compare every tensor of the bucket with the checksum its writers left.
+    def verify(self, version: int, share: int = 0, num_shares: int = 1) -> None:
+        """Compare the tensors of the bucket with the checksums their writers left; of several readers each its share.
 
         The checksum is the sum of the elements' bits as unsigned integers of the element's width, modulo that width
         (32 bits for float32, 16 for bfloat16). Sums do not depend on order, so those of shards written by different
@@ -286,7 +304,8 @@ class WeightBuffer:
             WeightBufferError: a tensor differs.
         """
         slices = self.slices(version)
-        for i in self._buckets[self.bucket]:
+        by_size = sorted(self._buckets[self.bucket], key=lambda i: -self.infos[i].size_bytes)
+        for i in by_size[share::num_shares]:
             info, view = self.infos[i], self._views[i]
             arrays = [view] if slices is None else [self.view(info.name, one) for one in slices[info.name]]
             checksum = sum(map(sum_chunks, arrays)) % _modulus(info)
@@ -347,18 +366,77 @@ class WeightBuffer:
             raise WeightBufferError(f"the weight buffer has no tensor '{name}'")
         return self.infos[self._index[name]], self._views[self._index[name]]
 
+    def _place_of(self, bucket: int) -> int:
+        return bucket % self.num_places
+
     def _visible(self) -> tuple[int, int]:
-        return _VISIBLE.unpack_from(self._memory, len(_MAGIC))
+        """Return version and bucket in the place that is read."""
+        if self._bucket_read is None:
+            place = _LAST_PLACE.unpack_from(self._memory, len(_MAGIC))[0] % self.num_places
+        else:
+            place = self._place_of(self._bucket_read)
+        return _VISIBLE.unpack_from(self._memory, _visible_offset(place))
 
     def _show(self, version: int, bucket: int) -> None:
-        _VISIBLE.pack_into(self._memory, len(_MAGIC), version, bucket)
+        place = self._place_of(bucket)
+        _VISIBLE.pack_into(self._memory, _visible_offset(place), version, bucket)
+        _LAST_PLACE.pack_into(self._memory, len(_MAGIC), place)
 
     def _require(self, version: int) -> None:
         if self.version != version:
             held = "no complete version" if self.version is None else f"version {self.version}"
-            raise WeightBufferError(f"weights version {version} was asked for; the buffer {self.path} holds {held}")
+            of = f"bucket {self.bucket} of " if self.num_buckets > 1 else ""
+            raise WeightBufferError(f"{of}weights version {version} was asked for; the buffer {self.path} holds {held}")
         if not 0 <= self.bucket < len(self._buckets):
             raise WeightBufferError(f"cannot read the weight buffer {self.path}: it has no bucket {self.bucket}")
+
+
+def cut_into_buckets(infos: Sequence[TensorInfo], bucket_bytes: int = 0) -> list[range]:
+    """Cut a list of tensors, in its order, into buckets.
+
+    Args:
+        infos: the tensors of a model.
+        bucket_bytes: of a bucket at most; a tensor that is larger has one for itself. 0 puts all into one.
+
+    Returns:
+        The places in ``infos`` of each bucket's tensors.
+    """
+    buckets, first, size_bytes = [], 0, 0
+    for place, info in enumerate(infos):
+        own = align(info.size_bytes)
+        if bucket_bytes and place > first and size_bytes + own > bucket_bytes:
+            buckets.append(range(first, place))
+            first, size_bytes = place, 0
+        size_bytes += own
+    return [*buckets, range(first, len(infos))]
+
+
+def size_of(bucket: range, infos: Sequence[TensorInfo]) -> int:
+    """Return the bytes of a bucket, with the gaps between its tensors."""
+    return sum(align(infos[place].size_bytes) for place in bucket)
+
+
+def arrange_buckets(infos: Sequence[TensorInfo], memory_bytes: int = 0) -> tuple[list[range], list[int]]:
+    """Cut a list of tensors into buckets that share a memory.
+
+    Args:
+        infos: the tensors of a model, in its order.
+        memory_bytes: of all buckets; a tensor that is larger has it nevertheless. 0 puts all into one.
+
+    Returns:
+        The places in ``infos`` of each bucket's tensors; and the bytes of two places of the memory that the buckets
+        take in turn, or of the only one: there is one bucket, or a tensor is too large for half of the memory.
+    """
+    whole = cut_into_buckets(infos, memory_bytes)
+    halves = cut_into_buckets(infos, memory_bytes // 2)
+    sizes = [max(size_of(bucket, infos) for bucket in halves[place::2]) for place in range(min(2, len(halves)))]
+    if len(whole) > 1 and memory_bytes > 1 and sum(sizes) <= memory_bytes:
+        return halves, sizes
+    return whole, [max(size_of(bucket, infos) for bucket in whole)]
+
+
+def _visible_offset(place: int) -> int:
+    return len(_MAGIC) + _LAST_PLACE.size + place * _VISIBLE.size
 
 
 def _info(entry: Any) -> TensorInfo:

@@ -9,36 +9,23 @@ The ranks of a node share a weight buffer, one for each purpose: one from which 
     before a sync    open_transport, connect_transport, when what has to travel is not what it was
 """
 
-import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import numpy as np
-
 from mindrlhf.config.rollout import COLLECTIVES, TCP
 from mindrlhf.observe.fingerprint import digest_weights
-from mindrlhf.system.messages import join, last, merged_by, result, union
+from mindrlhf.system.messages import join, last, merged_by, result
 from mindrlhf.system.wire import own_host
 from mindrlhf.weights.publish.buffer import WeightBuffer, WrittenSlice
 from mindrlhf.weights.publish.collective import Broadcast, CollectiveTransport
-from mindrlhf.weights.publish.slices import RequiredSlices, TensorSlice, merge_required, to_slice
-from mindrlhf.weights.publish.sync import (
-    Sums,
-    Transfer,
-    check_received,
-    check_replicas,
-    plan_sync,
-    sum_sent,
-    sums_of,
-    written_of,
-)
+from mindrlhf.weights.publish.slices import RequiredSlices, merge_required, to_slice
+from mindrlhf.weights.publish.sync import BufferSync, LeaderAddress, Received, Transfer, sum_sent, sums_of, written_of
 from mindrlhf.weights.publish.tcp import TcpTransport
 
 PUBLISH, EXPORT = "publish", "export"
 Transport = TcpTransport | CollectiveTransport
-# Of a buffer through which a model is exported: its memory comes on top of what the run has.
-_EXPORT_BUCKET_BYTES = 4 << 30
 
 
 @result
@@ -53,26 +40,6 @@ class Published:
     """What a rank wrote to the weight buffer of its node: by node, see ``WrittenSlice``."""
 
     written: dict[str, list] = merged_by(join)
-
-
-@result
-class LeaderAddress:
-    """Where the first rank of a node waits for those of the others: host and port by node; empty on other ranks."""
-
-    places: dict[str, Any] = merged_by(union)
-
-
-@result
-class Received:
-    """What crossed between nodes, as it lies in memory there: by node, see ``WrittenSlice``.
-
-    Attributes:
-        slices: what came to the node; where several of its ranks got parts of a slice, their sums add up.
-        sent: what it was the first to send, where that is less than what a rank wrote.
-    """
-
-    slices: dict[str, list] = merged_by(join)
-    sent: dict[str, list] = merged_by(join, default_factory=dict)
 
 
 @dataclass
@@ -291,25 +258,31 @@ class WeightPublisher:
         self._team = team
         self._buffer = buffer
         self._purpose = purpose
-        self._written: dict[int, list[list[tuple[str, TensorSlice]]]] = {}  # by bucket and node, when it was planned
-        self._transfers: dict[int, list[Transfer]] = {}  # by bucket
-        self._required: Sequence[RequiredSlices | None] | None = None
+        self._sync = BufferSync(self._call, buffer)
 
     def publish(self, version: int, load: Callable[[int, int], None] | None = None) -> str:
         """Put the weights into the buffers; return their digest.
 
         Args:
-            load: called with the version and a bucket, from 0, as soon as that is there; the next takes its place when
-                it has returned.
+            load: called with the version and a bucket, from 0, as soon as that is there, in a thread of its own while
+                the next is written to another place; the one after that takes its place when it has returned.
 
         Raises:
             RunFailure: the buffers of two nodes differ, or one lacks something.
         """
         written: list[WrittenSlice] = []
-        for bucket in range(self._buffer.num_buckets):
-            written += self.put(version, bucket)
-            if load is not None:
-                load(version, bucket)
+        # The list of committed slices is one, so where there is one, buckets go one by one.
+        is_beside = self._buffer.num_places > 1 and self._sync.required is None
+        with ThreadPoolExecutor(1, "load weights") as thread:
+            loading = None
+            for bucket in range(self._buffer.num_buckets):
+                written += self.put(version, bucket)
+                if loading is not None:
+                    loading.result()
+                if load is not None:
+                    loading = thread.submit(load, version, bucket) if is_beside else load(version, bucket)
+            if loading is not None:
+                loading.result()
         return digest_weights(written)
 
     def put(self, version: int, bucket: int) -> list[WrittenSlice]:
@@ -320,83 +293,11 @@ class WeightPublisher:
         if len(by_node) == 1:
             self._buffer.commit(by_node["0"])
             return by_node["0"]
-        written = [sums_of(by_node[str(node)]) for node in range(len(by_node))]
-        check_replicas(written, self._buffer.infos)
-        received = self._sync(version, bucket, written)
-        # What came has the sums of the ranks that wrote it: whoever reads a buffer compares its memory with them.
-        whole = {key: checksum for sums in reversed(written) for key, checksum in sums.items()}
-        own = [whole] * len(written)
-        if self._required is not None:
-            own = [{**sums, **received.get(node, {})} for node, sums in enumerate(written)]
-        self._buffer.commit(written_of(own[0]), self._required and self._required[0])
-        self._call("commit_weights", written={str(node): written_of(own[node]) for node in range(1, len(own))})
-        return written_of(whole)
+        return self._sync.complete(version, bucket, by_node)
 
     def require(self, required: Sequence[RequiredSlices | None]) -> None:
         """Have the buffers get what is required of the tensors alone, by node; None for everything."""
-        self._required = required
-        self._written = {}
+        self._sync.require(required)
 
     def _call(self, method: str, **arguments: Any) -> list[Any]:
         return self._team.call(method, purpose=self._purpose, **arguments)
-
-    def _sync(self, version: int, bucket: int, written: Sequence[Sums]) -> dict[int, Sums]:
-        """Have every node's buffer get what its ranks did not write, check it, and return its sums by node."""
-        infos, transfers = self._buffer.infos, self._plan(bucket, written)
-        if not transfers:
-            return {}
-        by_node = None if self._required is None else {str(node): written_of(one) for node, one in enumerate(written)}
-        results: list[Received] = self._call("sync_weights", version=version, bucket=bucket, written=by_node)
-        expected = {key: checksum for sums in written for key, checksum in sums.items()}
-        for one in results:
-            for sent in one.sent.values():
-                expected |= sums_of(sent)
-        received = {int(node): sums_of(came) for node, came in join([one.slices for one in results]).items()}
-        for node, found in received.items():
-            check_received(found, expected, infos, node)
-        return received
-
-    def _plan(self, bucket: int, written: Sequence[Sums]) -> list[Transfer]:
-        """Return what has to travel of a bucket; the nodes are connected for it."""
-        slices = [list(sums) for sums in written]
-        if self._written.get(bucket) != slices:  # as a rule what it was: a large model's plan takes seconds
-            required, infos = None, self._buffer.infos
-            if self._required is not None:
-                everything: RequiredSlices = {info.name: None for info in infos}
-                required = [everything if one is None else one for one in self._required]
-            transfers = plan_sync(written, infos, required)
-            if transfers != self._transfers.get(bucket, []):
-                self._connect(bucket, transfers)
-            self._written[bucket], self._transfers[bucket] = slices, transfers
-        return self._transfers[bucket]
-
-    def _connect(self, bucket: int, transfers: Sequence[Transfer]) -> None:
-        addresses: dict[str, list] = {}
-        found: list[LeaderAddress] = self._call("open_transport")
-        for one in found:
-            addresses |= one.places
-        planned = [[one.name, one.source, one.slice, one.nodes] for one in transfers]
-        token = secrets.token_hex(16)
-        self._call("connect_transport", bucket=bucket, transfers=planned, addresses=addresses, token=token)
-
-
-def sharded_tensors(
-    team: Ranks, ranks: Ranks, nodes: Sequence[Sequence[int]], of: str = ""
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the Hugging Face tensors of a model that is sharded over ranks, in its own dtype, on rank 0.
-
-    They come by a buffer of a few of them, and have to be used before the next is asked for.
-
-    Args:
-        team: the replicas of the model.
-        ranks: all of them.
-        nodes: the ranks of each node, rank 0's first.
-        of: which model, where a rank has several.
-    """
-    with open_weight_buffers(ranks, nodes, EXPORT, of, bucket_bytes=_EXPORT_BUCKET_BYTES) as buffer:
-        publisher = WeightPublisher(team, buffer, EXPORT)
-        publisher.require([None, *({} for _ in nodes[1:])])
-        for bucket in range(buffer.num_buckets):
-            publisher.put(1, bucket)
-            yield from ((name, array) for name, _, array in buffer.tensors(1))
-    ranks.call("close_weights", purpose=EXPORT)

@@ -5,8 +5,10 @@ holds where it belongs, without a gather: between them the ranks move each byte 
 any transfer can do. Of several ranks that hold the same shard, the one with the least to write so far does it.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -32,9 +34,20 @@ class PublishedShard:
     index: tuple[slice, ...]
     columns: slice | None = None
 
+    @property
+    def num_elements(self) -> int:
+        return math.prod(one.stop - one.start for one in self.index)
+
+    def cut(self, shard: Any) -> Any:
+        """Return the part of the rank's shard, an array or a tensor, as it lies there."""
+        takes_rows = isinstance(self.rows, slice) or isinstance(shard, np.ndarray)
+        rows = self.rows if takes_rows else self.rows.tolist()
+        return shard[rows] if self.columns is None else shard[rows, self.columns]
+
     def of(self, shard: np.ndarray) -> np.ndarray:
-        """Return the part of the rank's shard, as it lies there."""
-        return shard[self.rows] if self.columns is None else shard[self.rows, self.columns].T
+        """Return the part as it lies in the logical tensor."""
+        part = self.cut(shard)
+        return part if self.columns is None else part.T
 
 
 def plan_publication(
@@ -88,10 +101,14 @@ def published_shards(rule: ParameterRule, dims: ModelDims, held: tuple[slice, ..
     if "expert" in rule.transform:
         return list(_expert_shards(rule, dims, *held))
     num_rows = [shape[0] for shape in rule.shape(dims)]
-    sources = fuse(rule, dims, [np.full(count, part) for part, count in enumerate(num_rows)])[held[0]]
+    parts = [np.full(count, part) for part, count in enumerate(num_rows)]
+    names = rule.hf_names
+    if rule.transform == "halves":
+        parts, names = [np.repeat((0, 1), num_rows[0] // 2)], names * 2
+    sources = fuse(rule, dims, parts)[held[0]]
     origins = fuse(rule, dims, [np.arange(count) for count in num_rows])[held[0]]
     shards = []
-    for part, hf_name in enumerate(rule.hf_names):
+    for part, hf_name in enumerate(names):
         (rows,) = np.nonzero(sources == part)
         if len(rows):
             first, last = int(origins[rows[0]]), int(origins[rows[-1]])

@@ -8,11 +8,14 @@ servers of each node read, of each slice only that travels.
 Whatever travels is compared with the sums of bits that the ranks made as they wrote it.
 """
 
+import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mindrlhf.errors import RunFailure
+from mindrlhf.system.messages import join, merged_by, result, union
 from mindrlhf.weights.publish.buffer import WeightBuffer, WrittenSlice
 from mindrlhf.weights.publish.slices import (
     RequiredSlices,
@@ -31,6 +34,26 @@ TRANSFER_BYTES = 8 << 20
 
 Sums = Mapping[tuple[str, TensorSlice], int]  # of the bits of slices, by tensor and slice
 Address = tuple[str, int]
+
+
+@result
+class LeaderAddress:
+    """Where the first rank of a node waits for those of the others: host and port by node; empty on other ranks."""
+
+    places: dict[str, Any] = merged_by(union)
+
+
+@result
+class Received:
+    """What crossed between nodes, as it lies in memory there: by node, see ``WrittenSlice``.
+
+    Attributes:
+        slices: what came to the node; where several of its ranks got parts of a slice, their sums add up.
+        sent: what it was the first to send, where that is less than what a rank wrote.
+    """
+
+    slices: dict[str, list] = merged_by(join)
+    sent: dict[str, list] = merged_by(join, default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -183,3 +206,80 @@ def check_replicas(written: Sequence[Sums], infos: Sequence[TensorInfo]) -> None
 
 def _moduli(infos: Sequence[TensorInfo]) -> dict[str, int]:
     return {info.name: 1 << (8 * info.numpy_dtype.itemsize) for info in infos}
+
+
+class BufferSync:
+    """Rank 0's part of it: has every node's buffer get what its ranks did not write, and commits it.
+
+    Args:
+        call: calls a method of :class:`mindrlhf.weights.publish.publisher.PublishingWorker` on all ranks.
+        buffer: of rank 0's node.
+
+    Attributes:
+        required: by node, what its servers read; None for everything on all of them.
+    """
+
+    def __init__(self, call: Callable[..., list[Any]], buffer: WeightBuffer):
+        self._call = call
+        self._buffer = buffer
+        self._planned: dict[int, list[list[tuple[str, TensorSlice]]]] = {}  # by bucket and node, what was written
+        self._transfers: dict[int, list[Transfer]] = {}  # by bucket
+        self.required: Sequence[RequiredSlices | None] | None = None
+
+    def require(self, required: Sequence[RequiredSlices | None]) -> None:
+        """See :meth:`mindrlhf.weights.publish.publisher.WeightPublisher.require`."""
+        self.required = required
+        self._planned = {}
+
+    def complete(self, version: int, bucket: int, by_node: Mapping[str, list[WrittenSlice]]) -> list[WrittenSlice]:
+        """Complete and commit a bucket of which each node's ranks have written a part; return all of it."""
+        written = [sums_of(by_node[str(node)]) for node in range(len(by_node))]
+        check_replicas(written, self._buffer.infos)
+        received = self._fill(version, bucket, written)
+        # What came has the sums of the ranks that wrote it: whoever reads a buffer compares its memory with them.
+        whole = {key: checksum for sums in reversed(written) for key, checksum in sums.items()}
+        own = [whole] * len(written)
+        if self.required is not None:
+            own = [{**sums, **received.get(node, {})} for node, sums in enumerate(written)]
+        self._buffer.commit(written_of(own[0]), self.required and self.required[0])
+        self._call("commit_weights", written={str(node): written_of(own[node]) for node in range(1, len(own))})
+        return written_of(whole)
+
+    def _fill(self, version: int, bucket: int, written: Sequence[Sums]) -> dict[int, Sums]:
+        """Have every node's buffer get what its ranks did not write, check it, and return its sums by node."""
+        infos, transfers = self._buffer.infos, self._plan(bucket, written)
+        if not transfers:
+            return {}
+        by_node = None if self.required is None else {str(node): written_of(one) for node, one in enumerate(written)}
+        results: list[Received] = self._call("sync_weights", version=version, bucket=bucket, written=by_node)
+        expected = {key: checksum for sums in written for key, checksum in sums.items()}
+        for one in results:
+            for sent in one.sent.values():
+                expected |= sums_of(sent)
+        received = {int(node): sums_of(came) for node, came in join([one.slices for one in results]).items()}
+        for node, found in received.items():
+            check_received(found, expected, infos, node)
+        return received
+
+    def _plan(self, bucket: int, written: Sequence[Sums]) -> list[Transfer]:
+        """Return what has to travel of a bucket; the nodes are connected for it."""
+        slices = [list(sums) for sums in written]
+        if self._planned.get(bucket) != slices:  # as a rule what it was: a large model's plan takes seconds
+            required, infos = None, self._buffer.infos
+            if self.required is not None:
+                everything: RequiredSlices = {info.name: None for info in infos}
+                required = [everything if one is None else one for one in self.required]
+            transfers = plan_sync(written, infos, required)
+            if transfers != self._transfers.get(bucket, []):
+                self._connect(bucket, transfers)
+            self._planned[bucket], self._transfers[bucket] = slices, transfers
+        return self._transfers[bucket]
+
+    def _connect(self, bucket: int, transfers: Sequence[Transfer]) -> None:
+        addresses: dict[str, list] = {}
+        found: list[LeaderAddress] = self._call("open_transport")
+        for one in found:
+            addresses |= one.places
+        planned = [[one.name, one.source, one.slice, one.nodes] for one in transfers]
+        token = secrets.token_hex(16)
+        self._call("connect_transport", bucket=bucket, transfers=planned, addresses=addresses, token=token)

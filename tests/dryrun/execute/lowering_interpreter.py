@@ -133,6 +133,8 @@ _OPERATORS = {
     "Add": np.add,
     "Sub": np.subtract,
     "Mul": np.multiply,
+    "Neg": np.negative,
+    "Equal": np.equal,
     "Square": np.square,
     "Rsqrt": lambda x: 1 / np.sqrt(x),
     "ReduceMean": lambda x, axes, keep: x.mean(axis=axes, keepdims=bool(keep)),

@@ -78,6 +78,48 @@ def test_rms_norm_grad(tmp_path):
     np.testing.assert_allclose(dweight, numeric_gradient(lambda w: (rms_norm(x, w) * dy).sum(), weight), atol=1e-6)
 
 
+def rotated(x, angles):
+    """Channels i and i + D / 2 are a complex number, multiplied by exp(i angle)."""
+    half = x.shape[-1] // 2
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
+    return np.concatenate([turned.real, turned.imag], -1)
+
+
+@pytest.mark.parametrize("rows", [1, 2])  # one table for both rows, and one each
+def test_rotation_and_its_gradient(rows, tmp_path):
+    random = np.random.default_rng(0)
+    x, dy = random.standard_normal((2, 5, 2, 3, 8))
+    angles = random.standard_normal((5, rows, 1, 4))
+    tables = [np.concatenate([table, table], -1) for table in (np.cos(angles), np.sin(angles))]
+    inputs = [(x.shape, FLOAT), *((table.shape, FLOAT) for table in tables)]
+    program = one_node_program("RotaryPositionEmbedding", [*inputs, 0], [(x.shape, FLOAT)])
+    found = single(program, {0: x, 1: tables[0], 2: tables[1]}, tmp_path)
+    np.testing.assert_allclose(found, rotated(x, angles), rtol=1e-12)
+    outputs = [(x.shape, FLOAT), inputs[1], inputs[2]]
+    program = one_node_program("RotaryPositionEmbeddingGrad", [*inputs, None, 0], outputs)
+    slope = single(program, {0: dy, 1: tables[0], 2: tables[1]}, tmp_path)[0]
+    np.testing.assert_allclose(slope, numeric_gradient(lambda x: (rotated(x, angles) * dy).sum(), x), atol=1e-6)
+
+
+def test_a_rotation_of_neighbours_is_refused(tmp_path):
+    inputs = [((2, 1, 1, 4), FLOAT)] * 3
+    program = one_node_program("RotaryPositionEmbedding", [*inputs, 1], [((2, 1, 1, 4), FLOAT)])
+    with pytest.raises(LoweringError, match="neighbouring"):
+        lower_for(program, 0, tmp_path)
+
+
+def test_one_value_added_to_each_row_in_place(tmp_path):
+    random = np.random.default_rng(0)
+    x, places, values = random.standard_normal((3, 5)), np.array([[4], [0], [4]]), random.standard_normal((3, 1))
+    inputs = [((3, 5), FLOAT), 1, ((3, 1), INT32), ((3, 1), FLOAT)]
+    found = single(
+        one_node_program("InplaceScatterAdd", inputs, [((3, 5), FLOAT)]), {0: x, 2: places, 3: values}, tmp_path
+    )
+    expected = x.copy()
+    expected[np.arange(3), places[:, 0]] += values[:, 0]
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
 def forward_program(options=OPTIONS, mask=((BATCH, 1, LENGTH, KEYS), UINT8)):
     query, key = (BATCH, HEADS, LENGTH, DIM), (BATCH, KV_HEADS, KEYS, DIM)
     statistics = ((BATCH, HEADS, LENGTH, 8), FLOAT)

@@ -110,9 +110,7 @@ def test_long_rows_fit_with_tiles(name, logits):
 
 
 def test_muon_has_half_the_moments_of_matrices_and_gathers_them_for_its_step():
-    # Data parallelism alone shards the state: Muon is refused with a second way of sharding.
-    layout = [f"parallel_config.{key}" for key in ("model_parallel=1", "data_parallel=8", "use_seq_parallel=false")]
-    adamw, muon = (items(*layout, *more, phase="optimizer step") for more in ([], ["optimizer.type=muon"]))
+    adamw, muon = (items(*more, phase="optimizer step") for more in ([], ["optimizer.type=muon"]))
     layer = 36 * 128 * HIDDEN + 28 * 128 * HIDDEN + 3 * HIDDEN * MLP
     saved = LAYERS * layer * 4 / 8
     assert adamw["AdamW moments"] - muon["Muon moments"] == saved
@@ -120,5 +118,5 @@ def test_muon_has_half_the_moments_of_matrices_and_gathers_them_for_its_step():
     largest = 2 * HIDDEN * MLP
     gathered = (largest + (LAYERS * layer - largest) // 8) * 4
     assert muon["optimizer's work"] - adamw["optimizer's work"] == gathered
-    swapped = items(*layout, "optimizer.type=muon", "memory.swap_moments=true")
-    assert items(*layout, "optimizer.type=muon").keys() - swapped.keys() == {"Muon moments"}
+    swapped = items("optimizer.type=muon", "memory.swap_moments=true")
+    assert items("optimizer.type=muon").keys() - swapped.keys() == {"Muon moments"}

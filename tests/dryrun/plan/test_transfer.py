@@ -27,6 +27,7 @@ DENSE = {
     "vocab_size": 256,
     "tie_word_embeddings": False,
 }
+HALVES = {**DENSE, "architectures": ["Glm4ForCausalLM"], "num_key_value_heads": 4}
 EXPERTS = {
     **DENSE,
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -61,6 +62,8 @@ def of_worker(name, tensor, config, num_workers, worker):
         return np.split(tensor, num_workers, axis=1)[worker]
     if module in KEYS and config["num_key_value_heads"] < num_workers:
         return np.split(tensor, config["num_key_value_heads"])[worker * config["num_key_value_heads"] // num_workers]
+    if module == "gate_up_proj":
+        return np.concatenate([np.split(half, num_workers)[worker] for half in np.split(tensor, 2)])
     return np.split(tensor, num_workers)[worker] if module in (*ROWS, *KEYS) else tensor
 
 
@@ -69,6 +72,8 @@ CASES = [
     (DENSE, Layout(2, 2, 2), 2, 4),
     (DENSE, Layout(2, 2, 2), 4, 2),
     (DENSE, Layout(2, 2, 2), 8, 1),
+    (HALVES, Layout(2, 4), 4, 2),
+    (HALVES, Layout(2, 2, 2), 8, 1),
     (DENSE, Layout(8, optimizer_shard=-1), 4, 2),
     (DENSE, Layout(1, 1, 4, context_parallel=2), 4, 1),
     (EXPERTS, Layout(4, 1, 2, expert_parallel=4), 4, 2),

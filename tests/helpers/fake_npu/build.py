@@ -42,9 +42,8 @@ def build(wheels: Path, directory: Path, python: str) -> None:
     (directory / "cann" / "python" / "acl" / "__init__.py").write_text("")
     (directory / "cann" / "python" / "acl" / "rt.py").write_text(_ACL_RT)
     (packages / "sitecustomize.py").write_text("import fake_npu_start\n")
-    (packages / "fake_npu_start.py").symlink_to(HERE / "start.py")
-    (packages / "fake_npu_kernels.py").symlink_to(HERE / "kernels.py")
-    (packages / "fake_npu_operators.py").symlink_to(HERE / "operators.py")
+    for name in ("start", "kernels", "operators", "graphs"):
+        (packages / f"fake_npu_{name}.py").symlink_to(HERE / f"{name}.py")
     script = directory / "python"
     script.write_text(_SCRIPT.format(cann=directory / "cann", packages=packages, python=python))
     script.chmod(0o755)

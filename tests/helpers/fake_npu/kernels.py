@@ -104,6 +104,8 @@ _library: torch.library.Library | None = None  # its registrations end with it
 
 def install() -> int:
     """Register the CPU's kernels for the NPU; return how many."""
+    from fake_npu_graphs import launched
+
     global _library
     _library, num = torch.library.Library("aten", "IMPL"), 0
     has = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -117,9 +119,10 @@ def install() -> int:
             continue
         wants = has(name, "PrivateUse1") or has(name, "CPU")
         if wants and (any(has(name, key) for key in _COUNTED) or has(name, "PrivateUse1")):
-            _library.impl(rest, functools.partial(_run, operator), "PrivateUse1", allow_override=True)
+            kernel = launched(functools.wraps(_run)(functools.partial(_run, operator)))
+            _library.impl(rest, kernel, "PrivateUse1", allow_override=True)
             num += 1
-    _library.impl("copy_", _copy, "PrivateUse1", allow_override=True)
+    _library.impl("copy_", launched(_copy), "PrivateUse1", allow_override=True)
     _library.impl("_local_scalar_dense", lambda one: on_host(one).item(), "PrivateUse1", allow_override=True)
     return num
 

@@ -4,26 +4,29 @@ import math
 from typing import Any
 
 import torch
+from fake_npu_graphs import launched
 from fake_npu_kernels import on_host, on_npu
 
 
 def install(torch_npu: Any) -> None:
     """Put them in the place of torch_npu's."""
-    torch_npu._npu_rotary_embedding = rotary_embedding
-    torch_npu.npu_rms_norm = rms_norm
-    torch_npu.npu_add_rms_norm = add_rms_norm
-    torch_npu.npu_swiglu = swiglu
-    torch_npu._npu_reshape_and_cache = reshape_and_cache
-    torch_npu.npu_fused_infer_attention_score = fused_infer_attention_score
-    torch_npu.npu_top_k_top_p = top_k_top_p
-    torch_npu.npu_grouped_matmul = grouped_matmul
-    torch_npu.npu_moe_token_unpermute = moe_token_unpermute
-    torch_npu.npu_interleave_rope = interleave_rope
-    torch_npu.npu_kv_rmsnorm_rope_cache = kv_rmsnorm_rope_cache
-    torch_npu.npu_fused_infer_attention_score_v2 = fused_infer_attention_score_v2
-    torch_npu.npu_attention_update = attention_update
-    torch_npu.npu_transpose_batchmatmul = transpose_batchmatmul
+    for function in (
+        npu_rms_norm, npu_add_rms_norm, npu_swiglu, npu_fused_infer_attention_score, npu_top_k_top_p,
+        npu_grouped_matmul, npu_moe_token_unpermute, npu_interleave_rope, npu_kv_rmsnorm_rope_cache,
+        npu_fused_infer_attention_score_v2, npu_attention_update, npu_transpose_batchmatmul,
+    ):  # fmt: skip
+        setattr(torch_npu, function.__name__, launched(function))
+    torch_npu._npu_rotary_embedding = launched(rotary_embedding)
+    torch_npu._npu_reshape_and_cache = launched(reshape_and_cache)
     torch_npu.npu_format_cast = lambda tensor, acl_format: tensor
+    torch_npu.npu_fused_infer_attention_score.out = launched(fused_infer_attention_score_out)
+    torch_npu._npu_fused_infer_attention_score_get_max_workspace = lambda query, **_: query.new_empty(1)
+
+
+def fused_infer_attention_score_out(query, *, workspace, out, **options) -> None:
+    """Write attention into tensors that are there."""
+    found = npu_fused_infer_attention_score(query, **options)[0]
+    on_host(out[0]).view(found.shape).copy_(on_host(found))
 
 
 def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style=True) -> None:
@@ -44,20 +47,20 @@ def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_st
         host.copy_(heads.reshape(host.shape).to(host.dtype))
 
 
-def rms_norm(x, weight, epsilon=1e-6):
+def npu_rms_norm(x, weight, epsilon=1e-6):
     """Return x / rms(x) * weight, and 1 / rms(x)."""
     wide = on_host(x).float()
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     return on_npu((wide * inverse * on_host(weight).float()).to(x.dtype), x.device), on_npu(inverse, x.device)
 
 
-def add_rms_norm(x, residual, weight, epsilon=1e-6, *_):
+def npu_add_rms_norm(x, residual, weight, epsilon=1e-6, *_):
     """Return the norm of x + residual, 1 / rms, and the sum."""
     total = on_npu(on_host(x) + on_host(residual), x.device)
-    return *rms_norm(total, weight, epsilon), total
+    return *npu_rms_norm(total, weight, epsilon), total
 
 
-def swiglu(x, dim=-1):
+def npu_swiglu(x, dim=-1):
     """Return silu of the first half times the second."""
     gate, up = on_host(x).float().chunk(2, dim)
     return on_npu((torch.nn.functional.silu(gate) * up).to(x.dtype), x.device)
@@ -72,7 +75,7 @@ def reshape_and_cache(key=None, value=None, key_cache=None, value_cache=None, sl
         host.view(-1, *host.shape[2:])[slots[held]] = on_host(tensor)[: len(slots)][held].view(-1, *host.shape[2:])
 
 
-def fused_infer_attention_score(
+def npu_fused_infer_attention_score(
     query=None, key=None, value=None, *, block_table=None, input_layout="TND", block_size=128, actual_seq_lengths=None,
     actual_seq_lengths_kv=None, num_key_value_heads=1, num_heads=1, scale=1.0, sparse_mode=0, query_rope=None,
     key_rope=None, **_,
@@ -88,6 +91,9 @@ def fused_infer_attention_score(
     queries, keys, values = _joined(query, query_rope), _joined(key, key_rope), on_host(value)
     if block_table is not None:
         keys, values = (one.reshape(len(one), block_size, num_key_value_heads, -1) for one in (keys, values))
+        if list(actual_seq_lengths) == list(range(1, len(queries) + 1)):
+            found = attention_of_new_tokens(queries, keys, values, on_host(block_table), actual_seq_lengths_kv, scale)
+            return tuple(on_npu(one.to(query.dtype), query.device) for one in found)
     result, sums = torch.zeros(*queries.shape[:2], values.shape[-1]), torch.zeros(*queries.shape[:2], 1)
     start, read = 0, 0
     for number, end in enumerate(map(int, actual_seq_lengths)):
@@ -121,7 +127,21 @@ def attention(queries, keys, values, num_sharing, scale, *, is_causal) -> tuple[
     return (scores.softmax(-1) @ values).transpose(0, 1), scores.logsumexp(-1, keepdim=True).transpose(0, 1)
 
 
-def fused_infer_attention_score_v2(
+def attention_of_new_tokens(queries, keys, values, table, lengths, scale) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one token of each sequence, all at once: queries [n, heads, channels], keys and values in blocks."""
+    num, size, heads = len(queries), keys.shape[1], keys.shape[2]
+    lengths = torch.tensor(lengths[:num]).long()
+    blocks = table[:num, : -(-int(lengths.max()) // size)].long()
+    keys, values = (one[blocks].flatten(1, 2).float() for one in (keys, values))  # [n, tokens, heads, channels]
+    held = (torch.arange(keys.shape[1]) < lengths[:, None])[..., None, None]
+    keys, values = (one.masked_fill(~held, 0.0) for one in (keys, values))  # what is behind may be no number
+    scores = torch.einsum("nhsc,nthc->nhst", queries.float().unflatten(1, (heads, -1)), keys) * scale
+    scores = scores.masked_fill(~held[:, None, None, :, 0, 0], -math.inf)
+    result = torch.einsum("nhst,nthc->nhsc", scores.softmax(-1), values)
+    return result.flatten(1, 2), scores.logsumexp(-1, keepdim=True).flatten(1, 2)
+
+
+def npu_fused_infer_attention_score_v2(
     query, key, value, *, query_rope, key_rope, input_layout, num_query_heads, num_key_value_heads, softmax_scale,
     block_table, block_size, actual_seq_kvlen, **_,
 ):  # fmt: skip
@@ -143,14 +163,14 @@ def fused_infer_attention_score_v2(
     return on_npu(result.to(query.dtype), query.device), on_npu(torch.zeros(1), query.device)
 
 
-def attention_update(sums, parts, _):
+def npu_attention_update(sums, parts, _):
     """Put attention over parts of the keys together: results [rows, channels] and the logarithms of their sums."""
     weights = torch.stack([on_host(one).float() for one in sums]).softmax(0)
     total = sum(weight[:, None] * on_host(part).float() for weight, part in zip(weights, parts))
     return on_npu(total, parts[0].device), None
 
 
-def interleave_rope(x, cos, sin):
+def npu_interleave_rope(x, cos, sin):
     """Rotate [batch, heads, length, channels] whose pairs of channels stand beside each other; they go apart."""
     return on_npu(_interleaved(on_host(x), on_host(cos), on_host(sin)).to(x.dtype), x.device)
 
@@ -161,7 +181,7 @@ def _interleaved(x, cos, sin) -> torch.Tensor:
     return apart * cos.float() + turned * sin.float()
 
 
-def kv_rmsnorm_rope_cache(kv, weight, cos, sin, index, k_cache, ckv_cache, *, epsilon, cache_mode, **_):
+def npu_kv_rmsnorm_rope_cache(kv, weight, cos, sin, index, k_cache, ckv_cache, *, epsilon, cache_mode, **_):
     """Norm the latent channels of [tokens, 1, 1, latent + rotated], rotate the others, write both into their caches."""
     assert cache_mode == "PA", cache_mode
     host, size = on_host(kv), weight.shape[-1]
@@ -186,12 +206,12 @@ def kv_cache_load(cache_latent, cache_rotated, block_table, lengths, starts, key
             place += length
 
 
-def transpose_batchmatmul(x, weight, *, perm_y):
+def npu_transpose_batchmatmul(x, weight, *, perm_y):
     """Multiply [heads, tokens, in] with [heads, in, out], tokens before heads."""
     return on_npu((on_host(x) @ on_host(weight)).permute(*perm_y).contiguous(), x.device)
 
 
-def top_k_top_p(logits, p=None, k=None):
+def npu_top_k_top_p(logits, p=None, k=None):
     """Mask what is not among the k likeliest, or behind the probability p."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
@@ -246,7 +266,7 @@ def moe_init_routing(hidden_states, topk_ids, *, expert_num, active_expert_range
     return on_npu(moved, device), on_npu(places.to(torch.int32), device), on_npu(counts, device), scale
 
 
-def grouped_matmul(x, weight, *, group_list, group_list_type=0, bias=None, **_):
+def npu_grouped_matmul(x, weight, *, group_list, group_list_type=0, bias=None, **_):
     """Multiply the rows of each expert with its weight [experts, in, out]; numbers of rows, or where they end."""
     assert bias is None
     (rows,), (own,) = x, weight
@@ -259,7 +279,7 @@ def grouped_matmul(x, weight, *, group_list, group_list_type=0, bias=None, **_):
     return [on_npu(made, rows.device)]
 
 
-def moe_token_unpermute(permuted_tokens, sorted_indices, probs):
+def npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs):
     """Return the sum of each token's parts, weighted."""
     parts = on_host(permuted_tokens)[on_host(sorted_indices).long()].float()
     weights = on_host(probs).float()

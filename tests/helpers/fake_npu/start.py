@@ -2,6 +2,7 @@
 
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -69,12 +70,14 @@ class _AbsentFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @after("torch_npu")
 def _torch_npu(module: types.ModuleType) -> None:
+    import fake_npu_graphs
     import fake_npu_kernels
     import fake_npu_operators
 
     fake_npu_kernels.install()
     fake_npu_kernels.install_collectives()
     fake_npu_operators.install(module)
+    fake_npu_graphs.install(module.npu)
 
 
 @after("vllm_ascend.utils")
@@ -97,18 +100,23 @@ def _block_table(module: types.ModuleType) -> None:
 
 @after("vllm_ascend.device.device_op")
 def _device_op(module: types.ModuleType) -> None:
-    import fake_npu_operators
+    import fake_npu_operators as operators
 
-    module.BaseDeviceAdaptor.moe_gating_top_k = staticmethod(fake_npu_operators.moe_gating_top_k)
-    module.BaseDeviceAdaptor.kv_cache_load = staticmethod(fake_npu_operators.kv_cache_load)
-    module.BaseDeviceAdaptor.npu_moe_init_routing = staticmethod(fake_npu_operators.moe_init_routing)
+    adaptor, launched = module.BaseDeviceAdaptor, operators.launched
+    adaptor.moe_gating_top_k = staticmethod(launched(operators.moe_gating_top_k))
+    adaptor.kv_cache_load = staticmethod(launched(operators.kv_cache_load))
+    adaptor.npu_moe_init_routing = staticmethod(launched(operators.moe_init_routing))
+
+
+# Nothing is compiled here: full graphs of decoding are what can be captured then.
+_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
 
 
 @after("mindrlhf.rollout.server.engine")
 def _engine(module: types.ModuleType) -> None:
-    """Graphs of kernels cannot be recorded here."""
     arguments = module.engine_arguments
-    module.engine_arguments = lambda *given: arguments(*given) | {"enforce_eager": True}
+    own = {"compilation_config": _GRAPHS} if os.environ.get("FAKE_NPU_GRAPHS") else {"enforce_eager": True}
+    module.engine_arguments = lambda *given: arguments(*given) | own
 
 
 sys.meta_path.insert(0, _Finder())

@@ -26,11 +26,12 @@ from agent_fakes import (
 
 from mindrlhf.config.reward import ToolSection
 from mindrlhf.data.mindrecord import Prompt
-from mindrlhf.errors import UserError
+from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rewards.types import RewardResult
 from mindrlhf.rollout.conversations import tool_metrics, with_tools
+from mindrlhf.rollout.elastic.generator import ElasticGenerator
 from mindrlhf.rollout.samples import Sampler
-from mindrlhf.rollout.types import SamplingParams
+from mindrlhf.rollout.types import Cancelled, SamplingParams
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -337,6 +338,68 @@ def test_budgets_are_told_and_end_nothing_else(options, status, message):
     (completion,) = run(Engine(lambda text: "ok"), agent, **options)
     assert [code for code, _ in statuses] == [200, 200, status] and message in statuses[2][1]
     assert completion.episode_return == 0.5 and completion.num_turns == 2 and completion.agent.num_refused == 1
+
+
+def test_nodes_that_come_and_go_cost_an_agent_nothing():
+    """What a node owes that is lost is asked again of the others: the agents get the same tokens."""
+
+    class Peer(Engine):
+        name, num_servers, is_lost = "another", 2, False
+
+        def generate(self, requests, sampling):
+            for number, completion in enumerate(super().generate(requests, sampling)):
+                if len(self.batches) == 2 and number == 1:
+                    raise RunFailure("has no power")
+                yield completion
+
+        def drop(self, how):
+            self.is_lost = True
+
+    def agent(record, client):
+        said = [user(record["question"])]
+        for _ in range(4):
+            said += [client.chat(said), user("more")]
+        return float(len(said))
+
+    requests = [prompt(text, number, 3) for number, text in enumerate(("one", "two", "three"))]
+    alone, own, peer = Engine(lambda text: text[-40:]), Engine(lambda text: text[-40:]), Peer(lambda text: text[-40:])
+    generator = ElasticGenerator(own, 1, None, None)
+    generator._peers = [peer]
+    expected, found = run(alone, agent, requests), run(generator, agent, requests)
+    assert peer.is_lost and len(peer.batches) == 2 and len(own.batches) > 4
+    assert [one.agent.failure for one in found] == [""] * 9
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        assert one.episode_return == other.episode_return == 9.0
+
+
+@pytest.mark.parametrize("asks_first", [False, True])
+def test_another_thread_breaks_off_agents_that_are_busy(asks_first):
+    """As at the end of a run whose samples are made beside the training."""
+    started, release = threading.Event(), threading.Event()
+
+    def agent(record, client):
+        if asks_first:
+            client.chat([user("a")])
+        started.set()
+        release.wait(60)
+        return 1.0
+
+    class Cancellable(Engine):
+        is_cancelled = False
+
+        def cancel(self):
+            self.is_cancelled = True
+
+    engine = Cancellable(lambda text: "b")
+    with serving(engine, agent) as (source, _):
+        threading.Thread(target=lambda: (started.wait(), source.cancel()), daemon=True).start()
+        with pytest.raises(Cancelled):
+            list(source.generate([prompt("q", 0, 2)], SamplingParams(100, stop_token_ids=(END,))))
+        assert engine.is_cancelled and not source._running
+        with pytest.raises(Cancelled):
+            list(source.generate([prompt()], SamplingParams(100, stop_token_ids=(END,))))
+        release.set()
 
 
 def test_breaking_off_ends_all_agents():

@@ -18,8 +18,9 @@ from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import UserError
 from mindrlhf.layout.layout import Layout
 from mindrlhf.training.checkpoints.requests import SaveRequests
-from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints, newest_checkpoint
+from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.checkpoints.shards import SavesState
+from mindrlhf.training.preflight.output import newest_checkpoint
 from mindrlhf.training.replica_team import ReplicaTeam
 
 NUM_RANKS = 4

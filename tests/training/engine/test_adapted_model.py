@@ -79,7 +79,7 @@ def stepped(make_worker, model_dirs):
     worker = make_worker()
     before, rewound = parameters(worker), Rewound(worker.engine)
     results = [step(worker, 0)]
-    worker.save(model_dirs / "checkpoint")
+    worker.begin_saving(str(model_dirs / "checkpoint"), copies=False)
     results.append(step(worker, 1))
     return worker, before, results, rewound
 

@@ -185,10 +185,11 @@ def test_a_restored_critic_goes_on_with_the_same_bits(built, tmp_path):
     assert any((begun[name] != array).any() for name, array in weights_of(worker.critic).items())
     saved, captured = tmp_path / "saved", tmp_path / "captured"
     saved.mkdir(), captured.mkdir()
-    checksums = worker.save(saved)
-    write = worker.capture()
+    worker.begin_saving(str(saved), copies=False)
+    checksums = worker.end_saving().checksums
+    worker.begin_saving(str(captured), copies=True)
     expected = update_critic(worker, second)  # the copy does not see it
-    captured_checksums = write(captured)
+    captured_checksums = worker.end_saving().checksums
     assert {path.name for path in saved.iterdir()} == {
         *("model", "optimizer.safetensors"),
         *("critic", "critic_optimizer.safetensors"),

@@ -4,12 +4,13 @@ Two data-parallel ranks, each with the optimiser's shard of the parameters (wher
 """
 
 import dataclasses
+import threading
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fakes import ThreadedTeam
+from fakes import LocalTeam, ThreadedTeam
 from thread_broadcasts import Network
 
 from mindrlhf.algorithms.losses import POLICY_INPUTS, POLICY_STATISTICS
@@ -193,6 +194,40 @@ def test_an_update_returns_the_logprobs_that_its_own_calls_computed(make_ranks):
             np.testing.assert_allclose(found, -rows.labels * rows.mask / 7 * call, rtol=1e-6)
 
 
+def test_updates_that_return_no_outputs_have_a_pass_of_their_own_once_a_step(make_ranks):
+    (actor, cells, _), _ = make_ranks()
+    actor.engine.updater.returns_outputs = False
+    own = make_two_batches()[0].part_of(0, NUM_RANKS)
+    for step in (1, 2):
+        actor.receive([own])
+        for _ in range(2):
+            result = actor.update(0, 0.1, 0.0)
+            for found, rows in zip(result.logprobs, own.micro_batches, strict=True):
+                np.testing.assert_allclose(found, -rows.labels * rows.mask / 7)
+        assert cells.num_logprobs == step * len(own.micro_batches)
+
+
+def test_calls_before_the_last_of_an_update_leave_the_optimiser_alone(make_ranks):
+    """They go to the graph of the gradients; a batch of one micro-batch needs none."""
+    (actor, cells, _), _ = make_ranks()
+    updater, gradients = actor.engine.updater, []
+
+    def add(*inputs):
+        gradients.append([one.asnumpy() for one in inputs])
+        return cells.update(*inputs)
+
+    updater.graph = dataclasses.replace(updater.graph, gradients=add)
+    own = make_two_batches()[0].part_of(0, NUM_RANKS)
+    actor.receive([own, dataclasses.replace(own, micro_batches=own.micro_batches[:1])])
+    results = [actor.update(batch, 0.1, 0.0) for batch in (0, 1)]
+    assert len(gradients) == 1 and len(cells.updates) == 3
+    assert [is_last for _, is_last, _ in cells.updates[1:]] == [[1.0], [1.0]]
+    np.testing.assert_array_equal(gradients[0][0][:2], own.micro_batches[0].input_ids)
+    sums = np.arange(len(POLICY_STATISTICS))
+    np.testing.assert_array_equal(results[0].statistics, 2 * sums + 1 + 2)
+    assert [result.grad_norm for result in results] == [1.0, 1.5]
+
+
 def test_a_warm_up_makes_no_update(make_ranks):
     (actor, cells, _), _ = make_ranks()
     shapes = RowOptions((8, LENGTH), 2, 1, True).shapes()
@@ -207,7 +242,7 @@ def test_all_ranks_publish_the_model_and_rank_0_exports_it(make_ranks, model_dir
     from mindrlhf.training.nodes import find_nodes
     from mindrlhf.training.replica_team import with_replicas
     from mindrlhf.weights.open import open_tensors
-    from mindrlhf.weights.publish import publisher
+    from mindrlhf.weights.publish import export
 
     ranks = make_ranks()
     assert any(ranks[0][2][one.name].shape != one.shape for one in ranks[0][0].model.placement.held.values()), (
@@ -215,8 +250,8 @@ def test_all_ranks_publish_the_model_and_rank_0_exports_it(make_ranks, model_dir
     )
     actors = [actor for actor, _, _ in ranks]
     team = LocalRanks(actors, machines)
-    monkeypatch.setattr(publisher, "_EXPORT_BUCKET_BYTES", 1 << 16)
-    tensors = publisher.sharded_tensors(with_replicas(CONFIG, team), team, find_nodes(team))
+    monkeypatch.setattr(export, "_EXPORT_BUCKET_BYTES", 1 << 16)
+    tensors = export.sharded_tensors(with_replicas(CONFIG, team), team, find_nodes(team))
     actors[0].export(tmp_path / "final", None, tensors)
     assert [actor._buffers for actor in actors] == [{}, {}]
     expected, found = open_tensors(model_dir), open_tensors(tmp_path / "final")
@@ -270,8 +305,8 @@ def test_an_updater_takes_a_graph_of_other_inputs(make_ranks):
 def _look(ranks, expected, found, version, bucket):
     """Compare the bucket that the buffers of all ranks have, and note its tensors."""
     for own in {rank.weight_buffer().path: rank.weight_buffer() for rank in ranks}.values():
+        own.turn_to(bucket)  # the next is written meanwhile
         own.verify(version)
-        assert own.bucket == bucket
         for name, _, array in own.tensors(version):
             np.testing.assert_array_equal(array, expected[name], err_msg=name)
             found.append(name)
@@ -284,8 +319,16 @@ class LocalRanks(ThreadedTeam):
         from mindrlhf.training.batch import Machine
 
         super().__init__(actors)
+        one_by_one = threading.Lock()  # MindSpore runs operators of one thread at a time
         for actor, machine in zip(actors, machines, strict=True):
             actor.machine = lambda name=machine: Machine(name)
+            placement = actor.model.placement
+            placement.write_to = partial(_locked, one_by_one, placement.write_to)
+
+
+def _locked(lock, function, *arguments):
+    with lock:
+        function(*arguments)
 
 
 @pytest.mark.parametrize("transport", [TCP, COLLECTIVES])
@@ -318,3 +361,76 @@ def test_ranks_on_two_machines_complete_the_buffers_of_both(make_ranks, model_di
             actor.close_weights(PUBLISH)
     assert digests[0] == digests[1]
     assert set(network.num_broadcasts) == ({0, 1} if transport == COLLECTIVES else set()), "both have what one lacks"
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 1 << 15, 1 << 12])
+def test_what_leaves_the_device_has_the_rollouts_width_once(make_ranks, model_dir, bucket_bytes, monkeypatch):
+    """Of float32 parameters and a server in bfloat16, 2 bytes an element come to the host, in buckets too."""
+    import mindspore as ms
+
+    from mindrlhf.weights.open import open_tensors
+    from mindrlhf.weights.publish.buffer import WeightBuffer
+    from mindrlhf.weights.tensors import convert_dtype
+
+    actors = [actor for actor, _, _ in make_ranks()]
+    with actors[0].model.placement.create_weight_buffer("bfloat16", bucket_bytes) as buffer:
+        buffers = [buffer, *(WeightBuffer.attach(buffer.path, writable=True) for _ in actors[1:])]
+        copied, to_host = [], ms.Tensor.asnumpy
+        monkeypatch.setattr(ms.Tensor, "asnumpy", lambda tensor: copied.append(to_host(tensor)) or copied[-1])
+        found = {}
+        for bucket in range(buffer.num_buckets):
+            written = []
+            for actor, own in zip(actors, buffers, strict=True):
+                own.begin(1, bucket)
+                actor.model.placement.write_to(own)
+                written += own.written()
+            buffer.commit(written)
+            found |= {name: array.copy() for name, _, array in buffer.tensors(1)}
+        assert (buffer.num_buckets > 1) == bool(bucket_bytes)
+        assert sum(array.nbytes for array in copied) == 2 * sum(info.num_elements for info in buffer.infos)
+    source = open_tensors(model_dir)
+    assert found.keys() == set(source.names())
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, convert_dtype(source.read(name), "float32", "bfloat16"), err_msg=name)
+
+
+def test_ranks_give_memory_back_before_a_server_loads_or_is_started_again(make_ranks, monkeypatch):
+    from mindrlhf.training.engine import actor as actors
+    from mindrlhf.weights.publish.publisher import PUBLISH, WeightPublisher, open_weight_buffers
+
+    actor, _, _ = make_ranks()[0]
+    events, write = [], actor.model.placement.write_to
+    actor.model.placement.write_to = lambda *given: (events.append("write"), write(*given))
+    monkeypatch.setattr(actor.engine, "make_room", lambda: events.append("make room"))
+    monkeypatch.setattr(actors, "give_back_memory", lambda: events.append("give back"))
+    team = LocalTeam([actor])
+    with open_weight_buffers(team, [[0]]) as buffer:
+        monkeypatch.setattr(buffer, "commit", lambda written: None)  # another rank has the other half
+        WeightPublisher(team, buffer).publish(1, lambda *_: events.append("load"))
+    assert events == ["write", "make room", "give back", "load"]
+    actor.close_weights(PUBLISH)
+
+
+def test_parts_are_cut_out_of_a_parameter_alike_on_device_and_host():
+    """Rows in a run, evenly spaced, and scattered; all columns or some, turned; rounded on the way or kept."""
+    import mindspore as ms
+
+    from mindrlhf.training.engine.shards import Shards
+    from mindrlhf.weights.publish.buffer import WeightBuffer
+    from mindrlhf.weights.publish.shards import PublishedShard
+    from mindrlhf.weights.tensors import TensorInfo, convert_dtype
+
+    values = np.random.default_rng(3).standard_normal((12, 6)).astype(np.float32)
+    bits = convert_dtype(values, "float32", "bfloat16")
+    for dtype in ("float32", "bfloat16"):
+        parameter = ms.Parameter(ms.Tensor(values).astype(getattr(ms, dtype)), name="x")
+        for rows in (slice(2, 7), slice(1, 12, 3), np.array([0, 1, 4, 5, 9])):
+            for columns in (None, slice(1, 4)):
+                expected = bits[rows] if columns is None else bits[rows, columns].T
+                part = PublishedShard("x", rows, tuple(slice(0, size) for size in expected.shape), columns)
+                with WeightBuffer.create([TensorInfo("x", "bfloat16", expected.shape)]) as buffer:
+                    buffer.begin(1)
+                    Shards._write_rounded(SimpleNamespace(parameters={"x": parameter}), buffer, "x", [part])
+                    buffer.commit()
+                    ((_, _, found),) = buffer.tensors(1)
+                    np.testing.assert_array_equal(found, expected)

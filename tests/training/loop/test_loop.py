@@ -165,7 +165,7 @@ class Rank:
 
 
 class Buffer:
-    num_buckets = 1
+    num_buckets = num_places = 1
 
     def __init__(self, journal):
         self.journal = journal

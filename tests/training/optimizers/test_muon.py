@@ -288,6 +288,38 @@ def test_ranks_gather_whole_blocks_and_keep_their_shards(name, text):
     assert num_gathered or "ep=4" in text
 
 
+@pytest.mark.parametrize("text", ["dp=2,mp=2,opt=1", "dp=4,mp=2,opt=2", "dp=2,cp=2,mp=2,opt=1", "mp=4"])
+def test_a_step_has_whole_matrices_though_a_group_gathers_in_the_order_of_its_ranks(text, monkeypatch):
+    import mindspore as ms
+
+    from mindrlhf.training.optimizers import muon
+
+    model = {**QWEN, "hidden_size": 256, "num_attention_heads": 8, "head_dim": 32, "num_key_value_heads": 4}
+    spec = find_spec(model | {"intermediate_size": 512})
+    dims, groups = spec.dims(model | {"intermediate_size": 512}), []
+    layouts = {one.name: one for one in parameter_layouts(spec, dims, Layout.parse(text), 4)}
+    monkeypatch.setattr(muon, "_group", lambda ranks: groups.append(ranks) or "group")
+    num_unordered = 0
+    for rule in spec.rules(dims):
+        matrices, layout = rule.matrices(dims), layouts[rule.mf_name]
+        if matrices is None:
+            continue
+        whole = np.arange(np.prod(layout.shape), dtype=np.float32).reshape(layout.shape)
+        for rank in range(layout.stage_size):
+            monkeypatch.setattr(muon, "get_rank", lambda rank=rank: rank)
+            groups.clear()
+            shares = muon.Shares(layout, matrices.block_rows)
+            shard = whole[layout.shard_of(rank)]
+            if groups:
+                stacked = np.concatenate([whole[layout.shard_of(one)] for one in sorted(groups[0])])
+                shares.all_gather = lambda shard, stacked=stacked: ms.Tensor(stacked)
+                num_unordered += gathered_ranks(layout, rank, matrices.block_rows)[0] != sorted(groups[0])
+            gathered = shares.gather(ms.Tensor(np.ascontiguousarray(shard)))
+            np.testing.assert_array_equal(gathered.asnumpy(), whole)
+            np.testing.assert_array_equal(shares.own(gathered).asnumpy(), shard)
+    assert num_unordered or text == "mp=4"
+
+
 @pytest.mark.parametrize("rank", [None, 4], ids=["all weights", "adapters"])
 def test_a_learner_steps_by_its_own_gradients(rank, tmp_path):
     """The CPU has no step of its own for Muon: its graph follows the gradients of the CPU's head."""

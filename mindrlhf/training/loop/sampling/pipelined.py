@@ -140,7 +140,7 @@ class PipelinedScheduler(Scheduler):
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._rollout.generator.cancel()
+        getattr(self._rollout.sampler.source, "cancel", self._rollout.generator.cancel)()
         self._thread.join()
         self._maker.close()
         if self._order is not None:

@@ -1,0 +1,32 @@
+"""Reading a model that is sharded over ranks, on rank 0, through a weight buffer of its own."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from mindrlhf.weights.publish.publisher import EXPORT, Ranks, WeightPublisher, open_weight_buffers
+
+# Of the buffer: its memory comes on top of what the run has.
+_EXPORT_BUCKET_BYTES = 4 << 30
+
+
+def sharded_tensors(
+    team: Ranks, ranks: Ranks, nodes: Sequence[Sequence[int]], of: str = ""
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the Hugging Face tensors of a model that is sharded over ranks, in its own dtype, on rank 0.
+
+    They come by a buffer of a few of them, and have to be used before the next is asked for.
+
+    Args:
+        team: the replicas of the model.
+        ranks: all of them.
+        nodes: the ranks of each node, rank 0's first.
+        of: which model, where a rank has several.
+    """
+    with open_weight_buffers(ranks, nodes, EXPORT, of, bucket_bytes=_EXPORT_BUCKET_BYTES) as buffer:
+        publisher = WeightPublisher(team, buffer, EXPORT)
+        publisher.require([None, *({} for _ in nodes[1:])])
+        for bucket in range(buffer.num_buckets):
+            publisher.put(1, bucket)
+            yield from ((name, array) for name, _, array in buffer.tensors(1))
+    ranks.call("close_weights", purpose=EXPORT)
