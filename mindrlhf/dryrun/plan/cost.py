@@ -17,8 +17,10 @@ GRADIENT_BYTES = 4
 # Bytes that a layer's kernels move beside the products, forward and backward: for each position and channel of the
 # hidden states that a rank holds, of the MLP, of queries, of keys and values; and for each weight, once a call.
 _HIDDEN_BYTES, _MLP_BYTES, _QUERY_BYTES, _KEY_BYTES, _WEIGHT_BYTES = (20, 24), (6, 10), (44, 46), (22, 20), (5, 8)
+# Gradients of pipeline micro-batches are added up, in float32, in a copy that the optimiser does not shard.
+_ACCUMULATED_BYTES = 10
 # The same for each logit, and for each element of a rank's shards in a call and in an update's last.
-LOGIT_BYTES, STATE_BYTES = 30, (20, 260)
+LOGIT_BYTES, STATE_BYTES = 30, (12, 260)
 # Share of the time of collectives that other work hides.
 HIDDEN_GATHERS, HIDDEN_REDUCTIONS, HIDDEN_TENSOR = 0.5, 0.58, 0.1
 # Kernels of a layer, forward and backward.
@@ -213,7 +215,11 @@ def _vector_bytes(inputs: MemoryInputs, stage: int, backward: bool) -> float:
 def _state_seconds(inputs: MemoryInputs, num_calls: int, device: Device) -> float:
     """Seconds of an update for sums of gradients, and in its last call norm and optimiser."""
     elements = max(state.gradient_sums for state in inputs.states) / GRADIENT_BYTES
-    return (STATE_BYTES[0] * (num_calls - 1) + STATE_BYTES[1]) * elements / device.memory_rate
+    moved = (STATE_BYTES[0] * (num_calls - 1) + STATE_BYTES[1]) * elements
+    if any(state.accumulators for state in inputs.states):
+        added = max(state.num_gathered_elements for state in inputs.states) * inputs.batch.num_pipeline_micro_batches
+        moved += num_calls * _ACCUMULATED_BYTES * added
+    return moved / device.memory_rate
 
 
 def _passes(inputs: MemoryInputs) -> int:

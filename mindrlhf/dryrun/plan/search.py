@@ -138,14 +138,15 @@ def _layouts(config: GrpoConfig, model: Model, machine: Machine) -> Iterator[dic
 def _switches(config: GrpoConfig, layout_keys: dict[str, Any]) -> Iterator[dict[str, Any]]:
     stages = layout_keys["parallel_config.pipeline_stage"]
     replicas = layout_keys["parallel_config.data_parallel"] * layout_keys["parallel_config.context_parallel"]
-    rows_per_pipeline_micro_batch = max(1, config.training.micro_batch_size // config.parallel_config.micro_batch_num)
+    given_rows = max(1, config.training.micro_batch_size // config.parallel_config.micro_batch_num)
     shards = (False, True) if replicas > 1 else (False,)
     counts = [stages * factor for factor in _MICRO_BATCHES_PER_STAGE] if stages > 1 else [1]
     recomputes = (False,) if config.memory.recomputes_parts else (False, True)
-    for shard, recompute, num_micro_batches in itertools.product(shards, recomputes, counts):
+    every_rows = sorted({given_rows, 1})
+    for shard, recompute, num_micro_batches, rows in itertools.product(shards, recomputes, counts, every_rows):
         yield layout_keys | {
             "parallel_config.enable_parallel_optimizer": shard,
             "parallel_config.micro_batch_num": num_micro_batches,
-            "training.micro_batch_size": num_micro_batches * rows_per_pipeline_micro_batch,
+            "training.micro_batch_size": num_micro_batches * rows,
             "model.recompute": recompute,
         }

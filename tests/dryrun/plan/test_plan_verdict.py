@@ -110,7 +110,15 @@ def test_search_tries_every_layout_of_a_dense_model():
         for stages in (size for size in (1, 2, 4, 8) if (8 // model) % size == 0):
             replicas = 8 // model // stages
             expected += 2 * (2 if replicas > 1 else 1) * (3 if stages > 1 else 1)
-    assert result.num_tried == expected
+    # With the two rows of a micro-batch that the config has, and with one.
+    assert result.num_tried == 2 * expected
+
+
+def test_search_prefers_all_links_of_a_node_to_tensor_parallelism():
+    """Of data parallelism alone all ranks of a node exchange weights over seven links, and nothing else."""
+    plan = plan_of("qwen2_5_7b_8npu")
+    best = search(plan.config, plan.model, plan.machine).best[0].keys
+    assert (best["parallel_config.data_parallel"], best["training.micro_batch_size"]) == (8, 1)
 
 
 @pytest.mark.parametrize("part", ["memory.recompute_layers=0-13", "memory.recompute_operators=[norms]"])
