@@ -24,7 +24,7 @@ def num_update_micro_batches(parallel: ParallelSection) -> int:
 def updates_return_outputs(parallel: ParallelSection) -> bool:
     """Whether the graph of an update returns what the model says of its rows, so that no other pass need ask for it.
 
-    Not where several ranks make a stage: MindSpore 2.9.0 then multiplies the gradients of a loss with a second output by
+    Not where several ranks make a stage: MindSpore 2.9.0 multiplies the gradients of a loss with a second output by
     their number. Where gradients are accumulated without a pipeline it finds no order ("Graph cycle exists").
     """
     stage_size = parallel.data_parallel * parallel.model_parallel * parallel.context_parallel
