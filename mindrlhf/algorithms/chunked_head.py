@@ -41,7 +41,7 @@ class ChunkedTokenLogProbs(nn.Cell):
         part = weight.shape[0] // self.num_parts
         self.first_rows = ms.Tensor(np.arange(self.num_parts, dtype=np.int32) * part)
         # MindSpore's Morph runs a function on local shards.
-        self.on_each_rank = ops.operations.Morph(self._forward, _outputs_shape, _outputs_dtype, self._backward)
+        self.on_each_rank = ops.operations.Morph(self._forward, _outputs_shape, outputs_dtype, self._backward)
         self.total = self.largest = None
         tokens = (splits[:2],)
         self.slice = ops.StridedSlice().shard(((*splits[:2], 1),))
@@ -389,7 +389,7 @@ def _outputs_shape(hidden_shape, weight_shape, labels_shape, first_row_shape):
     return [*labels_shape[:2], labels_shape[2] + 2]
 
 
-def _outputs_dtype(hidden_dtype, *others):
+def outputs_dtype(hidden_dtype, *others):
     return ms.float32
 
 

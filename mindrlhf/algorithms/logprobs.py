@@ -4,7 +4,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 
-from mindrlhf.algorithms.chunked_head import ChunkedTokenLogProbs, HeadShard
+from mindrlhf.algorithms.chunked_head import ChunkedTokenLogProbs, HeadShard, outputs_dtype
 from mindrlhf.algorithms.head import WHOLE_HEAD, HeadTile
 from mindrlhf.system import speed_ups
 
@@ -89,15 +89,11 @@ def _on_each_rank(function, num_parts: int):
     def infer_shape(hidden_shape, weight_shape, labels_shape, starts_shape):
         return [*labels_shape, num_parts, 3]
 
-    morph = ops.operations.Morph(function, infer_shape, _float32)
+    morph = ops.operations.Morph(function, infer_shape, outputs_dtype)
     return morph.add_prim_attr("self_define_shard", True).shard(
         in_strategy=(layout("dp", "cp", "None"), layout("tp", "None"), layout("dp", "cp"), layout("tp")),
         out_strategy=(layout("dp", "cp", "tp", "None"),),
     )
-
-
-def _float32(*dtypes):
-    return ms.float32
 
 
 def _graph_logprobs(model, tile: HeadTile) -> nn.Cell:
