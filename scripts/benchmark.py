@@ -33,6 +33,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import yaml
+
 from mindrlhf.observe.records import read_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -151,17 +153,21 @@ def prepare_real(directory: Path) -> None:
     run([sys.executable, "-m", "mindrlhf.cli", "data", "build", "--input", f"{directory}/train.jsonl"]
         + ["--output", f"{directory}/train.mindrecord", "--tokenizer", "runs/real_model/model", "--handler", "gsm8k"]
         + ["--template", "chat", "--max-prompt-length", "48"])  # fmt: skip
+    config = yaml.safe_load((ROOT / "examples/real_model/config.yaml").read_text(encoding="utf-8"))
+    for section in ("evaluation", "lora", "checkpoint"):
+        del config[section]
+    config["data"] = {"train_file": f"{directory}/train.mindrecord", "tokenizer_dir": "runs/real_model/model"}
+    (directory / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
 
 
 def measure_real(directory: Path, turn: int, changes: Mapping[str, str]) -> tuple[Turn, Turn]:
     """Processor seconds of a step of both sides, and of its generation; ours is that of the rollout server."""
     settings = {
-        "run.output_dir": directory / f"run_{turn}", "run.max_steps": REAL_STEPS + REAL_WARMUP_STEPS, "lora.rank": "",
-        "data.train_file": directory / "train.mindrecord", "data.eval_file": "", "optimizer.start_lr": 2e-5,
-        "rollout.max_response_length": 24, "training.sequence_lengths": "[240]", "checkpoint.every_steps": 0,
+        "run.output_dir": directory / f"run_{turn}", "run.max_steps": REAL_STEPS + REAL_WARMUP_STEPS,
+        "optimizer.start_lr": 2e-5, "rollout.max_response_length": 24, "training.sequence_lengths": "[240]",
         "rollout.num_threads": 1, "observe.tensorboard": "false", **changes,
     }  # fmt: skip
-    command = [sys.executable, "-m", "mindrlhf.cli", "train", "examples/real_model/config.yaml"]
+    command = [sys.executable, "-m", "mindrlhf.cli", "train", f"{directory}/config.yaml"]
     command += [f"{key}={value}" for key, value in settings.items()]
     metrics, spent = Path(settings["run.output_dir"], "metrics.jsonl"), {}
     with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL) as process:

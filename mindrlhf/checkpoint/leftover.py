@@ -27,7 +27,7 @@ class LeftoverSample:
 
 
 def pack(record: Any) -> LeftoverSample:
-    """Return a dataclass whose fields are JSON values, arrays, files (bytes) in tuples, and such dataclasses.
+    """Return a dataclass of JSON values, arrays, tuples of files (bytes) and such dataclasses, alone or in tuples.
 
     A record within keeps its place among the JSON values; its arrays are named by their path ("prompt.prompt_ids").
     """
@@ -47,19 +47,15 @@ def pack(record: Any) -> LeftoverSample:
         elif isinstance(value, tuple) and value and is_dataclass(value[0]):
             several = [pack(one) for one in value]
             values[field.name] = [one.record for one in several]
-            for i, one in enumerate(several):
-                arrays |= {f"{field.name}.{i}.{name}": array for name, array in one.arrays.items()}
+            named = [(f"{field.name}.{i}", one) for i, one in enumerate(several)]
+            arrays |= {f"{name}.{own}": array for name, one in named for own, array in one.arrays.items()}
         else:
             values[field.name] = value
     return LeftoverSample(values, arrays)
 
 
 def unpack(kind: type[T], sample: LeftoverSample) -> T:
-    """Return what ``pack`` was called on, a ``kind``; values that it did not yet say are the defaults of their fields.
-
-    Raises:
-        KeyError: a value is missing, or one too many.
-    """
+    """Return what ``pack`` was called on; KeyError where a value without default is missing, or one too many."""
     found: dict[str, Any] = dict(sample.record)
     arrays = dict(sample.arrays)
     for field in fields(kind):
@@ -67,7 +63,7 @@ def unpack(kind: type[T], sample: LeftoverSample) -> T:
         if inner and isinstance(value, Mapping):
             found[field.name] = unpack(inner, LeftoverSample(value, _take(arrays, f"{field.name}.")))
         elif inner and isinstance(value, list):
-            own = [LeftoverSample(one, _take(arrays, f"{field.name}.{i}.")) for i, one in enumerate(value)]
+            own = (LeftoverSample(one, _take(arrays, f"{field.name}.{i}.")) for i, one in enumerate(value))
             found[field.name] = tuple(unpack(inner, one) for one in own)
         elif field.name in arrays:
             found[field.name] = arrays.pop(field.name)
@@ -84,8 +80,7 @@ def unpack(kind: type[T], sample: LeftoverSample) -> T:
 
 
 def _take(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    names = [name for name in arrays if name.startswith(prefix)]
-    return {name.removeprefix(prefix): arrays.pop(name) for name in names}
+    return {name.removeprefix(prefix): arrays.pop(name) for name in [*arrays] if name.startswith(prefix)}
 
 
 def _tuples(value: Any) -> Any:
@@ -93,12 +88,10 @@ def _tuples(value: Any) -> Any:
 
 
 def leftover_records(samples: Sequence[LeftoverSample]) -> list[dict[str, Any]]:
-    """Return what ``state.json`` says of the samples: each record, and the names of its arrays."""
     return [{"record": dict(sample.record), "arrays": sorted(sample.arrays)} for sample in samples]
 
 
 def save_leftover(directory: Path, samples: Sequence[LeftoverSample]) -> None:
-    """Write the arrays of the samples, if there are any, to ``carried.safetensors``."""
     arrays = {
         f"{index}.{name}": np.ascontiguousarray(array)
         for index, sample in enumerate(samples)
@@ -109,11 +102,7 @@ def save_leftover(directory: Path, samples: Sequence[LeftoverSample]) -> None:
 
 
 def load_leftover(directory: Path, records: Sequence[Mapping[str, Any]]) -> list[LeftoverSample]:
-    """Return the samples that ``leftover_records`` and ``save_leftover`` described.
-
-    Raises:
-        UserError: an array is missing or the file is damaged.
-    """
+    """Return the samples; UserError where an array is missing or the file is damaged."""
     try:
         named = [(dict(entry["record"]), list(entry["arrays"])) for entry in records]
     except (KeyError, TypeError, ValueError) as error:

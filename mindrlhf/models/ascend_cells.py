@@ -4,12 +4,12 @@ Axes of strategies: data-parallel ranks (dp) share the rows, context-parallel ra
 (tp) heads, channels and vocabulary; with sequence parallelism these share each row between the matrix products too.
 """
 
-import copy
 from dataclasses import replace
 
 import mindspore as ms
 import numpy as np
 from mindformers.parallel_core.process_group_config import ModelCommProcessGroups
+from mindformers.parallel_core.training_graph.base_models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from mindformers.parallel_core.training_graph.base_models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from mindformers.parallel_core.training_graph.device_matrix import layout
 from mindformers.parallel_core.training_graph.transformer.attention import SelfAttention
@@ -134,8 +134,8 @@ class DecoderInputs(nn.Cell):
         self.embedding_scale = embedding_scale(dims)
         self.window = dims.local.window if dims.local else 0
         if dims.local:
-            self.local_rotary = copy.copy(model.rotary_pos_emb)
-            self.local_rotary.inv_freq = Tensor(rotary_frequencies(dims.of_local_layers))
+            self.local_rotary = RotaryEmbedding(dims.head_dim, rotary_base=dims.local.rope_theta)
+            self.local_rotary.shard(config)
         # Small constants: a square one would be as large as the mask, on every rank.
         places = np.arange(max_length, dtype=np.int32)
         self.row_places, self.column_places = Tensor(places.reshape(1, -1, 1)), Tensor(places.reshape(1, 1, -1))

@@ -12,6 +12,10 @@ class WindowDecoderInputs(DecoderInputs):
 
     The first are of layers that attend to all, the second of those with the window; see
     :class:`mindrlhf.models.layers.SandwichLayer`.
+
+    Args:
+        model, config, max_length: as there.
+        dims: sizes of a model with ``local``.
     """
 
     def __init__(self, model, config, max_length: int, dims: ModelDims):

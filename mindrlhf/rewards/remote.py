@@ -45,22 +45,17 @@ class RemoteWorkers:
     Args:
         name: of the node, for messages.
         reads: of all verifiers together.
-        tell: called with this and each message, by threads of the connection.
 
     Raises:
         UserError, RunFailure: the workers cannot start there.
     """
 
-    is_ready, suspect = True, None
+    suspect = None
 
-    def __init__(
-        self,
-        connection: SignedConnection,
-        name: str,
-        reads: Reads,
-        tell: Callable[["RemoteWorkers", dict[str, Any]], None],
-    ):
+    def __init__(self, connection: SignedConnection, name: str, reads: Reads):
         self.name = name
+        self._connection = connection
+        self._channel: Channel | None = None
         self.tasks: dict[int, Task] = {}
         self._reads = reads
         try:
@@ -71,7 +66,14 @@ class RemoteWorkers:
         if said["kind"] != "ready":
             raise (UserError if said["is_user_error"] else RunFailure)(f"{name}: {said['message']}")
         self.num_workers = int(said["num_workers"])
-        self._channel = Channel(connection, lambda message: message["kind"] == "beat" or tell(self, message))
+
+    def start(self, tell: Callable[["RemoteWorkers", dict[str, Any]], None]) -> None:
+        """From now on have ``tell`` called with this and each message, by threads of the connection."""
+        self._channel = Channel(self._connection, lambda message: message["kind"] == "beat" or tell(self, message))
+
+    @property
+    def is_ready(self) -> bool:
+        return self._channel is not None
 
     @property
     def load(self) -> float:
@@ -106,7 +108,7 @@ class RemoteWorkers:
 
     def close(self) -> None:
         """End the connection, and with it the workers there."""
-        self._channel.close()
+        (self._channel or self._connection).close()
 
 
 class RemoteNodes:
@@ -135,7 +137,9 @@ class RemoteNodes:
 
     def admit(self, connection: SignedConnection, name: str) -> None:
         """Have the workers of a node take part, once they are ready; see :class:`RemoteWorkers`."""
-        self.present.append(RemoteWorkers(connection, name, self.reads, self._hear))
+        remote = RemoteWorkers(connection, name, self.reads)
+        self.present.append(remote)  # before the connection can be lost: nobody else would be told
+        remote.start(self._hear)
         self._wake()
 
     def take_news(self) -> tuple[list[tuple[Task, RewardResult]], list[Task], Counter[str]]:

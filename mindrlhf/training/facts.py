@@ -66,7 +66,7 @@ def run_facts(command: str, config: AnyConfig, options: Mapping[str, Any]) -> li
             for name, value in values.items()
         ),
         *_models(values),
-        *_verifiers(config),
+        *verifier_facts(config),
         *(
             Fact(f"what data.{key} holds", value, _SAME_FILES)
             for key, value in data_fingerprint(vars(config.data)).items()
@@ -150,8 +150,8 @@ def _devices(device: str) -> Iterator[Fact]:
         yield Fact(name, _file_digest(path) if path.is_file() else MISSING, "install the same release on all nodes")
 
 
-def _verifiers(config: AnyConfig) -> Iterator[Fact]:
-    """What verifiers need on each node: their files, and the keys of judges."""
+def verifier_facts(config: AnyConfig) -> Iterator[Fact]:
+    """Yield what verifiers need on each node: their files, and the keys of judges."""
     reward = config.reward if isinstance(config, GrpoConfig) else None
     if reward is None or reason_to_stay(reward):
         return

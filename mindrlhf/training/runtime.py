@@ -1,6 +1,5 @@
 """The one place that sets MindSpore's global state: context, communication, MindFormers' switches."""
 
-import json
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -131,21 +130,13 @@ def run_eagerly() -> Iterator[None]:
 
 
 def start_parallel(parallel: ParallelSection, rank: Rank, strategy_file: Path) -> None:
-    """Have MindSpore shard every graph that is compiled from now on as `parallel_config` says (Ascend only).
-
-    Args:
-        parallel: the layout, with `data_parallel` filled in.
-        rank: this process; communication is up.
-        strategy_file: where MindSpore records the layout of the last graph compiled.
-    """
+    """Have MindSpore shard all graphs from now on (Ascend); ``strategy_file`` gets the layout of the last one."""
     import mindspore as ms
 
     options = {}
     if parallel.enable_parallel_optimizer and parallel.pipeline_stage == parallel.micro_batch_num == 1:
-        # Weights are gathered while the layer before computes. Called for several micro-batches a layer is a function
-        # of its own, beyond which MindSpore moves nothing.
-        speed_ups_file = strategy_file.with_suffix(".json")
-        speed_ups_file.write_text(json.dumps({"computation_allgather_overlap": True}))
+        # Gathers weights while the layer before computes; of several micro-batches it would not leave their function.
+        (speed_ups_file := strategy_file.with_suffix(".json")).write_text('{"computation_allgather_overlap": true}')
         ms.set_context(ascend_config={"parallel_speed_up_json_path": str(speed_ups_file)})
     if parallel.enable_parallel_optimizer and parallel.optimizer_weight_shard_size > 0:
         options["parallel_optimizer_config"] = {"optimizer_weight_shard_size": parallel.optimizer_weight_shard_size}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from machines import Machines
 
 from mindrlhf.config.reward import RewardSection
 from mindrlhf.errors import UserError
@@ -34,7 +35,7 @@ from mindrlhf.rewards.judges import accounting
 def obedient(completion, answer):
     if answer:
         with open(answer, "a") as calls:
-            calls.write(f"{os.getpid()} {completion}\\n")
+            calls.write(f"{os.uname().nodename}.{os.getpid()} {completion}\\n")
     word = completion.split()[0]
     if word == "hang":
         time.sleep(1000)
@@ -169,6 +170,67 @@ def test_a_node_that_is_lost_costs_no_sample(reward, stack, tmp_path, monkeypatc
     assert pool.score(inputs("later"))[0].total == 5.0
 
 
+# On each of two machines; on the first it scores, and says how often each sample was.
+ON_MACHINES = """
+import os, sys, time
+from collections import Counter
+from mindrlhf.config.reward import RewardSection
+from mindrlhf.rewards.pool import RewardPool
+from mindrlhf.rewards.remote import NodeVerifiers
+from mindrlhf.rewards.types import RewardInput
+from mindrlhf.rollout.remote import accept_nodes
+import socket
+
+directory, node = sys.argv[1], int(os.environ["NODE_RANK"])
+reward = RewardSection(verifier_function=(directory + "/own.py:obedient",), num_workers=2)
+if node:
+    verifiers = NodeVerifiers(reward)
+    while not os.path.exists(directory + "/listens"):
+        time.sleep(0.05)
+    verifiers.connect("10.77.0.1", 7000, "of this test", 1)
+    print("connected", flush=True)
+    while not os.path.exists(directory + "/over"):
+        time.sleep(0.05)
+    verifiers.close()
+else:
+    with RewardPool.from_config(reward) as pool, socket.create_server(("10.77.0.1", 7000)) as listener:
+        open(directory + "/listens", "w").close()
+        (connection,) = accept_nodes(listener, b"of this test", [1]).values()
+        pool.remotes.admit(connection, "node 1")
+        samples = [RewardInput(i, f"nap {i}", directory + "/calls") for i in range(400)]
+        for sample in samples:
+            pool.submit(sample)
+        results = list(pool.results())
+    assert Counter(one.index for one in results) == Counter(range(400)), "not once each"
+    assert all(one.total == len(samples[one.index].completion) for one in results)
+    print("each sample was scored once", flush=True)
+    open(directory + "/over", "w").close()
+"""
+
+
+@pytest.mark.parametrize("how", ["undisturbed", "cut", "power_off"])
+def test_two_machines_score_each_sample_once_whatever_becomes_of_one(reward, tmp_path, how):
+    reward()
+    (tmp_path / "both.py").write_text(ON_MACHINES)
+    root = Path(__file__).parents[2]
+    machines = Machines(tmp_path, f"PYTHONPATH={root} {sys.executable} {tmp_path}/both.py {tmp_path}", keep=(root,))
+    try:
+        if how != "undisturbed":
+            machines.wait_for(lambda: len({pid for pid, _ in calls(tmp_path / "calls")}) > 2)  # workers of both
+            getattr(machines, how)(1)
+        machines.wait_for(lambda: "each sample was scored once" in machines.text(0), 120)
+        said = machines.text(0)
+        if how == "undisturbed":
+            assert machines.wait(60) == [0, 0], machines.all_text()
+            scored = int(machines.text(1).partition("this node has scored ")[2].split()[0])
+            assert 100 <= scored <= 300, machines.all_text()
+        else:
+            reason = "has not been heard of for" if how == "cut" else "has closed the connection"
+            assert f"the verifiers of node 1: {reason}" in said, said
+    finally:
+        machines.clean_up()
+
+
 @pytest.mark.parametrize(
     "word, reason",
     [("hang", "timeout"), ("exit", "worker died: exit code 3"), ("allocate", "MemoryError: ")],
@@ -176,7 +238,8 @@ def test_a_node_that_is_lost_costs_no_sample(reward, stack, tmp_path, monkeypatc
 def test_a_bad_sample_on_another_node_costs_itself_only(reward, stack, tmp_path, word, reason):
     log = tmp_path / "failures.jsonl"
     pool, (node,) = open_pool(stack, reward("obedient"), failure_log=log)
-    workers_here = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True).stdout.split()
+    pids = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True).stdout.split()
+    workers_here = [f"{os.uname().nodename}.{pid}" for pid in pids]
     path = tmp_path / "calls"
     # Long enough that both nodes have some of the bad ones.
     samples = inputs(*(f"{word if i % 10 == 5 else 'nap'} {i}" for i in range(40)), answer=path)

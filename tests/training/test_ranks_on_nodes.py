@@ -8,13 +8,17 @@ from functools import partial
 import numpy as np
 import pytest
 
+from mindrlhf.config.model import ModelSection
 from mindrlhf.config.reward import RewardSection
+from mindrlhf.config.run import DataSection
+from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import RunFailure
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.remote import start_verifiers
 from mindrlhf.rewards.types import RewardInput
 from mindrlhf.system.messages import decode, encode, merge
 from mindrlhf.training.batch import Machine
+from mindrlhf.training.facts import verifier_facts
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.nodes import (
     ServingWorker,
@@ -407,3 +411,27 @@ def test_verifiers_that_stay_on_node_0_are_told(capsys, tmp_path):
         pool = stack.enter_context(RewardPool.from_config(reward))
         connect_verifiers(None, [[0], [1]], pool, reward)
     assert capsys.readouterr().out == "mindrlhf: verifiers run on node 0 alone: reward.every_node is false\n"
+
+
+def test_nodes_are_compared_by_the_files_of_verifiers_and_the_keys_of_judges(tmp_path, monkeypatch):
+    path = tmp_path / "own.py"
+    options = {"llm_judge.url": "http://judge/v1", "ranking_judge.api_key_variable": "THEIR_KEY"}
+
+    def facts(**keys):
+        names = (f"{path}:score", "llm_judge", "ranking_judge")
+        reward = RewardSection(verifier_function=names, options=options, **keys)
+        config = GrpoConfig(
+            model=ModelSection(path="model"),
+            data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
+            reward=reward,
+        )
+        return {fact.name: fact.value for fact in verifier_facts(config)}
+
+    monkeypatch.setenv("THEIR_KEY", "x")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    path.write_text("one")
+    first = facts()
+    assert (first["whether THEIR_KEY is set"], first["whether OPENAI_API_KEY is set"]) == (True, False)
+    path.write_text("two")
+    assert {name for name, value in facts().items() if first[name] != value} == {f"what {path} holds"}
+    assert len(first) == 3 and facts(every_node=False) == {}

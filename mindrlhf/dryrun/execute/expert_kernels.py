@@ -123,7 +123,7 @@ def lower_scatter(emitter: Emitter, inputs: Sequence[Value]) -> None:
 
 def lower_scatter_add(emitter: Emitter, inputs: Sequence[Value]) -> None:
     """Add one value to each row of a matrix, at its own place."""
-    into, _, places, values = inputs
+    into, _, places, values = inputs[:4]  # behind them may be a mark of the order of side effects
     output = emitter.output
     if emitter.constant_input(1) % 2 != 1 or places.shape != (output.shape[0], 1):
         raise LoweringError("InplaceScatterAdd of anything but one value in each row cannot run on the CPU")

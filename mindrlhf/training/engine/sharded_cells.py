@@ -256,9 +256,10 @@ class _Pipeline(Pipeline):
 
 def split_into_micro_batches(network: ShardedLoss, parallel: ParallelSection) -> nn.Cell:
     """Wrap ``network``, whose statistics are added up, so that its inputs are split along their rows."""
+    returns_outputs = network.returns_outputs
     if parallel.micro_batch_interleave_num > 1:
-        kind = _Interleaved if network.returns_outputs else MicroBatchInterleaved
+        kind = _Interleaved if returns_outputs else MicroBatchInterleaved
         network = kind(network, parallel.micro_batch_interleave_num)
     if parallel.pipeline_stage > 1:
-        return _Pipeline(network, parallel.micro_batch_num)
+        return (_Pipeline if returns_outputs else Pipeline)(network, parallel.micro_batch_num)
     return GradAccumulation(network, parallel.micro_batch_num) if parallel.micro_batch_num > 1 else network

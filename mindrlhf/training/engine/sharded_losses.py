@@ -45,7 +45,6 @@ class ShardedLoss(nn.Cell):
             out_strategy=(layout("dp", "cp", "None"),),
         )
         self.sum = ops.ReduceSum().shard(((*shares, 1),))
-        self.whole_rows = ops.Mul().shard(((shares[0], 1),) * 2)
 
     def construct(self, input_ids, segment_ids, labels, mask, *given):
         """Return the statistics of arrays [rows, length] as the plain loss takes them, and outputs.
@@ -59,9 +58,7 @@ class ShardedLoss(nn.Cell):
         statistics = self.sum(shares, (0, 1))
         if not self.returns_outputs:
             return statistics
-        outputs = ops.stop_gradient(outputs)
-        # Masked they are already; what counts is that those of each row come together.
-        return statistics, outputs if self.shares[1] == 1 else self.whole_rows(outputs, mask)
+        return statistics, ops.stop_gradient(outputs)
 
     def _local(self, outputs, entropy, mask, segment_ids, first, second, third, fourth, fifth, sixth, scalars):
         """Apply the plain loss to one rank's tokens."""

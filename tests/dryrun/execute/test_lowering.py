@@ -111,7 +111,7 @@ def test_a_rotation_of_neighbours_is_refused(tmp_path):
 def test_one_value_added_to_each_row_in_place(tmp_path):
     random = np.random.default_rng(0)
     x, places, values = random.standard_normal((3, 5)), np.array([[4], [0], [4]]), random.standard_normal((3, 1))
-    inputs = [((3, 5), FLOAT), 1, ((3, 1), INT32), ((3, 1), FLOAT)]
+    inputs = [((3, 5), FLOAT), 1, ((3, 1), INT32), ((3, 1), FLOAT), None]  # None: a mark of order
     found = single(
         one_node_program("InplaceScatterAdd", inputs, [((3, 5), FLOAT)]), {0: x, 2: places, 3: values}, tmp_path
     )
