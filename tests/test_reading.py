@@ -12,7 +12,7 @@ import reading  # noqa: E402
 
 # What `python scripts/reading.py` prints: files and lines that count, and lines that are taken at their names. A change
 # may lower these, and then lowers them here.
-MOST_FILES, MOST_LINES, MOST_LINES_LEFT_OUT = 55, 11677, 13153
+MOST_FILES, MOST_LINES, MOST_LINES_LEFT_OUT = 55, 11645, 12967
 
 
 @pytest.fixture(scope="module")
