@@ -15,7 +15,7 @@ from mindspore.common.initializer import initializer
 from mindspore.ops.operations import Morph
 
 from mindrlhf.errors import UserError
-from mindrlhf.models.ascend_layers import gate_then_up
+from mindrlhf.models.ascend_layers import GatedMLP, gate_then_up
 from mindrlhf.specs import ModelDims
 from mindrlhf.specs.fuse import fuse
 from mindrlhf.specs.lora import Adapter
@@ -32,9 +32,10 @@ class AdaptedLinear(nn.Cell):
         adapter: the rules of A and B.
         dims: of the model.
         scale: s, float32 [1]; 0 turns the adapter off.
+        in_order: results have all of gate and then all of up, whose rows of W alternate.
     """
 
-    def __init__(self, layer: nn.Cell, adapter: Adapter, dims: ModelDims, scale: Parameter):
+    def __init__(self, layer: nn.Cell, adapter: Adapter, dims: ModelDims, scale: Parameter, in_order: bool):
         super().__init__(auto_prefix=False)
         self.layer = layer
         self.down = _parameter(adapter.down, dims)
@@ -50,7 +51,7 @@ class AdaptedLinear(nn.Cell):
         self.divides_rows = is_row and layer.sequence_parallel and layer.tp > 1
         if self.num_sums > 1:
             self.sum = layer.reduce_scatter if self.divides_rows else layer.all_reduce
-        self.is_gated = adapter.base.transform == "gate_up"
+        self.in_order = in_order
         self.matmul = ops.MatMul(transpose_b=True)
         self.cast, self.transpose = ops.Cast(), ops.Transpose()
         function = self._product_with_bias if self.adds_bias else self._product
@@ -88,7 +89,7 @@ class AdaptedLinear(nn.Cell):
             period, width = self.own_part.shape
             groups = ops.reshape(ops.tile(up, (1, self.num_parts)), (-1, period, width))
             up = ops.reshape(groups * self.own_part, (-1, width))
-        if self.is_gated:
+        if self.in_order:
             weight, up = gate_then_up(weight, self.transpose), gate_then_up(up, self.transpose)
         latent = self.matmul(rows, self.cast(down, self.compute_dtype))
         return self.matmul(rows, weight) + self.matmul(latent, self.cast(up, self.compute_dtype))
@@ -114,7 +115,7 @@ def attach(parent: nn.Cell, name: str, adapter: Adapter, dims: ModelDims, scale:
             "to cpu"
         )
     names = [parameter.name for parameter in layer.get_parameters()]
-    cell = AdaptedLinear(layer, adapter, dims, scale)
+    cell = AdaptedLinear(layer, adapter, dims, scale, isinstance(parent, GatedMLP) and name == "linear_fc1")
     if layer._has_config_recompute:
         cell._recompute(False, True)
     setattr(parent, name, cell)
