@@ -120,7 +120,8 @@ def processes(machines, node: int) -> dict[int, str]:
 
 def kill(machines, node: int, words: str) -> float:
     """Kill the first process of a machine whose command line has ``words``; return when."""
-    os.kill(min(pid for pid, line in processes(machines, node).items() if words in line), signal.SIGKILL)
+    found = processes(machines, node).items()
+    os.kill(min(pid for pid, line in found if words in line and not line.startswith("bash ")), signal.SIGKILL)
     return time.monotonic()
 
 
