@@ -121,7 +121,7 @@ def processes(machines, node: int) -> dict[int, str]:
 def kill(machines, node: int, words: str) -> float:
     """Kill the first process of a machine whose command line has ``words``; return when."""
     found = processes(machines, node).items()
-    os.kill(min(pid for pid, line in found if words in line and not line.startswith("bash ")), signal.SIGKILL)
+    os.kill(min(pid for pid, line in found if words in line and "bash " not in line), signal.SIGKILL)
     return time.monotonic()
 
 
