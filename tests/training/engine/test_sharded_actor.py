@@ -401,7 +401,7 @@ def test_ranks_give_memory_back_before_a_server_loads_or_is_started_again(make_r
     actor, _, _ = make_ranks()[0]
     events, write = [], actor.model.placement.write_to
     actor.model.placement.write_to = lambda *given: (events.append("write"), write(*given))
-    monkeypatch.setattr(actor.engine, "make_room", lambda: events.append("make room"))
+    monkeypatch.setattr(actor.engine.updater, "make_room", lambda: events.append("make room"))
     monkeypatch.setattr(actors, "give_back_memory", lambda: events.append("give back"))
     team = LocalTeam([actor])
     with open_weight_buffers(team, [[0]]) as buffer:
