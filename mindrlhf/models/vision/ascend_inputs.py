@@ -71,12 +71,12 @@ class ImageDecoderInputs(DecoderInputs):
             segment_ids: `[B, S]` int32, 0 is padding.
         """
         hidden_states, mask, _ = super().construct(self.text(input_ids), segment_ids)
-        tables = self.tables((self._angles(input_ids), 1.0))
+        tables = self.tables((self._angles_of_axes(input_ids), 1.0))
         for rows_behind in self.added:
             tables += (rows_behind(hidden_states, input_ids, self.image_rows),)
         return self.see(hidden_states, input_ids, self.image_rows), mask, tables
 
-    def _angles(self, input_ids):
+    def _angles_of_axes(self, input_ids):
         """Angles `[S, B, 1, D]`, float32: no product of matrices, whose inputs devices may round."""
         angles = self._of_axis(input_ids, 0)
         angles = self.add(self.add(angles, self._of_axis(input_ids, 1)), self._of_axis(input_ids, 2))
