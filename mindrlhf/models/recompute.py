@@ -12,7 +12,7 @@ _PATHS = {
     ACTIVATION: tuple(
         f"{mlp}.{name}"
         for mlp in ("mlp", "mlp.shared_experts")
-        for name in ("activation_func.silu", "activation_func.gelu", "mul", "swiglu", "linear_fc2.reshape")
+        for name in ("activation_func.silu", "gelu", "mul", "swiglu", "linear_fc2.reshape")
     ),
     MLP: ("mlp",),
 }
