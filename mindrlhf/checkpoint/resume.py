@@ -1,13 +1,15 @@
 """Whether a config may continue a checkpoint: what may differ, and what would make it another run."""
 
+import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from mindrlhf.config.renamed import current_names
+from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.errors import UserError
 
 # Sections and keys that say where, how long, on how much and with what reports a run works, not what it computes.
-# All others must stay as they were, also those that a later release adds.
+# All others must stay as they were. A key that a release adds has what runs did before as its default.
 FREE_KEYS = frozenset(
     {
         "run.output_dir",
@@ -46,48 +48,6 @@ FREE_KEYS = frozenset(
         "profiler",
     }
 )
-# Keys that are younger than checkpoints that may be resumed, with the value that says what runs did before them.
-YOUNGER_KEYS = {
-    "algorithm.distill_reward_weight": 0.0,
-    "algorithm.distill_top_k": 0,
-    "correction.preset": "default",
-    "distillation.teachers": {},
-    "evaluation.best_by": "accuracy",
-    "evaluation.patience": 0,
-    "evaluation.sets": {},
-    "evaluation.verifiers": {},
-    "lora.alpha": 16.0,
-    "lora.path": "",
-    "lora.rank": None,
-    "lora.rank_stabilised": False,
-    "lora.targets": [],
-    "model.train_vision": "none",
-    "observe.project": "mindrlhf",
-    "observe.run_name": "",
-    "observe.sinks": ["tensorboard"],
-    "optimizer.momentum": 0.95,
-    "optimizer.type": "adamw",
-    "rollout.off_policy_steps": 0,
-    "rollout.asynchronous": False,
-    "rollout.weight_buffer_gib": 0.0,
-    "rollout.draft_tokens": 0,
-    "rollout.in_flight": 1.5,
-    "rollout.weights_transport": "tcp",
-    "rollout.max_segments": 4,
-    "rollout.replay_order": "",
-    "rollout.segment_tokens": 0,
-    "rollout.stop": [],
-    "tools.agent": "",
-    "tools.agent_gather_s": 1.0,
-    "tools.agent_open": False,
-    "tools.agent_timeout_s": 300.0,
-    "tools.agent_tokens": 0,
-    "tools.agents_at_once": 64,
-    "tools.dialect": "auto",
-    "tools.environment": "",
-    "training.packing": "first_fit",
-    "training.replay_routing": False,
-}
 # A learning rate that decays reaches its end at the last step: the number of steps is then part of its course.
 DECAY_KEYS = frozenset({"run.max_steps", "training.epochs", "supervised.epochs", "preference.epochs"})
 
@@ -95,6 +55,26 @@ DECAY_KEYS = frozenset({"run.max_steps", "training.epochs", "supervised.epochs",
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return the dotted keys whose values differ or that only one config has, sorted; lists equal tuples."""
     return _differences(dict(_leaves(current_names(old))), dict(_leaves(current_names(new))))
+
+
+def defaults() -> dict[str, Any]:
+    """Return the default of each key that has one, of all commands, by its dotted name."""
+    sections = {
+        field.name: field.metadata["section"]
+        for config in (GrpoConfig, SftConfig, DpoConfig, RewardModelConfig)
+        for field in dataclasses.fields(config)
+    }
+    return dict(_leaves({name: _section_defaults(section) for name, section in sections.items()}))
+
+
+def _section_defaults(section: type) -> dict[str, Any]:
+    values = {}
+    for field in dataclasses.fields(section):
+        if field.default is not dataclasses.MISSING:
+            values[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            values[field.name] = field.default_factory()
+    return values
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -115,7 +95,7 @@ def check_resumable(old: Mapping[str, Any], new: Mapping[str, Any], compared: Co
             values.
     """
     before, now = dict(_leaves(current_names(old))), dict(_leaves(current_names(new)))
-    before = {key: value for key, value in YOUNGER_KEYS.items() if key in now} | before
+    before = {key: value for key, value in defaults().items() if key in now} | before
     decays = "constant" not in (before.get("optimizer.lr_schedule"), now.get("optimizer.lr_schedule"))
     free = (FREE_KEYS - DECAY_KEYS if decays else FREE_KEYS).union(compared)
     refused = [key for key in _differences(before, now) if not _is_free(key, free)]

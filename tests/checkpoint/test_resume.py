@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mindrlhf.checkpoint.resume import DECAY_KEYS, FREE_KEYS, YOUNGER_KEYS, check_resumable, config_differences
+from mindrlhf.checkpoint.resume import DECAY_KEYS, FREE_KEYS, check_resumable, config_differences
 from mindrlhf.config.model import ModelSection
 from mindrlhf.config.reward import RewardSection
 from mindrlhf.config.run import DataSection
@@ -38,6 +38,7 @@ def changed(config, key, value):
     return config
 
 
+GIVEN = {"model.path", "data.train_file", "data.tokenizer_dir", "reward.verifier_function"}  # by make_config
 ALL_KEYS = sorted(keys_of(make_config()))
 
 
@@ -101,17 +102,40 @@ def test_what_does_not_matter_is_allowed(key):
     assert key in ALL_KEYS and is_free(key)
 
 
-@pytest.mark.parametrize("key", YOUNGER_KEYS)
-def test_a_checkpoint_older_than_a_key_goes_on_as_it_did(key):
-    new = json.loads(json.dumps(make_config()))
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        (kind, key)
+        for kind in (GrpoConfig, SftConfig, DpoConfig, RewardModelConfig)
+        for key in sorted(keys_of(make_config(kind)) - GIVEN)
+    ],
+)
+def test_a_checkpoint_older_than_a_key_goes_on_where_the_key_has_its_default(kind, key):
+    new = json.loads(json.dumps(make_config(kind)))
     section, name = key.split(".")
-    assert new[section][name] == YOUNGER_KEYS[key]
     old = copy.deepcopy(new)
     del old[section][name]
     check_resumable(old, new)
-    if not is_free(key):
+    if not is_free(key) and not isinstance(new[section][name], dict):
         with pytest.raises(UserError, match=f"{key} was .* and is now 'another'"):
             check_resumable(old, changed(new, key, "another"))
+
+
+def test_a_checkpoint_of_a_release_without_a_section_goes_on():
+    new = json.loads(json.dumps(make_config()))
+    for section in ("correction", "tools", "lora", "critic"):
+        old = {name: values for name, values in new.items() if name != section}
+        check_resumable(old, new)
+
+
+def test_a_checkpoint_without_a_key_that_has_no_default_is_refused():
+    new = json.loads(json.dumps(make_config()))
+    for key in GIVEN - FREE_KEYS - {"reward.verifier_function"}:
+        section, name = key.split(".")
+        old = copy.deepcopy(new)
+        del old[section][name]
+        with pytest.raises(UserError, match=f"{key} was not set"):
+            check_resumable(old, new)
 
 
 def test_keys_that_a_kind_of_run_does_not_have_are_not_missed():
