@@ -25,8 +25,9 @@ USAGE
 }
 
 # A terminal breaks lines between words.
-width() { [[ -t 1 ]] && tput cols 2>/dev/null || echo 1000; }
-say() { printf 'setup: %s\n' "$*" | fold -s -w "$(width)"; }
+WIDTH=1000
+[[ -t 1 ]] && WIDTH="$(tput cols 2>/dev/null || echo 80)"
+say() { printf 'setup: %s\n' "$*" | fold -s -w "$WIDTH"; }
 fail() {
   printf 'setup: error: %s\n' "$*" >&2
   kill "${FOLLOWER:-}" 2>/dev/null || true

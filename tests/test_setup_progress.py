@@ -16,12 +16,12 @@ Collecting numpy<2
 
 def functions(*names: str) -> str:
     found = [re.search(rf"^{name}\(\) \{{.*?(?:^\}}|\}})$", SCRIPT, re.M | re.S)[0] for name in names]
-    return "set -euo pipefail\n" + "\n".join(found) + "\n"
+    return "set -euo pipefail\nWIDTH=1000\n" + "\n".join(found) + "\n"
 
 
 def test_what_is_being_downloaded_is_seen_to_grow(tmp_path):
     log = tmp_path / ".setup-train.log"
-    text = functions("width", "say", "fail", "progress_of", "follow", "run", "run_quietly")
+    text = functions("say", "fail", "progress_of", "follow", "run", "run_quietly")
     grow = 'dd if=/dev/zero of="$TMPDIR/part" bs=1M count=40 oflag=append conv=notrunc; sleep 1'
     slow = f"echo Downloading a; {grow}; {grow}; echo $TMPDIR"
     told = bash(f"{text}NETWORK_ERRORS=none\nSETUP_NEWS_S=0.2\nrun \"$1\" bash -c '{slow}'", str(log))
@@ -32,7 +32,7 @@ def test_what_is_being_downloaded_is_seen_to_grow(tmp_path):
 
 def test_a_terminal_breaks_lines_between_words(tmp_path):
     line = ".venv, 26 s: 11 files, 26 MB on disk: Downloading mindspore-2.10.0 (804.3 MB)"
-    text = functions("say") + f'width() {{ echo 40; }}\nsay "{line}"'
+    text = functions("say") + f'WIDTH=40\nsay "{line}"'
     lines = bash(text, str(tmp_path / "log")).stdout.splitlines()
     assert all(len(line) <= 40 for line in lines) and "Downloading mindspore-2.10.0" in " ".join(lines)
 
@@ -62,7 +62,7 @@ def test_the_line_names_files_size_and_what_is_downloaded(tmp_path):
 def test_a_command_that_takes_long_is_followed_and_one_that_fails_leaves_nobody(tmp_path):
     log = tmp_path / ".setup-train.log"
     text = (
-        functions("width", "say", "fail", "progress_of", "follow", "run", "run_quietly")
+        functions("say", "fail", "progress_of", "follow", "run", "run_quietly")
         + "NETWORK_ERRORS=none\nSETUP_NEWS_S=0.2\n"
     )
     slow = text + 'run "$1" bash -c "echo Downloading torch-2.13 \\(190.4 MB\\); sleep 1.5"; echo rc $?'
