@@ -90,7 +90,7 @@ progress_of() {
   files="$(grep -acE '^ *(Downloading|Using cached) ' "$1")" || true
   total="$(grep -aoE '^[0-9]+ packages to install' "$1" | tail -n 1 | cut -d ' ' -f 1)" || true
   size="$(du -sm "${@:2}" 2>/dev/null | awk '{ sum += $1 } END { print sum }')" || true
-  printf '%s file%s, %s MB on disk: %s' "$files${total:+ of $total}" "$([[ $files == 1 ]] || echo s)" "${size:-0}" "${line# }"
+  printf '%s file%s, %s MB: %s' "$files${total:+ of $total}" "$([[ $files == 1 ]] || echo s)" "${size:-0}" "${line# }"
 }
 
 # Says every few seconds how far it is, where that has changed.
