@@ -25,7 +25,7 @@ from mindrlhf.observe.run_data import read_run
 from mindrlhf.observe.samples import SampleRecord, SampleWriter, turns_of
 from mindrlhf.observe.viewer.page import write_pages
 
-VOID_ELEMENTS = {"meta", "br", "hr", "img", "input", "link"}
+VOID_ELEMENTS = {"meta", "br", "hr", "img", "input", "link", "wbr"}
 HOSTILE = "</script ><script>alert(1)</script><img src=x onerror=\"alert('2')\"> & <!-- \u2028 ]]> {{ 7*7 }} \ud800"
 SUMMARY = {
     "before": {"accuracy": 0.314, "low": 0.262, "high": 0.368},
