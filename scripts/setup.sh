@@ -24,8 +24,16 @@ PYTHON=/path/to/python3.11 chooses the interpreter: 3.11, or 3.10 with --train-o
 USAGE
 }
 
-say() { printf 'setup: %s\n' "$*"; }
-fail() { printf 'setup: error: %s\n' "$*" >&2; kill "${FOLLOWER:-}" 2>/dev/null || true; exit 1; }
+# A terminal breaks lines between words.
+WIDTH=1000
+[[ -t 1 ]] && WIDTH="$(tput cols 2>/dev/null || echo 80)"
+say() { printf 'setup: %s\n' "$*" | fold -s -w "$WIDTH"; }
+fail() {
+  printf 'setup: error: %s\n' "$*" >&2
+  kill "${FOLLOWER:-}" 2>/dev/null || true
+  rm -rf "${SCRATCH:-}"
+  exit 1
+}
 
 want_train=1
 want_rollout=1
@@ -72,7 +80,8 @@ find_python() {
   fail "no Python 3.11 was found; install it or name it: PYTHON=/path/to/python3.11 bash scripts/setup.sh"
 }
 
-# progress_of LOG DIR: what pip does, as its log says it, which of how many files it is, and how large DIR has become.
+# progress_of LOG DIR...: what pip does, as its log says it, which of how many files it is, and how large the
+# environment and what is being downloaded have become.
 progress_of() {
   local line files size total
   line="$(grep -aoE '^ *(Collecting|Downloading|Using cached|Building|Preparing|Installing collected packages)[^(:]*(\([0-9.]+ [kMG]?B\))?' \
@@ -80,15 +89,15 @@ progress_of() {
   [[ -n "$line" ]] || return 0
   files="$(grep -acE '^ *(Downloading|Using cached) ' "$1")" || true
   total="$(grep -aoE '^[0-9]+ packages to install' "$1" | tail -n 1 | cut -d ' ' -f 1)" || true
-  size="$(du -sm "$2" 2>/dev/null | cut -f 1)" || true
-  printf '%s file%s, %s MB on disk: %s' "$files${total:+ of $total}" "$([[ $files == 1 ]] || echo s)" "${size:-0}" "${line# }"
+  size="$(du -sm "${@:2}" 2>/dev/null | awk '{ sum += $1 } END { print sum }')" || true
+  printf '%s file%s, %s MB: %s' "$files${total:+ of $total}" "$([[ $files == 1 ]] || echo s)" "${size:-0}" "${line# }"
 }
 
 # Says every few seconds how far it is, where that has changed.
 follow() {
-  local log="$1" dir="$2" parent="$3" started=$SECONDS now last=""
+  local log="$1" dir="$2" parent="$3" scratch="$4" started=$SECONDS now last=""
   while sleep "${SETUP_NEWS_S:-5}" && kill -0 "$parent" 2>/dev/null; do
-    now="$(progress_of "$log" "$dir")"
+    now="$(progress_of "$log" "$dir" "$scratch")"
     if [[ -n "$now" && "$now" != "$last" ]]; then
       say "$dir, $((SECONDS - started)) s: $now"
       last="$now"
@@ -99,9 +108,11 @@ follow() {
 # run LOG COMMAND...: output goes to the log; a network error is worth one more try.
 run() {
   local log="$1" status=0 caller=$BASHPID
-  follow "$log" "$([[ "$log" == *rollout* ]] && echo .venv-rollout || echo .venv)" "$caller" &
+  SCRATCH="$(mktemp -d)" # where pip's downloads can be seen to grow
+  follow "$log" "$([[ "$log" == *rollout* ]] && echo .venv-rollout || echo .venv)" "$caller" "$SCRATCH" &
   FOLLOWER=$!
-  run_quietly "$@" || status=$?
+  TMPDIR="$SCRATCH" run_quietly "$@" || status=$?
+  rm -rf "$SCRATCH"
   kill "$FOLLOWER" 2>/dev/null || true
   wait "$FOLLOWER" 2>/dev/null || true
   return "$status"
@@ -150,7 +161,7 @@ setup_train() {
     say ".venv is up to date"
     return
   fi
-  say "making .venv (MindSpore, MindFormers): a few minutes, about 3 GB; log: $TRAIN_LOG"
+  say "making .venv (MindSpore, MindFormers): a few minutes, about 3 GB; log: ${TRAIN_LOG##*/}"
   make_venv .venv "$TRAIN_LOG"
   run "$TRAIN_LOG" .venv/bin/python -m pip install -e ".[cpu,dev,debug]"
   run "$TRAIN_LOG" .venv/bin/python -m pip install --no-deps "$MINDFORMERS"
@@ -218,7 +229,7 @@ setup_rollout() {
     say ".venv-rollout is up to date"
     return
   fi
-  say "making .venv-rollout (vLLM, PyTorch for CPU): a few minutes, about 4 GB; log: $ROLLOUT_LOG"
+  say "making .venv-rollout (vLLM, PyTorch for CPU): a few minutes, about 4 GB; log: ${ROLLOUT_LOG##*/}"
   make_venv .venv-rollout "$ROLLOUT_LOG"
   mkdir -p "$wheels"
   if ! has_cpu_torch; then

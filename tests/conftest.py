@@ -8,11 +8,13 @@ all but `nightly` run, and with ``MINDRLHF_SLOW_TESTS=1`` that too.
 
 import ast
 import os
+import shutil
 import sys
 import tempfile
 from functools import cache
 from pathlib import Path
 
+import hypothesis
 import pytest
 from slow_tests import RUNS_SLOW_TESTS
 
@@ -20,11 +22,26 @@ TESTS = Path(__file__).parent
 REPOSITORY, SYSTEM_TESTS = TESTS.parent, TESTS / "jobs"
 
 
+# Directories of a test run that all its processes share. MindFormers logs to the last, or to ./output, where it is
+# imported without `prepare_mindformers`.
+_SHARED = {"MINDRLHF_GRAPH_CACHE": "graphs", "MINDRLHF_TEST_INPUTS": "inputs", "LOCAL_DEFAULT_PATH": "mindformers"}
+# How long an example takes depends on what else the machine does; the rest stays as the profile in force has it.
+_HEALTH_CHECKS = {*hypothesis.settings().suppress_health_check, hypothesis.HealthCheck.too_slow}
+hypothesis.settings.register_profile(
+    "any_load", hypothesis.settings(), deadline=None, suppress_health_check=_HEALTH_CHECKS
+)
+hypothesis.settings.load_profile("any_load")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Give the runs of one test run compiled graphs and inputs of their own, which all its processes share."""
-    for variable, name in (("MINDRLHF_GRAPH_CACHE", "graphs"), ("MINDRLHF_TEST_INPUTS", "inputs")):
+    """Give the test run directories of its own, and remove those of runs that were killed."""
+    for variable, name in _SHARED.items():
         if not hasattr(config, "workerinput") and variable not in os.environ:
-            directory = tempfile.TemporaryDirectory(prefix=f"mindrlhf-test-{name}-")
+            prefix = f"mindrlhf-test-{name}-"
+            for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+                if (pid := left.name.removeprefix(prefix).split("-")[0]).isdigit() and not Path("/proc", pid).exists():
+                    shutil.rmtree(left, ignore_errors=True)
+            directory = tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-")
             os.environ[variable] = directory.name
             config.add_cleanup(directory.cleanup)
 

@@ -16,7 +16,25 @@ Collecting numpy<2
 
 def functions(*names: str) -> str:
     found = [re.search(rf"^{name}\(\) \{{.*?(?:^\}}|\}})$", SCRIPT, re.M | re.S)[0] for name in names]
-    return "set -euo pipefail\n" + "\n".join(found) + "\n"
+    return "set -euo pipefail\nWIDTH=1000\n" + "\n".join(found) + "\n"
+
+
+def test_what_is_being_downloaded_is_seen_to_grow(tmp_path):
+    log = tmp_path / ".setup-train.log"
+    text = functions("say", "fail", "progress_of", "follow", "run", "run_quietly")
+    grow = 'dd if=/dev/zero of="$TMPDIR/part" bs=1M count=40 oflag=append conv=notrunc; sleep 1'
+    slow = f"echo Downloading a; {grow}; {grow}; echo $TMPDIR"
+    told = bash(f"{text}NETWORK_ERRORS=none\nSETUP_NEWS_S=0.2\nrun \"$1\" bash -c '{slow}'", str(log))
+    sizes = [int(size) for size in re.findall(r", (\d+) MB: Downloading a", told.stdout)]
+    assert len(sizes) >= 2 and sizes == sorted(sizes) and sizes[-1] - sizes[0] >= 30, told
+    assert not Path(log.read_text().splitlines()[-1]).exists()
+
+
+def test_a_terminal_breaks_lines_between_words(tmp_path):
+    line = ".venv, 26 s: 11 files, 26 MB: Downloading mindspore-2.10.0 (804.3 MB)"
+    text = functions("say") + f'WIDTH=40\nsay "{line}"'
+    lines = bash(text, str(tmp_path / "log")).stdout.splitlines()
+    assert all(len(line) <= 40 for line in lines) and "Downloading mindspore-2.10.0" in " ".join(lines)
 
 
 def bash(text: str, *words: str) -> subprocess.CompletedProcess:
@@ -31,9 +49,9 @@ def test_the_line_names_files_size_and_what_is_downloaded(tmp_path):
     ask = functions("progress_of") + 'progress_of "$1" "$2"'
     for text, expected in (
         ("", ""),
-        (LOG, r"2 files, \d+ MB on disk: Downloading numpy-1\.26\.4 \(61 kB\)"),
-        ("12 packages to install\n" + LOG, r"2 of 12 files, \d+ MB on disk: Downloading numpy-1\.26\.4 \(61 kB\)"),
-        (LOG + "Installing collected packages: a, b, c\n", r"2 files, [3-9] MB on disk: Installing collected packages"),
+        (LOG, r"2 files, \d+ MB: Downloading numpy-1\.26\.4 \(61 kB\)"),
+        ("12 packages to install\n" + LOG, r"2 of 12 files, \d+ MB: Downloading numpy-1\.26\.4 \(61 kB\)"),
+        (LOG + "Installing collected packages: a, b, c\n", r"2 files, [3-9] MB: Installing collected packages"),
     ):
         log.write_text(text)
         told = bash(ask, str(log), str(made))
@@ -49,7 +67,7 @@ def test_a_command_that_takes_long_is_followed_and_one_that_fails_leaves_nobody(
     )
     slow = text + 'run "$1" bash -c "echo Downloading torch-2.13 \\(190.4 MB\\); sleep 1.5"; echo rc $?'
     told = bash(slow, str(log))
-    assert re.search(r"^setup: \.venv, \d s: 1 file, \d+ MB on disk: Downloading torch-2\.13", told.stdout, re.M), told
+    assert re.search(r"^setup: \.venv, \d s: 1 file, \d+ MB: Downloading torch-2\.13", told.stdout, re.M), told
     assert told.stdout.endswith("rc 0\n")
     failing = bash(text + 'run "$1" false; echo never', str(log))
     assert failing.returncode == 1 and "'false' failed" in failing.stderr and "never" not in failing.stdout

@@ -53,6 +53,7 @@ def render_report(run: RunData, *, is_running: bool = False) -> str:
         run,
         build_panels(run),
         refresh_s=REFRESH_S if is_running else 0,
+        num_planned=_num_planned(run),
         about=_about(run),
         headline=_headline(run),
         facts=_facts(run),
@@ -87,6 +88,12 @@ def _keys_of(run: RunData) -> dict[str, Any]:
         return {}
     sections = content.items() if isinstance(content, dict) else ()
     return {f"{name}.{key}": value for name, part in sections if isinstance(part, dict) for key, value in part.items()}
+
+
+def _num_planned(run: RunData) -> int:
+    """Return how many steps the run was to have, where that is known and they are not done; else 0."""
+    planned = _keys_of(run).get("run.max_steps")
+    return planned if isinstance(planned, int) and planned > run.num_steps else 0
 
 
 def _about(run: RunData) -> list[tuple[str, str]]:

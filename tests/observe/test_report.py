@@ -25,7 +25,7 @@ from mindrlhf.observe.run_data import read_run
 from mindrlhf.observe.samples import SampleRecord, SampleWriter, turns_of
 from mindrlhf.observe.viewer.page import write_pages
 
-VOID_ELEMENTS = {"meta", "br", "hr", "img", "input", "link"}
+VOID_ELEMENTS = {"meta", "br", "hr", "img", "input", "link", "wbr"}
 HOSTILE = "</script ><script>alert(1)</script><img src=x onerror=\"alert('2')\"> & <!-- \u2028 ]]> {{ 7*7 }} \ud800"
 SUMMARY = {
     "before": {"accuracy": 0.314, "low": 0.262, "high": 0.368},
@@ -389,6 +389,16 @@ def test_the_page_of_a_run_that_goes_on_refreshes_and_the_last_one_does_not(tmp_
         refreshes = [one for tag, one in page.elements if tag == "meta" and one.get("http-equiv") == "refresh"]
         assert [int(one["content"]) > 0 for one in refreshes] == [True] * is_running
         assert ("running" in page.text) == is_running
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "is_running", "said", "ended"),
+    [(10, False, "3 of 10 steps", True), (10, True, "3 of 10 steps", False), (3, False, "3 steps", False)],
+)
+def test_a_run_that_ended_early_says_so(max_steps, is_running, said, ended, tmp_path):
+    make_run(tmp_path, training_records(3), config=f"run: {{max_steps: {max_steps}}}\n")
+    text = Page(write_report(tmp_path, is_running=is_running).read_text(encoding="utf-8")).text
+    assert said in " ".join(text.split()) and ("ended before its last step" in text) == ended
 
 
 def test_the_report_links_to_the_samples_that_were_written_beside_it(tmp_path):
