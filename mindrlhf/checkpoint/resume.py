@@ -80,6 +80,7 @@ YOUNGER_KEYS = {
     "tools.agent": "",
     "tools.agent_gather_s": 1.0,
     "tools.agent_open": False,
+    "tools.agent_python": "",
     "tools.agent_timeout_s": 300.0,
     "tools.agent_tokens": 0,
     "tools.agents_at_once": 64,
