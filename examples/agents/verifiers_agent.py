@@ -1,10 +1,10 @@
 """Environments of `verifiers` 0.4 as an agent: whatever a taskset's environment plays, its model calls come to us.
 
-    .venv-verifiers/bin/python examples/agents/verifiers_agent.py TASKSET COUNT > train.jsonl
+    .venv-verifiers/bin/python examples/agents/verifiers_agent.py TASKSET COUNT [KEY=VALUE ...] > train.jsonl
 
 prints records, `question` and `answer`, of the first tasks. As `tools.agent: examples/agents/verifiers_agent.py:agent`,
-with `tools.agent_python` and the kept column `answer`, it plays a record's task. A taskset is an id of `verifiers`, or
-path/to/file.py of your own; its options stand behind it as KEY=VALUE.
+with `tools.agent_python`, it plays a record's task. A taskset is an id of `verifiers`, or
+path/to/file.py of your own, with options of its config.
 
 Each seat of a multi-agent environment is a conversation of its own. Tasks that need tool servers, a container or a
 tunnel are not for this file: their harness starts programs, which a closed agent may not fetch.
@@ -74,11 +74,15 @@ async def agent(record: dict, base_url: str, api_key: str) -> float:
     return sum(trace.reward for trace in episode.traces) / len(episode.traces)
 
 
+def absolute(word: str) -> str:
+    """Return a word, whole if it is a file: agents run elsewhere."""
+    return str(Path(word).absolute()) if Path(word).exists() else word
+
+
 def main() -> None:
     """Print records of a taskset."""
     name, count, *options = sys.argv[1:]
-    taskset = {"id": str(Path(name).absolute()) if name.endswith(".py") else name}
-    taskset |= dict(option.split("=", 1) for option in options)
+    taskset = {"id": absolute(name)} | {key: absolute(value) for key, value in (one.split("=", 1) for one in options)}
     for number, task in enumerate(itertools.islice(environment(taskset).taskset, int(count))):
         answer = json.dumps({"taskset": taskset, "task": number})
         print(json.dumps({"question": task.data.prompt_text, "answer": answer}))
