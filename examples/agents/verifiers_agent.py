@@ -10,7 +10,6 @@ Each seat of a multi-agent environment is a conversation of its own. Tasks that 
 tunnel are not for this file: their harness starts programs, which a closed agent may not fetch.
 """
 
-import asyncio
 import itertools
 import json
 import sys
