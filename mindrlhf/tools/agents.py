@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,10 @@ _SHARED = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBR
 class AgentResult:
     """How an agent ended: the reward and the text that it gave, each None where it gave none."""
 
-    reward: float | None = None
+    reward: float | None = None  # where roles have rewards, that of the first
     text: str | None = None
     failure: str = ""
+    rewards: Mapping[str, float] = field(default_factory=dict)  # of roles, where it gave each its own
 
 
 def is_function(agent: str) -> bool:
@@ -216,7 +217,8 @@ class AgentRunner:
 
 
 def read_result(message: Mapping[str, Any]) -> AgentResult:
-    """Return what an agent has said: a number is a reward, a text what verifiers read, an object may hold both."""
+    """Return what an agent has said: a number is a reward, a text what verifiers read, an object may hold both, and
+    rewards of roles by their names in the place of one."""
     if message.get("failure"):
         return AgentResult(failure=str(message["failure"]))
     result = message.get("result")
@@ -227,8 +229,13 @@ def read_result(message: Mapping[str, Any]) -> AgentResult:
         given = {"text": result}
     unknown: Collection[str] = given.keys() - {"reward", "text"}
     reward, text = given.get("reward"), given.get("text")
-    is_number = isinstance(reward, (int, float)) and math.isfinite(reward) and abs(reward) <= MAX_REWARD
-    if unknown or isinstance(result, list) or not (reward is None or is_number) or not isinstance(text, str | None):
+    rewards = reward if isinstance(reward, dict) and reward else {"": 0.0 if reward is None else reward}
+    are_numbers = all(
+        isinstance(one, (int, float)) and math.isfinite(one) and abs(one) <= MAX_REWARD for one in rewards.values()
+    )
+    if unknown or isinstance(result, list) or not are_numbers or not isinstance(text, str | None):
         shown = json.dumps(result)[:100]
         return AgentResult(failure=f'it returned {shown}, and not a reward, a text, or {{"reward": ..., "text": ...}}')
-    return AgentResult(None if reward is None else float(reward), text)
+    rewards = {role: float(one) for role, one in rewards.items()}
+    first = None if reward is None else next(iter(rewards.values()))
+    return AgentResult(first, text, rewards=rewards if isinstance(reward, dict) else {})

@@ -273,10 +273,16 @@ def test_files_in_a_command_are_named_whole(tmp_path, monkeypatch):
         ("left", AgentResult(text="left")),
         ({"reward": 0.5}, AgentResult(0.5)),
         ({"text": "t", "reward": None}, AgentResult(text="t")),
+        ({"reward": {"white": -1, "black": 1}}, AgentResult(-1.0, rewards={"white": -1.0, "black": 1.0})),
     ],
 )
 def test_what_an_agent_may_give(result, expected):
     assert read_result({"result": result}) == expected
+
+
+@pytest.mark.parametrize("reward", [{}, {"white": None}, {"white": 1, "black": "won"}, {"white": 1e16}])
+def test_rewards_of_roles_are_numbers(reward):
+    assert "and not a reward" in read_result({"result": {"reward": reward}}).failure
 
 
 @pytest.mark.parametrize("is_open", [True, pytest.param(False, marks=NEEDS_NAMESPACES)])

@@ -173,7 +173,7 @@ class AgentEpisodes:
         try:
             result = await self._runner.run(self._record(episode), key, self._tools.agent_timeout_s)
         finally:
-            episode.outcome = result
+            result = episode.end(result)
             self._keys.remove(key)
             if result.failure:
                 self._tell_failure(episode, result.failure)
