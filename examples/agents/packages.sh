@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains the quickstart's model in an environment of another package, which has a Python environment of its own.
-#   bash examples/agents/packages.sh verifiers|openenv [section.key=value ...]
+#   bash examples/agents/packages.sh verifiers|openenv|textarena [section.key=value ...]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 name=$1
@@ -10,21 +10,31 @@ data=runs/agents/$name
 case $name in
     verifiers) package='verifiers>=0.4,<0.5' environment=$recipe/problems_taskset.py ;;
     openenv) package='openenv>=0.10,<0.11' environment=$recipe/problems_openenv.py:app ;;
-    *) echo "there are verifiers and openenv, not $name" >&2; exit 2 ;;
+    textarena) package='textarena>=0.7.4,<0.8 httpx' environment=TicTacToe-v0 ;;
+    *) echo "there are verifiers, openenv and textarena, not $name" >&2; exit 2 ;;
 esac
 python=.venv-$name/bin/python
 if [ ! -x "$python" ]; then
     .venv/bin/python -m venv ".venv-$name"
-    "$python" -m pip install --quiet "$package"
+    # shellcheck disable=SC2086  # words
+    "$python" -m pip install --quiet $package
 fi
-[ -f runs/quickstart/train.jsonl ] || bash examples/quickstart/make_data.sh
+build=(.venv/bin/mindrlhf data build --handler map_keys --map question=question,answer=answer --template qwen
+    --tokenizer examples/quickstart/checkpoint)
 mkdir -p "$data"
-for split in train test; do
-    count=$(wc -l < "runs/quickstart/$split.jsonl")
-    "$python" "$recipe/${name}_agent.py" "$environment" "$count" "file=runs/quickstart/$split.jsonl" > "$data/$split.jsonl"
-    .venv/bin/mindrlhf data build --input "$data/$split.jsonl" --output "$data/$split.mindrecord" --handler map_keys \
-        --map question=question,answer=answer --template qwen --max-prompt-length 96 \
-        --tokenizer examples/quickstart/checkpoint
-done
+if [ "$name" = textarena ]; then
+    "$python" "$recipe/self_play.py" "$environment" 1000 > "$data/train.jsonl"
+    "${build[@]}" --input "$data/train.jsonl" --output "$data/train.mindrecord" --max-prompt-length 512
+    set -- tools.agent="$recipe/self_play.py:agent" tools.max_turns=10 tools.agent_tokens=400 \
+        rollout.max_response_length=1024 training.sequence_lengths='[1536]' training.micro_batch_size=2 "$@"
+else
+    [ -f runs/quickstart/train.jsonl ] || bash examples/quickstart/make_data.sh
+    for split in train test; do
+        file=runs/quickstart/$split.jsonl
+        "$python" "$recipe/${name}_agent.py" "$environment" "$(wc -l < "$file")" "file=$file" > "$data/$split.jsonl"
+        "${build[@]}" --input "$data/$split.jsonl" --output "$data/$split.mindrecord" --max-prompt-length 96
+    done
+    set -- tools.agent="$recipe/${name}_agent.py:agent" data.eval_file="$data/test.mindrecord" "$@"
+fi
 .venv/bin/mindrlhf train "$recipe/packages.yaml" run.output_dir="$data/grpo" data.train_file="$data/train.mindrecord" \
-    data.eval_file="$data/test.mindrecord" tools.agent="$recipe/${name}_agent.py:agent" tools.agent_python="$python" "$@"
+    tools.agent_python="$python" "$@"

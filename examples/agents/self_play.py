@@ -2,11 +2,11 @@
 
     .venv-textarena/bin/python examples/agents/self_play.py TicTacToe-v0 COUNT > train.jsonl
 
-prints records, `question` and `answer`, of games with the seeds from 0 on; the first player reads the question.
-As `tools.agent: examples/agents/self_play.py:agent`, with `tools.agent_python`, it plays a record's game. Each player is
-a role (`model` in its calls) with a conversation of its own, and is trained against its own reward, which is compared
-with those of the same player in the other games of the prompt. Of a reply without square brackets the last word is the
-action. Who may write no more loses, as whoever makes no move does.
+prints records, `question` and `answer`, of games with the seeds from 0 on; the first player reads the question. As
+`tools.agent: examples/agents/self_play.py:agent`, with `tools.agent_python`, it plays a record's game. Each player is a
+role (`model` in its calls) with a conversation of its own, and is trained against its own reward, compared with
+those of the same player in the other games of the prompt. Of a reply without square brackets the last word is the
+action. Who may write no more says nothing, and loses.
 """
 
 import contextlib
