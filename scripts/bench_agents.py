@@ -12,6 +12,7 @@ a vLLM rollout server, beside vLLM's own server, by one client, which is a proce
 import argparse
 import asyncio
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -76,6 +77,11 @@ def seconds(action: Callable[[], object]) -> float:
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
+
+
+def peak_mib() -> float:
+    """Return the most memory that this process has had, in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 class Clients:
@@ -183,7 +189,12 @@ def _our_server(arguments: argparse.Namespace) -> float:
                 source._in_loop(clients.begin()).result()
                 sampling = SamplingParams(256, stop_token_ids=tokenizer.eos_token_ids)
                 list(source.generate(requests[:8], sampling))
-                return seconds(lambda: list(source.generate(requests, sampling)))
+                found: list[Completion] = []
+                before = peak_mib()
+                taken = seconds(lambda: found.extend(source.generate(requests, sampling)))
+                whole = sum(one.num_turns == arguments.turns and not one.agent.failure for one in found)
+                print(f"{whole} of {arguments.episodes} episodes are whole, {peak_mib() - before:.0f} MiB for all")
+                return taken
         finally:
             generator.close()
 

@@ -83,7 +83,7 @@ def _set_rules(evaluation: EvaluationSection, parts: tuple[str, ...]) -> Rules:
 
 
 def _best_rules(evaluation: EvaluationSection, keeps_best: bool) -> Rules:
-    is_what = f"'evaluation.best_by' is '{evaluation.best_by}'"
+    is_what = f"'evaluation.best_by' is '{evaluation.best_by[:60]}'"
     yield evaluation.best_metric not in BEST_METRICS, (
         f"{is_what}: write {' or '.join(BEST_METRICS)}, or with the name of a further set SET/{ACCURACY}"
     )

@@ -63,10 +63,10 @@ class ToolSection:
         "between, of which the kept column `environment` chooses",
     )
     agent: str = key(
-        "",
-        "a program that talks to an endpoint, in the place of tools: path/to/agent.py:function, or a command line; see "
-        "docs/agents.md",
+        "", "a program that talks to an endpoint, in the place of tools: path/to/agent.py:function, or a command line; "
+        "see docs/agents.md",
     )
+    agent_python: str = key("", "another interpreter for the agent, Python 3.10 or later, if a function", is_path=True)
     agent_open: bool = key(False, "agents have the network, and all files to write, and not only the endpoint")
     agent_timeout_s: float = key(
         300.0, "time limit of an agent, the model's part included, in seconds", minimum=0, exclusive_minimum=True

@@ -1,7 +1,6 @@
 """The records that pass between trainer and generator, and the protocol every generator meets.
 
-How they are packed into the arrays of a message stands below. The rollout interpreter imports this module too, so it
-needs NumPy and nothing else.
+The rollout interpreter imports this module too, so it needs NumPy and nothing else.
 """
 
 import dataclasses
@@ -34,8 +33,7 @@ class GenerationRequest:
 
     ``prompt_ids`` hold as many image tokens for each of the ``images`` as it takes, in order.
 
-    Sample ``i`` is sampled from a random stream that depends on ``seed`` and ``i`` only, so that the same
-    request gives the same samples whatever else is in the batch (up to rounding in the kernels).
+    Sample ``i`` has a random stream of ``seed`` and ``i`` only: the same whatever else is in the batch, up to rounding.
     """
 
     request_id: int
@@ -64,6 +62,7 @@ class OwnSequence:
     prompt_ids: np.ndarray  # int32 [prompt]
     token_ids: np.ndarray  # int32 [response]
     is_generated: np.ndarray  # bool [response]
+    role: str = ""  # the model that the agent named
 
 
 @dataclass(frozen=True)
@@ -76,6 +75,7 @@ class AgentRecord:
     num_other_tokens: int = 0  # turns whose text would have come back as other tokens
     num_rewritten: int = 0  # calls that told turns of the model which it has not written so
     num_refused: int = 0  # calls answered with an error
+    rewards: Mapping[str, float] = field(default_factory=dict)  # of roles, where each has its own
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,10 @@ _SHARED = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBR
 class AgentResult:
     """How an agent ended: the reward and the text that it gave, each None where it gave none."""
 
-    reward: float | None = None
+    reward: float | None = None  # where roles have rewards, that of the first
     text: str | None = None
     failure: str = ""
+    rewards: Mapping[str, float] = field(default_factory=dict)  # of roles, where it gave each its own
 
 
 def is_function(agent: str) -> bool:
@@ -57,14 +58,22 @@ def command_words(agent: str) -> list[str]:
     return [str(Path(word).absolute()) if "/" in word and Path(word).exists() else word for word in words]
 
 
-def check_agent(agent: str) -> None:
-    """Check what can be known without running anything; ``agent`` is empty where there is none.
+def check_agent(agent: str, python: str = "") -> None:
+    """Check what can be known without running anything; ``agent`` is empty where there is none, ``python`` where it is
+    run by this interpreter.
 
     Raises:
-        UserError: no such file, function or program, or a function that cannot be called as agents are.
+        UserError: no such file, function, program or interpreter, or a function that cannot be called as agents are.
     """
     if not agent:
         return
+    if python and not is_function(agent):
+        raise UserError(
+            f"'tools.agent_python' is {python}, but tools.agent is a command, which names its own interpreter: "
+            "remove it, or give path/to/agent.py:function"
+        )
+    if python and shutil.which(python) is None:
+        raise UserError(f"'tools.agent_python' is {python}: there is no such program; give the path of a Python")
     if not is_function(agent):
         word = command_words(agent)[0]
         if shutil.which(word) is None:
@@ -94,9 +103,20 @@ class AgentRunner:
         is_open: agents have this machine's network and files.
         memory_limit_bytes: of each process of an agent.
         directory: under which each has its own.
+        python: interpreter that loads and runs a function; "" means this one.
     """
 
-    def __init__(self, agent: str, port: int, path: str, directory: str, *, is_open: bool, memory_limit_bytes: int):
+    def __init__(
+        self,
+        agent: str,
+        port: int,
+        path: str,
+        directory: str,
+        *,
+        is_open: bool,
+        memory_limit_bytes: int,
+        python: str = "",
+    ):
         self._settings = {
             "agent": str(Path(agent).absolute()) if is_function(agent) else command_words(agent),
             "port": port,
@@ -105,6 +125,7 @@ class AgentRunner:
             "memory_limit_bytes": memory_limit_bytes,
         }
         self._directory = directory
+        self._python = python or sys.executable
         self._process: subprocess.Popen | None = None
         self._running: dict[int, asyncio.Future[AgentResult]] = {}
         self._number = 0
@@ -121,12 +142,16 @@ class AgentRunner:
                 return
             own, theirs = socket.socketpair()
             environment = {name: os.environ[name] for name in _SHARED if name in os.environ}
-            # This package is found beside the user's own.
+            # This package is found beside the user's own; what lies around it is of this interpreter alone.
             package = str(Path(__file__).parents[2])
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), package)))
+            words = ["-m", "mindrlhf.tools.agent_host"]
+            if self._python == sys.executable:
+                environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), package)))
+            else:
+                words = ["-c", f"import sys; sys.path.append({package!r}); from {words[1]} import main; main()"]
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "mindrlhf.tools.agent_host", str(theirs.fileno()), str(os.getpid())],
+                    [self._python, *words, str(theirs.fileno()), str(os.getpid())],
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                     env=environment,
@@ -192,7 +217,8 @@ class AgentRunner:
 
 
 def read_result(message: Mapping[str, Any]) -> AgentResult:
-    """Return what an agent has said: a number is a reward, a text what verifiers read, an object may hold both."""
+    """Return what an agent has said: a number is a reward, a text what verifiers read, an object may hold both, and
+    rewards of roles by their names in the place of one."""
     if message.get("failure"):
         return AgentResult(failure=str(message["failure"]))
     result = message.get("result")
@@ -203,8 +229,13 @@ def read_result(message: Mapping[str, Any]) -> AgentResult:
         given = {"text": result}
     unknown: Collection[str] = given.keys() - {"reward", "text"}
     reward, text = given.get("reward"), given.get("text")
-    is_number = isinstance(reward, (int, float)) and math.isfinite(reward) and abs(reward) <= MAX_REWARD
-    if unknown or isinstance(result, list) or not (reward is None or is_number) or not isinstance(text, str | None):
+    rewards = reward if isinstance(reward, dict) and reward else {"": 0.0 if reward is None else reward}
+    are_numbers = all(
+        isinstance(one, (int, float)) and math.isfinite(one) and abs(one) <= MAX_REWARD for one in rewards.values()
+    )
+    if unknown or isinstance(result, list) or not are_numbers or not isinstance(text, str | None):
         shown = json.dumps(result)[:100]
         return AgentResult(failure=f'it returned {shown}, and not a reward, a text, or {{"reward": ..., "text": ...}}')
-    return AgentResult(None if reward is None else float(reward), text)
+    rewards = {role: float(one) for role, one in rewards.items()}
+    first = None if reward is None else next(iter(rewards.values()))
+    return AgentResult(first, text, rewards=rewards if isinstance(reward, dict) else {})

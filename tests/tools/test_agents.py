@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import socket
 import sys
 import tempfile
 import time
+import venv
 from pathlib import Path
 
 import pytest
@@ -29,9 +31,10 @@ def endpoint(tmp_path):
     path = f"{directory}/e.sock"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield path, listener.getsockname()[1], directory
+    shutil.rmtree(directory, ignore_errors=True)
 
 
-def run_all(agent, endpoint, records, timeout_s=20.0, is_open=False, memory_limit_bytes=1 << 30, during=None):
+def run_all(agent, endpoint, records, timeout_s=20.0, is_open=False, memory_limit_bytes=1 << 30, during=None, **more):
     """Return what agents that run at once end with."""
     path, port, directory = endpoint
 
@@ -42,7 +45,7 @@ def run_all(agent, endpoint, records, timeout_s=20.0, is_open=False, memory_limi
 
     async def run():
         server = await asyncio.start_unix_server(echo, path)
-        options = {"is_open": is_open, "memory_limit_bytes": memory_limit_bytes}
+        options = {"is_open": is_open, "memory_limit_bytes": memory_limit_bytes, **more}
         runner = AgentRunner(agent, port, path, directory, **options)
         try:
             await runner.start()
@@ -78,6 +81,23 @@ def test_a_function_gets_record_url_and_key_and_gives_a_reward(tmp_path, endpoin
     url = f"http://127.0.0.1:{endpoint[1]}/v1"
     assert found == [AgentResult(0.5, f"{url} key0 True"), AgentResult(1.5, f"{url} key1 True")]
     assert os.listdir(endpoint[2]) == [], "their directories are gone"
+
+
+@pytest.mark.parametrize("is_open", [True, pytest.param(False, marks=NEEDS_NAMESPACES)])
+def test_a_function_runs_in_an_environment_of_its_own(tmp_path, endpoint, is_open):
+    venv.create(tmp_path / "own", with_pip=False)
+    (packages,) = tmp_path.glob("own/lib/python*/site-packages")
+    (packages / "only_there.py").write_text("VALUE = 2.5\n")
+    (packages / "yaml.py").write_text("VALUE = 'its own yaml'\n")
+    source = (
+        "import importlib.util, sys, only_there, yaml\n"
+        "def agent(record, base_url, api_key):\n"
+        "    ours = importlib.util.find_spec('mindspore') is not None\n"
+        "    return {'reward': only_there.VALUE, 'text': f'{sys.prefix} {yaml.VALUE} {ours}'}\n"
+    )
+    python = str(tmp_path / "own" / "bin" / "python")
+    found = run_all(file_of(tmp_path, source), endpoint, [{}], is_open=is_open, python=python)
+    assert found == [AgentResult(2.5, f"{tmp_path / 'own'} its own yaml False")]
 
 
 @pytest.mark.parametrize("is_open", [True, pytest.param(False, marks=NEEDS_NAMESPACES)])
@@ -210,21 +230,24 @@ def test_the_environment_holds_no_more_than_named(endpoint, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("agent", "message"),
+    ("agent", "python", "message"),
     [
-        ("agents/none.py:f", "there is no file agents/none.py"),
-        ("no-such-program --x", "there is no program no-such-program"),
-        ("sh -c 'x", "no closing quotation"),
-        ("{file}:two", "it is called as two(record, base_url, api_key), but too many positional arguments"),
+        ("agents/none.py:f", "", "there is no file agents/none.py"),
+        ("no-such-program --x", "", "there is no program no-such-program"),
+        ("sh -c 'x", "", "no closing quotation"),
+        ("{file}:two", "", "it is called as two(record, base_url, api_key), but too many positional arguments"),
+        ("{file}:good", "no/such/python", "there is no such program; give the path of a Python"),
+        ("sh -c true", sys.executable, "a command, which names its own interpreter: remove it"),
     ],
 )
-def test_agents_that_cannot_be_are_errors_of_one_line(tmp_path, agent, message):
+def test_agents_that_cannot_be_are_errors_of_one_line(tmp_path, agent, python, message):
     (tmp_path / "a.py").write_text("def two(a, b): pass\ndef good(record, base_url, api_key): pass\n")
     check_agent(f"{tmp_path / 'a.py'}:good")
+    check_agent(f"{tmp_path / 'a.py'}:good", sys.executable)
     check_agent("sh -c true")
     check_agent("")
     with pytest.raises(UserError, match="tools.agent") as caught:
-        check_agent(agent.replace("{file}", str(tmp_path / "a.py")))
+        check_agent(agent.replace("{file}", str(tmp_path / "a.py")), python)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -250,10 +273,16 @@ def test_files_in_a_command_are_named_whole(tmp_path, monkeypatch):
         ("left", AgentResult(text="left")),
         ({"reward": 0.5}, AgentResult(0.5)),
         ({"text": "t", "reward": None}, AgentResult(text="t")),
+        ({"reward": {"white": -1, "black": 1}}, AgentResult(-1.0, rewards={"white": -1.0, "black": 1.0})),
     ],
 )
 def test_what_an_agent_may_give(result, expected):
     assert read_result({"result": result}) == expected
+
+
+@pytest.mark.parametrize("reward", [{}, {"white": None}, {"white": 1, "black": "won"}, {"white": 1e16}])
+def test_rewards_of_roles_are_numbers(reward):
+    assert "and not a reward" in read_result({"result": {"reward": reward}}).failure
 
 
 @pytest.mark.parametrize("is_open", [True, pytest.param(False, marks=NEEDS_NAMESPACES)])

@@ -10,10 +10,11 @@ from made_samples import make_sample, with_completion
 from mindrlhf.checkpoint.leftover import leftover_records, load_leftover, save_leftover
 from mindrlhf.config.algorithm import AlgorithmSection, CorrectionSection
 from mindrlhf.config.model import ModelSection
-from mindrlhf.config.reward import RewardSection
+from mindrlhf.config.reward import RewardSection, ToolSection
 from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.errors import UserError
 from mindrlhf.rollout.types import AgentRecord, OwnSequence
 from mindrlhf.training.batch import RowOptions, make_update_batch
 from mindrlhf.training.loop.leftover import from_leftover, to_leftover
@@ -98,6 +99,61 @@ def test_a_mean_over_sequences_takes_an_episode_for_one():
         np.testing.assert_allclose(found, total / (4 * length), rtol=1e-6)
 
 
+def of_roles(white, black, failure=""):
+    """An episode of two roles, and a verifier of the whole beside it."""
+    sample = of_agent(2.0 * white + 0.25)
+    roles = tuple(dataclasses.replace(one, role=role) for one, role in zip(SEQUENCES, ("white", "black")))
+    rewards = {} if failure else {"white": white, "black": black}
+    parts = {"environment_reward": white, "length": 0.25}
+    return dataclasses.replace(
+        with_completion(sample, agent=AgentRecord(roles, "left", failure, rewards=rewards)),
+        reward=dataclasses.replace(sample.reward, parts=parts),
+    )
+
+
+def rewarding_roles(**algorithm):
+    made = objective(**algorithm)
+    reward = RewardSection(verifier_function=("environment_reward", "length"), verifier_weight=(2.0, 1.0))
+    made._config = dataclasses.replace(made._config, reward=reward, tools=ToolSection(agent="agents/play.py:play"))
+    return made
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo"])
+def test_a_role_is_compared_with_the_same_role_of_the_other_episodes(advantage):
+    whites, blacks = [1.0, 0.0, 1.0], [-1.0, 0.5, -0.25]
+    found = rewarding_roles(advantage=advantage).advantages([of_roles(*pair) for pair in zip(whites, blacks)])
+    for rewards, where in ((whites, slice(0, 3)), (blacks, slice(3, 5))):
+        totals = 2 * np.array(rewards) + 0.25
+        if advantage == "grpo":
+            expected = (totals - totals.mean()) / (totals.std(ddof=1) + 1e-6)
+        else:
+            expected = [total - np.delete(totals, i).mean() for i, total in enumerate(totals)]
+        for part, value in zip(found, expected):
+            np.testing.assert_allclose(part[where], value)
+
+
+def test_an_episode_of_roles_that_failed_has_its_reward_for_each():
+    failed = dataclasses.replace(of_roles(0.0, 0.0, "it died"), reward=dataclasses.replace(plain(-3.0, 9).reward))
+    found = rewarding_roles().advantages([of_roles(1.0, 0.5), failed])
+    for where in (slice(0, 3), slice(3, 5)):  # of two that differ: one deviation above and below the mean
+        np.testing.assert_allclose(found[0][where], 1 / np.sqrt(2), rtol=1e-5)
+        np.testing.assert_allclose(found[1][where], -1 / np.sqrt(2), rtol=1e-5)
+
+
+def test_penalties_are_of_the_tokens_of_a_role():
+    penalties = [np.arange(5) / 8, np.zeros(5)]
+    found = rewarding_roles(advantage="rloo").advantages([of_roles(1.0, 0.0), of_roles(0.0, 0.0)], penalties=penalties)
+    whites = np.array([2.25 - (0 + 1 + 2) / 8, 0.25])
+    blacks = np.array([0.25 - (3 + 4) / 8, 0.25])
+    np.testing.assert_allclose(found[0], [whites[0] - whites[1]] * 3 + [blacks[0] - blacks[1]] * 2)
+    np.testing.assert_allclose(found[1], [whites[1] - whites[0]] * 3 + [blacks[1] - blacks[0]] * 2)
+
+
+def test_greedy_episodes_have_no_rewards_of_roles():
+    with pytest.raises(UserError, match="remax"):
+        rewarding_roles(advantage="remax").advantages([of_roles(1.0, 0.0)], baselines=np.array([0.5]))
+
+
 def test_nothing_trains_on_an_agent_that_has_asked_nothing():
     silent = of_agent(0.0, num_turns=0)
     found = objective().sequences([SAMPLES[1], silent])
@@ -144,7 +200,7 @@ def values_of(record):
 
 def test_episodes_that_are_carried_over_come_back_from_a_checkpoint_as_they_were(tmp_path):
     silent = with_completion(plain(0.0, 9), agent=AgentRecord((), "", failure="it died"))
-    samples = [of_agent(1.0), plain(0.0, 12, 13), silent, of_agent(0.5, num_turns=7)]
+    samples = [of_agent(1.0), plain(0.0, 12, 13), silent, of_agent(0.5, num_turns=7), of_roles(1.0, -1.0)]
     leftover = to_leftover(samples)
     save_leftover(tmp_path, leftover)
     found = from_leftover(load_leftover(tmp_path, json.loads(json.dumps(leftover_records(leftover)))))

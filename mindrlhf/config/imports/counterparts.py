@@ -78,8 +78,8 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "metrics go to a tracker": "observe.prometheus_port",
         "ports are the system's choice": "run.ports",
         "an agent is code within the run, or has settings of its own": (
-            "tools.agent_open tools.agent_timeout_s tools.agent_tokens tools.agents_at_once "
-            "tools.agent_gather_s"
+            "tools.agent_open tools.agent_python tools.agent_timeout_s tools.agent_tokens "
+            "tools.agents_at_once tools.agent_gather_s"
         ),
         "profilers have settings of their own": "profiler.ranks profiler.mindspore profiler.vllm",
         "precision debuggers have files of their own": (

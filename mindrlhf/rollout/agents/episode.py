@@ -39,6 +39,7 @@ class Turn:
     completion: Completion
     reply: Reply
     num_messages: int  # of the call, and the reply
+    role: str  # the model that the client named
     parent: "Turn | None" = None
     is_continued: bool = False
 
@@ -87,6 +88,15 @@ class Episode:
         self._num_other_tokens = self._num_rewritten = self._num_neutralised = self._num_refused = 0
         self._checked: set[int] = set()
         self.outcome: AgentResult | None = None
+
+    def end(self, result: AgentResult) -> AgentResult:
+        """Take how the agent ended, and return it: a role that has asked and has no reward is a failure."""
+        roles = dict.fromkeys(turn.role for turn in self._turns) if result.rewards else ()
+        if missing := [role for role in roles if role not in result.rewards]:
+            named = ", ".join(result.rewards)
+            result = AgentResult(failure=f"it gave no reward to '{missing[0]}', which has asked, but to {named}")
+        self.outcome = result
+        return result
 
     @property
     def has_turns(self) -> bool:
@@ -175,7 +185,8 @@ class Episode:
         ids = np.array(given, np.int32)
         if call.prompt is None:
             return None, ids
-        for turn in sorted(self._turns, key=lambda one: -len(one.ids)):
+        own = [turn for turn in self._turns if turn.role == call.model]
+        for turn in sorted(own, key=lambda one: -len(one.ids)):
             if not isinstance(call.prompt, str):
                 if len(turn.ids) < len(ids) and np.array_equal(turn.ids, ids[: len(turn.ids)]):
                     return turn, ids
@@ -213,7 +224,7 @@ class Episode:
         for completion in completions:
             reply = self._prompts.reply(call, completion, ids[-PROMPT_END:].tolist())
             whole = np.concatenate([ids, completion.token_ids]).astype(np.int32, copy=False)
-            turn = Turn(whole, len(ids), completion, reply, len(call.messages) + 1, parent)
+            turn = Turn(whole, len(ids), completion, reply, len(call.messages) + 1, call.model, parent)
             if parent is not None:
                 parent.is_continued = True
                 parent.ids = whole[: len(parent.ids)]  # one array for a whole conversation
@@ -243,7 +254,7 @@ class Episode:
             for turn in own:
                 is_generated[turn.start : turn.start + len(turn.completion.token_ids)] = True
             logprobs = np.concatenate([turn.completion.logprobs for turn in own])
-            found.append((OwnSequence(ids[:start], ids[start:], is_generated[start:]), logprobs))
+            found.append((OwnSequence(ids[:start], ids[start:], is_generated[start:], own[0].role), logprobs))
         return found
 
     def completion(self, placeholder: Completion | None = None) -> Completion:
@@ -275,13 +286,13 @@ class Episode:
             num_tool_calls=sum(len(turn.reply.calls) for turn in self._turns),
             episode_return=reward,
             num_neutralised_answers=self._num_neutralised,
-            agent=AgentRecord(sequences, text, outcome.failure, *counts),
+            agent=AgentRecord(sequences, text, outcome.failure, *counts, rewards=outcome.rewards),
         )
 
 
 def _said(call: Call) -> tuple[str, ...]:
     """Return digests of all beginnings of a chat, the empty one first: what the template is told beside messages."""
-    found = [_hash("", call.options)]
+    found = [_hash("", [call.options, call.model])]
     for message in call.messages:
         found.append(_next_said(found[-1], message))
     return tuple(found)

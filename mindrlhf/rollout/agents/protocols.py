@@ -45,6 +45,7 @@ class Call:
     """One request. Either ``messages`` or ``prompt`` is given."""
 
     messages: tuple[Mapping[str, Any], ...] = ()
+    model: str = ""  # as the client calls it: an agent's role
     prompt: str | tuple[int, ...] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)  # of the chat template, tools among them
     max_tokens: int = 0  # 0: as many as there is room for
@@ -122,6 +123,7 @@ def _common(body: Any) -> Call:
     options = body.get("stream_options")
     limits = [_number(body, name, 0, (int,), 1, MAX_SEED) for name in ("max_completion_tokens", "max_tokens")]
     return Call(
+        model=name if isinstance(name := body.get("model"), str) else "",
         max_tokens=limits[0] or limits[1],
         num_samples=_number(body, "n", 1, (int,), 1, MAX_SAMPLES),
         stop=tuple(stop),
@@ -230,7 +232,7 @@ def read_completion(body: Any) -> Call:
     return replace(call, prompt=prompt, max_tokens=limit, logprobs=bool(logprobs))
 
 
-_SHARED = {"max_tokens", "temperature", "top_p", "top_k", "stream", "seed", "return_token_ids"}
+_SHARED = {"model", "max_tokens", "temperature", "top_p", "top_k", "stream", "seed", "return_token_ids"}
 
 
 def read_anthropic(body: Any) -> Call:

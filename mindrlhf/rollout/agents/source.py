@@ -96,6 +96,7 @@ class AgentEpisodes:
             os.close(self._lock)
             raise
         settings = {"is_open": tools.agent_open, "memory_limit_bytes": tools.memory_limit_mib << 20}
+        settings["python"] = tools.agent_python
         self._runner = runner or AgentRunner(tools.agent, self._http.port, path, str(self._directory), **settings)
         try:
             self._in_loop(self._runner.start()).result()
@@ -172,7 +173,7 @@ class AgentEpisodes:
         try:
             result = await self._runner.run(self._record(episode), key, self._tools.agent_timeout_s)
         finally:
-            episode.outcome = result
+            result = episode.end(result)
             self._keys.remove(key)
             if result.failure:
                 self._tell_failure(episode, result.failure)

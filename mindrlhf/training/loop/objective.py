@@ -15,7 +15,7 @@ from mindrlhf.data.packing import TokenSequence
 from mindrlhf.rollout.samples import Sample
 from mindrlhf.training.batch import RowOptions, make_update_batch
 from mindrlhf.training.distillation.assignment import TeacherAssignment
-from mindrlhf.training.loop.signals import clipped, reward_parts, steps_of
+from mindrlhf.training.loop.signals import clipped, each_role, reward_parts, steps_of
 from mindrlhf.training.loop.step import Step
 
 
@@ -169,16 +169,9 @@ class Objective:
         baselines: np.ndarray | None = None,
         values: Sequence[np.ndarray] | None = None,
     ) -> list[np.ndarray]:
-        """Return the advantages of a whole step, float64 [generated tokens] for each sample.
-
-        Args:
-            samples: of all groups.
-            penalties: float64 [generated tokens] each, with KL in the reward.
-            baselines: float64 [samples], rewards of the greedy responses.
-            values: float64 [response] each, the critic's value before each token.
-        """
+        """Return the advantages of a whole step, float64 [generated tokens] for each sample; see ``RewardBatch``."""
         options = {name: getattr(self._algorithm, name) for name in self._estimator.OPTIONS}
-        found = self._estimator.estimate(self._batch(samples, penalties, baselines, values), **options)
+        found = self._estimated(self._estimator.estimate, options, samples, penalties, baselines, values)
         return clipped(found, samples, self._config) if self._algorithm.clip_cov_ratio else found
 
     def have_gradient(self, samples: Sequence[Sample], advantages: Sequence[np.ndarray]) -> np.ndarray:
@@ -192,8 +185,13 @@ class Objective:
         self, samples: Sequence[Sample], values: Sequence[np.ndarray], penalties: Sequence[np.ndarray] | None = None
     ) -> list[np.ndarray]:
         """Return what the critic learns of a whole step, float64 [response] for each sample; see ``advantages``."""
-        batch = self._batch(samples, penalties, None, values)
-        return self._estimator.targets(batch, gamma=self._algorithm.gamma, gae_lambda=self._algorithm.gae_lambda)
+        options = {"gamma": self._algorithm.gamma, "gae_lambda": self._algorithm.gae_lambda}
+        return self._estimated(self._estimator.targets, options, samples, penalties, None, values)
+
+    def _estimated(self, function, options, *given) -> list[np.ndarray]:
+        if self._config.tools.agent:
+            return each_role(lambda *own: function(self._batch(*own), **options), self._config, *given)
+        return function(self._batch(*given), **options)
 
     def _batch(self, samples, penalties, baselines, values) -> RewardBatch:
         return RewardBatch(

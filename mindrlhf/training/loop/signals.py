@@ -1,6 +1,7 @@
 """What else the rewards of samples tell, for the estimators that ask: their parts, and where they were earned."""
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -82,3 +83,71 @@ def clipped(advantages: Sequence[np.ndarray], samples: Sequence[Sample], config:
     bounds = {"low": algorithm.clip_cov_low, "high": algorithm.clip_cov_high}
     logprobs = [sample.completion.logprobs for sample in samples]
     return clip_cov(advantages, logprobs, ratio=algorithm.clip_cov_ratio, seed=config.run.seed, **bounds)
+
+
+def each_role(
+    estimate: Callable[..., list[np.ndarray]],
+    config: GrpoConfig,
+    samples: Sequence[Sample],
+    penalties: Sequence[np.ndarray] | None,
+    baselines: np.ndarray | None,
+    values: Sequence[np.ndarray] | None,
+) -> list[np.ndarray]:
+    """Return what ``estimate`` gives for the samples and what is known of each, or for the roles of agents.
+
+    Where an agent has rewards of roles, what a role did in an episode is a sample of its own, with its own reward, and
+    compared with the same role in the other episodes of the prompt.
+
+    Returns:
+        float64 [generated tokens] for each of ``samples``.
+
+    Raises:
+        UserError: the estimator compares with greedy responses, which have no rewards of roles.
+    """
+    agents = [sample.completion.agent for sample in samples]
+    if not any(agent is not None and agent.rewards for agent in agents):
+        return estimate(samples, penalties, baselines, values)
+    if baselines is not None:
+        raise UserError(
+            f"'algorithm.advantage' is {config.algorithm.advantage}, which compares with greedy episodes, "
+            "but the agent rewards roles: set it to grpo"
+        )
+    weight = part_weights(config.reward).get("environment_reward", 0.0)
+    groups: dict[tuple[int, str], int] = {}
+    parts, owners, places = [], [], []
+    for index, (sample, agent) in enumerate(zip(samples, agents)):
+        lengths = [int(one.is_generated.sum()) for one in agent.sequences]
+        roles = np.repeat([one.role for one in agent.sequences], lengths)
+        for role in dict.fromkeys(one.role for one in agent.sequences):
+            group = groups.setdefault((sample.group, role), len(groups))
+            parts.append(_role_sample(sample, role, group, weight))
+            owners.append(index)
+            places.append(np.flatnonzero(roles == role))
+    penalties, values = (
+        None if part is None else [part[index][at] for index, at in zip(owners, places)] for part in (penalties, values)
+    )
+    result = [np.zeros(sample.num_generated) for sample in samples]
+    for index, at, found in zip(owners, places, estimate(parts, penalties, None, values)):
+        result[index][at] = found
+    return result
+
+
+def _role_sample(sample: Sample, role: str, group: int, weight: float) -> Sample:
+    """Return what one role did in an episode as a sample of a group of its own."""
+    completion, reward, agent = sample.completion, sample.reward, sample.completion.agent
+    chosen = np.repeat([one.role == role for one in agent.sequences], [len(one.token_ids) for one in agent.sequences])
+    if agent.rewards:  # else the episode failed
+        earned, shared = agent.rewards[role], reward.parts.get("environment_reward", 0.0)
+        reward = dataclasses.replace(
+            reward,
+            total=reward.total + weight * (earned - shared),
+            parts={**reward.parts, "environment_reward": earned},
+        )
+    completion = dataclasses.replace(
+        completion,
+        token_ids=completion.token_ids[chosen],
+        logprobs=completion.logprobs[chosen[completion.is_generated]],
+        is_generated=completion.is_generated[chosen],
+        agent=dataclasses.replace(agent, sequences=tuple(one for one in agent.sequences if one.role == role)),
+    )
+    return dataclasses.replace(sample, group=group, completion=completion, reward=reward)

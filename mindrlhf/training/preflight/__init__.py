@@ -105,7 +105,7 @@ def check_grpo_inputs(
     if selection is not None:
         check(selection.check, needs=["reward.verifier_weight"])
     check(check_tools, config.tools.names)
-    check(check_agent, config.tools.agent)
+    check(check_agent, config.tools.agent, config.tools.agent_python)
     needs_environment = () if config.tools.agent else config.reward.verifier_function
     check(check_environment, config.tools.environment, needs_environment)
     files = _Files.open(config.data, "prompts", mistakes, config.evaluation.sets)

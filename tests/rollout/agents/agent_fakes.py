@@ -16,7 +16,7 @@ from mindrlhf.data.templates import PromptTemplate
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.rollout.agents.source import AgentEpisodes
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
-from mindrlhf.tools.agents import AgentResult
+from mindrlhf.tools.agents import AgentResult, read_result
 
 CHECKPOINT = Path(__file__).parents[3] / "examples" / "quickstart" / "checkpoint"
 # Of Qwen2.5's kind, as far as these tests go: tools are told, calls and answers are written.
@@ -119,7 +119,7 @@ class InThreads:
             return AgentResult(failure="it took too long")
         except Exception as error:
             return AgentResult(failure=f"{type(error).__name__}: {error}")
-        return AgentResult(reward=value) if isinstance(value, float) else AgentResult(text=value)
+        return read_result({"result": value})
 
     def _call(self, record, key):
         return self._function(record, Client(self.url, key))

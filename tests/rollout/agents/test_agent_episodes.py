@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import random
 import threading
 import time
@@ -154,6 +155,33 @@ def test_what_continues_nothing_is_a_further_sequence_of_the_same_episode():
     assert decoded(completion.agent.sequences[0].token_ids).startswith("ONE")
     assert len(completion.token_ids) == sum(len(one.token_ids) for one in completion.agent.sequences)
     assert len(completion.logprobs) == completion.is_generated.sum() == len(set(completion.logprobs.tolist()))
+
+
+def roles_that_say_the_same(record, client):
+    """Two roles with the same words; each goes on with what it was told itself."""
+    first = {role: client.chat([user("one")], model=role) for role in ("white", "black")}
+    for role in ("black", "white"):
+        client.chat([user("one"), first[role], user("two")], model=role)
+    return {"reward": {"white": 1.0, "black": -0.5}}
+
+
+def test_roles_have_sequences_and_rewards_of_their_own():
+    (completion,) = run(Engine(by_last_user({"one": "ONE", "two": "TWO"})), roles_that_say_the_same)
+    assert completion.agent.rewards == {"white": 1.0, "black": -0.5} and completion.episode_return == 1.0
+    assert [one.role for one in completion.agent.sequences] == ["white", "black"]
+    for one in completion.agent.sequences:
+        assert decoded(one.token_ids[one.is_generated]) == "ONE<|im_end|>TWO<|im_end|>"
+
+
+def test_a_role_that_has_asked_and_has_no_reward_is_a_failure(capfd):
+    def agent(record, client):
+        client.chat([user("one")], model="white")
+        client.chat([user("one")], model="grey")
+        return {"reward": {"white": 1.0, "black": 0.0}}
+
+    (completion,) = run(Engine(by_last_user({"one": "ONE"})), agent)
+    assert math.isnan(completion.episode_return) and completion.agent.rewards == {}
+    assert "it gave no reward to 'grey', which has asked, but to white, black" in capfd.readouterr().err
 
 
 def test_two_that_go_on_with_one_turn_share_it_and_it_is_trained_once():

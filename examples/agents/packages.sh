@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Trains the quickstart's model in an environment of another package, which has a Python environment of its own.
+#   bash examples/agents/packages.sh verifiers|openenv|textarena [section.key=value ...]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+name=$1
+shift
+recipe=examples/agents
+data=runs/agents/$name
+case $name in
+    verifiers) package='verifiers>=0.4,<0.5' environment=$recipe/problems_taskset.py ;;
+    openenv) package='openenv>=0.10,<0.11' environment=$recipe/problems_openenv.py:app ;;
+    textarena) package='textarena>=0.7.4,<0.8 httpx' environment=TicTacToe-v0 ;;
+    *) echo "there are verifiers, openenv and textarena, not $name" >&2; exit 2 ;;
+esac
+python=.venv-$name/bin/python
+if [ ! -x "$python" ]; then
+    .venv/bin/python -m venv ".venv-$name"
+    # shellcheck disable=SC2086  # words
+    "$python" -m pip install --quiet $package
+fi
+build=(.venv/bin/mindrlhf data build --handler map_keys --map question=question,answer=answer --template qwen
+    --tokenizer examples/quickstart/checkpoint)
+mkdir -p "$data"
+if [ "$name" = textarena ]; then
+    "$python" "$recipe/self_play.py" "$environment" 1000 > "$data/train.jsonl"
+    "${build[@]}" --input "$data/train.jsonl" --output "$data/train.mindrecord" --max-prompt-length 512
+    set -- tools.agent="$recipe/self_play.py:agent" tools.max_turns=10 tools.agent_tokens=400 \
+        rollout.max_response_length=1024 training.sequence_lengths='[1536]' training.micro_batch_size=2 "$@"
+else
+    [ -f runs/quickstart/train.jsonl ] || bash examples/quickstart/make_data.sh
+    for split in train test; do
+        file=runs/quickstart/$split.jsonl
+        "$python" "$recipe/${name}_agent.py" "$environment" "$(wc -l < "$file")" "file=$file" > "$data/$split.jsonl"
+        "${build[@]}" --input "$data/$split.jsonl" --output "$data/$split.mindrecord" --max-prompt-length 96
+    done
+    set -- tools.agent="$recipe/${name}_agent.py:agent" data.eval_file="$data/test.mindrecord" "$@"
+fi
+.venv/bin/mindrlhf train "$recipe/packages.yaml" run.output_dir="$data/grpo" data.train_file="$data/train.mindrecord" \
+    tools.agent_python="$python" "$@"

@@ -1,0 +1,181 @@
+"""Environments of other packages as agents, with the packages of the index: played by a script, and trained on.
+
+Each package has an environment of its own, made for the test or named by MINDRLHF_TEST_VERIFIERS and so on (a Python).
+"""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+import sanity_inputs
+from slow_tests import SLOW
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "rollout" / "agents"))
+
+from agent_fakes import END, TOKENIZER, Engine, prompt  # noqa: E402
+
+from mindrlhf.config.reward import ToolSection  # noqa: E402
+from mindrlhf.data.templates import load_template  # noqa: E402
+from mindrlhf.rollout.agents.source import AgentEpisodes  # noqa: E402
+from mindrlhf.rollout.types import SamplingParams  # noqa: E402
+
+pytestmark = [pytest.mark.timeout(1800), SLOW]
+AGENTS = ROOT / "examples" / "agents"
+PACKAGES = {
+    "verifiers": ("verifiers>=0.4,<0.5", AGENTS / "problems_taskset.py"),
+    "openenv": ("openenv>=0.10,<0.11", f"{AGENTS / 'problems_openenv.py'}:app"),
+    "textarena": ("textarena>=0.7.4,<0.8 httpx", "TicTacToe-v0"),
+}
+SINGLE = [name for name in PACKAGES if name != "textarena"]
+PROBLEMS = [{"question": f"Anna has {n} apples and finds 2 more. How many apples does Anna have now?",
+             "answer": f"{n}+2={n + 2}\n#### {n + 2}"} for n in range(3, 11)]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=SINGLE)
+def package(request, tmp_path_factory):
+    """The name of a package, and the interpreter of an environment that has it."""
+    return with_package(request.param, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def games(tmp_path_factory):
+    """As ``package``."""
+    return with_package("textarena", tmp_path_factory)
+
+
+def with_package(name, tmp_path_factory):
+    if given := os.environ.get(f"MINDRLHF_TEST_{name.upper()}"):
+        return name, given
+    directory = tmp_path_factory.mktemp(name)
+    venv.create(directory, with_pip=True)
+    python = str(directory / "bin" / "python")
+    command = [python, "-m", "pip", "install", "--quiet", *PACKAGES[name][0].split()]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    if ended.returncode:
+        pytest.skip(f"{name} cannot be had: {ended.stderr[-300:]}")
+    return name, python
+
+
+def records(package, file):
+    """Return the records that a package's agent makes of the problems of a file."""
+    name, python = package
+    return printed(python, f"{name}_agent.py", PACKAGES[name][1], "8", f"file={file}")
+
+
+def printed(python, *words):
+    command = [python, AGENTS / words[0], *words[1:]]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    return [json.loads(line) for line in ended.stdout.splitlines()]
+
+
+@pytest.fixture
+def problems(tmp_path):
+    file = tmp_path / "problems.jsonl"
+    file.write_text("".join(json.dumps(one) + "\n" for one in PROBLEMS))
+    return file
+
+
+def played(agent, python, made, reply, **options):
+    """Return the completions of the episodes of records, of a model that follows a script."""
+    options = {"agent_gather_s": 60.0, "memory_limit_mib": 4096, **options}
+    tools = ToolSection(agent=f"{AGENTS / agent}:agent", agent_python=python, **options)
+    requests = [
+        dataclasses.replace(prompt(one["question"], number), answer=one["answer"]) for number, one in enumerate(made)
+    ]
+    template = load_template("qwen", TOKENIZER)
+    with AgentEpisodes(Engine(reply), TOKENIZER, template, tools, 4000) as source:
+        found = list(source.generate(requests, SamplingParams(4000, stop_token_ids=(END,))))
+    return sorted(found, key=lambda one: one.request_id)
+
+
+def test_episodes_earn_what_the_package_says(package, problems):
+    name, python = package
+    made = records(package, problems)
+    assert [one["question"] for one in made] == [one["question"] for one in PROBLEMS]
+
+    def reply(text):
+        """Be right at once with 3 apples, at the second try with 4, and never with 5."""
+        said = "Try again." in text
+        return {"3": "3+2=5\n#### 5", "4": "#### 6" if said else "#### 7"}.get(text.split("has ")[1][0], "#### 0")
+
+    found = played(f"{name}_agent.py", python, made[:3], reply, max_turns=2)
+    assert [one.agent.failure for one in found] == [""] * 3
+    assert [one.episode_return for one in found] == [1.0, 0.5, 0.0]
+    assert [one.num_turns for one in found] == [1, 2, 2] and [len(one.agent.sequences) for one in found] == [1] * 3
+    assert [one.agent.num_rewritten for one in found] == [0] * 3
+
+
+def test_training_learns_from_the_environments_of_a_package(package, problems, tmp_path):
+    name, python = package
+    file, prompts = tmp_path / "made.jsonl", tmp_path / "made.mindrecord"
+    file.write_text("".join(json.dumps(one) + "\n" for one in records(package, problems)))
+    words = ("--handler", "map_keys", "--map", "question=question,answer=answer", "--template", "qwen")
+    words += ("--tokenizer", ROOT / "examples" / "quickstart" / "checkpoint", "--max-prompt-length", 96)
+    built = sanity_inputs.run("data", "build", "--input", file, "--output", prompts, *words, timeout_s=120)
+    assert built.returncode == 0, built.stderr
+    for line in trained(tmp_path, prompts, f"{name}_agent.py", python):
+        assert line["agents/sequences"] == 1 and 1 <= line["turns/mean"] <= 2
+        assert 0 <= line["reward/mean"] <= 1
+
+
+def trained(tmp_path, prompts, agent, python, **more):
+    """Return the metrics of the steps of a run, after what holds for all."""
+    values = {
+        "run.output_dir": tmp_path / "run",
+        "run.max_steps": 2,
+        "data.train_file": prompts,
+        "data.eval_file": "",
+        "evaluation.every_steps": 0,
+        "tools.agent": f"{AGENTS / agent}:agent",
+        "tools.agent_python": python,
+        "training.chunk_size": 2,
+        **more,
+    }
+    config = [f"{key}={value}" for key, value in values.items()]
+    finished = sanity_inputs.run("train", AGENTS / "packages.yaml", *config, timeout_s=900)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    lines = sanity_inputs.read_lines(tmp_path / "run" / "metrics.jsonl")
+    for line in lines:
+        assert line["agents/failures"] == line["agents/rewritten"] == 0, finished.stderr
+        assert line["rollout_diff/max_abs"] < 1e-4 and line["rollout_diff/mean_abs"] < 1e-5
+        assert math.isfinite(line["loss"])
+    return lines
+
+
+def test_both_players_of_a_game_are_roles_with_their_own_rewards(games):
+    """The first free square each: 0, 1, 2, 3, 4, 5, and 6 makes a diagonal of the first player's."""
+    _, python = games
+    made = printed(python, "self_play.py", "TicTacToe-v0", "2")
+
+    def reply(text):
+        return re.findall(r"'\[(\d)\]'", text.rpartition("Available Moves:")[2])[0]
+
+    for one in played("self_play.py", python, made, reply, max_turns=10):
+        assert one.agent.failure == "" and one.agent.rewards == {"player0": 1.0, "player1": -1.0}
+        assert [own.role for own in one.agent.sequences] == ["player0", "player1"] and one.num_turns == 7
+        written = [TOKENIZER.decode(own.token_ids[own.is_generated].tolist()) for own in one.agent.sequences]
+        assert written == ["0246", "135"]
+        for player, own in enumerate(one.agent.sequences):
+            assert f"You are Player {player} in Tic Tac Toe" in TOKENIZER.decode(own.prompt_ids.tolist())
+
+
+def test_training_by_self_play(games, tmp_path):
+    _, python = games
+    file, prompts = tmp_path / "made.jsonl", tmp_path / "made.mindrecord"
+    file.write_text("".join(json.dumps(one) + "\n" for one in printed(python, "self_play.py", "TicTacToe-v0", "8")))
+    words = ("--handler", "map_keys", "--map", "question=question,answer=answer", "--template", "qwen")
+    words += ("--tokenizer", ROOT / "examples" / "quickstart" / "checkpoint", "--max-prompt-length", 512)
+    built = sanity_inputs.run("data", "build", "--input", file, "--output", prompts, *words, timeout_s=120)
+    assert built.returncode == 0, built.stderr
+    sizes = {"tools.max_turns": 10, "rollout.max_response_length": 1024, "training.sequence_lengths": "[1536]"}
+    for line in trained(tmp_path, prompts, "self_play.py", python, **sizes):
+        assert 1 <= line["agents/sequences"] <= 2 and -1 <= line["reward/mean"] <= 1
