@@ -208,8 +208,9 @@ class Server:
 
 
 CASES = [
-    ("dense", 2, ""), ("latent attention", 1, ""), ("dense", 1, "graphs"), ("qwen2_5_vl", 1, ""), ("experts", 2, ""),
-    ("qwen3_vl", 1, ""), ("experts", 1, "graphs"), ("dense", 1, ""), ("experts", 1, ""), ("qwen2_vl", 1, ""),
+    ("dense", 2, ""), ("latent attention", 1, "graphs"), ("dense", 1, "graphs"), ("qwen2_5_vl", 1, ""), ("experts", 2, ""),
+    ("qwen3_vl", 1, ""), ("experts", 1, "graphs"), ("dense", 1, ""), ("experts", 1, ""), ("latent attention", 1, ""),
+    ("qwen2_vl", 1, ""),
 ]  # fmt: skip
 
 

@@ -21,12 +21,24 @@ def install(torch_npu: Any) -> None:
     torch_npu._npu_reshape_and_cache = launched(reshape_and_cache)
     torch_npu.npu_format_cast = lambda tensor, acl_format: tensor
     torch_npu.npu_fused_infer_attention_score.out = launched(fused_infer_attention_score_out)
-    torch_npu._npu_fused_infer_attention_score_get_max_workspace = lambda query, **_: query.new_empty(1)
+    torch_npu.npu_fused_infer_attention_score_v2.out = launched(fused_infer_attention_score_v2_out)
+    torch_npu._npu_fused_infer_attention_score_get_max_workspace = _workspace
+    torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace = _workspace
+
+
+def _workspace(query, *_, **__) -> torch.Tensor:
+    return query.new_empty(1)
 
 
 def fused_infer_attention_score_out(query, *, workspace, out, **options) -> None:
     """Write attention into tensors that are there."""
     found = npu_fused_infer_attention_score(query, **options)[0]
+    on_host(out[0]).view(found.shape).copy_(on_host(found))
+
+
+def fused_infer_attention_score_v2_out(*arguments, workspace, out, **options) -> None:
+    """Write attention over latent channels into tensors that are there."""
+    found = npu_fused_infer_attention_score_v2(*arguments, **options)[0]
     on_host(out[0]).view(found.shape).copy_(on_host(found))
 
 
