@@ -37,8 +37,52 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(one)
 
 
-def _play(launches: list[Launch]) -> None:
-    for function, arguments, options, results in launches:
+class Event:
+    """What a graph waits for while it is replayed, until somebody records it: its launches may be updated before."""
+
+    _is_recorded = False
+
+    def wait(self, stream: Any) -> None:
+        if _recorded is not None:
+            _recorded.append((None, (self,), {}, None))
+
+    def reset(self, stream: Any) -> None:
+        """A replay resets what it has waited for."""
+
+    def record(self, stream: Any) -> None:
+        self._is_recorded = True
+        _go_on()
+
+
+_replayed: Iterator[Event] | None = None  # that of which it waits for events
+
+
+def _replay(graph: Any) -> None:
+    global _replayed
+    assert _replayed is None, "the replay before has not ended"
+    if not graph.is_replayed:
+        print(f"fake NPU: a graph of {len(graph.launches)} launches is replayed", flush=True)
+    graph.is_replayed = True
+    _replayed = _play(graph.launches)
+    _go_on()
+
+
+def _go_on() -> None:
+    global _replayed
+    if _replayed is not None and next(_replayed, None) is None:
+        _replayed = None
+
+
+def _play(launches: list[Launch]) -> Iterator[Event]:
+    """Run launches; yield events that are waited for, until they are recorded."""
+    for place in range(len(launches)):
+        function, arguments, options, results = launches[place]
+        if function is None:
+            (event,) = arguments
+            while not event._is_recorded:
+                yield event
+            event._is_recorded = False
+            continue
         again = function(*arguments, **options)
         for first, now in zip(_tensors(results), _tensors(again), strict=True):
             if first.data_ptr() != now.data_ptr():
@@ -47,7 +91,8 @@ def _play(launches: list[Launch]) -> None:
 
 def _begin(graph: Any, *_: Any, **__: Any) -> None:
     global _recorded
-    graph.launches = _recorded = []
+    graph.launches, graph.is_replayed = [], False
+    _recorded = graph.launches
 
 
 def _end(graph: Any) -> None:
@@ -86,7 +131,8 @@ def _end_update(stream: Any) -> None:
 def install(npu: Any) -> None:
     """Put them in the place of ``torch.npu``'s."""
     npu.NPUGraph.capture_begin, npu.NPUGraph.capture_end = _begin, _end
-    npu.NPUGraph.replay = lambda graph: _play(graph.launches)
+    npu.NPUGraph.replay = _replay
+    npu.ExternalEvent = Event
     npu.NPUGraph.reset = lambda graph: graph.launches.clear()
     npu.graph_task_group_begin, npu.graph_task_group_end = _begin_group, _end_group
     npu.graph_task_update_begin, npu.graph_task_update_end = _begin_update, _end_update

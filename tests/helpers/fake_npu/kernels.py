@@ -13,6 +13,7 @@ _NATIVE = {
     "new_empty", "new_empty_strided", "pin_memory", "record_stream", "resize_", "set_", "unfold",
     "_has_compatible_shallow_copy_type",
 }  # fmt: skip
+_OF_NPUS = {"npu_format_cast"}  # of torch-npu's, what is one without a device
 _COUNTED = ("CPU", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 
 
@@ -125,6 +126,25 @@ def install() -> int:
     _library.impl("copy_", launched(_copy), "PrivateUse1", allow_override=True)
     _library.impl("_local_scalar_dense", lambda one: on_host(one).item(), "PrivateUse1", allow_override=True)
     return num
+
+
+def refuse_others() -> None:
+    """Have torch-npu's own operators of which there is no host version say so: what they call does nothing here."""
+    global _refused
+    _refused = torch.library.Library("npu", "IMPL")
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = name.partition("::")
+        if namespace != "npu" or rest.partition(".")[0] in _OF_NPUS:
+            continue
+        if torch._C._dispatch_has_kernel_for_dispatch_key(name, "PrivateUse1"):
+            _refused.impl(rest, functools.partial(_refuse, name), "PrivateUse1", allow_override=True)
+
+
+def _refuse(name: str, *_: Any, **__: Any) -> None:
+    raise NotImplementedError(f"the fake NPU has no host version of {name}")
+
+
+_refused: torch.library.Library | None = None
 
 
 def install_collectives() -> None:

@@ -13,14 +13,21 @@ def install(torch_npu: Any) -> None:
     for function in (
         npu_rms_norm, npu_add_rms_norm, npu_swiglu, npu_fused_infer_attention_score, npu_top_k_top_p,
         npu_grouped_matmul, npu_moe_token_unpermute, npu_interleave_rope, npu_kv_rmsnorm_rope_cache,
-        npu_fused_infer_attention_score_v2, npu_attention_update, npu_transpose_batchmatmul,
+        npu_fused_infer_attention_score_v2, npu_attention_update, npu_transpose_batchmatmul, npu_fast_gelu, npu_mrope,
+        npu_rotary_mul,
     ):  # fmt: skip
         setattr(torch_npu, function.__name__, launched(function))
     torch_npu._npu_rotary_embedding = launched(rotary_embedding)
     torch_npu._npu_reshape_and_cache = launched(reshape_and_cache)
     torch_npu.npu_format_cast = lambda tensor, acl_format: tensor
     torch_npu.npu_fused_infer_attention_score.out = launched(fused_infer_attention_score_out)
-    torch_npu._npu_fused_infer_attention_score_get_max_workspace = lambda query, **_: query.new_empty(1)
+    torch_npu.npu_fused_infer_attention_score_v2.out = launched(fused_infer_attention_score_v2_out)
+    torch_npu._npu_fused_infer_attention_score_get_max_workspace = _workspace
+    torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace = _workspace
+
+
+def _workspace(query, *_, **__) -> torch.Tensor:
+    return query.new_empty(1)
 
 
 def fused_infer_attention_score_out(query, *, workspace, out, **options) -> None:
@@ -29,11 +36,21 @@ def fused_infer_attention_score_out(query, *, workspace, out, **options) -> None
     on_host(out[0]).view(found.shape).copy_(on_host(found))
 
 
+def fused_infer_attention_score_v2_out(*arguments, workspace, out, **options) -> None:
+    """Write attention over latent channels into tensors that are there."""
+    found = npu_fused_infer_attention_score_v2(*arguments, **options)[0]
+    on_host(out[0]).view(found.shape).copy_(on_host(found))
+
+
 def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style=True) -> None:
     """Rotate queries and keys [tokens, heads x head_size] in place; the table [positions, rotated] is cos then sin."""
-    angles = on_host(cos_sin_cache)[on_host(positions).long()].float()
-    cos, sin = (part[:, None] for part in angles.chunk(2, -1))
-    for tensor in (query, key):
+    rotate_heads((query, key), on_host(cos_sin_cache)[on_host(positions).long()], head_size, is_neox_style)
+
+
+def rotate_heads(tensors, angles, head_size, is_neox_style=True) -> None:
+    """Rotate [tokens, heads x head_size] in place by angles [tokens, cos and sin]."""
+    cos, sin = (part[:, None] for part in angles.float().chunk(2, -1))
+    for tensor in tensors:
         host = on_host(tensor)
         heads = host.reshape(host.shape[0], -1, head_size).float()
         rotated = heads[..., : angles.shape[-1]]
@@ -45,6 +62,62 @@ def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_st
             turned = torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
         heads = torch.cat([turned, heads[..., angles.shape[-1] :]], -1)
         host.copy_(heads.reshape(host.shape).to(host.dtype))
+
+
+def npu_mrope(positions, query, key, cos_sin_cache, head_size, *, mrope_section, rotary_mode="half"):
+    """Rotate queries and keys [tokens, heads x head_size] by positions in time, rows and columns, [3, tokens]."""
+    assert rotary_mode == "half", rotary_mode
+    angles = on_host(cos_sin_cache)[on_host(positions).long()]
+    if angles.ndim == 3:
+        angles = angles_of_sections(angles, mrope_section, is_interleaved=False)
+    turned = [on_npu(on_host(one), one.device) for one in (query, key)]
+    rotate_heads(turned, angles, head_size)
+    return turned
+
+
+def npu_rotary_mul(x, cos, sin):
+    """Rotate [batch, tokens, heads, channels] by [1, tokens, 1, channels], first against second half."""
+    wide = on_host(x).float()
+    first, second = wide.chunk(2, -1)
+    turned = wide * on_host(cos).float() + torch.cat([-second, first], -1) * on_host(sin).float()
+    return on_npu(turned.to(x.dtype), x.device)
+
+
+def angles_of_sections(angles, sections, *, is_interleaved) -> torch.Tensor:
+    """Choose from [3, tokens, cos and sin] which channels turn by time, row and column: sections, or in turns."""
+    parts = []
+    for part in angles.float().chunk(2, -1):
+        if is_interleaved:
+            chosen = part[0].clone()
+            for axis in (1, 2):
+                chosen[:, axis : 3 * sections[axis] : 3] = part[axis, :, axis : 3 * sections[axis] : 3]
+        else:
+            chosen = torch.cat([one[axis] for axis, one in enumerate(part.split(sections, -1))], -1)
+        parts.append(chosen)
+    return torch.cat(parts, -1)
+
+
+def split_qkv_rmsnorm_mrope(
+    qkv, q_weight, k_weight, cos_sin, num_q_heads, num_kv_heads, head_size, eps, mrope_section, is_interleaved,
+    rope_dim=None, q_bias=None, k_bias=None, has_gate=False,
+):  # fmt: skip
+    """Return queries and keys, normed by head and turned by [3, tokens, cos and sin], values, and no gate."""
+    assert q_bias is None and k_bias is None and not has_gate
+    sizes = [num_q_heads * head_size, num_kv_heads * head_size, num_kv_heads * head_size]
+    query, key, value = (one.contiguous() for one in on_host(qkv).split(sizes, -1))
+    normed = []
+    for one, weight in ((query, q_weight), (key, k_weight)):
+        heads = one.view(len(one), -1, head_size).float()
+        heads = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + eps) * on_host(weight).float()
+        normed.append(heads.to(qkv.dtype).view(one.shape))
+    rotate_heads(normed, angles_of_sections(on_host(cos_sin), mrope_section, is_interleaved=is_interleaved), head_size)
+    return [on_npu(one, qkv.device) for one in (*normed, value, value[:, :0])]
+
+
+def npu_fast_gelu(x):
+    """Return x times the logistic function of 1.702 x."""
+    wide = on_host(x).float()
+    return on_npu((wide * torch.sigmoid(1.702 * wide)).to(x.dtype), x.device)
 
 
 def npu_rms_norm(x, weight, epsilon=1e-6):

@@ -76,6 +76,7 @@ def _torch_npu(module: types.ModuleType) -> None:
 
     fake_npu_kernels.install()
     fake_npu_kernels.install_collectives()
+    fake_npu_kernels.refuse_others()
     fake_npu_operators.install(module)
     fake_npu_graphs.install(module.npu)
 
@@ -108,14 +109,31 @@ def _device_op(module: types.ModuleType) -> None:
     adaptor.npu_moe_init_routing = staticmethod(launched(operators.moe_init_routing))
 
 
+@after("vllm_ascend.patch.worker.patch_qwen3vl")
+def _qwen3_vl(module: types.ModuleType) -> None:
+    import torch
+    from fake_npu_graphs import launched
+    from fake_npu_operators import split_qkv_rmsnorm_mrope
+
+    # A kernel of Triton's, by which that attention is computed whether Triton is there or not.
+    torch.ops.vllm.triton_split_qkv_rmsnorm_mrope = launched(split_qkv_rmsnorm_mrope)
+
+
 # Nothing is compiled here: full graphs of decoding are what can be captured then.
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
+_WITH_GRAPHS = "FAKE_NPU_GRAPHS" in os.environ
+
+
+@after("vllm_ascend.worker.model_runner_v1")
+def _model_runner(module: types.ModuleType) -> None:
+    if _WITH_GRAPHS:  # which it makes of compiled models alone
+        module.NPUModelRunner._use_aclgraph = lambda runner: True
 
 
 @after("mindrlhf.rollout.server.engine")
 def _engine(module: types.ModuleType) -> None:
     arguments = module.engine_arguments
-    own = {"compilation_config": _GRAPHS} if os.environ.get("FAKE_NPU_GRAPHS") else {"enforce_eager": True}
+    own = {"compilation_config": _GRAPHS} if _WITH_GRAPHS else {"enforce_eager": True}
     module.engine_arguments = lambda *given: arguments(*given) | own
 
 
