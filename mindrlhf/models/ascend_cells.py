@@ -15,9 +15,10 @@ from mindformers.parallel_core.training_graph.device_matrix import layout
 from mindformers.parallel_core.training_graph.transformer.attention import SelfAttention
 from mindformers.parallel_core.training_graph.transformer.flash_attention import FlashAttention
 from mindformers.parallel_core.utils.spec_utils import ModuleSpec
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, mint, nn, ops
 from mindspore.common.initializer import initializer
 from mindspore.ops.auto_generate import Muls
+from mindspore.ops.auto_generate.gen_ops_prim import EmbeddingDenseBackward
 from mindspore.ops.operations import Morph
 
 from mindrlhf.models.ascend_layers import RMSNorm, with_fused_kernels
@@ -238,29 +239,76 @@ def drop_balancing_loss(model) -> None:
             layer.mlp.add_loss = _First()
 
 
-def split_embedding(model, config, keeps_whole: bool) -> None:
-    """Give the embedding its place among the model-parallel ranks; MindFormers' cell splits the vocabulary.
+class Embedding(nn.Cell):
+    """Looks tokens up in what a rank has of the table, in the compute dtype; gradients are summed in float32.
+
+    Rows are the same as those of a float32 table that are cast later; what ranks gather and exchange is half as large.
 
     Args:
-        keeps_whole: every rank holds all of it instead and looks tokens up without communication (`vocab_emb_dp`).
+        table: MindFormers' cell.
+        keeps_whole: every rank has the whole table, else its part of the vocabulary.
     """
-    embedding = model.embedding.word_embeddings
-    if not keeps_whole:
-        # MindFormers makes a second group of the same ranks for it. MindSpore, which records one group for a set of
-        # ranks, would write the ranks of the whole world beside the name of the second.
-        embedding.group = ModelCommProcessGroups.use_parallel_state_groups(required_groups=["tp"]).tp.group
-        return
-    # With sequence parallelism each rank looks up only the tokens it goes on with.
-    length_axis = "cp_tp" if config.sequence_parallel else "cp"
-    embedding.embedding_morph = Morph(_lookup, _lookup_shape, _lookup_dtype).add_prim_attr("self_define_shard", True)
-    embedding.embedding_morph.shard(
-        in_strategy=(layout("dp", length_axis), layout("None", "None")),
-        out_strategy=(layout("dp", length_axis, "None"),),
-    )
+
+    def __init__(self, table, config, keeps_whole: bool):
+        super().__init__(auto_prefix=False)
+        self.cast, self.dtype = ops.Cast(), config.compute_dtype
+        self.lookup, self.is_sequence_parallel = Lookup(table.weight.dtype), config.sequence_parallel
+        length_axis, vocabulary_axis, local = "cp", "tp", self._of_part
+        if keeps_whole:
+            vocabulary_axis, local = "None", self._of_whole
+        else:
+            self.first, self.last = table.vocab_start_index, table.parallel_num_embeddings
+            # MindFormers makes a second group of the same ranks for it. MindSpore, which records one group for a set of
+            # ranks, would write the ranks of the whole world beside the name of the second.
+            group = ModelCommProcessGroups.use_parallel_state_groups(required_groups=["tp"]).tp.group
+            self.add_up = ops.ReduceScatter(group=group) if config.sequence_parallel else ops.AllReduce(group=group)
+        # With sequence parallelism each rank goes on with its part of the tokens.
+        out_axis = "cp_tp" if config.sequence_parallel else "cp"
+        if keeps_whole:
+            length_axis = out_axis
+        self.on_each_rank = Morph(local, _lookup_shape, _lookup_dtype).add_prim_attr("self_define_shard", True)
+        self.on_each_rank.shard(
+            in_strategy=(layout("dp", length_axis), layout(vocabulary_axis, "None")),
+            out_strategy=(layout("dp", out_axis, "None"),),
+        )
+
+    def construct(self, input_ids, weight):
+        """Return the rows [rows, length, width] of tokens [rows, length]."""
+        return self.on_each_rank(input_ids, self.cast(weight, self.dtype))
+
+    def _of_whole(self, input_ids, weight):
+        return self.lookup(input_ids, weight)
+
+    def _of_part(self, input_ids, weight):
+        index = input_ids - self.first
+        own = ops.minimum(ops.relu(index), self.last)
+        inside = ops.cast(ops.equal(index, own), weight.dtype)
+        rows = self.lookup(own, weight) * ops.expand_dims(inside, -1)
+        if not self.is_sequence_parallel:
+            return self.add_up(rows)
+        return ops.transpose(self.add_up(ops.transpose(rows, (1, 0, 2))), (1, 0, 2))
 
 
-def _lookup(input_ids, weight):
-    return ops.gather(weight, input_ids, 0)
+class Lookup(nn.Cell):
+    """Rows of a table, whose gradient is summed in a dtype of its own: a token may occur thousands of times."""
+
+    def __init__(self, gradient_dtype):
+        super().__init__(auto_prefix=False)
+        self.dtype, self.add_up = gradient_dtype, EmbeddingDenseBackward()
+
+    def construct(self, ids, table):
+        """Return [.., width] of ids [..] and a table [n, width]."""
+        return mint.nn.functional.embedding(ids, table)
+
+    def bprop(self, ids, table, rows, slope):
+        """The sums of the slopes of each row of the table."""
+        return ops.zeros_like(ids), self.add_up(ops.cast(slope, self.dtype), ids, table.shape[0])
+
+
+def place_embedding(model, config, keeps_whole: bool) -> None:
+    """Have tokens looked up by :class:`Embedding`, which see."""
+    table = model.embedding.word_embeddings
+    table.embedding_morph = Embedding(table, config, keeps_whole)
 
 
 def _lookup_shape(ids_shape, weight_shape):

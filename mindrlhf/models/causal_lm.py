@@ -193,8 +193,8 @@ def _adapt_ascend_cells(cells, model, config, dims, parallel_config, shares_head
     cells.extend_rotation(model, dims)
     if dims.experts:
         cells.drop_balancing_loss(model)
-    if parallel_config.get("model_parallel", 1) > 1:
-        cells.split_embedding(model, config, keeps_whole=parallel_config.get("vocab_emb_dp", False) and not shares_head)
+    keeps_whole = parallel_config.get("vocab_emb_dp", False) and not shares_head
+    cells.place_embedding(model, config, keeps_whole or parallel_config.get("model_parallel", 1) == 1)
     fuse_rotation(model, turns_by_row)
 
 

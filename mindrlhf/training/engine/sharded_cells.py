@@ -4,6 +4,7 @@ MindSpore shards what is written here for whole tensors: operators carry `.shard
 collectives. Pipeline micro-batches are made inside the graph, as its scheduler demands.
 """
 
+import math
 from collections.abc import Mapping
 
 import mindspore as ms
@@ -69,7 +70,10 @@ class ParallelUpdate(nn.Cell):
         # 0, or not a number once a loss was not finite.
         self.defect = ms.Parameter(ms.Tensor([0.0], ms.float32), name=DEFECT_NAME, requires_grad=False)
         self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
-        self.sens = ms.Tensor([1.0] * loss.num_statistics, ms.float32)
+        # All ranks of a stage have the loss and pass its gradient back. MindSpore divides it by their number, but not
+        # that of a loss with a second output.
+        repeats = math.prod((*loss.shares, parallel.model_parallel)) if loss.returns_outputs else 1
+        self.sens = ms.Tensor([1.0 / repeats] * loss.num_statistics, ms.float32)
         self.hyper_map = ops.HyperMap()
         # The optimiser's part of the graph is not sharded by the compiler: gradients are the shards of this rank there.
         self.shares = tuple(1.0 / num_replicas[weight.name] for weight in self.weights)

@@ -105,9 +105,11 @@ def test_rollout_share_by_hand():
 def test_beta_adds_the_reference_model():
     keys = {"enable_parallel_optimizer": "false", "model_parallel": 1, "use_seq_parallel": "false", "data_parallel": 8}
     plain = [f"parallel_config.{key}={value}" for key, value in keys.items()]
-    # Several ranks make a stage, in data parallelism alone too, so that log-probabilities have a pass of their own.
+    # The graph of an update returns its log-probabilities: those of a later one alone have a pass of their own.
     for layout in (plain, []):
-        assert "old log-probs" in {phase.phase for phase in plan_of("qwen2_5_7b_8npu", *layout).memory}
+        for several in ([], ["training.num_iterations=2"]):
+            phases = {phase.phase for phase in plan_of("qwen2_5_7b_8npu", *layout, *several).memory}
+            assert ("old log-probs" in phases) == bool(several)
     # The parallel optimizer shards the reference model too.
     sizes = {item.name: item.size_bytes for item in plan_of("qwen2_5_7b_8npu", "algorithm.beta=0.04").peak.items}
     assert sizes["reference model"] == sizes["parameters"] == 952_146_944 * 4
