@@ -91,6 +91,7 @@ def _build(
         memory=memory,
         num_image_rows=num_image_rows,
         train_vision=model.train_vision,
+        random_init=False,
     )
 
 
