@@ -125,7 +125,6 @@ def build_model(
     shared_prompts: bool = False,
     num_image_rows: int = 1,
     train_vision: str = "none",
-    random_init: bool = True,
 ) -> CausalLM:
     """Build a randomly initialised model; `prepare_mindformers` must have been called.
 
@@ -141,7 +140,6 @@ def build_model(
         shared_prompts: its inputs have positions, see :class:`CausalLM`; cells for Ascend are sharded for either form.
         num_image_rows: image tokens in one run of a model with vision, at most.
         train_vision: what is trained of the vision tower: `none`, `projector` or `all`.
-        random_init: False where all weights are loaded next: they begin with 0, which takes less time.
 
     Raises:
         UserError: unknown architecture, unsupported variant, or a dtype or split the device cannot do.
@@ -163,7 +161,6 @@ def build_model(
         params_dtype=param_dtype,
         compute_dtype=compute_dtype,
         recompute=recompute,
-        **({} if random_init else _zero_weights(param_dtype)),
     )
     cells = _cells_for(device)
     model = _gpt_model(config, dims, cells.decoder_spec(config, dims))
@@ -175,13 +172,6 @@ def build_model(
     splits = tuple(parallel_config.get(key, 1) for key in ("data_parallel", "context_parallel", "model_parallel"))
     inputs, *seen = _decoder_inputs(cells, model, config, dims, num_image_rows, train_vision, device)
     return CausalLM(model, inputs, cells.DecoderOutputs(config), spec, dims, hf_config, splits, *seen)
-
-
-def _zero_weights(param_dtype: str) -> dict:
-    from mindformers.parallel_core.utils.init_method import init_method_zero
-
-    zeros = init_method_zero(getattr(ms, param_dtype))
-    return {"init_method": zeros, "output_layer_init_method": zeros}
 
 
 def _check_ascend(dims: ModelDims, train_vision: str) -> None:
