@@ -164,7 +164,7 @@ def measure_real(directory: Path, turn: int, changes: Mapping[str, str]) -> tupl
     """Processor seconds of a step of both sides, and of its generation; ours is that of the rollout server."""
     settings = {
         "run.output_dir": directory / f"run_{turn}", "run.max_steps": REAL_STEPS + REAL_WARMUP_STEPS,
-        "optimizer.start_lr": 2e-5, "rollout.max_response_length": 24, "training.sequence_lengths": "[240]",
+        "optimizer.start_lr": 2e-5, "rollout.max_response_length": 24, "training.sequence_lengths": "[400]",
         "rollout.num_threads": 1, "observe.tensorboard": "false", **changes,
     }  # fmt: skip
     command = [sys.executable, "-m", "mindrlhf.cli", "train", f"{directory}/config.yaml"]

@@ -259,6 +259,22 @@ def model(reference_dir, variant):
     return network
 
 
+def test_weights_that_are_loaded_are_not_drawn_first(model, reference_dir, monkeypatch):
+    from mindrlhf.config.model import ModelSection
+    from mindrlhf.config.run import RunSection
+    from mindrlhf.models.load import load_model
+
+    def draw(*_):
+        raise AssertionError("a weight was drawn")
+
+    monkeypatch.setattr("mindspore.common.initializer.Normal._initialize", draw)
+    network = load_model(ModelSection(path=str(reference_dir)), str(reference_dir), RunSection(), 16)
+    found = {parameter.name: parameter.asnumpy() for parameter in network.get_parameters()}
+    assert found.keys() == {parameter.name for parameter in model.get_parameters()}
+    for parameter in model.get_parameters():
+        np.testing.assert_array_equal(found[parameter.name], parameter.asnumpy())
+
+
 @pytest.fixture(scope="module")
 def expected(reference_dir):
     with np.load(reference_dir / "logits.npz") as arrays:
