@@ -128,11 +128,14 @@ def predict(directory: Path, case: Case, num_calls: int, num_response_tokens: in
     device = core_rates()
     found = replay(read_kernels(directory, 1), device)
     model = case.model
-    kept = 4 * num_response_tokens / num_calls * model["vocab_size"] <= MAX_KEPT_BYTES
-    vocabulary = (3 if kept else 4) * 2 * num_response_tokens * model["hidden_size"] * model["vocab_size"]
-    # AdamW reads and writes a weight, a sum and two moments.
-    optimizer = 7 * 4 * num_weights / device.memory_rate
-    return num_calls * found.seconds + vocabulary / device.product_rate + optimizer
+    num_logits = num_response_tokens * model["vocab_size"]
+    kept = 4 * num_logits / num_calls <= MAX_KEPT_BYTES
+    products = (3 if kept else 4) * 2 * num_logits * model["hidden_size"]
+    # Of a logit the largest, the difference, its power, their sum and their mean; its power once more where it is not
+    # kept. Of the head, its gradient is added up in each call. AdamW reads and writes a weight, a sum and two moments.
+    head = num_calls * model["vocab_size"] * model["hidden_size"]
+    moved = (32 if kept else 48) * num_logits + 3 * 4 * head + 7 * 4 * num_weights
+    return num_calls * found.seconds + products / device.product_rate + moved / device.memory_rate
 
 
 def run_rank(directory: Path, case: Case, row: tuple[int, int, int], updates: int, any_core: bool) -> None:
