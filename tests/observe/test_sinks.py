@@ -194,7 +194,7 @@ def test_the_console_says_how_long_the_rest_takes(monkeypatch):
     lines = stream.getvalue().splitlines()
     assert "left" not in "".join(lines[:3]), "the first step compiles"
     assert lines[3] == "about 2.7 h left"  # 98 steps of 100 s
-    assert "4/100  held-out accuracy 50.0%; about 2.1 h left" in lines  # 96 steps of 160 / 2 s
+    assert "4/100  held-out accuracy 50.0%; about 2.1 h left" in stream.getvalue()  # 96 steps of 160 / 2 s
     silent = ConsoleSink(io.StringIO())
     silent.write(1, {"loss": 1.0})
     silent.write(2, {"eval/accuracy": 0.5})
