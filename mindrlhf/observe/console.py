@@ -73,10 +73,10 @@ COLUMNS = (
 class ConsoleSink:
     """Print each step as one line under a header that is repeated every 20 lines.
 
-    The columns are those whose metrics the run has, less the least important ones where the line would be
-    wider than the terminal, or than COLUMNS (100 characters when there is neither). Held-out accuracy and loss get
-    a line of their own on the steps that have them. Colour goes to terminals only, unless NO_COLOR is set; the text
-    is ASCII. With each header and each evaluation, and at the second step, stands how long the rest will take.
+    The columns are those whose metrics the run has, less the least important ones where the line would be wider than
+    the terminal, or than COLUMNS (100 characters when there is neither). Held-out accuracy and loss get a line of their
+    own. Colour goes to terminals only, unless NO_COLOR is set; the text is ASCII. With each header and evaluation, and
+    at the second step, stands how long the rest will take.
     """
 
     def __init__(
@@ -132,9 +132,8 @@ class ConsoleSink:
             return ""
         (first, start_s), (last, end_s) = self._ends_s[0], self._ends_s[-1]
         left_s = (self._num_steps - step) * (end_s - start_s) / (last - first)
-        minutes = left_s / 60
-        text = f"{left_s:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
-        return f"about {text} left" if left_s >= ETA_FROM_S else ""
+        short, long = f"{left_s:.0f} s", f"{left_s / 60:.0f} min" if left_s < 7200 else f"{left_s / 3600:.1f} h"
+        return f"about {short if left_s < 120 else long} left" if left_s >= ETA_FROM_S else ""
 
     def _print_header(self) -> None:
         titles = ["step".rjust(self._step_width())] + [column.title.rjust(column.width) for column in self._columns]
