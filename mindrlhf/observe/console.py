@@ -73,10 +73,10 @@ COLUMNS = (
 class ConsoleSink:
     """Print each step as one line under a header that is repeated every 20 lines.
 
-    The columns are those whose metrics the run has, less the least important ones where the line would be
-    wider than the terminal, or than COLUMNS (100 characters when there is neither). Held-out accuracy and loss get
-    a line of their own on the steps that have them. Colour goes to terminals only, unless NO_COLOR is set; the text
-    is ASCII. With each header and each evaluation stands how long the rest of the run will take.
+    The columns are those whose metrics the run has, less the least important ones where the line would be wider than
+    the terminal, or than COLUMNS (100 characters when there is neither). Held-out accuracy and loss get a line of their
+    own. Colour goes to terminals only, unless NO_COLOR is set; the text is ASCII. With each header and evaluation, and
+    at the second step, stands how long the rest will take.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ConsoleSink:
         self._accuracy = accuracy
         self._stream = sys.stdout if stream is None else stream
         self._styled = has_colours(self._stream)
-        self._ends_s: deque[tuple[int, float]] = deque(maxlen=_NUM_TIMED_STEPS)  # the last steps, and when they ended
+        self._ends_s: deque[tuple[int, float]] = deque(maxlen=_NUM_TIMED_STEPS)  # the last steps, and their ends
         # A rank writes to its log, which the launcher shows on a terminal whose width is in COLUMNS.
         knows_width = self._stream.isatty() or os.environ.get("COLUMNS", "").isdecimal()
         self._width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if knows_width else PLAIN_WIDTH
@@ -99,8 +99,8 @@ class ConsoleSink:
         self._lines_since_header = 0
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._ends_s.append((step, time.monotonic()))
         if any(column.metric in metrics for column in COLUMNS):
+            self._ends_s.append((step, time.monotonic()))
             self._print_step(step, metrics)
         if "eval/accuracy" in metrics or "eval/loss" in metrics:
             self._print_evaluation(step, metrics)
@@ -111,11 +111,12 @@ class ConsoleSink:
 
     def _print_step(self, step: int, metrics: Mapping[str, float]) -> None:
         new = {column.metric for column in COLUMNS if column.metric in metrics} - self._seen
-        if new or self._lines_since_header >= HEADER_EVERY:
+        is_headed = bool(new) or self._lines_since_header >= HEADER_EVERY
+        if (is_headed or len(self._ends_s) == 2) and (left := self._time_left(step)):
+            print(f"{DIM}{left}{RESET}" if self._styled else left, file=self._stream)
+        if is_headed:
             self._seen |= new
             self._columns = self._fitting_columns()
-            if left := self._time_left(step):
-                print(f"{DIM}{left}{RESET}" if self._styled else left, file=self._stream)
             self._print_header()
         cells = [self._step_label(step).rjust(self._step_width())]
         for column in self._columns:
@@ -127,13 +128,12 @@ class ConsoleSink:
 
     def _time_left(self, step: int) -> str:
         """Return how long the steps that are left will take, by those before; "" where that is not known, or short."""
-        (first, start_s), (last, end_s) = self._ends_s[0], self._ends_s[-1]
-        if self._num_steps is None or last == first:
+        if self._num_steps is None or len(self._ends_s) < 2:  # the first step compiles
             return ""
+        (first, start_s), (last, end_s) = self._ends_s[0], self._ends_s[-1]
         left_s = (self._num_steps - step) * (end_s - start_s) / (last - first)
-        minutes = left_s / 60
-        text = f"{left_s:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
-        return f"about {text} left" if left_s >= ETA_FROM_S else ""
+        short, long = f"{left_s:.0f} s", f"{left_s / 60:.0f} min" if left_s < 7200 else f"{left_s / 3600:.1f} h"
+        return f"about {short if left_s < 120 else long} left" if left_s >= ETA_FROM_S else ""
 
     def _print_header(self) -> None:
         titles = ["step".rjust(self._step_width())] + [column.title.rjust(column.width) for column in self._columns]
