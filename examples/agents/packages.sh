@@ -21,7 +21,8 @@ if [ ! -x "$python" ]; then
 fi
 build=(.venv/bin/mindrlhf data build --handler map_keys --map question=question,answer=answer --template qwen
     --tokenizer examples/quickstart/checkpoint)
-rm -rf "$data"
+source scripts/keep_run.sh
+keep_run "$data"
 mkdir -p "$data"
 if [ "$name" = textarena ]; then
     "$python" "$recipe/self_play.py" "$environment" 1000 > "$data/train.jsonl"
