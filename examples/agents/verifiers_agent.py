@@ -7,8 +7,8 @@ with `tools.agent_python`, it plays a record's task. A taskset is an id of `veri
 your own, with options of its config.
 
 Each seat of a multi-agent environment is a conversation of its own. Tasks that need tool servers, a container or a
-tunnel are not for this file: their harness starts programs, which a closed agent may not fetch. An episode that asks more
-often than `tools.max_turns` has failed.
+tunnel are not for this file: their harness starts programs, which a closed agent may not fetch. An episode that asks
+more often than `tools.max_turns` has failed.
 """
 
 import itertools
