@@ -148,6 +148,13 @@ def model_for_long(tmp_path):
     return model
 
 
+def steps_of(run):
+    """Return the metrics of the two steps of a run, without the evaluation before them."""
+    evaluation, *steps = sanity_inputs.read_lines(run / "metrics.jsonl")
+    assert evaluation["step"] == 0 and [one["step"] for one in steps] == [1, 2]
+    return steps
+
+
 def trained(tmp_path, prompts, agent, python, **more):
     """Return the metrics of the steps of a run, after what holds for all."""
     values = {
@@ -165,7 +172,7 @@ def trained(tmp_path, prompts, agent, python, **more):
     config = [f"{key}={value}" for key, value in values.items()]
     finished = sanity_inputs.run("train", AGENTS / "packages.yaml", *config, timeout_s=900)
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    lines = sanity_inputs.read_lines(tmp_path / "run" / "metrics.jsonl")
+    lines = steps_of(tmp_path / "run")
     for line in lines:
         assert line["agents/failures"] == line["agents/rewritten"] == 0, finished.stderr
         assert line["rollout_diff/max_abs"] < 1e-4 and line["rollout_diff/mean_abs"] < 1e-5
@@ -251,8 +258,6 @@ def test_training_on_tasks_of_a_package(tasks, tmp_path, monkeypatch, name, veri
     config = [f"{key}={value}" for key, value in values.items()]
     finished = sanity_inputs.run("train", ROOT / "examples" / "quickstart" / "config.yaml", *config, timeout_s=900)
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    lines = sanity_inputs.read_lines(tmp_path / "run" / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [1, 2]
-    for line in lines:
+    for line in steps_of(tmp_path / "run"):
         assert line["rollout_diff/max_abs"] < 1e-4 and math.isfinite(line["loss"])
         assert line["reward/failures"] == 0
