@@ -154,6 +154,7 @@ def _reported_metrics() -> set[str]:
     others |= set(re.findall(r'"((?:async|packing|segments|staleness|timing)/\w+)": ', loop))
     tools = (ROOT / "mindrlhf" / "rollout" / "conversations.py").read_text(encoding="utf-8")
     others |= set(re.findall(r'"((?:agents|tools|turns)/\w+)": ', tools))
+    others |= {name.format(role="<role>") for name in re.findall(r'f"(agents/[^"]+)"', tools)}
     others |= {name.format(name="<environment>") for name in re.findall(r'f"(environments/[^"]+)"', tools)}
     assert {"loss", "grad_norm", "recompiles"} <= others
     heldout = (ROOT / "mindrlhf" / "evaluation" / "heldout.py").read_text(encoding="utf-8")

@@ -21,11 +21,17 @@ if [ ! -x "$python" ]; then
 fi
 build=(.venv/bin/mindrlhf data build --handler map_keys --map question=question,answer=answer --template qwen
     --tokenizer examples/quickstart/checkpoint)
+source scripts/keep_run.sh
+keep_run "$data"
 mkdir -p "$data"
 if [ "$name" = textarena ]; then
     "$python" "$recipe/self_play.py" "$environment" 1000 > "$data/train.jsonl"
     "${build[@]}" --input "$data/train.jsonl" --output "$data/train.mindrecord" --max-prompt-length 512
-    set -- tools.agent="$recipe/self_play.py:agent" tools.max_turns=10 tools.agent_tokens=400 \
+    # The quickstart's model takes 512 tokens, and a game needs more.
+    cp -r examples/quickstart/checkpoint "$data/model"
+    sed -i 's/"max_position_embeddings": 512/"max_position_embeddings": 2048/' "$data/model/config.json"
+    set -- model.path="$data/model" data.eval_file="$data/train.mindrecord" evaluation.max_prompts=8 \
+        tools.agent="$recipe/self_play.py:agent" tools.max_turns=10 tools.agent_tokens=400 \
         rollout.max_response_length=1024 training.sequence_lengths='[1536]' training.micro_batch_size=2 "$@"
 else
     [ -f runs/quickstart/train.jsonl ] || bash examples/quickstart/make_data.sh

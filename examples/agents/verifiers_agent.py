@@ -3,11 +3,12 @@
     .venv-verifiers/bin/python examples/agents/verifiers_agent.py TASKSET COUNT [KEY=VALUE ...] > train.jsonl
 
 prints records, `question` and `answer`, of the first tasks. As `tools.agent: examples/agents/verifiers_agent.py:agent`,
-with `tools.agent_python`, it plays a record's task. A taskset is an id of `verifiers`, or
-path/to/file.py of your own, with options of its config.
+with `tools.agent_python`, it plays a record's task. A taskset is an id of `verifiers`, or path/to/file.py of
+your own, with options of its config.
 
 Each seat of a multi-agent environment is a conversation of its own. Tasks that need tool servers, a container or a
-tunnel are not for this file: their harness starts programs, which a closed agent may not fetch.
+tunnel are not for this file: their harness starts programs, which a closed agent may not fetch. An episode that asks
+more often than `tools.max_turns` has failed.
 """
 
 import itertools

@@ -43,7 +43,6 @@ REFUSALS = tuple(
         (("memory.offload_optimizer", _LAG), "no generator takes turns with training on its devices", "remove it"),
         (("profiler.vllm", _LAG), "servers work on several steps at once, and a trace is of one", "set it to false"),
         (("tools.agent", "rollout.segment_tokens"), "an agent's time limit goes on between rounds", "set it to 0"),
-        (("tools.agent", _MODEL), "a reward model reads one response", "use verifiers, or the agent's reward"),
         (("tools.agent", IMAGES), "the endpoint takes text only", "leave the agent out"),
         ((REPLAY, "tools.agent"), "episodes carry no routing on", "set one of them to its default"),
         ((_MODEL, IMAGES), "a reward model reads text only", "use verifiers"),

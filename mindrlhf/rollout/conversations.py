@@ -515,6 +515,8 @@ def tool_metrics(samples: Sequence["Sample"]) -> dict[str, float]:
         if agents
         else {}
     )
+    for role in dict.fromkeys(role for one in agents for role in one.rewards):
+        found[f"agents/reward/{role}"] = float(np.mean([one.rewards[role] for one in agents if role in one.rewards]))
     return found | {
         "tools/calls": float(sum(sample.completion.num_tool_calls for sample in samples)),
         "tools/failures": float(sum(sample.completion.num_tool_failures for sample in samples)),

@@ -16,7 +16,8 @@ from mindrlhf.training.team import Team
 
 
 class RewardModel:
-    """Scores responses on all ranks: the reward is the score of the text that ends with the last response token.
+    """Scores responses on all ranks: the reward is the score of the text that ends with the last response token. Of an
+    agent's episode that is the sequence of its first call.
 
     Args:
         team: the ranks, whose workers have a reward model; see
@@ -52,12 +53,10 @@ class RewardModel:
         A score that is not finite is replaced by ``reward.failure_value`` and noted in ``failures``. Equal responses to
         one prompt get the same score, to the last bit, though they may stand in rows that round differently.
         """
-        texts = [(sample.prompt.prompt_ids.tobytes(), sample.completion.token_ids.tobytes()) for sample in samples]
-        distinct = dict(zip(texts, samples))
-        sequences = [
-            TokenSequence(one.prompt.prompt_ids, one.completion.token_ids, {}, one.completion.is_generated)
-            for one in distinct.values()
-        ]
+        first = [sample.completion.sequences(sample.prompt.prompt_ids)[0] for sample in samples]
+        texts = [(prompt_ids.tobytes(), token_ids.tobytes()) for prompt_ids, token_ids, _ in first]
+        distinct = dict(zip(texts, first))
+        sequences = [TokenSequence(prompt, tokens, {}, generated) for prompt, tokens, generated in distinct.values()]
         with self._uninterruptible():
             scores = dict(zip(distinct, self._score(sequences, self._rows), strict=True))
         return [self._rewarded(sample, scores[text]) for sample, text in zip(samples, texts)]

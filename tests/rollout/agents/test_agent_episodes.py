@@ -24,6 +24,7 @@ from agent_fakes import (
     spelled,
     user,
 )
+from made_samples import make_sample, with_completion
 
 from mindrlhf.config.reward import ToolSection
 from mindrlhf.data.mindrecord import Prompt
@@ -169,6 +170,8 @@ def test_roles_have_sequences_and_rewards_of_their_own():
     (completion,) = run(Engine(by_last_user({"one": "ONE", "two": "TWO"})), roles_that_say_the_same)
     assert completion.agent.rewards == {"white": 1.0, "black": -0.5} and completion.episode_return == 1.0
     assert [one.role for one in completion.agent.sequences] == ["white", "black"]
+    metrics = tool_metrics([with_completion(make_sample([1], [2], 1.0), **vars(completion))])
+    assert (metrics["agents/reward/white"], metrics["agents/reward/black"]) == (1.0, -0.5)
     for one in completion.agent.sequences:
         assert decoded(one.token_ids[one.is_generated]) == "ONE<|im_end|>TWO<|im_end|>"
 

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from engines import whole_engine, whole_model
 from fakes import LocalTeam
-from made_samples import make_sample
+from made_samples import make_sample, with_completion
 from tiny_models import tiny_model
 
 from mindrlhf.config.model import ModelSection
 from mindrlhf.config.reward import RewardSection
 from mindrlhf.config.run import DataSection
+from mindrlhf.rollout.types import AgentRecord, OwnSequence
 from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.loop.reward_model import RewardModel
 
@@ -97,6 +98,17 @@ def test_with_tools_the_last_token_of_the_model_counts():
     model = RewardModel(LocalTeam([SumRank()]), RowOptions((16,), 2, 1, True), RewardSection(model_path="m"))
     (after,) = model.add_rewards([sample([1], [2, 3, 4], is_generated=[True, False, True])])
     assert after.reward.parts["reward_model"] == 10.0
+
+
+def test_of_an_agent_the_sequence_of_the_first_call_counts():
+    model = RewardModel(LocalTeam([SumRank()]), RowOptions((16,), 2, 1, True), RewardSection(model_path="m"))
+    contexts = ((7, [2, 3, 4], [True, False, True]), (30, [8, 9], [True, True]))
+    sequences = tuple(
+        OwnSequence(np.int32([prompt]), np.int32(ids), np.array(generated)) for prompt, ids, generated in contexts
+    )
+    one = sample([1], [2, 3, 4, 8, 9], is_generated=[True, False, True, True, True])
+    (after,) = model.add_rewards([with_completion(one, agent=AgentRecord(sequences, "left"))])
+    assert after.reward.parts["reward_model"] == 7 + 2 + 3 + 4
 
 
 def test_a_warm_up_runs_every_row_length():
