@@ -283,6 +283,7 @@ def server_options(
         kv_cache_gib=cpu_cache_gib(rollout, model_dir, max_model_len) if device == "cpu" else None,
         reserved_bytes=reserved_bytes(rollout, model_dir) if device == "ascend" else 0,
         enable_sleep=device == "ascend",
+        sleep_extra_cleanup=rollout.sleep_extra_cleanup,
         profile_dir=str((profile_dir / f"rollout_{index}").absolute()) if profile_dir else "",
         env={**rollout.env, **devices},
         start_timeout_s=rollout.start_timeout_s,

@@ -87,6 +87,7 @@ class VllmOptions:
     kv_cache_gib: float | None = 1.0
     reserved_bytes: int = 0
     enable_sleep: bool = False
+    sleep_extra_cleanup: bool = False
     profile_dir: str = ""
     start_timeout_s: float = 300.0
     stall_timeout_s: float = 10.0

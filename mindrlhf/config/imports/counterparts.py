@@ -51,6 +51,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         ),
         "drafts come from a model there, from the prompt here": "rollout.draft_tokens",
         "of CPUs": "rollout.kv_cache_gib",
+        "of vLLM-Ascend": "rollout.sleep_extra_cleanup",
         "weights go pairwise from rank to server": "rollout.weights_transport",
         "tools have no limits of their own": "tools.timeout_s tools.num_workers tools.memory_limit_mib",
         "programs run elsewhere, or without a sandbox": "sandbox.allow_weak",

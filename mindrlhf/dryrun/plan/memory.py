@@ -206,7 +206,8 @@ def _rollout_items(inputs: MemoryInputs) -> list[MemoryItem]:
 def _asleep(inputs: MemoryInputs) -> MemoryItem:
     """What a server keeps while it sleeps, as vLLM's sleep takes weights and cache alone: recorded graphs, kernels,
     and HCCL's buffers where several devices make a server (its group, and the world of its workers)."""
-    groups = 2 if inputs.config.rollout.tensor_parallel > 1 else 0
+    rollout = inputs.config.rollout
+    groups = 2 if rollout.tensor_parallel > 1 and not rollout.sleep_extra_cleanup else 0
     how = f"graphs and kernels {format_size(FIXED_WORKSPACE_BYTES)}"
     if groups:
         how += f" + {groups} groups x {format_size(_COMMUNICATOR_BYTES)}"

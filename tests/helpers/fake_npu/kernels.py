@@ -149,6 +149,8 @@ _refused: torch.library.Library | None = None
 
 def install_collectives() -> None:
     """Have what ranks exchange on NPUs go over gloo, of the same memory: each group has a group of the host beside."""
+    from fake_npu_graphs import launched
+
     global _collectives
     _collectives = torch.library.Library("c10d", "IMPL")
     for name in torch._C._dispatch_get_all_op_names():
@@ -156,7 +158,8 @@ def install_collectives() -> None:
         if namespace == "c10d" and torch._C._dispatch_has_kernel_for_dispatch_key(name, "PrivateUse1"):
             base, _, overload = rest.partition(".")
             operator = getattr(getattr(torch.ops.c10d, base), overload or "default")
-            _collectives.impl(rest, functools.partial(_exchange, operator), "PrivateUse1", allow_override=True)
+            exchange = launched(functools.wraps(_exchange)(functools.partial(_exchange, operator)))
+            _collectives.impl(rest, exchange, "PrivateUse1", allow_override=True)
     for name in ("init_process_group", "new_group"):
         setattr(torch.distributed, name, _with_host_backend(getattr(torch.distributed, name)))
 
@@ -168,6 +171,9 @@ def _exchange(operator: Any, *arguments: Any) -> Any:
     """Run a collective over gloo; what comes back beside the work are the tensors that were given."""
     call = _Call()
     done = operator(*[call.down(one) for one in arguments])
+    for one in done if isinstance(done, (list, tuple)) else [done]:
+        if hasattr(one, "wait"):
+            one.wait()
     return call.up(list(done)) if isinstance(done, (list, tuple)) else done
 
 
