@@ -13,9 +13,7 @@ TCP, COLLECTIVES = "tcp", "collectives"
 class RolloutSection:
     """The generator: one vLLM server process per replica, in an interpreter of its own."""
 
-    engine: str = key(
-        "vllm", "what samples in a server: vllm, or path/to/file.py:Class of your own; see docs/engines.md"
-    )
+    engine: str = key("vllm", "what samples in a server: vllm, or path/to/file.py:Class; see docs/engines.md")
     python: str = key(
         "",
         "interpreter of the rollout environment; empty means .venv-rollout beside the package, else this one",
@@ -89,10 +87,7 @@ class RolloutSection:
     gpu_memory_utilization: float = key(
         0.6, "share of device memory a server may take (Ascend)", minimum=0.05, maximum=0.95
     )
-    sleep_extra_cleanup: bool = key(
-        False,
-        "a sleeping server on Ascend gives back HCCL's buffers and its graphs too, and makes them anew when it wakes",
-    )
+    sleep_extra_cleanup: bool = key(False, "a sleeping server on Ascend gives back HCCL's buffers and its graphs too")
     kv_cache_gib: float = key(
         1.0,
         "key-value cache of a server on CPU at most, in GiB; less is taken where less is enough for all sequences",

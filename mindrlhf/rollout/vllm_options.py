@@ -60,14 +60,12 @@ class VllmOptions:
     """How to start one rollout server.
 
     ``load_format`` is vLLM's: "auto" reads the safetensors of ``model_dir``; "dummy" needs its config.json only, and
-    the trainer pushes weights before the first rollout. ``kv_cache_gib`` None leaves the size to
-    ``gpu_memory_utilization`` (on a CPU a fraction of the machine's memory, so better set it there); on an NPU it is
-    that share of the device less ``reserved_bytes``, and what others take there meanwhile changes nothing.
-    ``record_routing`` has samples bring the experts of their tokens: on a CPU, in a server of one process.
-    ``draft_tokens`` is how many tokens of a response may be guessed and checked at once (``rollout.drafts``).
-    ``device`` is "cpu" or "ascend". ``env`` is added last to the server's environment. ``profile_dir`` is where vLLM's
-    profiler writes; "" leaves it out. ``tokenizer_dir`` is where stop strings are decoded from; "" when there are none.
-    ``engine`` is "vllm", or the absolute path and class of another (:func:`mindrlhf.tools.loading.find_engine`).
+    weights are pushed before the first rollout. ``kv_cache_gib`` None leaves the size to ``gpu_memory_utilization``: on
+    a CPU a share of the machine's memory, on an NPU of the device less ``reserved_bytes``, whatever others take there.
+    ``record_routing`` has samples bring the experts of their tokens: on a CPU, in a server of one process. ``env`` is
+    added last to the server's environment. ``profile_dir`` is where vLLM's profiler writes; "" leaves it out.
+    ``tokenizer_dir`` is where stop strings are decoded from; "" when there are none. ``engine`` is "vllm", or the
+    absolute path and class of another (:func:`mindrlhf.tools.loading.find_engine`).
     """
 
     python: str
