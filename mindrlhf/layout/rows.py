@@ -25,7 +25,7 @@ def updates_return_outputs(parallel: ParallelSection) -> bool:
     """Whether the graph of an update returns what the model says of its rows, so that no other pass need ask for it.
 
     Not where ranks share a row, of which each would return a part; where gradients are accumulated without a pipeline
-    MindSpore 2.9.0 finds no order for it ("Graph cycle exists").
+    MindSpore 2.10.0 finds no order for it ("Graph cycle exists").
     """
     pipelines_alone = parallel.data_parallel * parallel.model_parallel == 1
     is_executed = parallel.expert_parallel == 1 and (parallel.pipeline_stage == 1 or pipelines_alone)
