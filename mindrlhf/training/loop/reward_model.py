@@ -50,26 +50,27 @@ class RewardModel:
     def add_rewards(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples with the part "reward_model", and its weighted value in the reward.
 
-        A score that is not finite is replaced by ``reward.failure_value`` and noted in ``failures``. Equal responses to
+        A score that is not finite, or that nothing can have, is ``reward.failure_value``, noted in ``failures``. Equal responses to
         one prompt get the same score, to the last bit, though they may stand in rows that round differently.
         """
-        first = [sample.completion.sequences(sample.prompt.prompt_ids)[0] for sample in samples]
-        texts = [(prompt_ids.tobytes(), token_ids.tobytes()) for prompt_ids, token_ids, _ in first]
-        distinct = dict(zip(texts, first))
+        first = [next(iter(sample.completion.sequences(sample.prompt.prompt_ids)), None) for sample in samples]
+        texts = [one and (one[0].tobytes(), one[1].tobytes()) for one in first]
+        distinct = {text: one for text, one in zip(texts, first) if one}  # not of agents that have asked nothing
         sequences = [TokenSequence(prompt, tokens, {}, generated) for prompt, tokens, generated in distinct.values()]
         with self._uninterruptible():
-            scores = dict(zip(distinct, self._score(sequences, self._rows), strict=True))
-        return [self._rewarded(sample, scores[text]) for sample, text in zip(samples, texts)]
+            scores = dict(zip(distinct, self._score(sequences, self._rows), strict=True)) if distinct else {}
+        return [self._rewarded(sample, scores.get(text)) for sample, text in zip(samples, texts)]
 
     def _score(self, sequences: Sequence[TokenSequence], rows: RowOptions) -> list[float]:
         batch = make_batch(sequences, rows)
         results = self._team.call("score_responses", per_rank=batch.per_rank(self._team.world_size))
         return [float(response[-1]) for response in batch.collect(results)]
 
-    def _rewarded(self, sample: Sample, score: float) -> Sample:
+    def _rewarded(self, sample: Sample, score: float | None) -> Sample:
         before, failures = sample.reward, sample.reward.failures
-        if not math.isfinite(score):
-            failures = {**failures, REWARD_MODEL_NAME: f"returned {score}, not a finite number"}
+        if score is None or not math.isfinite(score):
+            why = "had nothing to read" if score is None else f"returned {score}, not a finite number"
+            failures = {**failures, REWARD_MODEL_NAME: why}
             score = self._failure_value
         parts, total = {**before.parts, REWARD_MODEL_NAME: score}, before.total + self._weight * score
         return dataclasses.replace(sample, reward=RewardResult(before.index, parts, total, failures, before.steps))

@@ -111,6 +111,17 @@ def test_of_an_agent_the_sequence_of_the_first_call_counts():
     assert after.reward.parts["reward_model"] == 7 + 2 + 3 + 4
 
 
+def test_an_agent_that_has_asked_nothing_costs_its_own_sample_only():
+    reward = RewardSection(model_path="m", model_weight=2.0, failure_value=-3.0)
+    model = RewardModel(LocalTeam([SumRank()]), RowOptions((16,), 2, 1, True), reward)
+    silent = with_completion(sample([1], []), agent=AgentRecord((), "", "it died"))
+    for others in ([sample([1], [2])], []):
+        after, *rest = model.add_rewards([silent, *others])
+        assert after.reward.parts["reward_model"] == -3.0 and after.reward.total == -6.0
+        assert after.reward.failures == {"reward_model": "had nothing to read"}
+        assert [one.reward.total for one in rest] == [6.0] * len(others)
+
+
 def test_a_warm_up_runs_every_row_length():
     seen = []
 
