@@ -89,15 +89,11 @@ class RolloutSection:
     gpu_memory_utilization: float = key(
         0.6, "share of device memory a server may take (Ascend)", minimum=0.05, maximum=0.95
     )
-    sleep_extra_cleanup: bool = key(
-        False,
-        "a sleeping server on Ascend gives back HCCL's buffers and its graphs too, and makes them anew when it wakes",
-    )
+    sleep_extra_cleanup: bool = key(False, "a sleeping server gives back HCCL's buffers and its graphs too (Ascend)")
     kv_cache_gib: float = key(
         1.0,
         "key-value cache of a server on CPU at most, in GiB; less is taken where less is enough for all sequences",
-        minimum=0,
-        exclusive_minimum=True,
+        minimum=0, exclusive_minimum=True,
     )
     weight_buffer_gib: float = key(
         0.0,
