@@ -152,14 +152,14 @@ class VllmEngine:
         nums_begun = [0] * len(prompts) if nums_begun is None else nums_begun
         requests = zip(prompts, nums_samples, seeds, max_tokens, images, nums_begun, strict=True)
         for request_index, (prompt, num_samples, seed, most, own_images, num_begun) in enumerate(requests):
-            features = self._features(prompt, own_images)
+            seen = self._features(prompt, own_images)
             for sample_index in range(num_samples):
                 name = str(self._num_submitted)
                 self._num_submitted += 1
                 self._pending[name] = (request_index, sample_index)
                 if self._stopping.stops is not None:
                     self._stopping.add(name, prompt, num_begun)
-                self._add(name, list(prompt), stream_key(seed, sample_index), {**sampling, "max_tokens": most}, features)
+                self._add(name, list(prompt), stream_key(seed, sample_index), {**sampling, "max_tokens": most}, seen)
 
     def step(self, is_interrupted: Callable[[], bool] = lambda: False) -> list[Completion]:
         """Run the model, several times in a row if nobody interrupts it; return the samples that ended.
