@@ -50,8 +50,9 @@ class RewardModel:
     def add_rewards(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples with the part "reward_model", and its weighted value in the reward.
 
-        A score that is not finite, or that nothing can have, is ``reward.failure_value``, noted in ``failures``. Equal responses to
-        one prompt get the same score, to the last bit, though they may stand in rows that round differently.
+        A score that is not finite, or of nothing, is replaced by ``reward.failure_value`` and noted in ``failures``.
+        Equal responses to one prompt get the same score, to the last bit, though they may stand in rows that round
+        differently.
         """
         first = [next(iter(sample.completion.sequences(sample.prompt.prompt_ids)), None) for sample in samples]
         texts = [one and (one[0].tobytes(), one[1].tobytes()) for one in first]
