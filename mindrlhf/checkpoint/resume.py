@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from mindrlhf.config.parse import dotted_keys
 from mindrlhf.config.renamed import current_names
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.errors import UserError
@@ -59,22 +60,14 @@ def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[s
 
 def defaults() -> dict[str, Any]:
     """Return the default of each key that has one, of all commands, by its dotted name."""
-    sections = {
-        field.name: field.metadata["section"]
-        for config in (GrpoConfig, SftConfig, DpoConfig, RewardModelConfig)
-        for field in dataclasses.fields(config)
-    }
-    return dict(_leaves({name: _section_defaults(section) for name, section in sections.items()}))
-
-
-def _section_defaults(section: type) -> dict[str, Any]:
-    values = {}
-    for field in dataclasses.fields(section):
-        if field.default is not dataclasses.MISSING:
-            values[field.name] = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            values[field.name] = field.default_factory()
-    return values
+    found = {}
+    for config in (GrpoConfig, SftConfig, DpoConfig, RewardModelConfig):
+        for dotted, field, _ in dotted_keys(config):
+            if field.default_factory is not dataclasses.MISSING:
+                found[dotted] = field.default_factory()
+            elif field.default is not dataclasses.MISSING:
+                found[dotted] = field.default
+    return dict(_leaves(found))
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -91,7 +91,8 @@ class RolloutSection:
     kv_cache_gib: float = key(
         1.0,
         "key-value cache of a server on CPU at most, in GiB; less is taken where less is enough for all sequences",
-        minimum=0, exclusive_minimum=True,
+        minimum=0,
+        exclusive_minimum=True,
     )
     weight_buffer_gib: float = key(
         0.0,

@@ -92,7 +92,8 @@ class VllmEngine:
         self._image_items: dict[str, MultiModalKwargsItem] = {}  # of the batch, by digest
         cpu.do_without_lscpu()
         self._has_workers = config["tensor_parallel_size"] > 1
-        with cpu.without_listeners() if not self._has_workers and cpu.is_known() else contextlib.nullcontext():
+        is_alone = not self._has_workers and cpu.is_known()
+        with cpu.without_listeners() if is_alone else contextlib.nullcontext():
             self._engine = LLMEngine.from_engine_args(EngineArgs(**self._engine_arguments(config)))
         if config["device"] == "ascend":
             self._engine.collective_rpc("set_up_sampler")
@@ -151,15 +152,16 @@ class VllmEngine:
         self._stopping.begin_batch(sampling.pop("stop", ()))
         nums_begun = [0] * len(prompts) if nums_begun is None else nums_begun
         requests = zip(prompts, nums_samples, seeds, max_tokens, images, nums_begun, strict=True)
-        for request_index, (prompt, num_samples, seed, most, own_images, num_begun) in enumerate(requests):
-            seen = self._features(prompt, own_images)
+        for request_index, (prompt, num_samples, seed, limit, own_images, num_begun) in enumerate(requests):
+            own_sampling = {**sampling, "max_tokens": limit}
+            features = self._features(prompt, own_images)
             for sample_index in range(num_samples):
                 name = str(self._num_submitted)
                 self._num_submitted += 1
                 self._pending[name] = (request_index, sample_index)
                 if self._stopping.stops is not None:
                     self._stopping.add(name, prompt, num_begun)
-                self._add(name, list(prompt), stream_key(seed, sample_index), {**sampling, "max_tokens": most}, seen)
+                self._add(name, list(prompt), stream_key(seed, sample_index), own_sampling, features)
 
     def step(self, is_interrupted: Callable[[], bool] = lambda: False) -> list[Completion]:
         """Run the model, several times in a row if nobody interrupts it; return the samples that ended.
@@ -255,7 +257,8 @@ class VllmEngine:
 
     def _say_memory(self, state: str) -> None:
         """Write to the server's log how much of each NPU is free, for whoever shares it."""
-        parts = (f"{a / 2**30:.2f} of {b / 2**30:.2f}" for a, b in self._engine.collective_rpc("device_memory"))
+        found = self._engine.collective_rpc("device_memory")
+        parts = [f"{free / 2**30:.2f} of {whole / 2**30:.2f}" for free, whole in found]
         print(f"mindrlhf: {state}: GiB free on each NPU: {', '.join(parts)}", flush=True)
 
     def _forget_prefixes(self) -> None:
