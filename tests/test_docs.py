@@ -388,7 +388,7 @@ def test_what_has_to_be_read_is_short(path, most):
 
 # In words, of which one reads 230 a minute; evidence, and pages that are generated, are not for reading through.
 FIVE_MINUTES = 1300
-READ_THROUGH = ("install", "tutorial", "concepts", "data", "weights", "cluster")
+READ_THROUGH = ("install", "tutorial", "concepts", "data", "rewards", "weights", "cluster")
 
 
 def test_the_pages_to_begin_with_take_five_minutes_each():
