@@ -2,6 +2,8 @@
 
 import json
 import math
+import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from mindrlhf.evaluation.heldout import NUM_SAMPLES_SHOWN, Evaluation
 from mindrlhf.evaluation.statistics import Interval, accuracy_interval, paired_difference
 from mindrlhf.observe.records import replace_file
 from mindrlhf.observe.samples import question_of
+from mindrlhf.system.terminal import width
 
 
 def compare(before: Evaluation, after: Evaluation) -> dict[str, Any]:
@@ -67,9 +70,9 @@ def summary_text(summary: dict[str, Any]) -> str:
     for title, samples in ((when, summary["samples_before"]), ("after training", summary["samples_after"])):
         lines.append(f"\nsample answers {title}")
         for sample in samples:
-            lines.append(f"  question  {_one_line(question_of(sample['prompt']))}")
-            lines.append(f"  answer    {_one_line(sample['completion'])}")
-            lines.append(f"  expected  {_one_line(sample['answer'])}   reward {sample['reward']:g}")
+            lines.append(_folded("question", question_of(sample["prompt"])))
+            lines.append(_folded("answer", sample["completion"]))
+            lines.append(_folded("expected", sample["answer"], f"   reward {sample['reward']:g}"))
     return "\n".join(lines)
 
 
@@ -94,5 +97,9 @@ def difference_text(difference: dict[str, float | None]) -> str:
     return f"{mean:+5.1f} points  ({low:+.1f} to {high:+.1f}): {verdict}"
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+def _folded(name: str, text: str, more: str = "") -> str:
+    """Return a line that a terminal does not break inside a word; in a log it is one line."""
+    line = f"  {name:<10}{' '.join(text.split())}{more}"
+    fold = textwrap.TextWrapper(subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False)
+    fold.width = width(sys.stdout, sys.maxsize)
+    return fold.fill(line)

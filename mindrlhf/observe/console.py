@@ -1,8 +1,6 @@
 """The console table: one aligned line per step."""
 
 import math
-import os
-import shutil
 import sys
 import time
 from collections import deque
@@ -10,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TextIO
 
-from mindrlhf.system.terminal import BOLD, DIM, RED, RESET, has_colours
+from mindrlhf.system.terminal import BOLD, DIM, RED, RESET, has_colours, width
 
 PLAIN_WIDTH = 100
 HEADER_EVERY = 20
@@ -90,9 +88,7 @@ class ConsoleSink:
         self._stream = sys.stdout if stream is None else stream
         self._styled = has_colours(self._stream)
         self._ends_s: deque[tuple[int, float]] = deque(maxlen=_NUM_TIMED_STEPS)  # the last steps, and their ends
-        # A rank writes to its log, which the launcher shows on a terminal whose width is in COLUMNS.
-        knows_width = self._stream.isatty() or os.environ.get("COLUMNS", "").isdecimal()
-        self._width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if knows_width else PLAIN_WIDTH
+        self._width = width(self._stream, PLAIN_WIDTH)
         self._num_steps = num_steps
         self._seen: set[str] = set()
         self._columns: list[_Column] = []

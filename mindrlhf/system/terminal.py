@@ -1,9 +1,16 @@
-"""Colours on terminals that have them."""
+"""Colours on terminals that have them, and how wide lines may be."""
 
 import os
+import shutil
 from typing import TextIO
 
 BOLD, DIM, RED, GREEN, YELLOW, RESET = "\033[1m", "\033[2m", "\033[31m", "\033[32m", "\033[33m", "\033[0m"
+
+
+def width(stream: TextIO, default: int) -> int:
+    """Return the columns of a stream's terminal, or of the terminal that shows a rank's log, which COLUMNS has."""
+    is_known = stream.isatty() or os.environ.get("COLUMNS", "").isdecimal()
+    return shutil.get_terminal_size((default, 24)).columns if is_known else default
 
 
 def has_colours(stream: TextIO) -> bool:

@@ -88,6 +88,18 @@ def test_the_text_tells_numbers_and_answers_in_lines():
     assert "expected  7   reward 1" in text
 
 
+def test_lines_of_answers_end_between_words_of_a_terminal(monkeypatch):
+    """The launcher names the width of its terminal in COLUMNS; a log without one has a line for each."""
+    summary = compare(BEFORE, AFTER)
+    summary["samples_after"][0]["completion"] = "one\ntwo-three " * 9 + "x" * 40
+    whole = summary_text(summary).splitlines()
+    monkeypatch.setenv("COLUMNS", "34")
+    folded = summary_text(summary).split("\n\n", 1)[1].splitlines()
+    assert "  answer    one two-three one" in folded and f"{'':12}two-three one" in folded
+    assert [line for line in folded if len(line) > 34] == [f"{'':12}{'x' * 40}"]
+    assert " ".join(" ".join(folded).split()) == " ".join(" ".join(whole[5:]).split())
+
+
 @pytest.mark.parametrize(
     ("low", "high", "verdict"),
     [(0.01, 0.3, "better"), (-0.3, -0.01, "worse"), (-0.1, 0.1, "no clear difference"), (0.0, 0.2, "no clear")],
