@@ -121,9 +121,14 @@ def rehearsal(request, tmp_path_factory):
     }
     (root / "rehearsal.json").write_text(json.dumps(work))
     program = Path(__file__).with_name("rehearsal_rank.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(program.parents[2])}
     finished = subprocess.run(
-        [sys.executable, str(program), str(root)], env=environment, capture_output=True, text=True, timeout=1400
+        [sys.executable, str(program), str(root)],
+        cwd=root,  # MindSpore writes its order of kernels there
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1400,
     )
     logs = {path.name: path.read_text()[-2000:] for path in root.glob("log_*")}
     assert finished.returncode == 0, (finished.stderr[-2000:], logs)

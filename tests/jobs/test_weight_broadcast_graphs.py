@@ -110,7 +110,7 @@ def compile_all(work: dict, directory: Path) -> list[list[dict]]:
     script = Path(__file__).with_name("broadcast_graphs_rank.py")
     command = [sys.executable, str(script), str(directory)]
     environment = os.environ | {"PYTHONPATH": str(script.parents[2])}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    ended = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=600)
     ranks = range(sum(map(len, work["nodes"])))
     logs = "".join(path.read_text()[-500:] for rank in ranks if (path := directory / f"log_{rank}").exists())
     assert ended.returncode == 0, ended.stderr[-1000:] + logs
