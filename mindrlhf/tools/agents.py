@@ -184,12 +184,7 @@ class AgentRunner:
         self._running[number] = ended
         try:
             self._tell({"start": number, "record": dict(record), "key": key, "directory": directory})
-            end_s = clock() + timeout_s
-            while not ended.done() and (left_s := end_s - clock()) > 0:
-                await asyncio.wait([ended], timeout=max(left_s, _MIN_WAIT_S))
-            if ended.done():
-                return ended.result()
-            return AgentResult(failure=f"it had not ended after {timeout_s:g} s (tools.agent_timeout_s)")
+            return await run_to_end(ended, timeout_s, clock)
         finally:
             if self._running.pop(number, None) is not None and not (ended.done() and not ended.cancelled()):
                 self._tell({"kill": number})
@@ -221,6 +216,16 @@ class AgentRunner:
         for ended in self._running.values():
             if not ended.done():
                 ended.set_result(AgentResult(failure="the process that starts agents died"))
+
+
+async def run_to_end(ended: "asyncio.Future[AgentResult]", timeout_s: float, clock: Callable[[], float]) -> AgentResult:
+    """Return how an agent has ended, at the latest when its time by a clock is over."""
+    end_s = clock() + timeout_s
+    while not ended.done() and (left_s := end_s - clock()) > 0:
+        await asyncio.wait([ended], timeout=max(left_s, _MIN_WAIT_S))
+    if ended.done():
+        return ended.result()
+    return AgentResult(failure=f"it had not ended after {timeout_s:g} s (tools.agent_timeout_s)")
 
 
 def read_result(message: Mapping[str, Any]) -> AgentResult:

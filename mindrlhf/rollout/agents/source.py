@@ -31,7 +31,9 @@ from mindrlhf.rollout.turn_texts import TurnTexts
 from mindrlhf.rollout.types import Cancelled, Completion, CompletionSource, GenerationRequest, SamplingParams
 from mindrlhf.system import heartbeat
 from mindrlhf.system.files import take_directory
+from mindrlhf.system.handshake import SignedConnection
 from mindrlhf.system.processes import SERVER_PREFIX
+from mindrlhf.tools.agent_nodes import RemoteAgents
 from mindrlhf.tools.agents import AgentResult, AgentRunner
 
 if TYPE_CHECKING:
@@ -105,9 +107,11 @@ class AgentEpisodes:
             raise
         settings = {"is_open": tools.agent_open, "memory_limit_bytes": tools.memory_limit_mib << 20}
         settings["python"] = tools.agent_python
-        self._runner = runner or AgentRunner(tools.agent, self._http.port, path, str(self._directory), **settings)
+        runner = runner or AgentRunner(tools.agent, self._http.port, path, str(self._directory), **settings)
+        self._runners: dict[Runner, int] = {runner: 0}  # of each node, with the number of agents that run there
+        self._path = path
         try:
-            self._in_loop(self._runner.start()).result()
+            self._in_loop(runner.start()).result()
         except BaseException:
             self.close()
             raise
@@ -123,10 +127,17 @@ class AgentEpisodes:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def admit(self, connection: SignedConnection, name: str) -> None:
+        """Have agents run on another node, too; see :class:`mindrlhf.tools.agent_nodes.RemoteAgents`."""
+        remote = RemoteAgents(connection, name, self._path, self._runners.pop)
+        self._runners[remote] = 0
+        self._in_loop(remote.start()).result()
+
     def close(self) -> None:
         """End all agents and the endpoint."""
-        with contextlib.suppress(Exception):
-            self._in_loop(self._runner.close()).result(timeout=10)
+        for runner in [*self._runners]:
+            with contextlib.suppress(Exception):
+                self._in_loop(runner.close()).result(timeout=10)
         self._http.close()
         shutil.rmtree(self._directory, ignore_errors=True)
         if self._lock >= 0:
@@ -230,9 +241,13 @@ class AgentEpisodes:
         self._keys.add(key, episode)
         result = AgentResult(failure="it was broken off")
         clock = time.monotonic if episode.request.begun is None else self._clock
+        runner = min(self._runners, key=self._runners.get)
+        self._runners[runner] += 1
         try:
-            result = await self._runner.run(self._record(episode), key, self._tools.agent_timeout_s, clock)
+            result = await runner.run(self._record(episode), key, self._tools.agent_timeout_s, clock)
         finally:
+            if runner in self._runners:  # its node is not lost
+                self._runners[runner] -= 1
             result = episode.end(result)
             self._keys.remove(key)
             if result.failure:
