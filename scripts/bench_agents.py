@@ -41,8 +41,10 @@ from mindrlhf.rollout.replicas import find_rollout_python, start_replicas
 from mindrlhf.rollout.turn_texts import TurnTexts
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm_options import _DEFAULTS, _DEVICE_VARIABLES
+from mindrlhf.system.processes import kill_tree
 from mindrlhf.tools.agents import AgentResult
 
+_START_TIMEOUT_S = 600.0
 WORDS = "the agent reads a file and says what is in it, line by line; then it goes on to the next. "
 
 
@@ -217,6 +219,7 @@ def _our_server(arguments: argparse.Namespace) -> tuple[float, float]:
         )
         try:
             generator.wait_ready()
+            print("the rollout server is up", flush=True)
             clients = Clients(arguments)
             template = load_template(CHAT, tokenizer)
             with AgentEpisodes(generator, tokenizer, template, tools, 256, clients) as source:
@@ -249,10 +252,14 @@ def _vllm_server(arguments: argparse.Namespace) -> tuple[float, float]:
     environment |= {"OMP_NUM_THREADS": str(arguments.threads), "VLLM_CPU_KVCACHE_SPACE": "1"}
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            [python, "-m", "vllm.entrypoints.openai.api_server", *words], env=environment, stdout=log, stderr=log
+            [python, "-m", "vllm.entrypoints.openai.api_server", *words],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
         try:
-            deadline_s = time.monotonic() + 200
+            deadline_s = time.monotonic() + _START_TIMEOUT_S
             while True:
                 try:
                     urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
@@ -264,8 +271,8 @@ def _vllm_server(arguments: argparse.Namespace) -> tuple[float, float]:
                     time.sleep(0.5)
             return asyncio.run(_drive(arguments, f"http://127.0.0.1:{port}/v1"))
         finally:
-            process.terminate()
-            process.wait(30)
+            kill_tree(process.pid)
+            process.wait()
 
 
 async def _drive(arguments: argparse.Namespace, url: str) -> tuple[float, float]:
