@@ -56,6 +56,15 @@ RUNS = {
 }
 
 
+def make_agent(directory: Path) -> None:
+    """Write the agent, and inputs whose tokenizer has a chat template."""
+    test_tool_runs.make(directory)
+    (directory / "agent.py").write_text(AGENT)
+    for name in ("bare", "model"):
+        config = {"eos_token": "<|endoftext|>", "chat_template": test_agent_runs.TEMPLATE}
+        (directory / name / "tokenizer_config.json").write_text(json.dumps(config))
+
+
 @pytest.fixture(scope="module")
 def inputs(rollout_python, tmp_path_factory):
     """Return the directory of inputs of a kind, and the options that go with it."""
@@ -66,11 +75,7 @@ def inputs(rollout_python, tmp_path_factory):
             test_tool_runs.make(directory)
             (directory / "digits.py").write_text(test_tool_runs.ENVIRONMENT)
         elif kind == "agent":
-            test_tool_runs.make(directory)
-            (directory / "agent.py").write_text(AGENT)
-            for name in ("bare", "model"):
-                config = {"eos_token": "<|endoftext|>", "chat_template": test_agent_runs.TEMPLATE}
-                (directory / name / "tokenizer_config.json").write_text(json.dumps(config))
+            make_agent(directory)
         elif kind == "images":
             test_vision_run.write_inputs(directory, test_vision_run.MODEL)
         else:
