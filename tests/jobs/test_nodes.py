@@ -38,7 +38,8 @@ def test_agents_of_two_machines_are_those_of_one_with_as_many_ranks(start_machin
     made = tmp_path / "agent"
     test_schedule_features.make_agent(made)
     changes = test_schedule_features.AGENTS | {"tools__agent": f"{made / 'agent.py'}:agent"}
-    changes |= {"model__path": made / "model"} | {f"data__{kind}_file": made / "prompts.mindrecord" for kind in ("train", "eval")}
+    changes |= {"model__path": made / "model"}
+    changes |= {f"data__{kind}_file": made / "prompts.mindrecord" for kind in ("train", "eval")}
     changes |= {"data__tokenizer_dir": made / "model", "reward__verifier_function": "environment_reward"}
     changes |= {"rollout__num_replicas": 2, "tools__agents_at_once": 256}
     machines = start_machines(2, keep=(made,), **changes)
