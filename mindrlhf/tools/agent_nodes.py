@@ -13,6 +13,7 @@ So agents reach the endpoint of rank 0 by the signed link alone, whatever networ
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -145,17 +146,21 @@ class RemoteAgents:
                 if ended is not None and not ended.done():
                     ended.set_result(AgentResult(**message["result"]))
             elif message["kind"] == "open":
-                with contextlib.suppress(OSError):
+                try:
                     pair = await asyncio.open_unix_connection(self._path)
-                    task = asyncio.ensure_future(self._streams.follow(message["stream"], *pair))
-                    streams.add(task)
-                    task.add_done_callback(streams.discard)
-                    await asyncio.sleep(0)  # it has begun when its first data are heard
+                except OSError:
+                    self._channel.send("close", stream=message["stream"])
+                    continue
+                task = asyncio.ensure_future(self._streams.follow(message["stream"], *pair))
+                streams.add(task)
+                task.add_done_callback(streams.discard)
+                await asyncio.sleep(0)  # it has begun when its first data are heard
             elif message["kind"] in ("data", "close"):
                 self._streams.hear(message)
 
     def _lose(self, how: str) -> None:
-        print(f"mindrlhf: {self._name} {how}; the {len(self._running)} agents there are lost", flush=True)
+        line = f"mindrlhf: {self._name} {how}; the {len(self._running)} agents there are lost"
+        print(line, file=sys.stderr, flush=True)
         self._forget(self)
         self._streams.close()
         for ended in self._running.values():
