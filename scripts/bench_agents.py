@@ -3,10 +3,12 @@
 
     python scripts/bench_agents.py turns --tokenizer DIR [--turns 64]
     python scripts/bench_agents.py requests --model DIR [--episodes 500] [--turns 2] [--max-tokens 16]
+        [--dtype bfloat16]
 
 ``turns``: the time that the endpoint takes for the prompts of a conversation, beside that of a client that renders and
 encodes the whole conversation at every turn; no model is asked. ``requests``: requests per second of the endpoint with
-a vLLM rollout server, beside vLLM's own server, by one client, which is a process of its own in both.
+a vLLM rollout server, beside vLLM's own server, by one client, which is a process of its own in both; with the
+processor time of the servers, and the memory of the endpoint's process.
 """
 
 import argparse
@@ -19,11 +21,13 @@ import sys
 import tempfile
 import time
 import urllib.request
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import aiohttp
 import numpy as np
+import psutil
 
 from mindrlhf.config.reward import ToolSection
 from mindrlhf.config.rollout import RolloutSection
@@ -36,8 +40,11 @@ from mindrlhf.rollout.chat_server import Prompts, Question
 from mindrlhf.rollout.replicas import find_rollout_python, start_replicas
 from mindrlhf.rollout.turn_texts import TurnTexts
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
+from mindrlhf.rollout.vllm_options import _DEFAULTS, _DEVICE_VARIABLES
+from mindrlhf.system.processes import kill_tree
 from mindrlhf.tools.agents import AgentResult
 
+_START_TIMEOUT_S = 600.0
 WORDS = "the agent reads a file and says what is in it, line by line; then it goes on to the next. "
 
 
@@ -84,6 +91,13 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+def cpu_seconds(own: bool, leave_out: int) -> float:
+    """Return the processor time of the processes that this one has started, but for one, and with its own."""
+    me = psutil.Process()
+    processes = [one for one in me.children(recursive=True) if one.pid != leave_out] + [me] * own
+    return sum(sum(one.cpu_times()[:2]) for one in processes)
+
+
 class Clients:
     """Runs agents in the client's process: one line with the key begins an episode, one line back ends it."""
 
@@ -103,16 +117,26 @@ class Clients:
         )
         self._following = asyncio.ensure_future(self._follow())
 
-    async def run(self, record: dict, key: str, timeout_s: float) -> AgentResult:
+    @property
+    def pid(self) -> int:
+        """Of the client."""
+        return self._process.pid
+
+    async def run(self, record: dict, key: str, timeout_s: float, clock: Callable = time.monotonic) -> AgentResult:
         """Run one episode."""
         self._ended[key] = asyncio.get_running_loop().create_future()
         self._process.stdin.write(f"{key}\n".encode())
-        await self._ended[key]
-        return AgentResult(1.0)
+        failure = await self._ended[key]
+        if failure:
+            print(f"an episode failed: {failure}", flush=True)
+        return AgentResult(1.0, failure=failure)
 
     async def _follow(self) -> None:
         while line := await self._process.stdout.readline():
-            self._ended.pop(line.decode().strip()).set_result(None)
+            key, _, failure = line.decode().strip().partition(" ")
+            self._ended.pop(key).set_result(failure)
+        for ended in self._ended.values():
+            ended.set_result("the client died")
 
     async def close(self) -> None:
         """End the client."""
@@ -130,39 +154,52 @@ async def be_client(url: str, num_turns: int, max_tokens: int) -> None:
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(3600)) as session:
         tasks = set()
         while line := await reader.readline():
-            task = asyncio.ensure_future(_episode(session, url, line.decode().strip(), num_turns, max_tokens))
+            task = asyncio.ensure_future(_told(session, url, line.decode().strip(), num_turns, max_tokens))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
+
+
+async def _told(session: aiohttp.ClientSession, url: str, key: str, num_turns: int, max_tokens: int) -> None:
+    """Make an episode, and tell how it ended."""
+    failure = ""
+    try:
+        await _episode(session, url, key, num_turns, max_tokens)
+    except Exception as error:
+        failure = f"{type(error).__name__} {error}".replace("\n", " ")
+    print(key, failure, flush=True)
 
 
 async def _episode(session: aiohttp.ClientSession, url: str, key: str, num_turns: int, max_tokens: int) -> None:
     messages = [{"role": "user", "content": f"Anna has {len(key)} apples."}]
     for _ in range(num_turns):
         body = {"model": "policy", "messages": messages, "max_tokens": max_tokens, "temperature": 1.0}
-        body |= {"seed": abs(hash(key)) % 1000}
+        body |= {"seed": zlib.crc32(key.encode()) % 1000}
         headers = {"Authorization": f"Bearer {key}"}
         async with session.post(f"{url}/chat/completions", json=body, headers=headers) as response:
             answer = await response.json()
             assert response.status == 200, answer
         messages += [answer["choices"][0]["message"], {"role": "user", "content": "And then?"}]
-        messages[-2] = {"role": "assistant", "content": messages[-2]["content"]}
-    print(key, flush=True)
+        messages[-2] = {"role": "assistant", "content": messages[-2]["content"] or ""}
 
 
 def bench_requests(arguments: argparse.Namespace) -> None:
     """Print requests per second of both, and their ratio."""
     count = arguments.episodes * arguments.turns
     found = {}
-    for name, measure in (("endpoint", _our_server), ("vLLM's own server", _vllm_server)):
-        taken = measure(arguments)
-        found[name] = count / taken
-        print(f"{name}: {count} requests in {taken:.1f} s, {found[name]:.1f} requests/s", flush=True)
-    ours, theirs = found.values()
-    print(f"ratio {ours / theirs:.2f}")
+    measures = {"endpoint": _our_server, "vllm": _vllm_server}
+    for name in [arguments.only] if arguments.only else measures:
+        taken, cpu_s = measures[name](arguments)
+        found[name] = count / taken, count / cpu_s
+        print(f"{name}: {count} requests in {taken:.1f} s, {found[name][0]:.1f} requests/s,", end=" ")
+        print(f"{cpu_s:.1f} s of processors, {found[name][1]:.1f} requests/s of one", flush=True)
+    if not arguments.only:
+        for what, (ours, theirs) in zip(("requests/s", "requests/s of one processor"), zip(*found.values())):
+            print(f"ratio of {what} {ours / theirs:.2f}")
 
 
-def _our_server(arguments: argparse.Namespace) -> float:
-    rollout = RolloutSection(max_num_seqs=arguments.max_num_seqs, num_threads=arguments.threads)
+def _our_server(arguments: argparse.Namespace) -> tuple[float, float]:
+    given = {"max_num_seqs": arguments.max_num_seqs, "num_threads": arguments.threads, "dtype": arguments.dtype}
+    rollout = RolloutSection(**given, stall_timeout_s=60)
     tokenizer = load_tokenizer(arguments.model)
     tools = ToolSection(agent="unused", max_turns=arguments.turns, agents_at_once=4096, agent_gather_s=5.0)
     requests = [
@@ -182,6 +219,7 @@ def _our_server(arguments: argparse.Namespace) -> float:
         )
         try:
             generator.wait_ready()
+            print("the rollout server is up", flush=True)
             clients = Clients(arguments)
             template = load_template(CHAT, tokenizer)
             with AgentEpisodes(generator, tokenizer, template, tools, 256, clients) as source:
@@ -190,29 +228,38 @@ def _our_server(arguments: argparse.Namespace) -> float:
                 sampling = SamplingParams(256, stop_token_ids=tokenizer.eos_token_ids)
                 list(source.generate(requests[:8], sampling))
                 found: list[Completion] = []
-                before = peak_mib()
+                me, before_s = psutil.Process(), cpu_seconds(True, clients.pid)
+                before = me.memory_info().rss / 2**20
                 taken = seconds(lambda: found.extend(source.generate(requests, sampling)))
+                cpu_s, after = cpu_seconds(True, clients.pid) - before_s, me.memory_info().rss / 2**20
                 whole = sum(one.num_turns == arguments.turns and not one.agent.failure for one in found)
-                print(f"{whole} of {arguments.episodes} episodes are whole, {peak_mib() - before:.0f} MiB for all")
-                return taken
+                print(f"{whole} of {arguments.episodes} episodes are whole; the endpoint's process:", end=" ")
+                print(f"{before:.0f} MiB before, {peak_mib():.0f} at most, {after:.0f} after")
+                return taken, cpu_s
         finally:
             generator.close()
 
 
-def _vllm_server(arguments: argparse.Namespace) -> float:
+def _vllm_server(arguments: argparse.Namespace) -> tuple[float, float]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     python = find_rollout_python()
     words = ["--model", arguments.model, "--served-model-name", "policy", "--port", str(port), "--host", "127.0.0.1"]
-    words += ["--max-model-len", "512", "--max-num-seqs", str(arguments.max_num_seqs), "--dtype", "float32"]
+    words += ["--max-model-len", "512", "--max-num-seqs", str(arguments.max_num_seqs), "--dtype", arguments.dtype]
     words += ["--enforce-eager"]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    # As our own server's: neither compiles at the first request, nor binds its threads to cores that others have.
+    environment = os.environ | _DEFAULTS["cpu"] | _DEVICE_VARIABLES["cpu"]
+    environment |= {"OMP_NUM_THREADS": str(arguments.threads), "VLLM_CPU_KVCACHE_SPACE": "1"}
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            [python, "-m", "vllm.entrypoints.openai.api_server", *words], env=environment, stdout=log, stderr=log
+            [python, "-m", "vllm.entrypoints.openai.api_server", *words],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
         try:
-            deadline_s = time.monotonic() + 200
+            deadline_s = time.monotonic() + _START_TIMEOUT_S
             while True:
                 try:
                     urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
@@ -224,20 +271,20 @@ def _vllm_server(arguments: argparse.Namespace) -> float:
                     time.sleep(0.5)
             return asyncio.run(_drive(arguments, f"http://127.0.0.1:{port}/v1"))
         finally:
-            process.terminate()
-            process.wait(30)
+            kill_tree(process.pid)
+            process.wait()
 
 
-async def _drive(arguments: argparse.Namespace, url: str) -> float:
+async def _drive(arguments: argparse.Namespace, url: str) -> tuple[float, float]:
     clients = Clients(arguments)
     clients.url = url
     await clients.begin()
     await asyncio.gather(*(clients.run({}, f"warm{number:039d}", 1e9) for number in range(8)))
-    start = time.perf_counter()
+    start, before_s = time.perf_counter(), cpu_seconds(False, clients.pid)
     await asyncio.gather(*(clients.run({}, f"{number:043d}", 1e9) for number in range(arguments.episodes)))
-    taken = time.perf_counter() - start
+    taken, cpu_s = time.perf_counter() - start, cpu_seconds(False, clients.pid) - before_s
     await clients.close()
-    return taken
+    return taken, cpu_s
 
 
 def main(words: Sequence[str]) -> None:
@@ -258,6 +305,8 @@ def main(words: Sequence[str]) -> None:
     requests.add_argument("--max-tokens", type=int, default=16)
     requests.add_argument("--max-num-seqs", type=int, default=128)
     requests.add_argument("--threads", type=int, default=1)
+    requests.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    requests.add_argument("--only", choices=("endpoint", "vllm"), help="one of the two")
     requests.set_defaults(run=bench_requests)
     arguments = parser.parse_args(words)
     arguments.run(arguments)

@@ -37,6 +37,7 @@ FREE_KEYS = frozenset(
         "correction.preset",  # the keys that it sets are compared
         "reward.num_workers",
         "reward.every_node",
+        "tools.every_node",
         "reward.timeout_s",
         "parallel_config",
         "training.skip_zero_advantages",  # like the layout: what is summed, not what comes of it but for rounding

@@ -1,7 +1,7 @@
 """What does not go together, each with its reason: the one table of which the checks and docs/async.md are made.
 
-What is not in it goes together: tools, environments, adapters, dynamic sampling, reward models, critics, ReMax and
-nodes for rollout only, in step, off-policy, by segments and asynchronously.
+What is not in it goes together: tools, environments, agents, adapters, dynamic sampling, reward models, critics, ReMax
+and nodes for rollout only, in step, off-policy, by segments and asynchronously.
 """
 
 import dataclasses
@@ -42,7 +42,6 @@ REFUSALS = tuple(
         ),
         (("memory.offload_optimizer", _LAG), "no generator takes turns with training on its devices", "remove it"),
         (("profiler.vllm", _LAG), "servers work on several steps at once, and a trace is of one", "set it to false"),
-        (("tools.agent", "rollout.segment_tokens"), "an agent's time limit goes on between rounds", "set it to 0"),
         (("tools.agent", IMAGES), "the endpoint takes text only", "leave the agent out"),
         ((REPLAY, "tools.agent"), "episodes carry no routing on", "set one of them to its default"),
         ((_MODEL, IMAGES), "a reward model reads text only", "use verifiers"),

@@ -78,6 +78,7 @@ class ToolSection:
     agent_gather_s: float = key(
         1.0, "longest that calls of the model wait for those of agents that are busy, in seconds", minimum=0
     )
+    every_node: bool = key(True, "agents run on every node; false: on node 0 alone")
     max_turns: int = key(
         4, "most turns of the model in one response, the last included; of an agent, calls of the model", minimum=2
     )

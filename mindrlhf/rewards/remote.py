@@ -12,7 +12,6 @@ Samples and results travel as JSON text in an array of bytes, so that it is writ
 import contextlib
 import ipaddress
 import json
-import subprocess
 import sys
 import threading
 from collections import Counter, deque
@@ -25,6 +24,7 @@ import numpy as np
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.launch.nodes.channel import LOST, Channel
+from mindrlhf.launch.nodes.helper import NodeHelper
 from mindrlhf.rewards.registry import Reads
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rewards.types import RewardInput, RewardResult, Task
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 # Verifiers may take two minutes to load (``dispatcher.START_LIMIT_S``).
 _READY_LIMIT_S = 150.0
-_END_LIMIT_S = 5.0
 
 
 class RemoteWorkers:
@@ -173,44 +172,17 @@ class RemoteNodes:
                 self._wake()
 
 
-class NodeVerifiers:
+class NodeVerifiers(NodeHelper):
     """The process that has the verifier workers of this node (:mod:`mindrlhf.rewards.node`), for rank 0 to use.
 
-    It loads the verifiers at once, and ends with whoever has started it.
+    It loads the verifiers at once.
     """
 
     def __init__(self, reward: "RewardSection"):
-        settings = {
-            "selection": asdict(Selection.from_config(reward)),
-            "limits": [reward.num_workers, reward.timeout_s, reward.failure_value, reward.memory_limit_mib << 20],
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "mindrlhf.rewards.node"],
-            stdin=subprocess.PIPE,
-            stdout=2,  # of the rank: its log
-            text=True,
-            start_new_session=True,
+        limits = [reward.num_workers, reward.timeout_s, reward.failure_value, reward.memory_limit_mib << 20]
+        super().__init__(
+            "mindrlhf.rewards.node", {"selection": asdict(Selection.from_config(reward)), "limits": limits}
         )
-        self._tell(settings)
-
-    def connect(self, host: str, port: int, token: str, node: int) -> None:
-        """Have it connect to rank 0, which accepts when all have been asked to."""
-        self._tell({"host": host, "port": port, "token": token, "node": node})
-
-    def close(self) -> None:
-        """End it, with its workers."""
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(_END_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _tell(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # it has ended: rank 0 waits for it in vain, and says so
-            self._process.stdin.write(f"{json.dumps(message)}\n")
-            self._process.stdin.flush()
 
 
 def reason_to_stay(reward: "RewardSection") -> str:

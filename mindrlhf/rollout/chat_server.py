@@ -7,7 +7,6 @@ questions that wait together (``Questions``).
 
 import asyncio
 import contextlib
-import dataclasses
 import hashlib
 import hmac
 import json
@@ -16,9 +15,10 @@ import socket
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
 from aiohttp import web
 
 from mindrlhf.data.control_tokens import control_token_pattern, neutralised_value
@@ -27,6 +27,7 @@ from mindrlhf.data.templates import CHAT, PromptTemplate, load_template, record_
 from mindrlhf.data.tokenizers import Tokenizer
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.agents.protocols import PROTOCOLS, Answer, BadQuestion, Call, Reply, error_body
+from mindrlhf.rollout.partial import NOTHING, followed_by
 from mindrlhf.rollout.types import Completion, CompletionSource, GenerationRequest, SamplingParams
 from mindrlhf.tools.calls import called, dialect_of
 
@@ -71,7 +72,7 @@ class Caller(Protocol):
         """
 
 
-@dataclass
+@dataclass(eq=False)
 class Question:
     """What one call asks of the generator. ``order`` is its place among those that wait together."""
 
@@ -81,8 +82,38 @@ class Question:
     sampling: SamplingParams
     seed: int
     order: tuple = ()
-    completions: list[Completion] = field(default_factory=list)
+    owner: Any = None  # who asks
+    segment: int = 0  # tokens that a sample is given at a time; 0: all
+    samples: dict[int, Completion] = field(default_factory=dict)  # by index, complete or begun
     future: "asyncio.Future[None] | None" = None
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether all samples are there, and complete."""
+        return len(self.samples) == self.num_samples and all(one.finish_reason for one in self.samples.values())
+
+    def requests(self) -> list[tuple[int, GenerationRequest]]:
+        """Return what is to be generated next, each with the index of its first sample."""
+        limit = min(self.max_tokens, self.segment or self.max_tokens)
+        if len(self.samples) < self.num_samples:  # or the generator failed among their first segments
+            self.samples.clear()
+            return [(0, GenerationRequest(0, self.prompt_ids, self.num_samples, self.seed, max_tokens=limit))]
+        found = []
+        for index, begun in sorted(self.samples.items()):
+            if not begun.finish_reason:
+                length, path = len(begun.token_ids), [self.seed, index, len(begun.token_ids)]
+                seed = int(np.random.SeedSequence(path).generate_state(1, np.uint64)[0]) >> 1
+                ids = (*self.prompt_ids, *begun.token_ids.tolist())
+                limit = max(1, min(self.segment or self.max_tokens, self.max_tokens - length))
+                found.append((index, GenerationRequest(0, ids, 1, seed, max_tokens=limit, num_begun=length)))
+        return found
+
+    def add(self, completion: Completion) -> None:
+        """Take a sample, or the next segment of it."""
+        if self.segment:
+            before = self.samples.get(completion.sample_index) or replace(NOTHING, sample_index=completion.sample_index)
+            completion = followed_by(before, completion, self.max_tokens)
+        self.samples[completion.sample_index] = completion
 
 
 class Questions:
@@ -95,47 +126,53 @@ class Questions:
 
     async def ask(self, question: Question) -> list[Completion]:
         """Return the samples of a question, in the order of their indices."""
-        question.future = asyncio.get_running_loop().create_future()
-        with self.news:
-            if len(self.waiting) >= self._max_waiting:
-                raise Refused(429, f"{self._max_waiting} questions wait")
-            self.waiting.append(question)
-            self.news.notify_all()
-        try:
-            await question.future
-        finally:
-            with self.news, contextlib.suppress(ValueError):
-                self.waiting.remove(question)
-        return sorted(question.completions, key=lambda one: one.sample_index)
+        if not question.is_answered:
+            question.future = asyncio.get_running_loop().create_future()
+            with self.news:
+                if len(self.waiting) >= self._max_waiting:
+                    raise Refused(429, f"{self._max_waiting} questions wait")
+                self.waiting.append(question)
+                self.news.notify_all()
+            try:
+                await question.future
+            finally:
+                with self.news, contextlib.suppress(ValueError):
+                    self.waiting.remove(question)
+        return [sample for _, sample in sorted(question.samples.items())]
 
-    def take(self) -> list[Question]:
-        """Return what waits now, in the order of the questions; those whose clients have gone are left out."""
+    def take(self, owners: Collection[Any] | None = None) -> list[Question]:
+        """Return what waits now (of some alone), in the order of the questions; those whose clients have gone are left
+        out."""
         with self.news:
-            taken, self.waiting = self.waiting, []
+            taken = [one for one in self.waiting if owners is None or one.owner in owners]
+            self.waiting = [one for one in self.waiting if owners is not None and one.owner not in owners]
         return sorted((one for one in taken if not one.future.done()), key=lambda one: one.order)
 
     def generate(self, generator: CompletionSource, questions: Sequence[Question]) -> None:
-        """Answer questions, those of one way of sampling together.
+        """Answer questions, those of one way of sampling together. Those that have segments, and of which something is
+        missing after this one, wait again.
 
         Raises:
-            RunFailure: the generator failed; whoever asked is told.
+            RunFailure: the generator failed; whoever asked is told, but where questions wait again.
         """
         try:
             for sampling in dict.fromkeys(question.sampling for question in questions):
                 own = [question for question in questions if question.sampling == sampling]
-                requests = [
-                    GenerationRequest(number, one.prompt_ids, one.num_samples, one.seed, max_tokens=one.max_tokens)
-                    for number, one in enumerate(own)
-                ]
+                parts = [(question, *part) for question in own for part in question.requests()]
+                requests = [replace(request, request_id=number) for number, (*_, request) in enumerate(parts)]
                 longest = max(one.max_tokens for one in own)
-                for completion in generator.generate(requests, dataclasses.replace(sampling, max_tokens=longest)):
-                    question = own[completion.request_id]
-                    question.completions.append(completion)
-                    if len(question.completions) == question.num_samples:
+                for completion in generator.generate(requests, replace(sampling, max_tokens=longest)):
+                    question, first, _ = parts[completion.request_id]
+                    question.add(replace(completion, sample_index=first + completion.sample_index))
+                    if question.is_answered:
                         _settle(question.future, None)
         except BaseException as error:
-            self.fail(questions, f"the generator failed: {error}")
+            self.fail([one for one in questions if not one.segment], f"the generator failed: {error}")
             raise
+        finally:
+            with self.news:
+                under_way = [one for one in questions if one.segment and not one.is_answered]
+                self.waiting += [one for one in under_way if not one.future.done()]
 
     def fail(self, questions: Collection[Question], reason: str) -> None:
         """Tell those who asked why there is no answer."""

@@ -21,6 +21,7 @@ from mindrlhf.data.control_tokens import control_token_pattern, neutralised_valu
 from mindrlhf.data.templates import CHAT, Options, PromptTemplate, load_template, record_options, template_of
 from mindrlhf.data.tokenizers import Tokenizer
 from mindrlhf.errors import UserError
+from mindrlhf.rollout.partial import extended_experts, extended_spans, start_of_turn
 from mindrlhf.rollout.turn_texts import TurnTexts
 from mindrlhf.rollout.types import Completion, CompletionSource, GenerationRequest, SamplingParams
 from mindrlhf.tools.calls import ToolAnswer, ToolCall, dialect_of, parse_calls
@@ -45,45 +46,6 @@ class ConversationLimits:
     max_turns: int  # of the assistant, the last answer included
     max_calls: int  # of tools, in one conversation; further ones get an error for an answer
     max_response_tokens: int  # of one tool's answer; the rest is cut off
-
-
-# A response that has no token yet.
-NOTHING = Completion(0, 0, np.zeros(0, np.int32), np.zeros(0, np.float32), "", 0)
-
-
-def followed_by(before: Completion, more: Completion, max_length: int) -> Completion:
-    """Return a response with what was generated next; its ``finish_reason`` is "" while it may go on.
-
-    Args:
-        max_length: of a whole response, in tokens.
-    """
-    token_ids = np.concatenate([before.token_ids, more.token_ids]).astype(np.int32, copy=False)
-    is_cut = more.finish_reason == "length" and len(token_ids) < max_length
-    return replace(
-        before,
-        token_ids=token_ids,
-        logprobs=np.concatenate([before.logprobs, more.logprobs]).astype(np.float32, copy=False),
-        finish_reason="" if is_cut else more.finish_reason,
-        spans=_extended_spans(before.spans, more),
-        experts=_extended_experts(before.experts, more.experts),
-    )
-
-
-def _extended_spans(spans: tuple[tuple[int, int], ...], more: Completion) -> tuple[tuple[int, int], ...]:
-    version, count = more.weights_version, len(more.logprobs)
-    if spans and spans[-1][0] == version:
-        return (*spans[:-1], (version, spans[-1][1] + count))
-    return (*spans, (version, count))
-
-
-def _extended_experts(before: np.ndarray | None, now: np.ndarray | None) -> np.ndarray | None:
-    """Return where tokens were sent: each as when it was first read, not when it was read again as a prefix."""
-    return now if before is None or now is None else np.concatenate([before, now[len(before) :]])
-
-
-def start_of_turn(is_generated: Sequence[bool]) -> int:
-    """Return where the turn of a conversation begins that is under way, or was the last."""
-    return max((place for place, by_model in enumerate(is_generated, 1) if not by_model), default=0)
 
 
 @dataclass
@@ -142,9 +104,9 @@ class _Conversation:
         self.is_generated += [True] * len(completion.token_ids)
         self.logprobs.append(completion.logprobs)
         self.weights_version = completion.weights_version
-        self.experts = _extended_experts(self.experts, completion.experts)
+        self.experts = extended_experts(self.experts, completion.experts)
         if self.request.begun is not None:
-            self.spans = _extended_spans(self.spans, completion)
+            self.spans = extended_spans(self.spans, completion)
 
     def add_turn(self, completion: Completion) -> None:
         """Add a turn, or the rest of it."""

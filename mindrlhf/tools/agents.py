@@ -12,7 +12,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from mindrlhf.system.processes import kill_tree
 
 START_TIMEOUT_S = 120.0
 MAX_REWARD = 1e15
+_MIN_WAIT_S = 0.02
 _FUNCTION = re.compile(r"\S+\.py:[^\W\d]\w*")
 # Of this process's environment, what agents see.
 _SHARED = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "DOCKER_HOST")
@@ -168,8 +170,10 @@ class AgentRunner:
                 raise UserError(answer["error"] if answer else "the process of the agents did not start: see the log")
             self._following = asyncio.get_running_loop().create_task(self._follow())
 
-    async def run(self, record: Mapping[str, Any], key: str, timeout_s: float) -> AgentResult:
-        """Run an agent to its end, and kill what is left of it."""
+    async def run(
+        self, record: Mapping[str, Any], key: str, timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> AgentResult:
+        """Run an agent to its end, and kill what is left of it; ``clock`` tells the seconds that count."""
         try:
             await self.start()
         except UserError as error:
@@ -180,9 +184,7 @@ class AgentRunner:
         self._running[number] = ended
         try:
             self._tell({"start": number, "record": dict(record), "key": key, "directory": directory})
-            return await asyncio.wait_for(ended, timeout_s)
-        except asyncio.TimeoutError:
-            return AgentResult(failure=f"it had not ended after {timeout_s:g} s (tools.agent_timeout_s)")
+            return await run_to_end(ended, timeout_s, clock)
         finally:
             if self._running.pop(number, None) is not None and not (ended.done() and not ended.cancelled()):
                 self._tell({"kill": number})
@@ -214,6 +216,16 @@ class AgentRunner:
         for ended in self._running.values():
             if not ended.done():
                 ended.set_result(AgentResult(failure="the process that starts agents died"))
+
+
+async def run_to_end(ended: "asyncio.Future[AgentResult]", timeout_s: float, clock: Callable[[], float]) -> AgentResult:
+    """Return how an agent has ended, at the latest when its time by a clock is over."""
+    end_s = clock() + timeout_s
+    while not ended.done() and (left_s := end_s - clock()) > 0:
+        await asyncio.wait([ended], timeout=max(left_s, _MIN_WAIT_S))
+    if ended.done():
+        return ended.result()
+    return AgentResult(failure=f"it had not ended after {timeout_s:g} s (tools.agent_timeout_s)")
 
 
 def read_result(message: Mapping[str, Any]) -> AgentResult:

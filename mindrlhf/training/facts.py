@@ -5,6 +5,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import shlex
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from mindrlhf.data.fingerprint import data_fingerprint
 from mindrlhf.launch.nodes.facts import MISSING, Fact
 from mindrlhf.rewards.remote import reason_to_stay
 from mindrlhf.rollout.replicas import find_rollout_python
+from mindrlhf.tools.agents import is_function
 from mindrlhf.training.checkpoints.run import check_continues
 
 _PACKAGES = ("mindspore", "mindformers", "numpy", "safetensors", "tokenizers", "transformers")
@@ -67,6 +69,7 @@ def run_facts(command: str, config: AnyConfig, options: Mapping[str, Any]) -> li
         ),
         *_models(values),
         *verifier_facts(config),
+        *agent_facts(config),
         *(
             Fact(f"what data.{key} holds", value, _SAME_FILES)
             for key, value in data_fingerprint(vars(config.data)).items()
@@ -162,6 +165,17 @@ def verifier_facts(config: AnyConfig) -> Iterator[Fact]:
     for name in sorted(names):
         fix = "set it on all nodes, or give reward.every_node=false"
         yield Fact(f"whether {name} is set", bool(os.environ.get(name)), fix)
+
+
+def agent_facts(config: AnyConfig) -> Iterator[Fact]:
+    """Yield what agents need on each node: the files that their command line names."""
+    tools = config.tools if isinstance(config, GrpoConfig) else None
+    if tools is None or not tools.agent or not tools.every_node:
+        return
+    is_one = is_function(tools.agent)
+    for word in [tools.agent.rpartition(":")[0]] if is_one else [one for one in shlex.split(tools.agent) if "/" in one]:
+        held = _file_digest(Path(word)) if Path(word).is_file() else MISSING
+        yield Fact(f"what {word} holds", held, f"{_SAME_FILES}, or give tools.every_node=false")
 
 
 def _models(values: Mapping[str, Any]) -> Iterator[Fact]:

@@ -2,19 +2,24 @@
 
 import secrets
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
-from mindrlhf.config.reward import RewardSection
+from mindrlhf.config.reward import RewardSection, ToolSection
+from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import RunFailure
+from mindrlhf.launch.nodes.helper import NodeHelper
 from mindrlhf.layout.servers import Places
 from mindrlhf.rewards.pool import RewardPool
-from mindrlhf.rewards.remote import NodeVerifiers, reason_to_stay
+from mindrlhf.rewards.remote import NodeVerifiers, reason_to_stay, start_verifiers
 from mindrlhf.rollout.multi_node.share import NodeShare
 from mindrlhf.rollout.remote import NodesGenerator, ReplicatedGenerator, accept_nodes, answer, remotes
+from mindrlhf.rollout.types import CompletionSource
 from mindrlhf.system.handshake import SignedConnection
 from mindrlhf.system.messages import merged_by, result, union
 from mindrlhf.system.ports import listen
 from mindrlhf.system.wire import own_host, rank_0_host
+from mindrlhf.tools.agent_nodes import start_agents
 from mindrlhf.training.batch import Machine
 from mindrlhf.training.team import Team
 from mindrlhf.weights.publish.publisher import PublishingWorker
@@ -39,7 +44,9 @@ class ServingWorker(PublishingWorker):
 
     node_generator: ReplicatedGenerator | None = None  # the rollout servers that this rank owns
     _share: NodeShare | None = None
-    verifiers: NodeVerifiers | None = None  # of this node, on its first rank, where rank 0 is on another
+    # Of this node, on its first rank, where rank 0 is on another.
+    verifiers: NodeVerifiers | None = None
+    agents: NodeHelper | None = None
 
     def use_generator(self, generator: ReplicatedGenerator) -> None:
         """Take the rollout servers of this node."""
@@ -55,6 +62,11 @@ class ServingWorker(PublishingWorker):
         """On the first rank of another node than rank 0's, let rank 0 use the verifier workers here from now on."""
         if self.verifiers is not None:
             self.verifiers.connect(host, port, token, self.node)
+
+    def run_agents_for_node(self, host: str, port: int, token: str) -> None:
+        """On the first rank of another node than rank 0's, let rank 0 have agents run here from now on."""
+        if self.agents is not None:
+            self.agents.connect(host, port, token, self.node)
 
     def use_share(self, share: NodeShare) -> None:
         """Take what starts this node's share of a server."""
@@ -116,6 +128,23 @@ def connect_verifiers(team: Team, nodes: Nodes, rewards: RewardPool | None, rewa
         return
     for node, connection in sorted(_connect(team, range(1, len(nodes)), "verify_for_node").items()):
         rewards.remotes.admit(connection, f"node {node}")
+
+
+def start_helpers(config: GrpoConfig, stack: ExitStack) -> tuple[NodeVerifiers | None, NodeHelper | None]:
+    """Start what works for rank 0 on this node, which is not its: verifiers and agents; ``stack`` ends them."""
+    return start_verifiers(config.reward, stack), start_agents(config.tools, stack)
+
+
+def connect_agents(team: Team, nodes: Nodes, source: CompletionSource, tools: ToolSection) -> None:
+    """Have agents, of which ``source`` is where there are any, run on all nodes.
+
+    Raises:
+        UserError, RunFailure: they cannot start on one.
+    """
+    if not tools.agent or not tools.every_node or len(nodes) == 1:
+        return
+    for node, connection in sorted(_connect(team, range(1, len(nodes)), "run_agents_for_node").items()):
+        source.admit(connection, f"node {node}")
 
 
 def _connect(team: Team, others: Sequence[int], method: str) -> dict[int, SignedConnection]:

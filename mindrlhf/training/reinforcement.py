@@ -29,7 +29,6 @@ from mindrlhf.observe.timing import StageTimer
 from mindrlhf.observe.viewer.page import write_pages
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.registry import part_name
-from mindrlhf.rewards.remote import NodeVerifiers, start_verifiers
 from mindrlhf.rollout.conversations import with_tools
 from mindrlhf.rollout.elastic.generator import ElasticGenerator
 from mindrlhf.rollout.elastic.listener import Listener, take_address
@@ -81,7 +80,7 @@ class ReinforcementTraining(life_cycle.Training):
         num_nodes = num_nodes_from_environment()
         self._places = place_servers(config.rollout, num_nodes, num_ranks_from_environment() // num_nodes)
         self._share: NodeShare | None = None  # of a server over several nodes
-        self._verifiers: NodeVerifiers | None = None  # of this node, where it is not rank 0's
+        self._helpers = None, None  # verifiers and agents of this node, where it is not rank 0's
         # Of this node; on rank 0, once connected, of all.
         self._generator: Replicas | NodesGenerator | ElasticGenerator | None = None
 
@@ -94,7 +93,7 @@ class ReinforcementTraining(life_cycle.Training):
         self._start_or_prepare(stack, log_dir)
 
     def start_early_elsewhere(self, stack: contextlib.ExitStack) -> None:
-        self._verifiers = start_verifiers(self._config.reward, stack)
+        self._helpers = machines.start_helpers(self._config, stack)
         self._start_or_prepare(stack, self._output_dir / "logs" / f"rollout_{socket.gethostname()}")
 
     def _start_or_prepare(self, stack: contextlib.ExitStack, log_dir: Path) -> None:
@@ -122,7 +121,7 @@ class ReinforcementTraining(life_cycle.Training):
             actor.use_generator(self._generator)
         if self._share is not None:
             actor.use_share(self._share)
-        actor.verifiers = self._verifiers
+        actor.verifiers, actor.agents = self._helpers
         return actor
 
     def connect(self, worker, connections: list, requests: SaveRequests, stack: contextlib.ExitStack) -> None:
@@ -169,6 +168,7 @@ class ReinforcementTraining(life_cycle.Training):
             self._reward_model = RewardModel(self.team, scored, config.reward, requests.uninterruptible)
         files = [inputs.prompts, *filter(None, (inputs.held_out, *inputs.more_held_out.values()))]
         source = with_tools(config.tools, self._generator, inputs.tokenizer, stack, files)
+        machines.connect_agents(ranks, nodes, source, config.tools)
         self._sampler = Sampler(source, rewards, inputs.tokenizer, self._reward_model)
 
     def open(self, progress: Progress, checkpoints: RunCheckpoints, first_step: int, stack: contextlib.ExitStack):

@@ -180,12 +180,6 @@ RULES = {
         ["tools.agent=''"],
         1,
     ),
-    "an agent by segments": (
-        ["tools.agent=sh a.sh", "rollout.segment_tokens=8"],
-        ["'tools.agent' = sh a.sh does not go with 'rollout.segment_tokens' = 8"],
-        ["rollout.segment_tokens=0"],
-        1,
-    ),
     "an agent's limit without an agent": (
         ["tools.agent_timeout_s=5"],
         ["'tools.agent_timeout_s' is set, but tools.agent is empty"],

@@ -1,6 +1,7 @@
 """What does not go together: each line of the table is refused, and the page has the table."""
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from mindrlhf.config.refusals import (
     refusal_table,
 )
 from mindrlhf.errors import UserError
+from mindrlhf.rollout.agents import protocols
 
 PAGE = Path(__file__).parents[2] / "docs" / "async.md"
 SETTINGS = {IMAGES, DEEP_IMAGES, ELASTIC, SHARDED, SPANNING, REPLAY}
@@ -99,6 +101,7 @@ FEATURES = (
     ("algorithm.name=ppo", "critic.path=c"),
     ("algorithm.advantage=remax",),
     ("training.replay_routing=true",),
+    ("tools.agent=sh a.sh",),
 )
 
 
@@ -111,3 +114,25 @@ def test_every_schedule_goes_with_every_feature(schedule, feature, load):
 def test_the_page_has_the_table():
     text = PAGE.read_text()
     assert "\n".join(refusal_table()) in text, "mindrlhf.config.refusals.refusal_table() is the table of docs/async.md"
+
+
+def test_what_is_refused_with_agents_is_on_their_page_in_five_lines_at_most():
+    page = (PAGE.parent / "agents.md").read_text()
+    found = re.findall(r"^\| (.+) \| (.+) \|$", page.partition("\n## Limits\n")[2], re.M)[1:]
+    rows = [(set(re.findall(r"`(\w[\w.]*)", names)), names, reason) for names, reason in found]
+    assert 0 < len(rows) <= 5
+    for refusal in REFUSALS:
+        if "tools.agent" in refusal.features:
+            shown = ", ".join(one if one in SETTINGS - {REPLAY} else f"`{one}`" for one in refusal.features)
+            assert (shown, refusal.reason) in found
+    told = set().union(*(keys for keys, *_ in rows)) - {"tools.agent", REPLAY}
+    assert told == {*protocols._REFUSED, "response_format", "tool_choice"}
+    for name, (_, reason) in protocols._REFUSED.items():
+        (row,) = [row for row in rows if name in row[0]]
+        assert (row[2] == reason) == (reason == protocols.CONSTRAINED)
+
+
+@pytest.mark.parametrize("body", [{"response_format": {"type": "json_object"}}, {"tool_choice": "required"}])
+def test_what_would_constrain_sampling_is_refused_with_that_reason(body):
+    with pytest.raises(protocols.BadQuestion, match=protocols.CONSTRAINED):
+        protocols.read_chat({"messages": [{"role": "user", "content": "a"}], **body})

@@ -5,6 +5,7 @@ import re
 import signal
 
 import pytest
+import test_schedule_features
 from machine_jobs import TIMEOUT_S, assert_same, find, num_steps, one_machine
 from slow_tests import SLOW
 
@@ -29,6 +30,24 @@ def test_two_machines_train_as_one_with_as_many_ranks(start_machines, fault_inpu
     assert [path.name for path in logs.glob("rollout_*.log")] == ["rollout_0.log"], "one of two servers is here"
     assert [path.name for path in (logs / "rollout_node1").glob("*.log")] == ["rollout_0.log"], "the other is there"
     assert not list((machines.directory / "run").glob(".nodes_*")), "the secret and the probe are gone"
+
+
+@SLOW
+def test_agents_of_two_machines_are_those_of_one_with_as_many_ranks(start_machines, fault_inputs_dir, tmp_path):
+    """Bit for bit: which of them runs an agent decides nothing."""
+    made = tmp_path / "agent"
+    test_schedule_features.make_agent(made)
+    changes = test_schedule_features.AGENTS | {"tools__agent": f"{made / 'agent.py'}:agent"}
+    changes |= {"model__path": made / "model"}
+    changes |= {f"data__{kind}_file": made / "prompts.mindrecord" for kind in ("train", "eval")}
+    changes |= {"data__tokenizer_dir": made / "model", "reward__verifier_function": "environment_reward"}
+    changes |= {"rollout__num_replicas": 2, "tools__agents_at_once": 256}
+    machines = start_machines(2, keep=(made,), **changes)
+    assert machines.wait(TIMEOUT_S) == [0, 0], machines.all_text()
+    assert_same(machines.directory / "run", one_machine(fault_inputs_dir, tmp_path / "one", 2, **changes))
+    logs = machines.directory / "run" / "logs"
+    said = "".join(path.read_text(errors="replace") for path in logs.rglob("worker_1.log"))
+    assert re.search(r"this node has run [1-9]\d* agents for the run", said), said
 
 
 DIFFERENCES = {

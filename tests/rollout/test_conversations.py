@@ -11,14 +11,8 @@ import pytest
 from mindrlhf.config.reward import ToolSection
 from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.rewards.types import RewardResult
-from mindrlhf.rollout.conversations import (
-    NOTHING,
-    ConversationLimits,
-    Conversations,
-    followed_by,
-    tool_metrics,
-    with_tools,
-)
+from mindrlhf.rollout.conversations import ConversationLimits, Conversations, tool_metrics, with_tools
+from mindrlhf.rollout.partial import NOTHING, followed_by
 from mindrlhf.rollout.samples import Sampler
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
 from mindrlhf.tools.calls import ToolAnswer

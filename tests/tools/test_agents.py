@@ -34,7 +34,10 @@ def endpoint(tmp_path):
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def run_all(agent, endpoint, records, timeout_s=20.0, is_open=False, memory_limit_bytes=1 << 30, during=None, **more):
+def run_all(
+    agent, endpoint, records, timeout_s=20.0, is_open=False, memory_limit_bytes=1 << 30, during=None,
+    clock=time.monotonic, **more,
+):  # fmt: skip
     """Return what agents that run at once end with."""
     path, port, directory = endpoint
 
@@ -49,7 +52,8 @@ def run_all(agent, endpoint, records, timeout_s=20.0, is_open=False, memory_limi
         runner = AgentRunner(agent, port, path, directory, **options)
         try:
             await runner.start()
-            tasks = [asyncio.ensure_future(runner.run(one, f"key{n}", timeout_s)) for n, one in enumerate(records)]
+            runs = [runner.run(one, f"key{n}", timeout_s, clock) for n, one in enumerate(records)]
+            tasks = [asyncio.ensure_future(one) for one in runs]
             if during is not None:
                 await during(runner)
             return await asyncio.gather(*tasks)
@@ -174,6 +178,15 @@ def test_an_agent_that_fails_fails_alone(tmp_path, endpoint, body, failure, is_o
     options = {"timeout_s": 2.0, "is_open": is_open, "memory_limit_bytes": 256 << 20}
     bad, good = run_all(file_of(tmp_path, source), endpoint, [{"good": False}, {"good": True}], **options)
     assert failure in bad.failure and good == AgentResult(1.0)
+
+
+@pytest.mark.parametrize("rests", [True, False])
+def test_the_time_of_an_agent_is_that_of_its_clock(tmp_path, endpoint, rests):
+    source = "def agent(record, base_url, api_key):\n    import time\n    time.sleep(1.5)\n    return 1.0\n"
+    begun_s = time.monotonic()
+    clock = (lambda: begun_s + min(0.2, time.monotonic() - begun_s)) if rests else time.monotonic
+    (found,) = run_all(file_of(tmp_path, source), endpoint, [{}], timeout_s=0.5, is_open=True, clock=clock)
+    assert found == (AgentResult(1.0) if rests else AgentResult(failure=found.failure)), found
 
 
 @pytest.mark.parametrize("is_open", [True, pytest.param(False, marks=NEEDS_NAMESPACES)])

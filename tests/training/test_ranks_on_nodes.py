@@ -4,24 +4,28 @@ import contextlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from mindrlhf.config.model import ModelSection
-from mindrlhf.config.reward import RewardSection
+from mindrlhf.config.reward import RewardSection, ToolSection
 from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import RunFailure
+from mindrlhf.launch.nodes.facts import MISSING
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.remote import start_verifiers
 from mindrlhf.rewards.types import RewardInput
 from mindrlhf.system.messages import decode, encode, merge
+from mindrlhf.tools.agent_nodes import start_agents
 from mindrlhf.training.batch import Machine
-from mindrlhf.training.facts import verifier_facts
+from mindrlhf.training.facts import agent_facts, verifier_facts
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.nodes import (
     ServingWorker,
+    connect_agents,
     connect_verifiers,
     find_nodes,
     find_required_slices,
@@ -404,6 +408,24 @@ def test_the_verifiers_of_all_nodes_are_asked_by_rank_0(tmp_path):
     assert {int(result.total) for result in results} == expected
 
 
+def test_agents_of_all_nodes_are_asked_for_by_rank_0(tmp_path):
+    """The source here only takes the connections; what goes over them is in tests/rollout/agents."""
+    (tmp_path / "own.py").write_text("def agent(record, url, key):\n    return 1.0\n")
+    tools = ToolSection(agent=f"{tmp_path / 'own.py'}:agent", agent_open=True)
+    ranks = [SpanningRank(machine, held) for machine, held in zip("xyz", CUT)]
+    team, admitted = ThreadedRanks(ranks), {}
+    nodes = find_nodes(team)
+    source = SimpleNamespace(admit=lambda connection, name: admitted.setdefault(name, connection.receive(60)[0]))
+    with contextlib.ExitStack() as stack:
+        for rank in ranks[1:]:
+            rank.agents = start_agents(tools, stack)
+        stack.enter_context(open_weight_buffers(team, nodes))
+        connect_agents(team, nodes, source, tools)
+        connect_agents(None, [[0], [1]], source, ToolSection(agent="sh a.sh", every_node=False))
+        connect_agents(None, [[0, 1]], source, tools)
+    assert admitted == {f"node {node}": {"kind": "ready"} for node in range(1, len(nodes))}
+
+
 def test_verifiers_that_stay_on_node_0_are_told(capsys, tmp_path):
     reward = RewardSection(verifier_function=("accuracy_reward",), every_node=False)
     with contextlib.ExitStack() as stack:
@@ -411,6 +433,27 @@ def test_verifiers_that_stay_on_node_0_are_told(capsys, tmp_path):
         pool = stack.enter_context(RewardPool.from_config(reward))
         connect_verifiers(None, [[0], [1]], pool, reward)
     assert capsys.readouterr().out == "mindrlhf: verifiers run on node 0 alone: reward.every_node is false\n"
+
+
+def test_nodes_are_compared_by_the_files_of_agents(tmp_path):
+    path = tmp_path / "own.py"
+
+    def facts(agent, **keys):
+        config = GrpoConfig(
+            model=ModelSection(path="model"),
+            data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
+            tools=ToolSection(agent=agent, **keys),
+        )
+        return {fact.name: fact.value for fact in agent_facts(config)}
+
+    path.write_text("one")
+    for agent in (f"{path}:agent", f"python {path} --quick 'a b'"):
+        first = facts(agent)
+        assert list(first) == [f"what {path} holds"]
+        path.write_text(f"{path.read_text()} two")
+        assert facts(agent) != first
+    assert facts("sh -c true") == facts("") == facts(f"{path}:agent", every_node=False) == {}
+    assert list(facts(f"{tmp_path}/gone.sh").values()) == [MISSING]
 
 
 def test_nodes_are_compared_by_the_files_of_verifiers_and_the_keys_of_judges(tmp_path, monkeypatch):

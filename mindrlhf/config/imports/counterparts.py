@@ -42,7 +42,7 @@ WITHOUT: Mapping[str, Mapping[str, str]] = {
         "verifiers are functions of one's own there, without limits or gates": (
             "reward.failure_value reward.memory_limit_mib reward.gates reward.closed_gate_value reward.by_choice"
         ),
-        "verifiers run where the trainer does, or where Ray puts them": "reward.every_node",
+        "verifiers run where the trainer does, or where Ray puts them": "reward.every_node tools.every_node",
         "Ray starts and restarts processes": "run.start_timeout_s rollout.start_timeout_s",
         "training and generation share an interpreter": "rollout.python rollout.env rollout.num_threads",
         "an engine is one of its own": "rollout.engine",

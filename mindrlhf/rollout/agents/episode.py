@@ -8,14 +8,17 @@ writes of the messages behind them. So no token that the model has written is de
 import asyncio
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from mindrlhf.rollout.agents.protocols import Answer, BadQuestion, Call, Reply
+from mindrlhf.rollout.agents.records import EpisodeUnderWay, GivenSample
 from mindrlhf.rollout.chat_server import PROMPT_END, Prompts, Question, Refused
+from mindrlhf.rollout.partial import NOTHING
 from mindrlhf.rollout.turn_texts import TurnTexts
 from mindrlhf.rollout.types import AgentRecord, Completion, GenerationRequest, OwnSequence, SamplingParams
 from mindrlhf.tools.agents import AgentResult
@@ -62,6 +65,8 @@ class Episode:
         prompts, texts: of the model.
         limits: what it may use.
         ask: puts a question to the generator.
+
+    In partial rollout the request's ``begun`` holds what calls were given before the run was resumed.
     """
 
     def __init__(
@@ -87,6 +92,9 @@ class Episode:
         self._num_calls = self._num_reserved = 0
         self._num_other_tokens = self._num_rewritten = self._num_neutralised = self._num_refused = 0
         self._checked: set[int] = set()
+        given = request.begun.given if isinstance(request.begun, EpisodeUnderWay) else ()
+        self._recorded = _samples_by_call(given)  # not asked for again so far
+        self._given: dict[tuple[str, int], dict[int, Completion]] = {}
         self.outcome: AgentResult | None = None
 
     def end(self, result: AgentResult) -> AgentResult:
@@ -132,7 +140,13 @@ class Episode:
             reserved = limit * call.num_samples
             self._num_reserved += reserved
             question = self._question(call, ids, limit)
-            completions = await self._ask(question)
+            asked = question.order[2].hex(), question.order[3]
+            question.samples = self._given[asked] = self._recorded.pop(asked, {})
+            try:
+                completions = await self._ask(question)
+            except BaseException:
+                del self._given[asked]
+                raise
             self._check_open()
         except BaseException:
             self._num_calls -= call.num_samples
@@ -167,7 +181,7 @@ class Episode:
         stop = tuple(dict.fromkeys((*self._sampling.stop, *call.stop)))
         own = replace(self._sampling, max_tokens=0, stop=stop)
         order = (self.request.request_id, self.sample_index, digest, number)
-        return Question(tuple(ids.tolist()), call.num_samples, limit, own, seed, order)
+        return Question(tuple(ids.tolist()), call.num_samples, limit, own, seed, order, owner=self)
 
     def _parent(self, call: Call, said: Sequence[str]) -> Turn | None:
         """Return the turn that a chat goes on with: of the longest beginning of its messages that was said here."""
@@ -257,6 +271,25 @@ class Episode:
             found.append((OwnSequence(ids[:start], ids[start:], is_generated[start:], own[0].role), logprobs))
         return found
 
+    @property
+    def is_replaying(self) -> bool:
+        """Whether the agent, run anew, has not asked yet for all that was recorded."""
+        return bool(self._recorded)
+
+    def end_replay(self) -> None:
+        """Forget what the agent has not asked for again: it takes another way."""
+        self._recorded.clear()
+
+    def under_way(self) -> EpisodeUnderWay:
+        """Return what a checkpoint needs to go on with an episode."""
+        calls = [*self._given.items(), *self._recorded.items()]
+        samples = [(asked, sample) for asked, given in calls for sample in [*given.values()]]
+        given = tuple(
+            GivenSample(*asked, one.sample_index, one.token_ids, one.logprobs, one.finish_reason, one.spans)
+            for asked, one in samples
+        )
+        return EpisodeUnderWay(**vars(NOTHING) | {"spans": _versions(one for _, one in samples)}, given=given)
+
     def completion(self, placeholder: Completion | None = None) -> Completion:
         """Return the sample that the episode is; ``placeholder`` is one token of its prompt for an agent that has asked
         nothing, which nothing trains on."""
@@ -274,20 +307,40 @@ class Episode:
         sequences = tuple(sequence for sequence, _ in pairs)
         last = self._turns[-1].completion if self._turns else placeholder
         counts = (self._num_other_tokens, self._num_rewritten, self._num_refused)
+        spans: tuple[tuple[int, int], ...] = ()
+        if self.request.begun is not None:
+            spans = _versions([turn.completion for turn in self._turns] or [placeholder])
         return Completion(
             request_id=self.request.request_id,
             sample_index=self.sample_index,
             token_ids=np.concatenate([one.token_ids for one in sequences]),
             logprobs=np.concatenate([logprobs for _, logprobs in pairs]).astype(np.float32, copy=False),
             finish_reason=last.finish_reason,
-            weights_version=last.weights_version,
+            weights_version=spans[0][0] if spans else last.weights_version,
             is_generated=np.concatenate([one.is_generated for one in sequences]),
             num_turns=len(self._turns),
             num_tool_calls=sum(len(turn.reply.calls) for turn in self._turns),
             episode_return=reward,
             num_neutralised_answers=self._num_neutralised,
+            spans=spans,
             agent=AgentRecord(sequences, text, outcome.failure, *counts, rewards=outcome.rewards),
         )
+
+
+def _samples_by_call(given: Sequence[GivenSample]) -> dict[tuple[str, int], dict[int, Completion]]:
+    found: dict[tuple[str, int], dict[int, Completion]] = {}
+    for one in given:
+        completion = Completion(0, one.sample, one.token_ids, one.logprobs, one.finish_reason, 0, spans=one.spans)
+        found.setdefault((one.digest, one.number), {})[one.sample] = completion
+    return found
+
+
+def _versions(completions: Iterable[Completion]) -> tuple[tuple[int, int], ...]:
+    """Return how many tokens are of which version of the weights, the oldest first; calls have no order."""
+    counts: Counter[int] = Counter()
+    for one in completions:
+        counts.update(dict(one.spans) if one.spans else {one.weights_version: len(one.logprobs)})
+    return tuple(sorted(counts.items()))
 
 
 def _said(call: Call) -> tuple[str, ...]:

@@ -31,7 +31,8 @@ from mindrlhf.checkpoint.leftover import LeftoverSample, pack, unpack
 from mindrlhf.checkpoint.manifest import DamagedDirectory
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import Prompt
-from mindrlhf.rollout.conversations import NOTHING, followed_by, start_of_turn
+from mindrlhf.rollout.agents.records import EpisodeUnderWay
+from mindrlhf.rollout.partial import NOTHING, followed_by, start_of_turn
 from mindrlhf.rollout.samples import Sample
 from mindrlhf.rollout.types import Completion, GenerationRequest
 from mindrlhf.training.checkpoints.run import Progress
@@ -343,7 +344,8 @@ def from_leftover(leftover: Sequence[LeftoverSample], num_responses: int) -> lis
         record = _ABSENT | {"place": item.record.get("number")} | dict(item.record)
         try:
             of_group = {name: record.pop(name) for name in _OF_GROUP if name in record}
-            response = unpack(Completion, LeftoverSample(record, item.arrays))
+            kind = EpisodeUnderWay if "given" in record else Completion
+            response = unpack(kind, LeftoverSample(record, item.arrays))
             begun = groups.get(of_group["number"])
             before = begun.responses if begun else ()
             groups[of_group["number"]] = Group(**of_group, responses=(*before, response))
