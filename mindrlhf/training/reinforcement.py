@@ -190,8 +190,9 @@ class ReinforcementTraining(life_cycle.Training):
             heartbeat.enter("waiting for vLLM")
             self._generator.wait_ready()
             self._generator.sleep()
-        heartbeat.enter("compiling the training graphs")
-        trainer.warm_up()
+        if not trainer.compiles_beside:
+            heartbeat.enter("compiling the training graphs")
+            trainer.warm_up()
         if self._reward_model is not None:
             self._reward_model.warm_up()
         heartbeat.enter("waiting for vLLM")

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 from mindrlhf.config.derived import has_older_samples
@@ -60,6 +61,9 @@ class Trainer(Steps):
             config, self.objective, parts.observers, parts.rollout.sampler, progress, parts.team.num_devices
         )
         self._weights = ""  # digest of the published weights
+        # The evaluation leaves the ranks alone, but for the scores of a reward model.
+        is_free = config.run.device == "cpu" and not config.reward.model_path
+        self.compiles_beside = is_free and progress.step == 0 and self.evaluations.is_due()
 
     def step(self) -> dict[str, float]:
         """Do one step and return its metrics; see ``Steps.step``."""
@@ -190,22 +194,34 @@ class Trainer(Steps):
         self.timer.finish_step()
 
     def details(self) -> StepDetails | None:
-        """Return rewards, lengths and a few samples of the last step."""
         return self.report.details
 
     def evaluate(self) -> dict[str, float]:
         """Sample the held-out prompts if it is time, and return their metrics; the time counts to no step."""
-        metrics = self.evaluations.run(self.sampling.settle)
+        with self._compiling():
+            metrics = self.evaluations.run(self.sampling.settle)
         if metrics:
             self.parts.observers.guards.review_evaluations(self.progress.evaluations)
         return metrics
 
+    @contextlib.contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """Compile all graphs while the body runs, where that was left for the first evaluation."""
+        if not self.compiles_beside:
+            yield
+            return
+        self.compiles_beside = False
+        with ThreadPoolExecutor(1, "compile") as thread:
+            compiled = thread.submit(self.warm_up)
+            yield
+            heartbeat.enter("compiling the training graphs")
+            compiled.result()
+        self.timer.finish_step()
+
     def check(self) -> None:
-        """Stop the run if its guards demand it."""
         self.parts.observers.guards.check()
 
     def is_over(self) -> bool:
-        """Return whether the evaluations have stopped getting better; see ``evaluation.patience``."""
         return self.evaluations.has_converged()
 
     @contextlib.contextmanager
@@ -216,7 +232,6 @@ class Trainer(Steps):
             yield
 
     def close(self) -> None:
-        """End what is still going on."""
         self.sampling.close()
 
     def _begin_dump(self):
