@@ -190,9 +190,10 @@ class ReinforcementTraining(life_cycle.Training):
             heartbeat.enter("waiting for vLLM")
             self._generator.wait_ready()
             self._generator.sleep()
-        if not trainer.compiles_beside:
-            heartbeat.enter("compiling the training graphs")
-            trainer.warm_up()
+        if trainer.compiles_beside:
+            return trainer
+        heartbeat.enter("compiling the training graphs")
+        trainer.warm_up()
         if self._reward_model is not None:
             self._reward_model.warm_up()
         heartbeat.enter("waiting for vLLM")

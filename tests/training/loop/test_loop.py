@@ -79,6 +79,9 @@ class Script:
                 logprobs = np.full(index + 1, -1.0, np.float32)
                 yield Completion(request.request_id, index, ids, logprobs, "length" if is_cut else "stop", 1)
 
+    def wait_ready(self):
+        """It is there at once."""
+
     def update_weights(self, version):
         self.journal.append(f"update_weights {version}")
 
@@ -345,15 +348,19 @@ def test_graphs_compile_while_the_held_out_prompts_are_sampled_for_the_first_tim
         assert sampled.wait(60), "nothing is sampled while graphs compile"
         warm_up(*arguments, **options)
 
+    def start_while_compiling():
+        assert begun.wait(60), "nothing is compiled while the generator starts"
+
     def generate_while_compiling(requests, sampling):
-        assert begun.wait(60), "nothing is compiled while held-out prompts are sampled"
         yield from generate(requests, sampling)
         sampled.set()
 
     rank.warm_up, generator.generate = warm_up_until_sampled, generate_while_compiling
+    generator.wait_ready = start_while_compiling
     assert run.trainer.compiles_beside
     run()
-    assert run.journal[3:7] == ["update_weights 1", "generate 2", "warm_up [8, 16] 4 []", "generate 2"]
+    start = ["publish 1", "commit 1", "wake", "update_weights 1", "generate 2", "warm_up [8, 16] 4 []", "generate 2"]
+    assert run.journal[:7] == start
     assert sum(entry.startswith("warm_up") for entry in run.journal) == 1
     assert [step for step, _ in run.memory.metrics] == [0, 1, 2]
 
