@@ -146,7 +146,6 @@ class SupervisedLoss(Loss):
     """Mean negative log-likelihood of the response tokens."""
 
     def of(self, outputs, mask, segment_ids, given):
-        """See :meth:`Loss.of`."""
         loss = -(outputs[0] * mask).sum() / given[-1]
         return loss, ops.stack((loss, outputs[1].sum()))
 
@@ -160,6 +159,5 @@ class CoefficientLoss(Loss):
     inputs = COEFFICIENT_INPUTS
 
     def of(self, outputs, mask, segment_ids, given):
-        """See :meth:`Loss.of`."""
         loss = (given[0] * outputs[0] * mask).sum() / given[-1]
         return loss, ops.stack((loss, outputs[1].sum()))

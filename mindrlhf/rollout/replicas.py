@@ -188,7 +188,6 @@ class Replicas:
                     ) from failure
 
     def update_weights(self, version: int) -> None:
-        """Have every server load ``version`` from the buffer."""
         self._survive(lambda: self._all.update_weights(version))
 
     def find_required_slices(self, infos: Sequence[TensorInfo], node: int, num_nodes: int) -> RequiredSlices:

@@ -129,7 +129,6 @@ class VllmGenerator:
         return self._completions(num_samples, span)
 
     def update_weights(self, version: int) -> None:
-        """Load ``version`` from the buffer and forget all cached prefixes."""
         assert self._buffer_path is not None, "update_weights() before use_weight_buffer()"
         self._call({"kind": "update_weights", "version": version, "buffer_path": self._buffer_path})
         self._weights_version = version
@@ -141,11 +140,9 @@ class VllmGenerator:
         return merge_required([self._call(self._asked_slices)["required"]])
 
     def sleep(self) -> None:
-        """Give the device memory back to the trainer (no-op unless ``enable_sleep``)."""
         self._call({"kind": "sleep"})
 
     def wake(self) -> None:
-        """Take device memory again; weights must be updated before the next ``generate``."""
         self._call({"kind": "wake"})
 
     @property

@@ -190,6 +190,8 @@ class ReinforcementTraining(life_cycle.Training):
             heartbeat.enter("waiting for vLLM")
             self._generator.wait_ready()
             self._generator.sleep()
+        if trainer.compiles_beside:
+            return trainer
         heartbeat.enter("compiling the training graphs")
         trainer.warm_up()
         if self._reward_model is not None:

@@ -122,6 +122,32 @@ def test_samples_are_the_same(rollout_python, directory):
     assert all(several < one for one, several in steps.values())
 
 
+SHARED = {
+    "plain": CASES["plain"],
+    "over blocks": case(num_samples=3, lengths=(40, 63, 64, 65), num_prompts=4, limits=(30,)),
+    "more than slots": CASES["more than slots"],
+    "one sample each": case(num_samples=1),
+    "interrupted": CASES["interrupted"],
+}
+
+
+def test_a_prompt_is_read_once_for_its_samples(rollout_python, directory):
+    """A prompt is read whole once; vLLM reads for each further sample what the prompt's whole blocks lack."""
+    cases = ask(rollout_python, directory, QWEN, SHARED, shares_prompts=True)
+    for name, words in cases.items():
+        apart, shared = words["apart"], words["shared"]
+        assert apart["tokens"] == shared["tokens"] and apart["reasons"] == shared["reasons"], name
+        for own, other in zip(apart["logprobs"], shared["logprobs"], strict=True):
+            np.testing.assert_allclose(own, other, atol=2e-5, err_msg=name)
+    first = {name: (words["apart"]["read"][0], words["shared"]["read"][0]) for name, words in cases.items()}
+    assert first["plain"] == (4 * 5 + 4 * 32 + 33 + 3 * 1, (5 + 3) + (32 + 3) + (33 + 3))
+    whole = 40 + 63 + 64 + 65
+    assert first["over blocks"] == (whole + 2 * (8 + 31 + 32 + 1), whole + 2 * 4)
+    assert first["one sample each"] == (5 + 32 + 33,) * 2
+    apart, shared = (sum(cases["more than slots"][word]["read"]) for word in ("apart", "shared"))
+    assert shared < apart
+
+
 def test_heads_that_are_normalised_are_computed_alike(rollout_python, directory):
     result = ask(rollout_python, directory, QWEN3, {"plain": CASES["plain"], "stop tokens": CASES["stop tokens"]})
     assert result["several"] and result["decoder"] == "used"

@@ -6,7 +6,9 @@ A case: "prompts", "num_samples", "max_tokens" of each, "sampling", and "interru
 somebody interrupts it (0: nobody), and "delay", how many passes a sample that has ended waits for the others.
 Prints "probe" and JSON: whether tokens were planned "several" at a time at all; whether the "decoder" of dense models
 is "used", was "given up" ("break_decoder" in the config makes it differ) or there is "none"; by case and by "one" or
-"several" the steps that vLLM planned and the samples, with digests of what must be equal bit for bit.
+"several" the steps that vLLM planned and the samples, with digests of what must be equal bit for bit. With
+"shares_prompts" in the config it is by "apart" and "shared" in place of that, whether prompts are read once for all
+their samples, with the log-probabilities and how many tokens each pass read that vLLM planned.
 """
 
 import hashlib
@@ -16,6 +18,7 @@ import sys
 
 import torch
 
+from mindrlhf.cpu.rollout import shared_prefill
 from mindrlhf.cpu.rollout.linear import forget_copies
 from mindrlhf.rollout.server.engine import build_engine
 
@@ -62,7 +65,36 @@ def run(engine, case, max_tokens) -> dict:
     }
 
 
+def run_shared(engine, case, least_saved: int) -> dict:
+    shared_prefill.LEAST_SAVED = least_saved
+    prefill, num_read, logprobs = engine._steps._prefill, [], {}
+    spread, finish = prefill.spread, engine._finish
+
+    def count(hidden, *arguments):
+        num_read.append(len(hidden))
+        spread(hidden, *arguments)
+
+    def keep(name, *arguments):
+        sample = finish(name, *arguments)
+        logprobs[sample.request_id, sample.sample_index] = sample.logprobs.tolist()
+        return sample
+
+    prefill.spread, engine._finish = count, keep
+    found = run(engine, case, engine._steps._max_tokens)
+    prefill.spread, engine._finish = spread, finish
+    return found | {"read": num_read, "logprobs": [logprobs[key] for key in sorted(logprobs)]}
+
+
+def probe_shared(config, cases) -> dict:
+    engine = build_engine(config)
+    give_weights(engine._model_runner().get_model())
+    return {name: {"apart": run_shared(engine, case, 1 << 62), "shared": run_shared(engine, case, 0)}
+            for name, case in cases.items()}
+
+
 def probe(config, cases) -> dict:
+    if config.pop("shares_prompts", False):
+        return probe_shared(config, cases)
     breaks_decoder = config.pop("break_decoder", False)
     engine = build_engine(config)
     has_decoder = engine._steps._decoder is not None

@@ -5,6 +5,8 @@ So a guess is right when it is the token that would have been sampled there with
 of plain decoding, up to rounding in the kernels; no acceptance by chance is needed.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from vllm.config import VllmConfig
@@ -38,9 +40,9 @@ class GroupDrafter:
         self._model_runner = model_runner
         model_runner._input_fits_in_drafter = lambda attention: attention is not None
 
-    def begin_batch(self, drafts: list[GroupDrafts]) -> None:
-        """Forget all samples; those to come are of these groups."""
-        self._drafts = drafts
+    def begin_batch(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Forget all samples; those to come are of groups with these prompts."""
+        self._drafts = [GroupDrafts(prompt) for prompt in prompts]
         self._groups.clear()
 
     def add(self, name: str, group: int) -> None:

@@ -5,7 +5,7 @@
 3. Requests go to the engine core and come back from it without vLLM's text output layer; log-probabilities are taken
    where tokens are sampled.
 4. Tokens are planned several at a time (``multi_step.py``), and dense models compute them without vLLM's layers
-   (``dense.py``).
+   (``dense.py``). A prompt is read once for its samples (``shared_prefill.py``).
 """
 
 import gc
@@ -21,7 +21,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from mindrlhf.cpu.rollout import kernels
 from mindrlhf.cpu.rollout.drafter import GroupDrafter, GuessChecker
-from mindrlhf.cpu.rollout.drafts import GroupDrafts
 from mindrlhf.cpu.rollout.multi_step import MultiStep
 from mindrlhf.cpu.rollout.sampler import Stream, StreamSampler
 from mindrlhf.rollout.server.engine import TOKENS_ONLY, VllmEngine, read_tokens
@@ -71,7 +70,7 @@ class CpuEngine(VllmEngine):
 
     def submit(self, prompts: Sequence[Sequence[int]], *arguments: Any) -> None:
         if self._drafter is not None:
-            self._drafter.begin_batch([GroupDrafts(prompt) for prompt in prompts])
+            self._drafter.begin_batch(prompts)
         super().submit(prompts, *arguments)
 
     def step(self, is_interrupted: Callable[[], bool] = lambda: False) -> list[Completion]:

@@ -29,6 +29,7 @@ from vllm.v1.request import Request
 
 from mindrlhf.cpu.rollout.dense import DenseDecoder
 from mindrlhf.cpu.rollout.sampler import StreamSampler
+from mindrlhf.cpu.rollout.shared_prefill import SharedPrefill
 
 # Of a step. More would gain little.
 MAX_TOKENS = 64
@@ -63,6 +64,7 @@ class MultiStep:
         if DenseDecoder.supports(model):
             self._decoder = DenseDecoder(model)
         self._decoder_is_checked = self._decoder is None
+        self._prefill = SharedPrefill(core.scheduler, model, core.scheduler.block_size)
         sampler.decode = self._decode
         self._scheduler._update_request_with_output = self._take_tokens
         coordinator = self._scheduler.kv_cache_manager.coordinator
@@ -86,6 +88,8 @@ class MultiStep:
         self._left, self._num_more, self._unfinished = max_tokens - 1, 0, 0
         self._is_interrupted = is_interrupted
         self._sampler.num_planned = max_tokens
+        if self._max_tokens > 1:
+            self._prefill.begin()
         self._scheduler.num_lookahead_tokens += max_tokens - 1
         try:
             outputs, model_executed = self._core.step_fn()
@@ -222,6 +226,7 @@ class MultiStep:
         self._context, self._inputs = get_forward_context(), inputs
         self._names = list(self._runner.input_batch.req_ids)
         hidden = self._forward(**inputs)
+        self._prefill.spread(hidden, self._names, self._attention)
         self._hidden = None if self._decoder_is_checked else hidden
         return hidden
 

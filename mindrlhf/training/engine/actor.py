@@ -124,7 +124,6 @@ class Actor(SavesState, ServingWorker):
         return PolicyUpdateResult(done.statistics, done.grad_norm, self.process_statistics(), tuple(logprobs))
 
     def process_statistics(self) -> ProcessStatistics:
-        """Return what this rank has used so far."""
         return self.engine.process_statistics()
 
     def use_reward_model(self, model: Model) -> None:
@@ -179,13 +178,11 @@ class Actor(SavesState, ServingWorker):
         return lambda directory: {name: value for write in writers for name, value in write(directory).items()}
 
     def restore(self, directory: str) -> None:
-        """Load what ranks have saved, whatever the layout of their run."""
         self.engine.restore(directory)
         if self._saves_reference:
             self.reference.placement.restore(Path(directory) / REFERENCE_NAME)
 
     def sync_reference(self) -> None:
-        """Copy the policy into the reference model."""
         self.reference.placement.copy_from(self.model.placement)
 
     def _computed(self, name: str, rows: PackedRows) -> dict[str, np.ndarray]:

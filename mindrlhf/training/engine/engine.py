@@ -155,7 +155,6 @@ class WholeUpdater:
         return [("update", rows)]
 
     def warm_up(self, rows: PackedRows) -> None:
-        """Run the graphs on rows of weight 0, which changes nothing."""
         self.add(rows, 1)
 
     def add(self, rows: PackedRows, num_tokens: int, kl_coefficient: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
@@ -244,7 +243,6 @@ class WholeUpdater:
         return write
 
     def restore(self, directory: Path, names: tuple[str, str]) -> None:
-        """Load what ranks of any layout have saved."""
         model_dir = directory / names[0]
         self.placement.restore(model_dir)
         if is_sharded(model_dir):  # by ranks that held shards, of moments too

@@ -189,7 +189,6 @@ class Model:
         self._turned_off = placement.without_adapters if is_base else contextlib.nullcontext
 
     def see(self, images: Sequence[np.ndarray]) -> None:
-        """See :meth:`Placement.see`."""
         self.placement.see(images)
 
     def logprobs(self, rows: PackedRows) -> np.ndarray:

@@ -34,7 +34,7 @@ class Evaluations:
         Args:
             settle: returns when the generator does nothing.
         """
-        if not self._is_due():
+        if not self.is_due():
             return {}
         rollout, step, choice = self._rollout, self._progress.step, self._config
         settle()
@@ -65,7 +65,7 @@ class Evaluations:
             )
         return has_converged
 
-    def _is_due(self) -> bool:
+    def is_due(self) -> bool:
         step, every = self._progress.step, self._config.every_steps
         if not self._rollout.held_out:
             return False

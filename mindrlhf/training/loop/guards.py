@@ -357,7 +357,6 @@ class Guards:
         return counts
 
     def review_evaluations(self, evaluations: Sequence[Evaluation]) -> None:
-        """Look at all evaluations of the run, when a new one is among them."""
         for guard in self._guards:
             guard.review_evaluations(evaluations)
 

@@ -119,9 +119,7 @@ class Policy:
         return self._publisher.publish(version, load)
 
     def begin_dump(self, step: int) -> None:
-        """Have the ranks write the cells of what follows, as those of a step, from 1."""
         self._team.call("begin_dump", step=step)
 
     def end_dump(self) -> None:
-        """Have the ranks write no more cells."""
         self._team.call("end_dump")

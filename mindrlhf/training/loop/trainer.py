@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 from mindrlhf.config.derived import has_older_samples
@@ -60,6 +61,10 @@ class Trainer(Steps):
             config, self.objective, parts.observers, parts.rollout.sampler, progress, parts.team.num_devices
         )
         self._weights = ""  # digest of the published weights
+        # From the last bucket of weights on the ranks are left alone, unless a reward model scores what is evaluated.
+        is_free = config.run.device == "cpu" and not (config.reward.model_path or config.rollout.weight_buffer_gib)
+        self.compiles_beside = is_free and progress.step == 0 and self.evaluations.is_due()
+        self._compiled: Future | None = None
 
     def step(self) -> dict[str, float]:
         """Do one step and return its metrics; see ``Steps.step``."""
@@ -145,7 +150,9 @@ class Trainer(Steps):
     def publish(self) -> None:
         """Put the current weights into the weight buffer and have the generator load them."""
         self.progress.weights_version += 1
-        self._weights = self.policy.publish(self.progress.weights_version, self.sampling.load)
+        load = self._load_and_compile if self.compiles_beside else self.sampling.load
+        self.compiles_beside = False
+        self._weights = self.policy.publish(self.progress.weights_version, load)
 
     def _report(self, step: Step) -> dict[str, float]:
         """Write the step down, have the guards look at it, and return its metrics."""
@@ -190,22 +197,30 @@ class Trainer(Steps):
         self.timer.finish_step()
 
     def details(self) -> StepDetails | None:
-        """Return rewards, lengths and a few samples of the last step."""
         return self.report.details
 
     def evaluate(self) -> dict[str, float]:
         """Sample the held-out prompts if it is time, and return their metrics; the time counts to no step."""
         metrics = self.evaluations.run(self.sampling.settle)
+        if self._compiled is not None:
+            heartbeat.enter("compiling the training graphs")
+            self._compiled.result()
+            self._compiled = None
+            self.timer.finish_step()
         if metrics:
             self.parts.observers.guards.review_evaluations(self.progress.evaluations)
         return metrics
 
+    def _load_and_compile(self, version: int, bucket: int) -> None:
+        """Have all graphs compiled from here to the end of the first evaluation, beside the generator's start."""
+        self._compiled = ThreadPoolExecutor(1, "compile").submit(self.warm_up)
+        self.parts.rollout.generator.wait_ready()
+        self.sampling.load(version, bucket)
+
     def check(self) -> None:
-        """Stop the run if its guards demand it."""
         self.parts.observers.guards.check()
 
     def is_over(self) -> bool:
-        """Return whether the evaluations have stopped getting better; see ``evaluation.patience``."""
         return self.evaluations.has_converged()
 
     @contextlib.contextmanager
@@ -216,7 +231,6 @@ class Trainer(Steps):
             yield
 
     def close(self) -> None:
-        """End what is still going on."""
         self.sampling.close()
 
     def _begin_dump(self):

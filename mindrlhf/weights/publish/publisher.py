@@ -86,7 +86,6 @@ class PublishingWorker:
         return self._buffers[PUBLISH].node
 
     def weight_buffer(self, purpose: str = PUBLISH) -> WeightBuffer:
-        """Return the buffer of this rank's node."""
         return self._buffers[purpose].buffer
 
     def open_weights(

@@ -1,6 +1,7 @@
 """The loop over scripted samples: what it asks of the ranks, in what order, and the numbers it reports."""
 
 import contextlib
+import threading
 from collections import deque
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.training import OptimizerSection, TrainingSection
 from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.data.stream import PromptStream
+from mindrlhf.errors import RunFailure
 from mindrlhf.evaluation.heldout import Evaluation, HeldOut
 from mindrlhf.observe.timing import StageTimer
 from mindrlhf.rewards.types import RewardResult
@@ -76,6 +78,9 @@ class Script:
                 ids[-1] = 50 + index if is_cut else END
                 logprobs = np.full(index + 1, -1.0, np.float32)
                 yield Completion(request.request_id, index, ids, logprobs, "length" if is_cut else "stop", 1)
+
+    def wait_ready(self):
+        """It is there at once."""
 
     def update_weights(self, version):
         self.journal.append(f"update_weights {version}")
@@ -330,6 +335,56 @@ def test_one_step_in_order():
         *("publish 2", "commit 1", "wake", "update_weights 2"),
     ]
     assert run.progress.step == 1 and run.progress.weights_version == 2
+
+
+def test_graphs_compile_while_the_held_out_prompts_are_sampled_for_the_first_time():
+    run = Run(num_prompts=4, held_out=True, evaluation={"every_steps": 1})
+    rank, generator = run.ranks[0], run.generator
+    begun, sampled = threading.Event(), threading.Event()
+    warm_up, generate = rank.warm_up, generator.generate
+
+    def warm_up_until_sampled(*arguments, **options):
+        begun.set()
+        assert sampled.wait(60), "nothing is sampled while graphs compile"
+        warm_up(*arguments, **options)
+
+    def start_while_compiling():
+        assert begun.wait(60), "nothing is compiled while the generator starts"
+
+    def generate_while_compiling(requests, sampling):
+        yield from generate(requests, sampling)
+        sampled.set()
+
+    rank.warm_up, generator.generate = warm_up_until_sampled, generate_while_compiling
+    generator.wait_ready = start_while_compiling
+    assert run.trainer.compiles_beside
+    run()
+    start = ["publish 1", "commit 1", "wake", "update_weights 1", "generate 2", "warm_up [8, 16] 4 []", "generate 2"]
+    assert run.journal[:7] == start
+    assert sum(entry.startswith("warm_up") for entry in run.journal) == 1
+    assert [step for step, _ in run.memory.metrics] == [0, 1, 2]
+
+
+def test_a_compilation_that_fails_beside_the_evaluation_ends_the_run():
+    run = Run(num_prompts=2, held_out=True)
+
+    def fail(shapes, graphs):
+        raise RunFailure("no room for the graph")
+
+    run.ranks[0].warm_up = fail
+    with pytest.raises(RunFailure, match="no room for the graph"):
+        run()
+    assert "update 0" not in run.journal
+
+
+@pytest.mark.parametrize(
+    "options", [{"held_out": False}, {"evaluation": {"before_training": False}}, {"device": "ascend"}]
+)
+def test_graphs_compile_before_where_nothing_is_evaluated_first_or_devices_are_shared(options):
+    options = {"held_out": True} | options
+    if device := options.pop("device", None):
+        options["run"] = {"device": device}
+    assert not Run(num_prompts=2, **options).trainer.compiles_beside
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
