@@ -1,11 +1,13 @@
 """Blocks of rows: what ranks get and give fits together, whatever the layout."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.layout.layout import Layout
-from mindrlhf.layout.rows import own_rows, place_rows
+from mindrlhf.layout.rows import own_rows, place_rows, updates_return_outputs
 
 LAYOUTS = st.builds(
     Layout,
@@ -52,3 +54,15 @@ def test_rows_come_back_in_order_from_micro_batches(layout, rows, num_micro_batc
     for rank in range(layout.world_size):
         expected = own[layout.coordinates(rank).data].reshape(-1, 1)
         np.testing.assert_array_equal(own_rows(micro_batches, layout, rank), expected)
+
+
+@pytest.mark.parametrize(
+    "keys, returns",
+    [
+        ({"expert_parallel": 2}, True),
+        ({"pipeline_stage": 2, "micro_batch_num": 4, "expert_parallel": 2}, True),
+        ({"micro_batch_num": 2}, False),
+    ],
+)
+def test_updates_return_outputs_but_where_gradients_are_accumulated_without_a_pipeline(keys, returns):
+    assert updates_return_outputs(ParallelSection(data_parallel=2, **keys)) is returns
