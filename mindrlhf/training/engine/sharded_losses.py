@@ -60,7 +60,7 @@ class ShardedLoss(nn.Cell):
         statistics = self.sum(shares, (0, 1))
         if not self.returns_outputs:
             return statistics
-        return statistics, self.whole_rows(ops.stop_gradient(outputs), 0)
+        return statistics, ops.stop_gradient(self.whole_rows(outputs, 0))
 
     def _local(self, outputs, entropy, mask, segment_ids, first, second, third, fourth, fifth, sixth, scalars):
         """Apply the plain loss to one rank's tokens."""
