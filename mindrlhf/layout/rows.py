@@ -1,8 +1,9 @@
 """Which rows of a graph's inputs and outputs belong to a rank.
 
 Graphs are compiled for the rows of all data-parallel ranks. They split them into pipeline micro-batches first
-(without a pipeline, the micro-batches whose gradients they accumulate), and rank d of that axis reads the d-th of equal
-blocks of each, and nothing else. So a rank is sent its own rows only, and the others may hold anything.
+(without a pipeline, the micro-batches whose gradients they accumulate) and these into halves that overlap, if the
+config says so. Rank d of that axis reads the d-th of equal blocks of each part, and nothing else. So a rank is sent its
+own rows only, and the others may hold anything.
 """
 
 from collections.abc import Sequence
@@ -17,8 +18,8 @@ _STEP_LENGTH = 128
 
 
 def num_update_micro_batches(parallel: ParallelSection) -> int:
-    """Return how many pipeline micro-batches the graph of an update splits its rows into."""
-    return parallel.micro_batch_num
+    """Return how many parts the graph of an update splits its rows into: micro-batches, of which each may have two."""
+    return parallel.micro_batch_num * parallel.micro_batch_interleave_num
 
 
 def updates_return_outputs(parallel: ParallelSection) -> bool:
