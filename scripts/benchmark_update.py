@@ -12,7 +12,7 @@ MindSpore computes elementwise work on a second thread however few it is allowed
 up to 1.5 of them. With ``--any-core`` it may. Run nothing beside it.
 
 "predicted" is what `mindrlhf plan` would say: the kernels of the compiled graph replayed with this core's rates for
-products and memory, which are measured, and the ratio of this to the processor seconds.
+products, memory and logits, which are measured, and the ratio of this to the processor seconds.
 """
 
 import argparse
@@ -26,7 +26,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindrlhf.cpu.training.vocabulary import MAX_KEPT_BYTES
+from mindrlhf.cpu.training.vocabulary import (
+    MAX_KEPT_BYTES,
+    TOKEN_TILE,
+    VOCABULARY_TILE,
+    KeptPowers,
+    backward,
+    forward,
+)
 from mindrlhf.dryrun.compile.kernels import dump_kernels, read_kernels
 from mindrlhf.dryrun.plan.devices import Device
 from mindrlhf.dryrun.plan.replay import replay
@@ -123,19 +130,33 @@ def core_rates() -> Device:
     return Device("core", product, memory, 1.0, 1, 1.0, 1.0, 1.0, **free)
 
 
+def logit_seconds(width: int, is_kept: bool) -> float:
+    """Measure what a logit costs in both passes of the vocabulary kernels, which are our own: of four tiles."""
+    import numpy as np
+
+    stream = np.random.default_rng(0)
+    hidden, weight = (
+        stream.standard_normal((size, width), np.float32) for size in (TOKEN_TILE, 4 * VOCABULARY_TILE)
+    )
+    labels = stream.integers(0, len(weight), len(hidden)).astype(np.int32)
+    ones, none = np.ones(len(hidden), np.float32), np.zeros(len(hidden), np.float32)
+    kept, gradient, times = KeptPowers() if is_kept else None, np.zeros_like(weight), []
+    for _ in range(10):
+        start = time.process_time()
+        _, entropy, log_normaliser = forward(hidden, weight, labels, ones, kept=kept)
+        backward(hidden, weight, labels, ones, entropy, log_normaliser, ones, none, gradient, kept=kept)
+        times.append(time.process_time() - start)
+    return statistics.median(times) / len(hidden) / len(weight)
+
+
 def predict(directory: Path, case: Case, num_calls: int, num_response_tokens: int, num_weights: int) -> float:
-    """Return the seconds of an update from the graph that was compiled; the kernels of the vocabulary are our own."""
-    device = core_rates()
+    """Return the seconds of an update from the graph that was compiled, beside which are logits and AdamW."""
+    device, model = core_rates(), case.model
     found = replay(read_kernels(directory, 1), device)
-    model = case.model
     num_logits = num_response_tokens * model["vocab_size"]
-    kept = 4 * num_logits / num_calls <= MAX_KEPT_BYTES
-    products = (3 if kept else 4) * 2 * num_logits * model["hidden_size"]
-    # Of a logit the largest, the difference, its power, their sum and their mean; its power once more where it is not
-    # kept. Of the head, its gradient is added up in each call. AdamW reads and writes a weight, a sum and two moments.
-    head = num_calls * model["vocab_size"] * model["hidden_size"]
-    moved = (32 if kept else 48) * num_logits + 3 * 4 * head + 7 * 4 * num_weights
-    return num_calls * found.seconds + products / device.product_rate + moved / device.memory_rate
+    logits = num_logits * logit_seconds(model["hidden_size"], 4 * num_logits / num_calls <= MAX_KEPT_BYTES)
+    # AdamW reads and writes a weight, a sum and two moments.
+    return num_calls * found.seconds + logits + 7 * 4 * num_weights / device.memory_rate
 
 
 def run_rank(directory: Path, case: Case, row: tuple[int, int, int], updates: int, any_core: bool) -> None:

@@ -1,8 +1,9 @@
 """Which rows of a graph's inputs and outputs belong to a rank.
 
 Graphs are compiled for the rows of all data-parallel ranks. They split them into pipeline micro-batches first
-(without a pipeline, the micro-batches whose gradients they accumulate), and rank d of that axis reads the d-th of equal
-blocks of each, and nothing else. So a rank is sent its own rows only, and the others may hold anything.
+(without a pipeline, the micro-batches whose gradients they accumulate) and these into halves that overlap, if the
+config says so. Rank d of that axis reads the d-th of equal blocks of each part, and nothing else. So a rank is sent its
+own rows only, and the others may hold anything.
 """
 
 from collections.abc import Sequence
@@ -17,19 +18,17 @@ _STEP_LENGTH = 128
 
 
 def num_update_micro_batches(parallel: ParallelSection) -> int:
-    """Return how many pipeline micro-batches the graph of an update splits its rows into."""
-    return parallel.micro_batch_num
+    """Return how many parts the graph of an update splits its rows into: micro-batches, of which each may have two."""
+    return parallel.micro_batch_num * parallel.micro_batch_interleave_num
 
 
 def updates_return_outputs(parallel: ParallelSection) -> bool:
     """Whether the graph of an update returns what the model says of its rows, so that no other pass need ask for it.
 
-    Not where ranks share a row, of which each would return a part; where gradients are accumulated without a pipeline
-    MindSpore 2.10.0 finds no order for it ("Graph cycle exists").
+    Not yet executed where ranks share a row; where gradients are accumulated without a pipeline MindSpore 2.10.0 finds
+    no order for it ("Graph cycle exists").
     """
-    pipelines_alone = parallel.data_parallel * parallel.model_parallel == 1
-    is_executed = parallel.expert_parallel == 1 and (parallel.pipeline_stage == 1 or pipelines_alone)
-    return parallel.context_parallel == 1 and is_executed and (pipelines_alone or parallel.micro_batch_num == 1)
+    return parallel.context_parallel == 1 and (parallel.pipeline_stage > 1 or parallel.micro_batch_num == 1)
 
 
 def num_logprob_micro_batches(parallel: ParallelSection) -> int:

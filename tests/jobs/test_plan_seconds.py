@@ -16,7 +16,7 @@ from mindrlhf.dryrun.plan.parameters import active_parameters
 from mindrlhf.dryrun.plan.plan import Machine, make_plan, prepare, read_model
 
 pytestmark = [
-    pytest.mark.timeout(1800),
+    pytest.mark.timeout(5400),
     pytest.mark.nightly,
 ]
 
@@ -38,10 +38,12 @@ def test_seconds_of_a_call_are_those_of_a_replay_within_a_third(name, num_ranks)
 
 
 @pytest.mark.parametrize("case", ["small", "medium", "large"])
-def test_the_same_replay_predicts_the_processor_seconds_of_our_own_update(case, tmp_path):
-    """Both are measured here, under whatever else runs: alone, they are within a fifth (docs/evidence/plan.md)."""
-    out = tmp_path / "found.json"
-    words = ["--case", case, "--row", "base", "--updates", "2", "--out", str(out)]
-    subprocess.run([sys.executable, "scripts/benchmark_update.py", *words], check=True, timeout=1500)
-    found = json.loads(out.read_text())[case]["base"]
-    assert 0.5 < found["predicted"] / found["cpu"] < 2
+def test_the_same_replay_predicts_the_processor_seconds_of_our_own_update_within_a_fifth(case, tmp_path):
+    """Both are measured here, one after the other: where other work came and went between them, once more."""
+    out, ratios = tmp_path / "found.json", []
+    words = ["--case", case, "--row", "base", "--updates", "4", "--out", str(out)]
+    while len(ratios) < 3 and not any(0.8 <= ratio <= 1.2 for ratio in ratios):
+        subprocess.run([sys.executable, "scripts/benchmark_update.py", *words], check=True, timeout=1500)
+        found = json.loads(out.read_text())[case]["base"]
+        ratios.append(found["predicted"] / found["cpu"])
+    assert 0.8 <= ratios[-1] <= 1.2, ratios

@@ -1,11 +1,13 @@
 """Blocks of rows: what ranks get and give fits together, whatever the layout."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.layout.layout import Layout
-from mindrlhf.layout.rows import own_rows, place_rows
+from mindrlhf.layout.rows import num_update_micro_batches, own_rows, place_rows, updates_return_outputs
 
 LAYOUTS = st.builds(
     Layout,
@@ -52,3 +54,23 @@ def test_rows_come_back_in_order_from_micro_batches(layout, rows, num_micro_batc
     for rank in range(layout.world_size):
         expected = own[layout.coordinates(rank).data].reshape(-1, 1)
         np.testing.assert_array_equal(own_rows(micro_batches, layout, rank), expected)
+
+
+def test_rows_of_a_replica_lie_in_both_halves_of_an_interleaved_micro_batch():
+    """MindSpore halves the rows of all replicas, and each replica has a block of either half."""
+    parallel = ParallelSection(data_parallel=2, micro_batch_interleave_num=2)
+    placed = place_rows(np.array([[1], [2]]), Layout(data_parallel=2), 1, num_update_micro_batches(parallel))
+    np.testing.assert_array_equal(placed[:, 0], [0, 1, 0, 2])
+
+
+@pytest.mark.parametrize(
+    "keys, returns",
+    [
+        ({"expert_parallel": 2}, True),
+        ({"micro_batch_interleave_num": 2}, True),
+        ({"pipeline_stage": 2, "micro_batch_num": 4, "expert_parallel": 2}, True),
+        ({"micro_batch_num": 2}, False),
+    ],
+)
+def test_updates_return_outputs_but_where_gradients_are_accumulated_without_a_pipeline(keys, returns):
+    assert updates_return_outputs(ParallelSection(data_parallel=2, **keys)) is returns

@@ -21,8 +21,9 @@ class PlannedStage:
 
     Attributes:
         stage: the pipeline stage.
-        planned_bytes: peak of the compiled training step; a lower bound, since workspaces of CANN's kernels and
-            buffers of HCCL are unknown in simulation.
+        planned_bytes: peak of the calls of an update; a lower bound, since workspaces of CANN's kernels and buffers of
+            HCCL are unknown in simulation.
+        accumulating_bytes, last_bytes: of a call before the last, 0 where an update is one call, and of the last.
         estimated_bytes: this plan's estimate of the same step, without runtime and HCCL.
         num_layers: layers that were compiled, over all stages.
         seconds: wall time of the compilation.
@@ -31,6 +32,8 @@ class PlannedStage:
 
     stage: int
     planned_bytes: int
+    accumulating_bytes: int
+    last_bytes: int
     estimated_bytes: int
     num_layers: int
     seconds: float
@@ -38,7 +41,7 @@ class PlannedStage:
 
 
 def compile_plan(plan: Plan) -> list[PlannedStage]:
-    """Compile the training step for one rank of every distinct stage and ask for its memory plan.
+    """Compile the calls of an update for one rank of every distinct stage and ask for its memory plan.
 
     First, second and last stage stand for all: the stages between are alike.
 
@@ -54,9 +57,12 @@ def compile_plan(plan: Plan) -> list[PlannedStage]:
 
 def _planned(plan: Plan, reports: Sequence[CompileReport]) -> PlannedStage:
     """Return a stage from its graphs, which run one after the other."""
+    *before, last = (one.planned_memory_bytes for one in reports)
     return PlannedStage(
         stage=reports[0].stage,
-        planned_bytes=max(one.planned_memory_bytes for one in reports),
+        planned_bytes=max(*before, last, 0),
+        accumulating_bytes=max(before, default=0),
+        last_bytes=last,
         estimated_bytes=step_estimate(plan, reports[0].stage),
         num_layers=reports[0].num_layers,
         seconds=sum(one.seconds for one in reports),
@@ -74,12 +80,13 @@ def step_estimate(plan: Plan, stage: int) -> int:
 
 
 def _requests(plan: Plan, rank: int) -> list[CompileRequest]:
-    """Return the graph of an update; or that of its gradients, and the update of short rows."""
+    """Return the graphs of an update's calls: those before the last, if there are any, and the last."""
     whole = step_request(plan, rank)
-    if not plan.config.memory.swap_moments:
-        return [whole]
-    short = min(whole.seq_length, step_length(plan.layout))
-    return [dataclasses.replace(whole, cell=GRADIENTS), dataclasses.replace(whole, seq_length=short)]
+    gradients = dataclasses.replace(whole, cell=GRADIENTS)
+    if plan.config.memory.swap_moments:
+        short = min(whole.seq_length, step_length(plan.layout))
+        return [gradients, dataclasses.replace(whole, seq_length=short)]
+    return [gradients, whole] if plan.batch.num_micro_batches_per_rank > 1 else [whole]
 
 
 def step_request(plan: Plan, rank: int) -> CompileRequest:

@@ -29,9 +29,11 @@ from mindrlhf.dryrun.plan.replay import Replay, replay
 from mindrlhf.dryrun.plan.text import columns, wrap
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.specs import find_spec
+from mindrlhf.system.sizes import format_size
 
 # Of a pipeline: what is enough to see all its kernels.
 _COMPILED_STAGES, _COMPILED_MICRO_BATCHES = 2, 2
+_CALLS = {GRADIENTS: "a call before the last", UPDATE: "the last call", LOGPROBS: "a pass without gradients"}
 # Copies to the host; the host waits for what it copies.
 _HOST_SYNCS = ("MoveTo", "CopyToHost", "D2HCopy")
 
@@ -305,6 +307,7 @@ def kernel_notes(counts: KernelCounts) -> list[str]:
         f"dynamic shape, {counts.square_nodes:.3g} kernels with a tensor [.., length, length]",
         f"a call: {1e3 * best:.0f} ms as the device promises, {1e3 * reached:.0f} ms as assumed; busy "
         + ", ".join(f"{cause} {1e3 * seconds:.0f}" for cause, seconds in counts.busy.items() if seconds >= 5e-4),
+        f"memory that MindSpore plans for all layers: {format_size(counts.planned_bytes)}",
     ]
     if counts.has_even_experts:
         notes.append(
@@ -319,6 +322,6 @@ def kernel_lines(all_counts: Sequence[KernelCounts], device: Device) -> list[str
     lines: list[str] = []
     for counts in all_counts:
         tables = columns(kernel_rows(counts), "<>>>"), columns(collective_table(counts.collectives), "<<<>>>>>>")
-        lines += [f"{counts.cell}:", *tables[0], "", *tables[1], ""]
+        lines += [f"{counts.cell}, {_CALLS[counts.cell]}:", *tables[0], "", *tables[1], ""]
         lines += [line for note in kernel_notes(counts) for line in wrap(note)] + [""]
     return [*lines, *wrap(device.words)]

@@ -90,15 +90,16 @@ def search_lines(result: SearchResult, plan: Plan) -> list[str]:
 
 
 def planned_lines(planned: Sequence[PlannedStage]) -> list[str]:
-    """Return the compiled steps' memory beside the estimate of the same."""
-    rows = [("stage", "planned", "estimated", "layers", "compiled in", "by a process of")]
+    """Return the memory of the compiled calls of an update beside the estimate of the same."""
+    rows = [("stage", "accumulating", "last call", "estimated", "layers", "compiled in", "by a process of")]
     for one in planned:
-        sizes = (format_size(one.planned_bytes), format_size(one.estimated_bytes))
+        before = format_size(one.accumulating_bytes) if one.accumulating_bytes else "-"
+        sizes = (before, format_size(one.last_bytes), format_size(one.estimated_bytes))
         rows.append(
             (str(one.stage), *sizes, str(one.num_layers), f"{one.seconds:.0f} s", format_size(one.peak_rss_bytes))
         )
     note = "The planner does not know workspaces of CANN's kernels and buffers of HCCL: a lower bound."
-    return [*columns(rows, ">" * 6), *wrap(note)]
+    return [*columns(rows, ">" * 7), *wrap(note)]
 
 
 def wrap(text: str, indent: str = "") -> list[str]:

@@ -15,7 +15,7 @@ from mindspore.parallel.nn import GradAccumulation, MicroBatchInterleaved, Pipel
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.config.training import ParallelSection
-from mindrlhf.training.engine.sharded_losses import ShardedLoss
+from mindrlhf.training.engine.sharded_losses import RepeatedLoss, ShardedLoss
 from mindrlhf.training.optimizers.adamw import Optimizer
 
 # Parameters of the update that are neither weights nor optimiser state.
@@ -70,9 +70,10 @@ class ParallelUpdate(nn.Cell):
         # 0, or not a number once a loss was not finite.
         self.defect = ms.Parameter(ms.Tensor([0.0], ms.float32), name=DEFECT_NAME, requires_grad=False)
         self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
-        # All ranks of a stage have the loss and pass its gradient back. MindSpore divides it by their number, but not
-        # that of a loss with a second output.
-        repeats = math.prod((*loss.shares, parallel.model_parallel)) if loss.returns_outputs else 1
+        # All ranks of a stage have the loss and pass its gradient back. MindSpore divides it by their number; beside a
+        # second output it finds a loss only where those of micro-batches are added up.
+        is_missed = loss.returns_outputs and not isinstance(loss, RepeatedLoss)
+        repeats = math.prod((*loss.shares, parallel.model_parallel)) if is_missed else 1
         self.sens = ms.Tensor([1.0 / repeats] * loss.num_statistics, ms.float32)
         self.hyper_map = ops.HyperMap()
         # The optimiser's part of the graph is not sharded by the compiler: gradients are the shards of this rank there.
@@ -98,8 +99,8 @@ class ParallelUpdate(nn.Cell):
         """Add the gradients of a call to the totals.
 
         Returns:
-            Its statistics; the model's outputs of this rank's rows, for each pipeline micro-batch float32 [its rows,
-            length], in the last stage, where the loss returns them; the totals; and the defect so far.
+            Its statistics; the model's outputs of this rank's rows, for each pipeline micro-batch float32 [1, its
+            rows, length], in the last stage, where the loss returns them; the totals; and the defect so far.
         """
         found, sens = self.network(*inputs), self.sens
         statistics, outputs = found, ()

@@ -17,7 +17,7 @@ class ShardedLoss(nn.Cell):
     Morph, where tensors are local), and the results are added.
 
     Its output is the vector of statistics, of which the first is the loss; the gradient of their sum is that of the
-    loss. A second one, without a gradient, is what the model says of the rows, [rows, length].
+    loss. A second one, without a gradient, is what the model says of the rows, [1, rows, length].
 
     Args:
         loss: the plain one, over the model that is trained, its operators sharded.
@@ -45,6 +45,8 @@ class ShardedLoss(nn.Cell):
             out_strategy=(layout("dp", "cp", "None"),),
         )
         self.sum = ops.ReduceSum().shard(((*shares, 1),))
+        # Gathers what the ranks that share a row say of it.
+        self.whole_rows = ops.ExpandDims().shard(((shares[0], 1),))
 
     def construct(self, input_ids, segment_ids, labels, mask, *given):
         """Return the statistics of arrays [rows, length] as the plain loss takes them, and outputs.
@@ -58,7 +60,7 @@ class ShardedLoss(nn.Cell):
         statistics = self.sum(shares, (0, 1))
         if not self.returns_outputs:
             return statistics
-        return statistics, ops.stop_gradient(outputs)
+        return statistics, ops.stop_gradient(self.whole_rows(outputs, 0))
 
     def _local(self, outputs, entropy, mask, segment_ids, first, second, third, fourth, fifth, sixth, scalars):
         """Apply the plain loss to one rank's tokens."""

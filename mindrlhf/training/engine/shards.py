@@ -102,10 +102,12 @@ class Shards(Placement):
         return self._after(own_rows([output.asnumpy() for output in outputs], self.layout, self.rank))
 
     def own_outputs(self, outputs: Sequence[ms.Tensor], rows: PackedRows) -> np.ndarray:
-        """Return the same of what an update says of its pipeline micro-batches, this rank's rows of each."""
+        """Return the same of what an update says of its pipeline micro-batches, this rank's rows [1, rows, length] of
+        each.
+        """
         if not self.is_in_last_stage:
             return np.zeros_like(rows.mask)
-        return self._after(np.concatenate([output.asnumpy() for output in outputs]))
+        return self._after(np.concatenate([output.asnumpy()[0] for output in outputs]))
 
     def _after(self, own: np.ndarray) -> np.ndarray:
         return _moved(own, -1) if self._after_token else own

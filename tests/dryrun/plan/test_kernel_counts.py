@@ -115,4 +115,5 @@ def test_the_text_says_which_graph_it_is_of():
     found = counts()
     assert "dry run" not in " ".join(kernel_lines([found], DEVICES["A2"]))
     text = " ".join(kernel_lines([dataclasses.replace(found, has_even_experts=True)], DEVICES["A2"]))
+    assert text.startswith("update, the last call:") and "plans for all layers: 1.05 kB" in text
     assert "dry run" in text and "32 bytes of memory traffic" in text and "10 bytes for each logit" in text

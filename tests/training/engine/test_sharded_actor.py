@@ -60,7 +60,7 @@ class Cells:
         statistics = np.arange(len(POLICY_STATISTICS), dtype=np.float32) + len(self.updates)
         own = np.split(-arrays[2] * arrays[3] / 7 * len(self.updates), NUM_RANKS)[self.rank]
         norm = np.array([0.5 * len(self.updates)], np.float32)
-        return tuple(Result(ms.Tensor(one.astype(np.float32)), self) for one in (statistics, norm, own))
+        return tuple(Result(ms.Tensor(one.astype(np.float32)), self) for one in (statistics, norm, own[None]))
 
 
 class Result:
