@@ -25,10 +25,10 @@ def num_update_micro_batches(parallel: ParallelSection) -> int:
 def updates_return_outputs(parallel: ParallelSection) -> bool:
     """Whether the graph of an update returns what the model says of its rows, so that no other pass need ask for it.
 
-    Not yet executed where ranks share a row; where gradients are accumulated without a pipeline MindSpore 2.10.0 finds
-    no order for it ("Graph cycle exists").
+    Not where gradients are accumulated without a pipeline: MindSpore 2.10.0 finds no order for it ("Graph cycle
+    exists").
     """
-    return parallel.context_parallel == 1 and (parallel.pipeline_stage > 1 or parallel.micro_batch_num == 1)
+    return parallel.pipeline_stage > 1 or parallel.micro_batch_num == 1
 
 
 def num_logprob_micro_batches(parallel: ParallelSection) -> int:

@@ -66,9 +66,10 @@ def test_rows_of_a_replica_lie_in_both_halves_of_an_interleaved_micro_batch():
 @pytest.mark.parametrize(
     "keys, returns",
     [
+        ({"context_parallel": 2, "model_parallel": 2}, True),
         ({"expert_parallel": 2}, True),
         ({"micro_batch_interleave_num": 2}, True),
-        ({"pipeline_stage": 2, "micro_batch_num": 4, "expert_parallel": 2}, True),
+        ({"pipeline_stage": 2, "micro_batch_num": 4, "context_parallel": 2, "expert_parallel": 2}, True),
         ({"micro_batch_num": 2}, False),
     ],
 )
