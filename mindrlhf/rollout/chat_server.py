@@ -29,6 +29,7 @@ from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.agents.protocols import PROTOCOLS, Answer, BadQuestion, Call, Reply, error_body
 from mindrlhf.rollout.partial import NOTHING, followed_by
 from mindrlhf.rollout.types import Completion, CompletionSource, GenerationRequest, SamplingParams
+from mindrlhf.system.ports import listen
 from mindrlhf.tools.calls import called, dialect_of
 
 MAX_BODY_BYTES = 8 << 20
@@ -195,7 +196,7 @@ class HttpServer:
     Args:
         find: returns who has a key, None where nobody has.
         name: of the model, as replies give it; requests may name any.
-        port: of 127.0.0.1; 0 takes any that is free.
+        port: of 127.0.0.1; 0 takes any that is free, of `run.ports` in a run.
         path: of a Unix socket to listen on as well.
 
     Raises:
@@ -208,7 +209,8 @@ class HttpServer:
         self.loop = asyncio.new_event_loop()
         self._silent: dict[web.RequestHandler, float] = {}  # connections without a request, since when
         try:
-            listener = socket.create_server(("127.0.0.1", port), backlog=BACKLOG)
+            place = ("127.0.0.1", port)
+            listener = socket.create_server(place, backlog=BACKLOG) if port else listen(place[0], backlog=BACKLOG)
         except OSError as error:
             self.loop.close()
             raise UserError(f"cannot listen on port {port}: {error.strerror}; give another --port, or 0") from None

@@ -17,6 +17,7 @@ from mindrlhf.errors import UserError
 from mindrlhf.launch.nodes.channel import LOST, Channel
 from mindrlhf.system.files import take_directory
 from mindrlhf.system.handshake import introduce_node
+from mindrlhf.system.ports import listen
 from mindrlhf.system.processes import SERVER_PREFIX
 from mindrlhf.system.wire import ProtocolError
 from mindrlhf.tools.agent_nodes import Streams
@@ -36,12 +37,13 @@ class _Node:
 
     async def serve(self) -> int:
         loop = asyncio.get_running_loop()
-        listening = await asyncio.start_server(self._connected, "127.0.0.1")
+        listener = listen("127.0.0.1")
+        await asyncio.start_server(self._connected, sock=listener)
         await asyncio.start_unix_server(self._connected, self._path)
         settings = self._settings
         runner = AgentRunner(
             settings["agent"],
-            listening.sockets[0].getsockname()[1],
+            listener.getsockname()[1],
             self._path,
             str(self._directory),
             is_open=settings["agent_open"],

@@ -23,6 +23,7 @@ from mindrlhf.rewards.types import RewardInput
 from mindrlhf.rollout import chat_server
 from mindrlhf.rollout.chat_server import ChatServer
 from mindrlhf.rollout.types import Completion
+from mindrlhf.system.ports import PORTS_VARIABLE
 
 pytestmark = pytest.mark.timeout(60)
 CHECKPOINT = Path(__file__).parents[2] / "examples" / "quickstart" / "checkpoint"
@@ -280,3 +281,10 @@ def test_several_replies_and_a_stream(serve):
 def test_a_path_that_is_too_long_for_a_socket_is_an_error_of_one_line(tmp_path):
     with pytest.raises(UserError, match="cannot listen on the Unix socket .*; set TMPDIR"):
         chat_server.HttpServer(lambda key: None, "m", path=str(tmp_path / ("x" * 200)))
+
+
+def test_its_port_is_one_of_the_runs(monkeypatch):
+    monkeypatch.setenv(PORTS_VARIABLE, "23400-23420")
+    server = chat_server.HttpServer(lambda key: None, "m")
+    server.close()
+    assert 23400 <= server.port <= 23420

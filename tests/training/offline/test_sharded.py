@@ -52,7 +52,7 @@ class WholeGraphs:
         statistics, outputs = accumulate(self.engine, _rows(inputs), values, scalars[0, 1])
         is_last = self.is_last.asnumpy()[0] == 1
         norm = self.engine.updater.apply(float(self.learning_rate.asnumpy())) if is_last else 0.0
-        return ms.Tensor(statistics, ms.float32), ms.Tensor([norm], ms.float32), ms.Tensor(outputs)
+        return ms.Tensor(statistics, ms.float32), ms.Tensor([norm], ms.float32), ms.Tensor(outputs[None])
 
 
 def _rows(inputs):
@@ -72,7 +72,7 @@ class NoGraphs:
     def update(self, *inputs):
         import mindspore as ms
 
-        zeros = ms.Tensor(np.zeros(inputs[3].shape, np.float32))
+        zeros = ms.Tensor(np.zeros((1, *inputs[3].shape), np.float32))
         return ms.Tensor([0.0, 0.0], ms.float32), ms.Tensor([0.0], ms.float32), zeros
 
 
