@@ -105,6 +105,7 @@ class Clients:
         self._arguments = arguments
         self.url = ""
         self._ended: dict[str, asyncio.Future] = {}
+        self.failures: list[str] = []
 
     async def start(self) -> None:
         """Nothing: the address of the endpoint is not known yet."""
@@ -128,7 +129,7 @@ class Clients:
         self._process.stdin.write(f"{key}\n".encode())
         failure = await self._ended[key]
         if failure:
-            print(f"an episode failed: {failure}", flush=True)
+            self.failures.append(failure)
         return AgentResult(1.0, failure=failure)
 
     async def _follow(self) -> None:
@@ -143,6 +144,12 @@ class Clients:
         self._following.cancel()
         self._process.kill()
         await self._process.wait()
+
+
+def check(clients: Clients) -> None:
+    """End the program where episodes have failed: their requests would count as answered."""
+    if failures := clients.failures:
+        raise SystemExit(f"{len(failures)} episodes failed, such as: {failures[0]}")
 
 
 async def be_client(url: str, num_turns: int, max_tokens: int) -> None:
@@ -170,10 +177,9 @@ async def _told(session: aiohttp.ClientSession, url: str, key: str, num_turns: i
 
 
 async def _episode(session: aiohttp.ClientSession, url: str, key: str, num_turns: int, max_tokens: int) -> None:
-    messages = [{"role": "user", "content": f"Anna has {len(key)} apples."}]
+    messages = [{"role": "user", "content": f"Anna has {zlib.crc32(key.encode())} apples."}]
     for _ in range(num_turns):
         body = {"model": "policy", "messages": messages, "max_tokens": max_tokens, "temperature": 1.0}
-        body |= {"seed": zlib.crc32(key.encode()) % 1000}
         headers = {"Authorization": f"Bearer {key}"}
         async with session.post(f"{url}/chat/completions", json=body, headers=headers) as response:
             answer = await response.json()
@@ -235,6 +241,7 @@ def _our_server(arguments: argparse.Namespace) -> tuple[float, float]:
                 whole = sum(one.num_turns == arguments.turns and not one.agent.failure for one in found)
                 print(f"{whole} of {arguments.episodes} episodes are whole; the endpoint's process:", end=" ")
                 print(f"{before:.0f} MiB before, {peak_mib():.0f} at most, {after:.0f} after")
+                check(clients)
                 return taken, cpu_s
         finally:
             generator.close()
@@ -246,7 +253,7 @@ def _vllm_server(arguments: argparse.Namespace) -> tuple[float, float]:
     python = find_rollout_python()
     words = ["--model", arguments.model, "--served-model-name", "policy", "--port", str(port), "--host", "127.0.0.1"]
     words += ["--max-model-len", "512", "--max-num-seqs", str(arguments.max_num_seqs), "--dtype", arguments.dtype]
-    words += ["--enforce-eager"]
+    words += ["--enforce-eager", "--disable-uvicorn-access-log"]
     # As our own server's: neither compiles at the first request, nor binds its threads to cores that others have.
     environment = os.environ | _DEFAULTS["cpu"] | _DEVICE_VARIABLES["cpu"]
     environment |= {"OMP_NUM_THREADS": str(arguments.threads), "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -266,10 +273,12 @@ def _vllm_server(arguments: argparse.Namespace) -> tuple[float, float]:
                     break
                 except OSError:
                     if process.poll() is not None or time.monotonic() > deadline_s:
-                        log.seek(0)
-                        raise SystemExit(log.read()[-2000:].decode(errors="replace")) from None
+                        raise SystemExit("vLLM's own server did not start") from None
                     time.sleep(0.5)
             return asyncio.run(_drive(arguments, f"http://127.0.0.1:{port}/v1"))
+        except SystemExit as error:
+            log.seek(0)
+            raise SystemExit(f"{error}; its log ends:\n{log.read()[-4000:].decode(errors='replace')}") from None
         finally:
             kill_tree(process.pid)
             process.wait()
@@ -284,6 +293,7 @@ async def _drive(arguments: argparse.Namespace, url: str) -> tuple[float, float]
     await asyncio.gather(*(clients.run({}, f"{number:043d}", 1e9) for number in range(arguments.episodes)))
     taken, cpu_s = time.perf_counter() - start, cpu_seconds(False, clients.pid) - before_s
     await clients.close()
+    check(clients)
     return taken, cpu_s
 
 
