@@ -56,6 +56,7 @@ def check_feasible(config: GrpoConfig, dims: ModelDims, layout: Layout) -> Batch
     if layout.context_parallel > 1:
         check_tokens_only(config, layout.context_parallel)
     interleaves = config.parallel_config.micro_batch_interleave_num
+    _check_interleaves(config.parallel_config, layout)
     if batch.rows_per_pipeline_micro_batch % interleaves:
         raise UserError(
             f"'parallel_config.micro_batch_interleave_num' is {interleaves}, but a pipeline micro-batch has "
@@ -63,6 +64,16 @@ def check_feasible(config: GrpoConfig, dims: ModelDims, layout: Layout) -> Batch
             f"training.micro_batch_size to a multiple of {interleaves * batch.num_pipeline_micro_batches}"
         )
     return batch
+
+
+def _check_interleaves(parallel: ParallelSection, layout: Layout) -> None:
+    count = parallel.micro_batch_interleave_num
+    if count > 1 and layout.pipeline_stage > 1 and layout.data_parallel > 1:
+        raise UserError(
+            f"'parallel_config.micro_batch_interleave_num' is {count} with pipeline_stage {layout.pipeline_stage} and "
+            f"data_parallel {layout.data_parallel}, which MindSpore 2.10.0 does not compile (For RmsNorm, [gamma] or "
+            "[input] is none tensor): set it to 1"
+        )
 
 
 def check_model(dims: ModelDims, layout: Layout) -> None:
@@ -109,6 +120,7 @@ def check_rows(
     Raises:
         UserError: they do not.
     """
+    _check_interleaves(parallel, layout)
     num_parts = parallel.micro_batch_num * parallel.micro_batch_interleave_num
     if micro_batch_size % num_parts:
         raise UserError(

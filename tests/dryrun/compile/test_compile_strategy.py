@@ -60,6 +60,11 @@ def config(tmp_path):
             1,
             r"micro_batch_interleave_num' is 2, but a pipeline micro-batch has 1 sequences .* multiple of 8",
         ),
+        (
+            ["micro_batch_interleave_num=2", "micro_batch_num=2", "pipeline_stage=2"],
+            4,
+            r"micro_batch_interleave_num' is 2 with pipeline_stage 2 and data_parallel 2, .* set it to 1",
+        ),
     ],
 )
 def test_impossible_layouts_are_explained_before_compiling(config, tmp_path, overrides, world_size, message):
