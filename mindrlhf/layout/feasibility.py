@@ -8,6 +8,7 @@ from mindrlhf.config.training import ParallelSection
 from mindrlhf.errors import UserError, refuse
 from mindrlhf.layout.batch import BatchPlan, check_micro_batches, plan_batch
 from mindrlhf.layout.layout import Layout, check_divisible
+from mindrlhf.layout.rows import num_update_micro_batches
 from mindrlhf.specs import ModelDims
 
 
@@ -121,7 +122,7 @@ def check_rows(
         UserError: they do not.
     """
     _check_interleaves(parallel, layout)
-    num_parts = parallel.micro_batch_num * parallel.micro_batch_interleave_num
+    num_parts = num_update_micro_batches(parallel)
     if micro_batch_size % num_parts:
         raise UserError(
             f"'{section}.micro_batch_size' is {micro_batch_size}, which does not divide into {num_parts} parts "

@@ -18,7 +18,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import numpy as np
 from aiohttp import web
 
 from mindrlhf.data.control_tokens import control_token_pattern, neutralised_value
@@ -28,8 +27,10 @@ from mindrlhf.data.tokenizers import Tokenizer
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.agents.protocols import PROTOCOLS, Answer, BadQuestion, Call, Reply, error_body
 from mindrlhf.rollout.partial import NOTHING, followed_by
+from mindrlhf.rollout.samples import derived_seed
 from mindrlhf.rollout.types import Completion, CompletionSource, GenerationRequest, SamplingParams
 from mindrlhf.system.ports import listen
+from mindrlhf.tools.agents import BACKLOG
 from mindrlhf.tools.calls import called, dialect_of
 
 MAX_BODY_BYTES = 8 << 20
@@ -37,7 +38,7 @@ MAX_WAITING = 1024
 DEFAULT_REPLY_TOKENS = 1024
 # How long a client may take to send its question or to read its answer, and how many may be silent at a time.
 READ_TIMEOUT_S = 30.0
-MAX_CLIENTS = BACKLOG = 1024
+MAX_CLIENTS = BACKLOG
 _POLL_S = 0.5
 _SETTLED_S = 0.05
 _STOP_TIMEOUT_S = 5.0
@@ -102,8 +103,8 @@ class Question:
         found = []
         for index, begun in sorted(self.samples.items()):
             if not begun.finish_reason:
-                length, path = len(begun.token_ids), [self.seed, index, len(begun.token_ids)]
-                seed = int(np.random.SeedSequence(path).generate_state(1, np.uint64)[0]) >> 1
+                length = len(begun.token_ids)
+                seed = derived_seed(self.seed, index, length)
                 ids = (*self.prompt_ids, *begun.token_ids.tolist())
                 limit = max(1, min(self.segment or self.max_tokens, self.max_tokens - length))
                 found.append((index, GenerationRequest(0, ids, 1, seed, max_tokens=limit, num_begun=length)))
@@ -209,8 +210,10 @@ class HttpServer:
         self.loop = asyncio.new_event_loop()
         self._silent: dict[web.RequestHandler, float] = {}  # connections without a request, since when
         try:
-            place = ("127.0.0.1", port)
-            listener = socket.create_server(place, backlog=BACKLOG) if port else listen(place[0], backlog=BACKLOG)
+            if port:
+                listener = socket.create_server(("127.0.0.1", port), backlog=BACKLOG)
+            else:
+                listener = listen("127.0.0.1", backlog=BACKLOG)
         except OSError as error:
             self.loop.close()
             raise UserError(f"cannot listen on port {port}: {error.strerror}; give another --port, or 0") from None

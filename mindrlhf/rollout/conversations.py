@@ -22,6 +22,7 @@ from mindrlhf.data.templates import CHAT, Options, PromptTemplate, load_template
 from mindrlhf.data.tokenizers import Tokenizer
 from mindrlhf.errors import UserError
 from mindrlhf.rollout.partial import extended_experts, extended_spans, start_of_turn
+from mindrlhf.rollout.samples import derived_seed
 from mindrlhf.rollout.turn_texts import TurnTexts
 from mindrlhf.rollout.types import Completion, CompletionSource, GenerationRequest, SamplingParams
 from mindrlhf.tools.calls import ToolAnswer, ToolCall, dialect_of, parse_calls
@@ -118,12 +119,11 @@ class _Conversation:
         self.is_generated += [False] * len(token_ids)
 
     def next_request(self, request_id: int, max_tokens: int) -> GenerationRequest:
-        path = [self.request.seed, self.sample_index, self.num_turns]
         return GenerationRequest(
             request_id,
             (*self.request.prompt_ids, *self.tokens),
             num_samples=1,
-            seed=int(np.random.SeedSequence(path).generate_state(1, np.uint64)[0]) >> 1,
+            seed=derived_seed(self.request.seed, self.sample_index, self.num_turns),
             max_tokens=max_tokens,
             images=self.request.images,
         )

@@ -93,7 +93,7 @@ class Sampler:
                 index,
                 tuple(record.prompt_ids.tolist()),
                 num_samples,
-                _seed(seed_path, first_group + index),
+                derived_seed(*seed_path, first_group + index),
                 images=record.images,
                 answer=record.answer,
                 extra=record.extra,
@@ -250,8 +250,8 @@ class Sampler:
         )
 
 
-def _seed(path: Sequence[int], index: int) -> int:
-    return int(np.random.SeedSequence([*path, index]).generate_state(1, np.uint64)[0]) >> 1
+def derived_seed(*path: int) -> int:  # 0 to 2**63 - 1
+    return int(np.random.SeedSequence(path).generate_state(1, np.uint64)[0]) >> 1
 
 
 def sample_parts(samples: Sequence[Sample]) -> dict[str, str]:

@@ -21,7 +21,7 @@ from mindrlhf.system.ports import listen
 from mindrlhf.system.processes import SERVER_PREFIX
 from mindrlhf.system.wire import ProtocolError
 from mindrlhf.tools.agent_nodes import Streams
-from mindrlhf.tools.agents import AgentRunner
+from mindrlhf.tools.agents import BACKLOG, AgentRunner
 
 _UNLIMITED_S = 1e9  # rank 0 looks at the time
 
@@ -37,9 +37,9 @@ class _Node:
 
     async def serve(self) -> int:
         loop = asyncio.get_running_loop()
-        listener = listen("127.0.0.1")
-        await asyncio.start_server(self._connected, sock=listener)
-        await asyncio.start_unix_server(self._connected, self._path)
+        listener = listen("127.0.0.1", backlog=BACKLOG)
+        await asyncio.start_server(self._connected, sock=listener, backlog=BACKLOG)
+        await asyncio.start_unix_server(self._connected, self._path, backlog=BACKLOG)
         settings = self._settings
         runner = AgentRunner(
             settings["agent"],

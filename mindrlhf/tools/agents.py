@@ -22,6 +22,7 @@ from mindrlhf.errors import UserError
 from mindrlhf.sandbox.signatures import declared_signature
 from mindrlhf.system.processes import kill_tree
 
+BACKLOG = 1024  # of what many agents call at once; asyncio takes 100, whatever the socket had
 START_TIMEOUT_S = 120.0
 MAX_REWARD = 1e15
 _MIN_WAIT_S = 0.02

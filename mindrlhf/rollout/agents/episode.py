@@ -19,6 +19,7 @@ from mindrlhf.rollout.agents.protocols import Answer, BadQuestion, Call, Reply
 from mindrlhf.rollout.agents.records import EpisodeUnderWay, GivenSample
 from mindrlhf.rollout.chat_server import PROMPT_END, Prompts, Question, Refused
 from mindrlhf.rollout.partial import NOTHING
+from mindrlhf.rollout.samples import derived_seed
 from mindrlhf.rollout.turn_texts import TurnTexts
 from mindrlhf.rollout.types import AgentRecord, Completion, GenerationRequest, OwnSequence, SamplingParams
 from mindrlhf.tools.agents import AgentResult
@@ -176,8 +177,7 @@ class Episode:
         digest = hashlib.sha256(ids.tobytes() + str(call.seed).encode()).digest()
         number = self._num_asked[digest] = self._num_asked.get(digest, -1) + 1
         words = np.frombuffer(digest[:16], np.uint32).tolist()
-        path = [self.request.seed, self.sample_index, number, *words]
-        seed = int(np.random.SeedSequence(path).generate_state(1, np.uint64)[0]) >> 1
+        seed = derived_seed(self.request.seed, self.sample_index, number, *words)
         stop = tuple(dict.fromkeys((*self._sampling.stop, *call.stop)))
         own = replace(self._sampling, max_tokens=0, stop=stop)
         order = (self.request.request_id, self.sample_index, digest, number)

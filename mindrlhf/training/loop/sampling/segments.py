@@ -33,7 +33,7 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.rollout.agents.records import EpisodeUnderWay
 from mindrlhf.rollout.partial import NOTHING, followed_by, start_of_turn
-from mindrlhf.rollout.samples import Sample
+from mindrlhf.rollout.samples import Sample, derived_seed
 from mindrlhf.rollout.types import Completion, GenerationRequest
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.loop.sampling.in_step import PromptSampling
@@ -232,12 +232,11 @@ class Segments:
         length = len(response.token_ids)
         remaining = self._section.max_response_length - length
         is_last = sum(span_version != version for span_version, _ in response.spans) + 1 >= self._max_segments
-        seed = np.random.SeedSequence([self._seed, number, index, length]).generate_state(1, np.uint64)[0]
         return GenerationRequest(
             0,
             (*record.prompt_ids.tolist(), *response.token_ids.tolist()),
             num_samples=1,
-            seed=int(seed) >> 1,
+            seed=derived_seed(self._seed, number, index, length),
             max_tokens=remaining if is_last else min(self._section.segment_tokens, remaining),
             num_begun=length - (0 if response.is_generated is None else start_of_turn(response.is_generated)),
             answer=record.answer,
