@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Mapping
@@ -116,3 +117,22 @@ class Machines:
         """End what is left."""
         self.process.kill()
         self.process.wait()
+
+
+def check_ends_with_its_starter(code: str, environment: Mapping[str, str] | None = None) -> None:
+    """Kill a starter, and wait until the process that it has started, and all that this one has, are gone.
+
+    Args:
+        code: of the starter, in Python: prints the number of the process that it has started, and sleeps.
+    """
+    starting = {"stdout": subprocess.PIPE, "text": True, "env": environment}
+    with subprocess.Popen([sys.executable, "-c", code], **starting) as starter:
+        pid = int(starter.stdout.readline())
+        children = []
+        while not children:
+            children = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()
+        starter.kill()
+    end_s = time.monotonic() + 60
+    while any(Path(f"/proc/{one}").exists() for one in (pid, *children)):
+        assert time.monotonic() < end_s
+        time.sleep(0.05)

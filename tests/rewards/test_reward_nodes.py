@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from machines import Machines
+from machines import Machines, check_ends_with_its_starter
 
 from mindrlhf.config.reward import RewardSection
 from mindrlhf.errors import UserError
@@ -295,16 +295,7 @@ def test_the_process_of_a_node_ends_with_its_starter_and_leaves_nothing(reward, 
         "print(n._process.pid, flush=True); time.sleep(100)"
     )
     reward("obedient")
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as starter:
-        pid = int(starter.stdout.readline())
-        children = []
-        while not children:  # its first worker
-            children = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()
-        starter.kill()
-    end_s = time.monotonic() + 60
-    while any(Path(f"/proc/{one}").exists() for one in (pid, *children)):
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
+    check_ends_with_its_starter(code)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from agent_fakes import CHAT, END, TOKENIZER, Engine, prompt
-from machines import Machines
+from machines import Machines, check_ends_with_its_starter
 
 from mindrlhf.config.reward import ToolSection
 from mindrlhf.errors import UserError
@@ -156,17 +155,7 @@ def test_the_process_of_a_node_ends_with_its_starter_and_leaves_nothing(tmp_path
         f"tools = ToolSection(agent={str(tmp_path / 'agent.py')!r} + ':agent', agent_open=True); "
         "n = start_agents(tools, contextlib.ExitStack()); print(n._process.pid, flush=True); time.sleep(100)"
     )
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as starter:
-        pid = int(starter.stdout.readline())
-        children = []
-        while not children:
-            children = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()
-        starter.kill()
-    end_s = time.monotonic() + 60
-    while any(Path(f"/proc/{one}").exists() for one in (pid, *children)):
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
+    check_ends_with_its_starter(code, {**os.environ, "TMPDIR": str(tmp_path)})
     assert {path.name for path in tmp_path.iterdir()} <= {"agent.py", "__pycache__"}
 
 
