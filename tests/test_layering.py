@@ -48,7 +48,7 @@ TRAINING_LAYER_OF = {part: number for number, parts in enumerate(TRAINING_LAYERS
 UPWARD_IN_TRAINING = {
     "mindrlhf.training.preflight -> mindrlhf.training.loop.sampling.order",
 }
-# What one reads in one go. How much must be read for a step is measured in test_reading.py.
+# What one reads in one go.
 MAX_MODULES, MAX_LINES, MAX_FUNCTION_LINES = 20, 600, 60
 # Under so many lines a module that only one other imports belongs into that one: it is a hop and no part of its own.
 MIN_LINES = 40
