@@ -109,12 +109,6 @@ def workshop(tmp_path, monkeypatch, model_dir, capsys) -> Path:
     return tmp_path
 
 
-def test_every_reason_to_leave_a_command_out_is_needed():
-    typed = [" ".join(words) for page in PAGES for block in blocks(page) for words in commands(block)]
-    unused = [prefix for prefix in NOT_RUN if not any(command.startswith(prefix) for command in typed)]
-    assert unused == []
-
-
 def _save_or_echo(block: Block) -> None:
     """What a block leaves for those after it: a file of its name, or what its `echo` writes."""
     if block.file:
@@ -135,31 +129,3 @@ def test_commands_run_as_typed(page, workshop, capsys):
             code = main(words[1:])
             assert code == 0, f"{block}: {' '.join(words)}: {capsys.readouterr().err}"
             capsys.readouterr()
-
-
-@pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*/config.yaml")), ids=_name)
-def test_the_configs_of_examples_fit_the_files_that_their_pages_make(path, workshop, capsys):
-    """Prompts that the quickstart's or the example's own script would make stand in for theirs."""
-    from mindrlhf.config.load import tasks_of
-    from mindrlhf.config.parse import read_yaml
-
-    content = read_yaml(path)
-    task = tasks_of(content)[0]
-    models = [content["model"][name] for name in ("path", "reference_path") if name in content["model"]]
-    if not all(Path(name).is_dir() for name in models):
-        pytest.skip("its model is made by its script")
-    if "vision_config" in json.loads((ROOT / models[0] / "config.json").read_text()):
-        pytest.skip("needs pictures; in tests/jobs/test_vision_run.py")
-    build = ["--output", "p.mindrecord", "--tokenizer", "model", "--max-prompt-length", "60"]
-    pairs = [{"question": "1+1?", "answer": "2", "right": "2", "wrong": "3"}] * 1000
-    (workshop / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    keys = "question=question,answer=answer"
-    if task != "train":
-        keys, build = "question=question,response=right,rejected=wrong", [*build, "--task", "preference"]
-        build += ["--max-length", "120"]
-    assert main(["data", "build", "--input", "pairs.jsonl", *build, "--handler", "map_keys", "--map", keys]) == 0
-    overrides = ["data.train_file=p.mindrecord"]
-    overrides += ["data.eval_file=p.mindrecord"] if "eval_file" in content["data"] else []
-    if "rollout" in content:
-        overrides.append("rollout.python=sh")
-    assert main(["config", "check", str(path), *overrides, "run.output_dir=out"]) == 0, capsys.readouterr().err

@@ -30,13 +30,6 @@ def test_what_is_being_downloaded_is_seen_to_grow(tmp_path):
     assert not Path(log.read_text().splitlines()[-1]).exists()
 
 
-def test_a_terminal_breaks_lines_between_words(tmp_path):
-    line = ".venv, 26 s: 11 files, 26 MB: Downloading mindspore-2.10.0 (804.3 MB)"
-    text = functions("say") + f'WIDTH=40\nsay "{line}"'
-    lines = bash(text, str(tmp_path / "log")).stdout.splitlines()
-    assert all(len(line) <= 40 for line in lines) and "Downloading mindspore-2.10.0" in " ".join(lines)
-
-
 def bash(text: str, *words: str) -> subprocess.CompletedProcess:
     command, place = ["bash", "-c", text, "bash", *words], Path(words[0]).parent
     return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=place)

@@ -2,7 +2,9 @@
 
 import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -96,3 +98,16 @@ def _plain(words: list[str]) -> list[str]:
     for mark in (">", ">>", "<"):
         words = words[: words.index(mark)] if mark in words else words
     return ["mindrlhf", *words[1:]] if words[:1] == [".venv/bin/mindrlhf"] else words
+
+
+@cache
+def _documented_metrics() -> re.Pattern:
+    """Match the names in the first column of docs/metrics.md; `<verifier>` and the like stand for any name."""
+    rows = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").splitlines()
+    names = [name for row in rows if row.startswith("| `") for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    return re.compile("|".join(re.sub("<[a-z]+>|@k", r"[^/]+", name) for name in names))
+
+
+def undocumented(names: Iterable[str]) -> list[str]:
+    """Return the metrics that docs/metrics.md does not have."""
+    return [name for name in names if not _documented_metrics().fullmatch(name)]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from page_blocks import undocumented
 from slow_tests import RUNS_SLOW_TESTS
 
 REPOSITORY = Path(__file__).parents[2]
@@ -138,5 +139,9 @@ def sum_by_collectives(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Return the records of a JSON lines file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """Return the records of a JSON lines file; every metric of a run must be documented."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    if path.name == "metrics.jsonl":
+        names = {name for record in records for name in record}
+        assert undocumented(names - {"step"}) == []
+    return records

@@ -105,4 +105,6 @@ def test_every_command_of_the_page_runs(page, clone):
         ran = _type(block.text, clone)
         print(f"{block}: exit code {ran.returncode} after {time.monotonic() - started:.0f} s\n{block.text}")
         assert ran.returncode == 0, f"{block}:\n{block.text}\n{ran.stdout[-3000:]}"
+    for metrics in clone.glob("runs/**/metrics.jsonl"):
+        assert sanity_inputs.read_lines(metrics)
     assert {"output", "rank_0", "kernel_meta"}.isdisjoint(os.listdir(clone)), "logs of MindFormers and MindSpore"
