@@ -39,7 +39,7 @@ _COUNTS = ("--workers", "--world-size", "--nodes", "--node-size", "--processes",
 _COUNTS += ("--max-prompt-length", "--max-length", "--num-samples")
 _COUNTS += ("--min-pixels", "--max-pixels")
 LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys(
-    ("--port", "--seed", "--num", "--max-restarts", "--spares", "--max-prompts", "--max-rescored"), 0
+    ("--port", "--seed", "--num", "--max-restarts", "--spares", "--max-prompts"), 0
 )
 _CLOSED_PIPE = 141  # of a program that SIGPIPE ends, as a shell sees it
 _DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"  # what becomes of -- in word processors and on web pages

@@ -61,7 +61,7 @@ def checkpoints(size: int, directory: Path) -> Measured:
 
 
 def write_run(directory: Path, num_steps: int) -> Path:
-    """Write what ``rewards audit`` and ``view`` read of a run with long samples; return the path of these."""
+    """Write what ``view`` reads of a run with long samples; return the path of those."""
     words = np.random.default_rng(0).choice(["so", "we", "add", "3", "and", "4", "which", "gives", "7"], LONG_TEXT // 4)
     text = " ".join(words)[:LONG_TEXT]
     path = directory / "samples.jsonl"
@@ -94,14 +94,6 @@ def resume(size: int, directory: Path) -> Measured:
         return written_bytes() - before
 
     return run
-
-
-def audit(size: int, directory: Path) -> Measured:
-    """`mindrlhf rewards audit` of a run of so many steps, without scoring anything again but one sample."""
-    from mindrlhf.evaluation.reward_audit import audit_run
-
-    write_run(directory, size)
-    return lambda: audit_run(directory, max_rescored=1).num_samples
 
 
 def view(size: int, directory: Path) -> Measured:
@@ -359,7 +351,6 @@ CASES = {
     "checkpoints": Case("evaluations, a checkpoint each", 16, checkpoints, "JSON of each new evaluation; fsync"),
     "resume": Case("steps of long samples", 400, resume, "the steps that are removed"),
     "view": Case("steps of long samples", 400, view, "JSON of each sample, read twice"),
-    "audit": Case("steps of long samples", 400, audit, "JSON and features of each completion, 2,000 permutations"),
     **{
         f"{way}, {distribution}": Case(
             "samples of a step", 4096, functools.partial(packing, way, distribution), "a search for each sample"

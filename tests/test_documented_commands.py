@@ -29,7 +29,6 @@ NOT_RUN = {
     "mindrlhf replay": "needs a run",
     "mindrlhf report": "needs a run; in tests/observe/test_report.py",
     "mindrlhf view": "needs a run; in tests/observe",
-    "mindrlhf rewards audit": "needs a run; in tests/evaluation/test_reward_audit.py",
     "mindrlhf rewards serve": "serves until it is ended; in tests/jobs/test_judge_served.py",
     "mindrlhf tools --names mcp:": "starts a server; in tests/tools/test_mcp.py",
     "mindrlhf data build --input runs/lake/train.jsonl": "needs the prompts of the line before",

@@ -35,11 +35,6 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     score.add_argument("--skip-bad", action="store_true", help="report malformed lines and leave them out")
     score.set_defaults(run=_score, says="scoring")
     _add_serve(actions)
-    audit = actions.add_parser("audit", help="what the rewards of a run follow besides correctness")
-    audit.add_argument("run_dir", metavar="RUN", help="directory of the run, with samples.jsonl and config.yaml")
-    audit.add_argument("--max-rescored", type=int, default=200, help="samples to score again, rewritten (default: 200)")
-    allow_json(audit)
-    audit.set_defaults(run=_audit, says="auditing")
     for action in (listing, show, check):
         allow_json(action)
     for action in (check, score):
@@ -221,26 +216,6 @@ def _serve(arguments: argparse.Namespace) -> int:
         server.run()
     finally:
         generator.close()
-    return 0
-
-
-def _audit(arguments: argparse.Namespace) -> int:
-    import dataclasses
-    import json
-    from pathlib import Path
-
-    from mindrlhf.evaluation.reward_audit import audit_run, audit_text
-    from mindrlhf.observe.report import write_report
-    from mindrlhf.observe.run_data import AUDIT_NAME
-    from mindrlhf.system.files import write_file
-
-    found = audit_run(Path(arguments.run_dir), max_rescored=arguments.max_rescored)
-    text = json.dumps(dataclasses.asdict(found), indent=1)
-    print(text if arguments.json else audit_text(found))
-    run_dir = Path(arguments.run_dir)
-    write_file(run_dir / AUDIT_NAME, text)
-    if (run_dir / "report.html").exists():
-        write_report(run_dir)
     return 0
 
 

@@ -56,7 +56,7 @@ class RewardWatch:
         return (
             f"step {evaluation.step}: the reward rose from {np.mean(best.rewards):.3f} to {np.mean(now.rewards):.3f}, "
             f"but held-out accuracy fell by {-fall.mean:.1%} since step {best.evaluation.step}: look at the samples "
-            "with 'mindrlhf rewards audit'"
+            "with 'mindrlhf view'"
         )
 
 

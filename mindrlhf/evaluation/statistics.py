@@ -12,8 +12,8 @@ from numpy.typing import ArrayLike
 
 from mindrlhf.errors import UserError
 
-# Random indices drawn at a time: 32 MB of them, however many prompts and resamples there are.
-INDICES_PER_CHUNK = 1 << 22
+# Random indices drawn at a time, 32 MB, however many prompts and resamples there are.
+INDICES_PER_BATCH = 1 << 22
 
 
 class Interval(NamedTuple):
@@ -54,18 +54,16 @@ def pass_at_k(correct: ArrayLike, k: int) -> np.ndarray:
 def bootstrap_interval(
     per_prompt_values: ArrayLike, confidence: float = 0.95, num_resamples: int = 10_000, seed: int = 0
 ) -> Interval:
-    """The mean over prompts with its bootstrap confidence interval, bias-corrected and accelerated (BCa).
+    """The mean of ``per_prompt_values [prompts]`` with its BCa bootstrap interval; repeatable by ``seed``.
 
-    ``per_prompt_values`` is ``[prompts]``. Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993),
-    section 14.3: equations 14.9 and 14.10 (levels), 14.14 (bias), 14.15 (acceleration by the jackknife, which
-    for a mean reduces to the third moment). The same seed gives the same interval.
-
-    If all prompts have the same value, resampling shows no spread and the interval is that value alone: with
-    few prompts it is narrower than the truth. One prompt says nothing about the spread: its interval is infinite.
+    Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), section 14.3. Of equal values the interval
+    is that value alone; of a single one it is infinite.
 
     Raises:
         UserError: no values, values that are not finite, or ``confidence`` not between 0 and 1.
     """
+    from scipy.stats import bootstrap
+
     values = _checked(per_prompt_values, "per_prompt_values", num_dimensions=1)
     if not 0.0 < confidence < 1.0:
         raise UserError(f"a confidence of {confidence} is not possible: give one between 0 and 1, such as 0.95")
@@ -76,8 +74,16 @@ def bootstrap_interval(
         return Interval(mean, -np.inf, np.inf, confidence)
     if values.min() == values.max():
         return Interval(mean, mean, mean, confidence)
-    means = _resampled_means(values, num_resamples, seed)
-    low, high = np.quantile(means, _bca_levels(values, means, confidence))
+    result = bootstrap(
+        (values,),
+        np.mean,
+        n_resamples=num_resamples,
+        batch=max(1, INDICES_PER_BATCH // values.size),
+        confidence_level=confidence,
+        method="BCa",
+        random_state=np.random.default_rng(seed),
+    )
+    low, high = result.confidence_interval
     return Interval(mean, float(low), float(high), confidence)
 
 
@@ -125,31 +131,3 @@ def _checked(values: ArrayLike, name: str, num_dimensions: int) -> np.ndarray:
     if not np.isfinite(array).all():
         raise UserError(f"{name} holds {np.count_nonzero(~np.isfinite(array))} values that are NaN or infinite")
     return array
-
-
-def _resampled_means(values: np.ndarray, num_resamples: int, seed: int) -> np.ndarray:
-    generator = np.random.default_rng(seed)
-    means = np.empty(num_resamples)
-    chunk = max(1, INDICES_PER_CHUNK // values.size)
-    for start in range(0, num_resamples, chunk):
-        stop = min(start + chunk, num_resamples)
-        indices = generator.integers(0, values.size, size=(stop - start, values.size))
-        means[start:stop] = values[indices].mean(axis=1)
-    return means
-
-
-def _bca_levels(values: np.ndarray, means: np.ndarray, confidence: float) -> list[float]:
-    """The quantiles of the resampled means that bound the interval."""
-    normal = NormalDist()
-    mean = values.mean()
-    # Ties count half: means of few distinct values often fall on the mean itself.
-    below = (np.count_nonzero(means < mean) + 0.5 * np.count_nonzero(means == mean)) / means.size
-    smallest = 0.5 / means.size
-    bias = normal.inv_cdf(min(max(below, smallest), 1.0 - smallest))
-    deviations = values - mean
-    acceleration = (deviations**3).sum() / (6.0 * (deviations**2).sum() ** 1.5)
-    levels = []
-    for tail in ((1.0 - confidence) / 2.0, (1.0 + confidence) / 2.0):
-        shifted = bias + normal.inv_cdf(tail)
-        levels.append(normal.cdf(bias + shifted / (1.0 - acceleration * shifted)))
-    return levels

@@ -25,7 +25,6 @@ from mindrlhf.system.strict_yaml import YAML_ERRORS, load_yaml
 REPORT_NAME, SAMPLES_PAGE, COMPARISON_NAME = "report.html", "samples.html", "comparison.html"
 REFRESH_S = 20  # after which the page of a run that goes on is loaded anew
 MAX_ABOUT = 500
-MAX_AUDIT_ROWS = 10
 MAX_TEXT = 4000  # characters of a prompt or completion that are shown
 MAX_PICTURE_BYTES = 4 << 20
 
@@ -60,7 +59,6 @@ def render_report(run: RunData, *, is_running: bool = False) -> str:
         comparisons=_comparisons(run.summary or {}, run.directory),
         sample_sets=_sample_sets(run),
         samples_page=SAMPLES_PAGE if (run.directory / SAMPLES_PAGE).is_file() else "",
-        audit=_audit(run),
         metric_rows=_metric_rows(run),
     )
 
@@ -187,29 +185,6 @@ def _total_time(run: RunData, step_times: np.ndarray) -> tuple[str, str, str] | 
             remark += f", with {num_restarts} restart{'s' if num_restarts > 1 else ''} and what lay between"
         return _duration(elapsed_s), "", remark
     return (_duration(float(step_times.sum())), "", "sum of all steps") if step_times.size else None
-
-
-def _audit(run: RunData) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """Return what `mindrlhf rewards audit` found: headings, and under each rows of text."""
-    if run.audit is None:
-        return []
-    correlations = [
-        (f"{one['rho']:+.2f}", f"{one.get('feature')}, in {one.get('within')}", f"{one['num_samples']:,} samples")
-        for one in run.audit["correlations"]
-    ]
-    clusters = [
-        (f"{one['share']:.0%}", shortened(one.get("completion")), f"{one['num_prompts']:,} prompts")
-        for one in run.audit["clusters"][:MAX_AUDIT_ROWS]
-    ]
-    flips = [
-        (f"{one['num_flipped']:,} of {one['num_samples']:,}", f"{one.get('rewriting')}", f"{one.get('verifier')}")
-        for one in run.audit["flips"]
-    ]
-    return [
-        ("What correlates with the reward (Spearman; significant ones)", correlations),
-        ("High rewards for one text on prompts with different answers", clusters),
-        ("Rewards that flip under harmless rewriting", flips),
-    ]
 
 
 def _comparisons(summary: Mapping[str, Any], run_dir: Path) -> list[dict[str, Any]]:

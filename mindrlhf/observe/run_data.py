@@ -15,12 +15,6 @@ from mindrlhf.observe.series import Series
 
 SAMPLES_PER_STEP = 6
 STARTS_NAME = "starts.jsonl"  # when each process of the run began
-AUDIT_NAME = "audit.json"  # what `mindrlhf rewards audit` found
-AUDIT_NUMBERS = {
-    "correlations": ("rho", "num_samples", "p_value"),
-    "clusters": ("num_samples", "num_prompts", "share"),
-    "flips": ("num_samples", "num_flipped"),
-}
 # The axes of a chart of larger ones would overflow; what a run computes in float32 ends at 3.4e38.
 MAX_MAGNITUDE = 1e300
 
@@ -39,7 +33,6 @@ class RunData:
     summary: dict[str, Any] | None
     config_text: str | None
     starts_s: list[float]  # seconds since the epoch at which the run was started, and continued
-    audit: dict[str, Any] | None
     alarms: list[tuple[str, str]] = field(default_factory=list)  # in which steps, and what was said
     started: dict[str, Any] = field(default_factory=dict)  # "command" and "num_ranks" of the newest start, where noted
 
@@ -79,7 +72,6 @@ def read_run(run_dir: Path) -> RunData:
         summary=_read_summary(summary_path) if summary_path.exists() else None,
         starts_s=[float(one["start_s"]) for one in starts],
         started=starts[-1] if starts else {},
-        audit=_read_audit(run_dir / AUDIT_NAME),
         alarms=_read_alarms(run_dir / GUARDS_NAME),
         config_text=config_path.read_text(encoding="utf-8", errors="replace") if config_path.exists() else None,
     )
@@ -105,21 +97,6 @@ def _read_alarms(path: Path) -> list[tuple[str, str]]:
         (f"step {one['step']} to {one['end']}" if "end" in one else f"from step {one['step']} on", str(one.get("text")))
         for one in begun
     ]
-
-
-def _read_audit(path: Path) -> dict[str, Any] | None:
-    """Return the audit of the rewards; the report relies on its lists of objects and on their numbers."""
-    if not path.exists():
-        return None
-    try:
-        audit = json.loads(path.read_text(encoding="utf-8"))
-        for name, numbers in AUDIT_NUMBERS.items():
-            for one in audit[name]:
-                if not all(_is_number(one[key]) for key in numbers):
-                    raise ValueError(f"an entry of '{name}' needs the numbers {', '.join(numbers)}")
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as failure:
-        raise UserError(f"{path} is not an audit of rewards ({failure}): remove it or audit again") from None
-    return audit
 
 
 def _read_series(path: Path) -> dict[str, Series]:

@@ -133,7 +133,6 @@ def test_a_check_leaves_nothing_on_the_disk(tmp_path, monkeypatch, capsys):
         ["eval", f"{os.getcwd()}/examples/sanity/config.yaml", "--model", "nowhere", "run.output_dir=typo"],
         ["train", f"{os.getcwd()}/examples/sanity/config.yaml", "run.output_dir=typo"],
         ["config", "new", "--model", "nowhere", "--npus", "-1"],
-        ["rewards", "audit", "typo"],
         ["report", "typo"],
     ):
         monkeypatch.chdir(tmp_path)

@@ -142,29 +142,16 @@ def test_check_fails_for_a_function_that_is_not_deterministic(samples, tmp_path,
     assert "has no function 'g'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("action", ["score", "check", "audit"])
+@pytest.mark.parametrize("action", ["score", "check"])
 def test_programs_are_not_run_in_a_weak_sandbox_unless_allowed(action, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("mindrlhf.sandbox.server.active_layers", lambda: frozenset({"limits"}))
     sample = {"completion": "```python\nprint(1)\n```", "answer": '{"inputs": [""], "outputs": ["1"]}'}
     path = tmp_path / "samples.jsonl"
-    if action == "audit":
-        rest = {"step": 1, "prompt": "p", "reward": 1.0, "rewards": {}, "finish_reason": "stop"}
-        path.write_text(json.dumps(rest | sample) + "\n")
-        (tmp_path / "config.yaml").write_text("reward: {verifier_function: [code_execution]}\n")
-        command, switch = ["rewards", "audit", str(tmp_path)], []
-    else:
-        path.write_text(json.dumps(sample) + "\n")
-        source = ["--verifier", "code_execution", "--input"] if action == "score" else ["code_execution", "--samples"]
-        command, switch = ["rewards", action, *source, str(path)], ["--allow-weak"]
+    path.write_text(json.dumps(sample) + "\n")
+    source = ["--verifier", "code_execution", "--input"] if action == "score" else ["code_execution", "--samples"]
+    command = ["rewards", action, *source, str(path)]
     assert main(command) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and (switch[0] if switch else "sandbox.allow_weak=true") in error
-    if switch:
-        main([*command, *switch])
-        assert "too few locks" not in capsys.readouterr().err
-    else:
-        (tmp_path / "config.yaml").write_text(
-            "reward: {verifier_function: [code_execution]}\nsandbox: {allow_weak: true}\n"
-        )
-        main(command)
-        assert "too few locks" not in capsys.readouterr().err
+    assert error.count("\n") == 1 and "--allow-weak" in error
+    main([*command, "--allow-weak"])
+    assert "too few locks" not in capsys.readouterr().err

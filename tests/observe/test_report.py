@@ -337,31 +337,6 @@ def test_the_total_time_is_from_the_start_to_the_last_record(tmp_path):
     assert "sum of all steps" in Page(write_report(run_dir).read_text()).text
 
 
-def test_the_audit_of_the_rewards_is_a_section(tmp_path):
-    run_dir = make_run(tmp_path / "run", training_records(3))
-    assert "What the rewards follow" not in Page(write_report(run_dir).read_text()).text
-    audit = {
-        "correlations": [
-            {"feature": HOSTILE, "within": "all samples", "rho": 0.42, "p_value": 0.001, "num_samples": 1200}
-        ],
-        "clusters": [{"completion": "the answer is 7", "num_samples": 9, "num_prompts": 8, "share": 0.25}],
-        "flips": [],
-    }
-    (run_dir / "audit.json").write_text(json.dumps(audit))
-    page = Page(write_report(run_dir).read_text(encoding="utf-8"))
-    for text in ("What the rewards follow", "+0.42", "in all samples", "25%", "8 prompts", "nothing found"):
-        assert text in page.text
-    assert len(page.scripts) == 2
-
-
-@pytest.mark.parametrize("text", ["[]", "{}", '{"correlations": [{}], "clusters": [], "flips": []}', "not JSON"])
-def test_a_broken_audit_is_one_line(tmp_path, text):
-    run_dir = make_run(tmp_path / "run", training_records(3))
-    (run_dir / "audit.json").write_text(text)
-    with pytest.raises(UserError, match="is not an audit of rewards"):
-        write_report(run_dir)
-
-
 CONFIG = "run: {seed: 7, device: cpu}\nmodel: {path: m/x}\ndata: {train_file: d/t, eval_file: d/e}\n"
 CONFIG += "algorithm: {name: gspo}\n"
 

@@ -135,7 +135,7 @@ class LearningAlarm(LossAlarm):
                     f"the reward has been near its highest value for {self._state.steps_near_one} steps, but held-out "
                     f"accuracy by {last.verifier} is {last.accuracy:.1%}, which is no rise since step {first.step} "
                     f"({first.accuracy:.1%}): what is rewarded is not what is wanted; look at the samples with "
-                    "'mindrlhf rewards audit'",
+                    "'mindrlhf view'",
                 )
                 return
         self._end(last.step, NOT_RISEN)
