@@ -67,7 +67,7 @@ EXTRAS = {
     # The training environment on Ascend, CANN beside it.
     "ascend-train": [*TRAINING, *DEBUGGING],
     # The rollout environment on Ascend: an interpreter of its own, since vLLM needs numpy 2. vLLM 0.23.0 comes before
-    # it, built for no device: its wheel pins another torch than vLLM-Ascend does (docs/evidence/versions.md).
+    # it, built for no device: its wheel pins another torch than vLLM-Ascend does (docs/install.md#tested-versions).
     "ascend": ["vllm-ascend==0.23.0"],
     # Precision debugging; to be resolved together with MindSpore, which keeps NumPy below 2.
     "debug": DEBUGGING,

@@ -1,3 +1,3 @@
 """MindRLHF: reinforcement learning of language models on MindSpore and Ascend."""
 
-__version__ = "0.1.0"
+__version__ = "0.5.0"

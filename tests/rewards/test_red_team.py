@@ -1,6 +1,6 @@
 """What a policy may try on every verifier of answers and formats: drafts, hedges, denials. None of it earns anything.
 
-``docs/evidence/rewards.md`` quotes the table that ``attempts_by_verifier`` counts.
+``docs/evidence.md#rewards`` quotes the table that ``attempts_by_verifier`` counts.
 """
 
 import re
