@@ -22,24 +22,16 @@ class GuardsState:
 
     num_skipped: int = 0  # updates in a row
     norms: list[float] = field(default_factory=list)  # gradient norms of the last updates
-    failed_steps: dict[str, int] = field(default_factory=dict)  # steps in a row, by verifier
 
 
 @dataclass
 class LearningState:
-    """Of the alarm of a run that learns nothing (:mod:`mindrlhf.training.loop.alarms`), which changes it in place."""
+    """Of the alarms of a run (:mod:`mindrlhf.training.loop.alarms`), which change it in place."""
 
-    steps: int = 0  # watched since the run began
-    constant: dict[str, float] = field(default_factory=dict)  # what a verifier gave to every sample so far
-    num_constant: dict[str, int] = field(default_factory=dict)  # and to how many
-    varied: list[str] = field(default_factory=list)  # verifiers that gave different values
-    with_signal: int = 0  # steps in which rewards differed within a group
-    num_judged: int = 0  # steps in all that were looked at so
-    with_loss: int = 0  # updates whose loss or gradient was not 0
-    num_updated: int = 0  # steps that made updates
-    steps_near_one: int = 0  # in a row up to now, like the next
-    steps_paid_cut: dict[str, int] = field(default_factory=dict)
-    raised: dict[str, str] = field(default_factory=dict)  # what is said of each alarm that holds
+    # Steps in a row for which a condition has held, by its name; -1 where it had to from the start, and did not.
+    held: dict[str, int] = field(default_factory=dict)
+    first_values: dict[str, float] = field(default_factory=dict)  # of each verifier
+    raised: dict[str, str] = field(default_factory=dict)  # the text of each alarm whose condition holds
 
 
 @dataclass(frozen=True)
@@ -132,5 +124,5 @@ def _fits(value: Any, kind: Any) -> bool:
     if typing.get_origin(kind) is dict:
         return isinstance(value, dict) and all(_fits(item, arguments[1]) for item in value.values())
     if kind is int:
-        return type(value) is int and value >= 0
+        return type(value) is int
     return type(value) in (int, float) if kind is float else isinstance(value, kind)

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +44,6 @@ from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.checkpoints.shards import export_adapter
-from mindrlhf.training.loop.alarms import LearningAlarm
 from mindrlhf.training.loop.difficulty import difficulty_stream
 from mindrlhf.training.loop.dump import StepDump
 from mindrlhf.training.loop.guards import Guards, Observers
@@ -245,8 +243,14 @@ class ReinforcementTraining(life_cycle.Training):
         stack.callback(samples.close)
         state = progress.algorithm
         state.learning = state.learning or LearningState()
-        alarm = functools.partial(LearningAlarm, config, state=state.learning, num_steps=self._inputs.num_steps)
-        guards = Guards(config, self._policy, first_step=first_step, state=state.guards, more=(alarm,))
+        guards = Guards(
+            config,
+            self._policy,
+            first_step=first_step,
+            state=state.guards,
+            learning=state.learning,
+            num_steps=self._inputs.num_steps,
+        )
         stack.callback(guards.close)
         fingerprint = FingerprintWriter(self._output_dir / FINGERPRINT_NAME, first_step=first_step)
         stack.callback(fingerprint.close)

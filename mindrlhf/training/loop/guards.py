@@ -1,77 +1,30 @@
-"""The guards of a run's numbers, on rank 0: they look at each step and say when the run must stop."""
+"""The guards of a run's numbers, on rank 0: they look at each step, warn, and stop the run."""
 
 import dataclasses
 import itertools
 import json
 import math
-import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mindrlhf.checkpoint.algorithm_state import GuardsState
+from mindrlhf.checkpoint.algorithm_state import GuardsState, LearningState
 from mindrlhf.config.observe import GuardSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import RunFailure
 from mindrlhf.evaluation.heldout import Evaluation
 from mindrlhf.observe.fingerprint import FingerprintWriter
-from mindrlhf.observe.records import GUARDS_NAME, JsonlWriter
 from mindrlhf.observe.samples import SampleWriter
 from mindrlhf.rollout.samples import Sample, verifier_names
+from mindrlhf.training.loop.alarms import Condition, Events, LearningAlarm, warn
 from mindrlhf.training.loop.dump import StepDump
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.skipped_batches import SkippedBatch, save_skipped, saved_arrays
 from mindrlhf.training.loop.step import Step
-
-
-class Guard:
-    """Looks at each step for one thing that goes wrong. Each overrides what it needs to see.
-
-    Attributes:
-        METRIC: name of the count of updates that it found, "" when it counts none.
-        failure: why the run must stop, "" while it may go on.
-    """
-
-    METRIC = ""
-    failure = ""
-
-    def review_rewards(self, step: int, samples: Sequence[Sample]) -> None:
-        """Look at all samples that a step, from 1, generated, whether trained on or not."""
-
-    def review_update(self, step: Step, number: int) -> bool:
-        """Look at update ``number``, from 0, of a step and return whether something is wrong with it."""
-        return False
-
-    def review_logprobs(self, step: int, rollout_diff: float) -> None:
-        """Look at ``rollout_diff/mean_abs`` of a step, from 1, in nats."""
-
-    def review_evaluations(self, evaluations: Sequence[Evaluation]) -> None:
-        """Look at all evaluations of the run, when a new one is among them."""
-
-    def close(self) -> None:
-        """Say what remains to be said when the run ends, however it does."""
-
-
-class Events:
-    """``guards.jsonl``, and a warning on the console for each event; see ``JsonlWriter`` for ``first_step``."""
-
-    def __init__(self, output_dir: Path, *, first_step: int):
-        self.path = output_dir / GUARDS_NAME
-        self._writer = JsonlWriter(self.path, first_step=first_step)
-
-    def write(self, step: int, event: str, warning: str, **values: Any) -> None:
-        """Write an event of a step and warn of it, unless the warning is empty."""
-        self._writer.write({"step": step, "event": event, **values})
-        if warning:
-            warn(warning)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._writer.close()
 
 
 def describe(sample: Sample) -> dict[str, Any]:
@@ -79,26 +32,23 @@ def describe(sample: Sample) -> dict[str, Any]:
     return {"prompt": sample.prompt_text, "completion": sample.response_text, "reward": sample.reward.total}
 
 
-def warn(text: str) -> None:
-    """Print a line of warning."""
-    print(f"warning: {text}", file=sys.stderr, flush=True)
-
-
 SKIPPED_NAME = "skipped"
 MAX_SAVED_BATCHES = 16  # enough to see what they share; a run that goes wrong for days must not fill the disk
 
 
-class SkippedUpdates(Guard):
+class SkippedUpdates:
     """Saves the batch of each skipped update; ``guard.max_skipped_updates`` of them in a row stop the run.
 
     Attributes:
         num_in_a_row: skipped updates since the last that was made.
+        failure: why the run must stop, "" while it may go on.
     """
 
     METRIC = "guard/skipped_updates"
 
     def __init__(self, config: GrpoConfig, policy: Policy, events: Events, num_in_a_row: int):
         self.num_in_a_row = num_in_a_row
+        self.failure = ""
         self._config = config
         self._policy = policy
         self._events = events
@@ -148,7 +98,7 @@ class SkippedUpdates(Guard):
             loss=str(update.loss),
             grad_norm=str(update.grad_norm),
             weights="" if was_any_made else step.weights,
-            placed=[list(place) for place in batch.placed],
+            placed=[list(position) for position in batch.placed],
             samples=[
                 describe(sample)
                 for sample, count in zip(step.samples_of(position), batch.counts or itertools.repeat(1))
@@ -169,7 +119,7 @@ _MEDIAN_WINDOW, _MEDIAN_MINIMUM = 64, 8  # updates
 _SAMPLES_PER_REPORT = 3  # of each kind
 
 
-class GradientSpikes(Guard):
+class GradientSpikes:
     """Reports the samples of an update whose norm is ``guard.grad_spike_factor`` times the median; stops no run.
 
     Attributes:
@@ -228,69 +178,9 @@ class GradientSpikes(Guard):
         ]
 
 
-class FailedVerifiers(Guard):
-    """Reports a verifier at the first such step; ``guard.max_failed_steps`` of them in a row stop the run.
-
-    Attributes:
-        num_steps: such steps in a row, by verifier.
-    """
-
-    def __init__(self, limits: GuardSection, events: Events, num_steps: Mapping[str, int]):
-        self.num_steps = dict(num_steps)
-        self._limit = limits.max_failed_steps
-        self._events = events
-
-    def review_rewards(self, step: int, samples: Sequence[Sample]) -> None:
-        """Look for verifiers that failed on all samples they were asked for."""
-        rewards = [sample.reward for sample in samples]
-        asked = {name: [one for one in rewards if name in one.parts] for name in verifier_names(samples)}
-        failed = {
-            name: (len(ones), ones[0].failures[name])
-            for name, ones in asked.items()
-            if all(name in one.failures for one in ones)
-        }
-        self.num_steps = {name: self.num_steps.get(name, 0) + 1 for name in failed}
-        for name, (count, reason) in failed.items():
-            num_steps = self.num_steps[name]
-            said = f"step {step}: verifier {name} failed on all {count} samples ({reason})"
-            if num_steps == 1:
-                self._events.write(step, "failed_verifier", said, verifier=name, reason=reason)
-            if self._limit and num_steps >= self._limit:
-                self.failure = self.failure or (
-                    f"{said}, {num_steps} steps in a row, and guard.max_failed_steps is {self._limit}: mend the "
-                    "verifier ('mindrlhf rewards check' tries it), and resume from a checkpoint before"
-                )
-
-
-class RolloutDrift(Guard):
-    """Warns when the distance passes ``guard.warn_rollout_diff``, and stops the run at ``guard.max_rollout_diff``."""
-
-    def __init__(self, limits: GuardSection, events: Events):
-        self._limits = limits
-        self._events = events
-        self._has_warned = False
-
-    def review_logprobs(self, step: int, rollout_diff: float) -> None:
-        """Compare the distance with the limits."""
-        limits = self._limits
-        said = f"step {step}: the log-probabilities of rollout and training differ by {rollout_diff:.3g} nats a token"
-        # One that is not finite has been counted as a skipped update, unless the generator's are at fault.
-        if 0 < limits.max_rollout_diff < rollout_diff:
-            self.failure = (
-                f"{said}, and guard.max_rollout_diff is {limits.max_rollout_diff:g}: the samples are not those of the "
-                "trained weights; look where rollout_diff began to grow in metrics.jsonl, set rollout.top_p=1 and "
-                "rollout.top_k=0, and resume from a checkpoint before, or raise the limit"
-            )
-        is_far = bool(limits.warn_rollout_diff) and not rollout_diff <= limits.warn_rollout_diff
-        if is_far and not self._has_warned:
-            warning = f"{said}, and guard.warn_rollout_diff is {limits.warn_rollout_diff:g}"
-            self._events.write(step, "rollout_diff", warning, mean_abs=rollout_diff)
-        self._has_warned = is_far
-
-
 @dataclass(frozen=True)
 class Observers:
-    """Who looks at a step when it is done: guards, and files with its samples and fingerprints.
+    """Post-step observers: guards, sample writer, fingerprint writer.
 
     Attributes:
         dump: dumps chosen steps; None when there are none.
@@ -303,14 +193,15 @@ class Observers:
 
 
 class Guards:
-    """All guards, in the order in which they look at an update and in which their failures count.
+    """The guards of a run: skipped updates, gradient spikes, alarms.
 
     Args:
         config: of the run; its section ``guard`` holds the limits.
         policy: keeps the batches of a step until the next one.
         first_step: see :class:`mindrlhf.observe.records.JsonlWriter`.
         state: what :meth:`state` returned at the checkpoint that the run goes on from.
-        more: further guards, each made of the file that they write to.
+        learning: state of the alarms, which change it in place.
+        num_steps: of the run; 0 when unknown.
     """
 
     def __init__(
@@ -320,24 +211,25 @@ class Guards:
         *,
         first_step: int,
         state: GuardsState | None = None,
-        more: Sequence[Callable[[Events], Guard]] = (),
+        learning: LearningState | None = None,
+        num_steps: int = 0,
     ):
         state = state or GuardsState()
+        self._limits = config.guard
         self._events = Events(Path(config.run.output_dir), first_step=first_step)
         self._skipped = SkippedUpdates(config, policy, self._events, state.num_skipped)
         self._spikes = GradientSpikes(config.guard, policy, self._events, state.norms)
-        self._verifiers = FailedVerifiers(config.guard, self._events, state.failed_steps)
-        drift = RolloutDrift(config.guard, self._events)
-        self._guards = (self._skipped, self._spikes, self._verifiers, drift, *(make(self._events) for make in more))
+        self._alarms = LearningAlarm(config, self._events, learning or LearningState(), num_steps)
 
     def state(self) -> GuardsState:
-        """Return what a resumed run needs."""
-        return GuardsState(self._skipped.num_in_a_row, list(self._spikes.norms), dict(self._verifiers.num_steps))
+        """Return what a resumed run needs beside the state of the alarms."""
+        return GuardsState(self._skipped.num_in_a_row, list(self._spikes.norms))
 
     def review_rewards(self, step: int, samples: Sequence[Sample]) -> None:
         """Look at all samples that a step, from 1, generated, whether trained on or not; call it before ``review``."""
-        for guard in self._guards:
-            guard.review_rewards(step, samples)
+        for name in verifier_names(samples):
+            self._alarms.watch(step, self._failed_verifier(name, samples))
+        self._alarms.review_rewards(step, samples)
 
     def review(self, step: Step, rollout_diff: float | None) -> dict[str, float]:
         """Look at a step, report what is strange, and return how often.
@@ -346,19 +238,48 @@ class Guards:
             step: when its updates are done.
             rollout_diff: its ``rollout_diff/mean_abs``, in nats; None where all samples are of older weights.
         """
-        counts = {guard.METRIC: 0 for guard in self._guards if guard.METRIC}
-        for number in range(len(step.updates)):
-            for guard in self._guards:
-                if guard.review_update(step, number):
-                    counts[guard.METRIC] += 1
+        counts = {
+            guard.METRIC: sum(guard.review_update(step, number) for number in range(len(step.updates)))
+            for guard in (self._skipped, self._spikes)
+        }
+        if step.updates:
+            self._alarms.review_losses(step.number, [(update.loss, update.grad_norm) for update in step.updates])
         if rollout_diff is not None:
-            for guard in self._guards:
-                guard.review_logprobs(step.number, rollout_diff)
+            for condition in self._drift(rollout_diff):
+                self._alarms.watch(step.number, condition)
         return counts
 
     def review_evaluations(self, evaluations: Sequence[Evaluation]) -> None:
-        for guard in self._guards:
-            guard.review_evaluations(evaluations)
+        """Look at all evaluations of the run, when a new one is among them."""
+        self._alarms.review_evaluations(evaluations)
+
+    def _failed_verifier(self, name: str, samples: Sequence[Sample]) -> Condition:
+        failures = [sample.reward.failures.get(name) for sample in samples if name in sample.reward.parts]
+        limit = self._limits.max_failed_steps
+
+        def text(num_steps: int) -> str:
+            said = f"verifier {name} failed on all {len(failures)} samples ({failures[0]})"
+            return f"{said}, {num_steps} steps in a row" if num_steps > 1 else said
+
+        remedy = (
+            f", and guard.max_failed_steps is {limit}: fix the verifier ('mindrlhf rewards check' tries it), and "
+            "resume from a checkpoint before"
+        )
+        return Condition(f"failed {name}", None not in failures, text, 1, stop_after=limit, remedy=remedy)
+
+    def _drift(self, rollout_diff: float) -> Iterator[Condition]:
+        warn_above, stop_above = self._limits.warn_rollout_diff, self._limits.max_rollout_diff
+        said = f"the log-probabilities of rollout and training differ by {rollout_diff:.3g} nats a token, and guard."
+        # NaN is far; it does not stop: it has been counted as a skipped update, unless the generator's are at fault.
+        is_far = bool(warn_above) and not rollout_diff <= warn_above
+        yield Condition("rollout_diff", is_far, lambda _: f"{said}warn_rollout_diff is {warn_above:g}", 1)
+        remedy = (
+            ": the samples are not those of the trained weights; look where rollout_diff began to grow in "
+            "metrics.jsonl, set rollout.top_p=1 and rollout.top_k=0, and resume from a checkpoint before, or raise the "
+            "limit"
+        )
+        is_over, text = 0 < stop_above < rollout_diff, f"{said}max_rollout_diff is {stop_above:g}"
+        yield Condition("max_rollout_diff", is_over, lambda _: text, 1, stop_after=1, remedy=remedy)
 
     def check(self) -> None:
         """Stop the run if the steps so far demand it; call it when their metrics are written.
@@ -366,12 +287,10 @@ class Guards:
         Raises:
             RunFailure: they do.
         """
-        for guard in self._guards:
-            if guard.failure:
-                raise RunFailure(guard.failure)
+        if failure := self._skipped.failure or self._alarms.failure:
+            raise RunFailure(failure)
 
     def close(self) -> None:
-        """Have the guards say what remains to be said, and close the file of events."""
-        for guard in self._guards:
-            guard.close()
+        """Repeat the alarms that still hold, and close the file of events."""
+        self._alarms.close()
         self._events.close()

@@ -19,8 +19,7 @@ from mindrlhf.training import life_cycle
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.checkpoints.shards import export_adapter
-from mindrlhf.training.loop.alarms import LossAlarm
-from mindrlhf.training.loop.guards import Events
+from mindrlhf.training.loop.alarms import Events, LossAlarm
 from mindrlhf.training.nodes import find_nodes
 from mindrlhf.training.preflight import RunInputs
 from mindrlhf.training.preflight.output import FINAL_NAME

@@ -1,7 +1,6 @@
 """The alarm of a run that learns nothing: when it begins and ends, what it says, across a resume, and in the report."""
 
 import json
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,8 +20,8 @@ from mindrlhf.evaluation.heldout import Evaluation
 from mindrlhf.observe.report import render_report
 from mindrlhf.observe.run_data import read_run
 from mindrlhf.training.checkpoints.run import Progress
-from mindrlhf.training.loop.alarms import MIN_STEPS, LearningAlarm, LossAlarm, SlowRewards
-from mindrlhf.training.loop.guards import Events, Guards
+from mindrlhf.training.loop.alarms import MIN_STEPS, Events, LearningAlarm, LossAlarm, SlowRewards
+from mindrlhf.training.loop.guards import Guards
 from mindrlhf.training.offline.run import OfflineSteps
 
 VERIFIERS = ("accuracy_reward", "format_reward")
@@ -41,8 +40,7 @@ class Run:
         )
         self.directory, self.step = output_dir, max(0, first_step - 1)
         self.state = state or LearningState()
-        alarm = partial(LearningAlarm, config, state=self.state, num_steps=num_steps)
-        self.guards = Guards(config, None, first_step=first_step, more=(alarm,))
+        self.guards = Guards(config, None, first_step=first_step, learning=self.state, num_steps=num_steps)
 
     def do(self, groups, *, losses=((0.5, 1.0),), answer="7", finish_reason="stop"):
         """Do a step: ``groups`` has a list of (accuracy, format) for each group, ``losses`` (loss, norm) of updates."""
@@ -86,12 +84,12 @@ def test_a_run_whose_references_match_nothing_is_told_so_once_and_again_at_the_e
         run.do([[(0.0, 0.0), (0.0, 1.0)]] * 2, answer="seven")
     assert run.events() == [(MIN_STEPS, "alarm", "constant accuracy_reward")]
     said = capsys.readouterr().err
-    assert said.count("warning: step 5: verifier accuracy_reward gave 0 to all 20 samples of 5 steps") == 1
-    assert "no response matched its reference; one reference is 'seven', its response ends with 'so it is 8'" in said
+    assert said.count("warning: step 5: verifier accuracy_reward gave 0 to all samples of 5 steps") == 1
+    assert "it tells no response from another; one ends with 'so it is 8', and its reference is 'seven'" in said
     run.guards.close()
     said = capsys.readouterr().err
     assert (
-        said.count("warning: at the end of the run: verifier accuracy_reward gave 0 to all 32 samples of 8 steps") == 1
+        said.count("warning: at the end of the run: verifier accuracy_reward gave 0 to all samples of 8 steps") == 1
     )
     assert "nothing was learned" not in said, "the format was"
 
@@ -190,7 +188,7 @@ def test_prompts_without_references_are_named(tmp_path, capsys):
     run = Run(tmp_path)
     for _ in range(MIN_STEPS):
         run.do([[(0.0, 0.0), (0.0, 1.0)]], answer="")
-    assert "whose prompts have no reference answers: name their column" in capsys.readouterr().err
+    assert "its prompt has no reference answer: name their column" in capsys.readouterr().err
 
 
 def test_a_reward_for_responses_that_were_all_cut_is_told(tmp_path, capsys):
@@ -240,17 +238,9 @@ def test_low_rewards_and_high_accuracies_are_no_alarm(tmp_path, groups, rights):
     assert "not_risen" not in {kind for _, _, kind in run.events()}
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("repetition_penalty", 0.0, ""),
-        ("repetition_penalty", -1.0, "no response matched"),
-        ("strict_format", 0.0, "it tells none from another; one ends with 'so it is 8'"),
-        ("accuracy_reward", 1.0, "it tells none from another; one ends with 'so it is 8'"),
-        ("own", 0.0, "no response matched its reference"),
-    ],
-)
-def test_what_is_said_of_a_constant_goes_by_what_the_verifier_does(tmp_path, capsys, name, value, said):
+@pytest.mark.parametrize("name", ["area_reward", "penalty_area_reward", "format_of_length_reward"])
+@pytest.mark.parametrize("value", [0.0, -1.0, 1.0])
+def test_a_constant_is_told_alike_whatever_the_verifier_is_called(tmp_path, capsys, name, value):
     config = GrpoConfig(
         model=ModelSection(path="model"),
         data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
@@ -261,8 +251,9 @@ def test_what_is_said_of_a_constant_goes_by_what_the_verifier_does(tmp_path, cap
     for step in range(1, MIN_STEPS + 1):
         samples = [make_sample([1], [2], value, {name: value}, group=0, response="so it is 8") for _ in range(2)]
         alarm.review_rewards(step, samples)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "verifier" in line] or [""]
-    assert said in line and bool(line) == bool(said)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "verifier" in line]
+    said = f"verifier {name} gave {value:g} to all samples of 5 steps: it tells no response from another; one ends with"
+    assert line.startswith(f"warning: step 5: {said} 'so it is 8', and its ")
 
 
 def test_training_on_fixed_data_has_the_alarm_of_its_loss(tmp_path, capsys):
@@ -292,7 +283,7 @@ def test_the_report_shows_the_alarms_and_until_when_they_held(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.0}\n')
     page = render_report(read_run(tmp_path))
     assert page.count("<li><strong>step 5 to 7</strong>: ") == 3
-    assert page.count("<li><strong>from step 5 on</strong>: verifier format_reward gave 0 to all 20 samples") == 1
+    assert page.count("<li><strong>from step 5 on</strong>: verifier format_reward gave 0 to all samples") == 1
     assert "&lt;b&gt;7" in page and "<b>7" not in page
 
 
@@ -319,7 +310,7 @@ def test_the_alarms_are_those_of_a_look_at_the_whole_run(tmp_path_factory, steps
     assert raised == (wanted if len(steps) >= MIN_STEPS else set())
 
 
-def review_waits(capsys, num_workers, waits, stage="timing/rollout", ):
+def review_waits(capsys, num_workers, waits, stage="timing/rollout"):
     """Return the shares and the warnings of steps of 10 s, of which the stage takes 5, with so many seconds waited."""
     alarm = SlowRewards(num_workers)
     shares = [alarm.review(number, wait, {stage: 5.0, "timing/all": 10.0}) for number, wait in enumerate(waits, 1)]

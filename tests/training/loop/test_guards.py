@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from made_samples import make_sample, with_reward
 
-from mindrlhf.checkpoint.algorithm_state import AlgorithmState, GuardsState
+from mindrlhf.checkpoint.algorithm_state import AlgorithmState, GuardsState, LearningState
 from mindrlhf.config.model import ModelSection
 from mindrlhf.config.observe import GuardSection
 from mindrlhf.config.reward import RewardSection
@@ -108,8 +108,9 @@ def open_guards(tmp_path, step):
     opened = []
     policy = Policy(step, None)
 
-    def open_one(first_step=0, state=None, **guard) -> Guards:
-        opened.append(Guards(make_config(tmp_path, **guard), policy, first_step=first_step, state=state))
+    def open_one(first_step=0, state=None, learning=None, **guard) -> Guards:
+        config = make_config(tmp_path, **guard)
+        opened.append(Guards(config, policy, first_step=first_step, state=state, learning=learning))
         return opened[-1]
 
     yield open_one
@@ -130,7 +131,7 @@ def test_a_plain_step_is_left_alone(open_guards, step, tmp_path, capsys):
     guards = open_guards()
     assert guards.review(step.record(1, 1.0, 2.0), 1e-5) == {"guard/skipped_updates": 0, "guard/grad_spikes": 0}
     guards.check()
-    assert guards.state() == GuardsState(num_skipped=0, norms=[1.0, 2.0], failed_steps={})
+    assert guards.state() == GuardsState(num_skipped=0, norms=[1.0, 2.0])
     assert events(tmp_path) == [] and capsys.readouterr().err == "" and not (tmp_path / "skipped").exists()
 
 
@@ -237,7 +238,11 @@ def test_drift_warns_once_and_stops_beyond_the_limit(open_guards, step, tmp_path
     for number, difference in enumerate([0.1, 0.2, 0.3, 0.05, 1.0], start=1):
         guards.review(step.record(number, 1.0), difference)
         guards.check()
-    assert [event["step"] for event in events(tmp_path)] == [2, 5], "anew only after it was below"
+    assert [(event["step"], event["event"], event["alarm"]) for event in events(tmp_path)] == [
+        (2, "alarm", "rollout_diff"),
+        (4, "alarm_over", "rollout_diff"),
+        (5, "alarm", "rollout_diff"),
+    ]
     assert capsys.readouterr().err.count("guard.warn_rollout_diff") == 2
     guards.review(step.record(6, 1.0), 1.01)
     with pytest.raises(RunFailure, match=r"^step 6: .*1\.01 nats .*guard\.max_rollout_diff is 1: .*top_p=1"):
@@ -273,17 +278,20 @@ PARTLY = rewarded([{"second": "timeout", "first": "timeout"}, {}, {"first": "tim
 
 
 def test_a_verifier_that_fails_on_every_sample_stops_the_run_also_across_a_resume(open_guards, tmp_path, capsys):
-    guards = open_guards(max_failed_steps=3)
+    learning = LearningState()
+    guards = open_guards(learning=learning, max_failed_steps=3)
     for number, samples in enumerate([WHOLLY, PARTLY, WHOLLY, WHOLLY], start=1):
         guards.review_rewards(number, samples)
         guards.check()
-    assert [event["step"] for event in events(tmp_path)] == [1, 3], "anew only after it worked"
-    assert events(tmp_path)[0] == {
-        "step": 1, "event": "failed_verifier", "verifier": "second", "reason": "KeyError: 'x'",
-    }  # fmt: skip
+    assert [(event["step"], event["event"], event["alarm"]) for event in events(tmp_path)] == [
+        (1, "alarm", "failed second"),
+        (2, "alarm_over", "failed second"),
+        (3, "alarm", "failed second"),
+    ]
     warnings = capsys.readouterr().err
     assert warnings.count("verifier second failed on all 2 samples (KeyError: 'x')") == 2
-    resumed = open_guards(first_step=4, state=through_checkpoint(guards), max_failed_steps=3)
+    saved = AlgorithmState.from_json(json.loads(json.dumps(AlgorithmState(learning=learning).to_json())), "state.json")
+    resumed = open_guards(first_step=4, learning=saved.learning, max_failed_steps=3)
     resumed.review_rewards(5, WHOLLY)
     with pytest.raises(RunFailure, match=r"^step 5: verifier second .*, 3 steps in a row, .*max_failed_steps is 3: "):
         resumed.check()

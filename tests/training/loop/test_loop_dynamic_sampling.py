@@ -1,17 +1,9 @@
 """Dynamic sampling in the loop over scripted samples: rounds, stale samples, what a restart takes up."""
 
-import dataclasses
-import json
-from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 from test_loop import NUM_GENERATIONS, Rank, Run
-
-from mindrlhf.checkpoint.manifest import write_manifest
-from mindrlhf.training.checkpoints.requests import SaveRequests
-from mindrlhf.training.checkpoints.run import RunCheckpoints
 
 ALGORITHM = {"num_generations": NUM_GENERATIONS, "dynamic_sampling": True}
 # Prompt 0 of each pass has no signal; see test_loop.Rewards. Steps are of 2 prompts, chunks too.
@@ -121,45 +113,3 @@ def test_a_step_broken_off_between_rounds_leaves_the_state_as_it_was():
     run.memory.stops_at = 3
     assert run.train() is False
     assert run.progress.step == 2 and run.progress.algorithm.samples.generated == 18
-
-
-def test_a_checkpoint_of_an_earlier_release_is_resumed(tmp_path, monkeypatch):
-    """Its state.json was written after one step of this run, with three samples left over, by an earlier release."""
-    options = {
-        "num_prompts": 4,
-        "held_out": True,
-        "algorithm": {**ALGORITHM, "beta": 0.1, "kl_target": 0.05},
-        "training": {"chunk_size": 3, "micro_batch_size": 4, "epochs": 50},
-        "evaluation": {"every_steps": 1},
-    }
-    whole = Run(steps=2, **options)
-    expected = whole()
-    run = Run(steps=2, **options)
-    state = json.loads((Path(__file__).parents[2] / "checkpoint" / "grpo_state.json").read_text())
-    state["config"] = dataclasses.asdict(run.config)  # a key that came later is none of this test's business
-    directory = tmp_path / "step_00000001"
-    directory.mkdir()
-    (directory / "state.json").write_text(json.dumps(state))
-    arrays = {}
-    for index, num_tokens in enumerate((1, 2, 3)):  # as the script generates them for prompt 1
-        ids = np.full(num_tokens, 49 + num_tokens, np.int32)
-        ids[-1] = 52 if num_tokens == 3 else 0
-        arrays[f"{index}.prompt_ids"] = np.array([2], np.int32)
-        arrays[f"{index}.response_ids"] = ids
-        arrays[f"{index}.rollout_logprobs"] = np.full(num_tokens, -1.0, np.float32)
-    save_file(arrays, directory / "carried.safetensors")
-    write_manifest(directory)
-    section = dataclasses.replace(run.config.checkpoint, save_dir=str(tmp_path))
-    config = dataclasses.replace(run.config, checkpoint=section)
-    monkeypatch.setattr(Rank, "restore", lambda self, directory: None, raising=False)
-    team = run.trainer.parts.team
-    progress = RunCheckpoints(config, team, run.stream, SaveRequests()).resume()
-    assert [evaluation.step for evaluation in progress.evaluations] == [0, 1]
-    assert [sample.record["completion"] for sample in progress.leftover] == ["0", "51 0", "52 52 52"]
-    run.trainer = type(run.trainer)(run.config, run.trainer.parts, progress, 2)
-    metrics = run()
-    assert list(metrics) == [2]
-    same = [name for name in expected[2] if not name.startswith(("timing/", "grad_norm")) and "_tps" not in name]
-    assert {name: metrics[2][name] for name in same} == {name: expected[2][name] for name in same}
-    assert {"samples/used_stale", "samples/total_generated", "kl_coefficient", "loss"} <= set(same)
-    assert metrics[2]["samples/used_stale"] == 3
