@@ -70,8 +70,9 @@ def test_links_lead_somewhere(page):
 
 
 def test_pages_named_in_messages_exist():
-    sources = [*ROOT.glob("mindrlhf/**/*.py"), *ROOT.glob("examples/**/*.yaml"), *ROOT.glob("scripts/**/*.*")]
-    for path in (path for path in sources if path.is_file()):
+    patterns = ("mindrlhf/**/*.py", "examples/**/*.yaml", "scripts/**/*.py", "scripts/**/*.sh")
+    sources = [path for pattern in patterns for path in ROOT.glob(pattern)]
+    for path in sources:
         for name, anchor in re.findall(r"(?<![\w/])(docs/\w+\.md)(?:#([\w-]+))?", path.read_text(encoding="utf-8")):
             assert (ROOT / name).is_file(), f"{_name(path)}: {name}"
             assert not anchor or anchor in _anchors(ROOT / name), f"{_name(path)}: {name}#{anchor}"
