@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mindrlhf.commands.vocabulary import add_aliases, add_overrides, add_ranks, allow_json, count_ranks, write_text
+from mindrlhf.commands.vocabulary import add_aliases, add_overrides, add_ranks, allow_json, write_text
 
 TASKS = ("train", "sft", "dpo", "reward-model")
 STACK_NAMES = ("mindspeed-rl", "mindrlhf", "verl", "trl", "openrlhf", "slime")
@@ -63,7 +63,8 @@ def _check(arguments: argparse.Namespace) -> int:
     from mindrlhf.config.parse import read_yaml
     from mindrlhf.training.preflight.run import check_run
 
-    path, (num_ranks, num_nodes) = arguments.config, count_ranks(arguments)
+    path, num_nodes = arguments.config, arguments.nodes
+    num_ranks = arguments.workers * num_nodes
     task = arguments.kind or next(iter(tasks_of(read_yaml(path))), "train")
     sizes = {"num_ranks": num_ranks, "num_nodes": num_nodes}
     checked = check_run(task, path, arguments.overrides, **sizes, is_elastic=arguments.elastic)

@@ -2,7 +2,7 @@
 
 import argparse
 
-from mindrlhf.commands.vocabulary import add_overrides, add_ranks, count_ranks, tell_old_workers
+from mindrlhf.commands.vocabulary import add_cluster, add_overrides
 from mindrlhf.errors import UserError
 
 
@@ -10,9 +10,9 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("plan", help="batches, groups and memory of a run on a cluster, worked out here")
     parser.add_argument("config", help="YAML file of `mindrlhf train`; of the model only config.json is read")
     add_overrides(parser)
-    add_ranks(parser, required=True)
+    add_cluster(parser)
     parser.add_argument("--device-memory", default="64GB", metavar="SIZE", help="of one device (default: 64GB)")
-    parser.add_argument("--node-size", type=int, metavar="N", help="devices of a node (default: 8, or --workers)")
+    parser.add_argument("--node-size", type=int, default=8, metavar="N", help="devices of a node (default: 8)")
     parser.add_argument(
         "--link-speed",
         default="25GB",
@@ -49,14 +49,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
     if arguments.kernels and not arguments.compile:
         raise UserError("--kernels is read by --compile alone: give both")
-    (world_size, num_nodes), node_size = count_ranks(arguments), arguments.node_size or 8
-    tell_old_workers(arguments, node_size)
-    if num_nodes > 1 and arguments.node_size is None:
-        node_size = world_size // num_nodes
     options = PlanOptions(
-        world_size=world_size,
+        world_size=arguments.workers,
         device_memory=arguments.device_memory,
-        node_size=node_size,
+        node_size=arguments.node_size,
         link_speed=arguments.link_speed,
         json_path=arguments.json,
         picture_path=arguments.picture,

@@ -2,22 +2,14 @@
 
 import argparse
 
-from mindrlhf.commands.vocabulary import (
-    add_aliases,
-    add_overrides,
-    add_ranks,
-    allow_json,
-    count_ranks,
-    print_json,
-    tell_old_workers,
-)
+from mindrlhf.commands.vocabulary import add_aliases, add_cluster, add_overrides, allow_json, print_json
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("strategy", help="compile the training step of a cluster here; write strategy files")
     parser.add_argument("config", help="YAML file of `mindrlhf train`; of the model only config.json is read")
     add_overrides(parser)
-    add_ranks(parser, required=True)
+    add_cluster(parser)
     output = parser.add_argument("--output", required=True, metavar="DIR", help="directory to make; must not exist")
     add_aliases(parser, output, "--out")
     parser.add_argument(
@@ -44,12 +36,10 @@ def _layers(text: str) -> str | int:
 def _run(arguments: argparse.Namespace) -> int:
     from mindrlhf.dryrun.compile.report import report_strategy
 
-    tell_old_workers(arguments)
-    world_size, _ = count_ranks(arguments)
     report = report_strategy(
         arguments.config,
         arguments.overrides,
-        world_size=world_size,
+        world_size=arguments.workers,
         directory=arguments.output,
         layers_per_stage=arguments.layers_per_stage,
     )

@@ -18,46 +18,18 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 WORKERS_HELP = "trainer ranks on each machine"
+CLUSTER_HELP = "devices of the cluster, on all its nodes together"
 
 
-def add_ranks(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
-    """Add the options by which a command is told the ranks of a run without starting them; see ``count_ranks``."""
-    sizes = parser.add_mutually_exclusive_group(required=required)
-    default = None if required else 1
-    sizes.add_argument("--workers", type=int, default=default, metavar="N", help=f"{WORKERS_HELP}, as for train")
-    sizes.add_argument("--world-size", type=int, metavar="N", help="ranks of all machines together, instead")
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    """Add the options by which a command is told the ranks of a run, as `train` is, without starting them."""
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help=f"{WORKERS_HELP}, as for train")
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines that they are on (default: 1)")
 
 
-def count_ranks(arguments: argparse.Namespace) -> tuple[int, int]:
-    """Return the ranks of all machines, and the machines.
-
-    Raises:
-        UserError: ``--world-size`` is no multiple of ``--nodes``.
-    """
-    from mindrlhf.errors import UserError
-
-    num_nodes = arguments.nodes
-    if arguments.world_size is None:
-        return arguments.workers * num_nodes, num_nodes
-    if arguments.world_size % num_nodes:
-        raise UserError(
-            f"--nodes is {num_nodes}: give a number that divides the {arguments.world_size} of --world-size"
-        )
-    return arguments.world_size, num_nodes
-
-
-def tell_old_workers(arguments: argparse.Namespace, node_size: int = 8) -> None:
-    """Say how ``--workers`` is read where it is more than a machine has and ``--nodes`` is left out: as all ranks."""
-    workers = arguments.workers
-    if workers is not None and arguments.world_size is None and arguments.nodes == 1 and workers > node_size:
-        is_even = workers % node_size == 0
-        split = f", or --workers {node_size} --nodes {workers // node_size}" if is_even else ""
-        print(
-            f"mindrlhf {arguments.command}: --workers {workers} is taken for all ranks together: it counts those of "
-            f"each machine, so write --world-size {workers}{split}",
-            file=sys.stderr,
-        )
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Add ``--workers`` of a command that lays a run out over a cluster."""
+    parser.add_argument("--workers", type=int, required=True, metavar="N", help=CLUSTER_HELP)
 
 
 def add_aliases(parser: argparse.ArgumentParser, action: argparse.Action, *names: str) -> None:

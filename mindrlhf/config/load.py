@@ -30,6 +30,11 @@ from mindrlhf.errors import Mistakes, Rules, UserError, refuse
 
 # By the command that runs them.
 CONFIGS = {"train": GrpoConfig, "sft": SftConfig, "dpo": DpoConfig, "reward-model": RewardModelConfig}
+# Of required keys that say nothing about sizes.
+_STAND_INS = {
+    "data": {"train_file": "prompts", "tokenizer_dir": "tokenizer"},
+    "reward": {"verifier_function": "accuracy_reward"},
+}
 _SHARDING = tuple(f"parallel_config.{name}" for name in ("model_parallel", "pipeline_stage", "context_parallel"))
 
 
@@ -66,6 +71,23 @@ def load_config(task: str, path: str | Path, overrides: Iterable[str] = (), *, w
         UserError: every mistake that the keys alone show, a line for each.
     """
     reading = read_config(task, path, overrides, world_size=world_size)
+    reading.mistakes.raise_if_any()
+    return reading.config
+
+
+def load_layout_config(path: str | Path, overrides: Iterable[str] = ()) -> GrpoConfig:
+    """Read and check a config of `train` for a plan or compiled strategies, which need no data, tokenizer or rewards.
+
+    Raises:
+        UserError: every mistake that the keys alone show, a line for each.
+    """
+    content = read_yaml(path)
+    _check_task("train", content, path)
+    for section, stand_ins in _STAND_INS.items():
+        keys = {} if content.get(section) is None else content[section]
+        if isinstance(keys, dict):
+            content[section] = stand_ins | keys
+    reading = read_content("train", content, overrides, world_size=None)
     reading.mistakes.raise_if_any()
     return reading.config
 

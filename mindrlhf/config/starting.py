@@ -75,7 +75,8 @@ def starting_config(choices: Choices, path: str) -> str:
         f"#   mindrlhf config check {path}{workers}",
     ]
     if choices.task == "train" and choices.num_npus:
-        lines.append(f"#   mindrlhf plan {path}{workers} --search    # does it fit, and which layout fits better")
+        plan = f"mindrlhf plan {path} --workers {choices.num_npus} --search"
+        lines.append(f"#   {plan}    # does it fit, and which layout fits better")
     lines.append(f"#   mindrlhf {choices.task} {path}{workers}")
     section, values = None, _values(choices) | choices.layout
     sections = list(dict.fromkeys(dotted.partition(".")[0] for dotted in values))

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,8 +137,11 @@ def start_parallel(parallel: ParallelSection, rank: Rank, strategy_file: Path) -
     options = {}
     if parallel.enable_parallel_optimizer and parallel.pipeline_stage == parallel.micro_batch_num == 1:
         # Gathers weights while the layer before computes; of several micro-batches it would not leave their function.
-        (speed_ups_file := strategy_file.with_suffix(".json")).write_text('{"computation_allgather_overlap": true}')
-        ms.set_context(ascend_config={"parallel_speed_up_json_path": str(speed_ups_file)})
+        # MindSpore reads the file at once. It must not lie beside the strategies: their merge refuses other files.
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            file.write('{"computation_allgather_overlap": true}')
+            file.flush()
+            ms.set_context(ascend_config={"parallel_speed_up_json_path": file.name})
     if parallel.enable_parallel_optimizer and parallel.optimizer_weight_shard_size > 0:
         options["parallel_optimizer_config"] = {"optimizer_weight_shard_size": parallel.optimizer_weight_shard_size}
     ms.set_auto_parallel_context(

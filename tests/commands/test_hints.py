@@ -67,7 +67,7 @@ def test_case_hyphens_and_spaces_never_hide_a_choice(data):
         (["run.seed=1", "run.max_steps", "=", "3", "run.device=cpu"], "run.max_steps=3"),
     ],
 )
-@pytest.mark.parametrize("command", [["config", "check"], ["train"], ["plan", "--world-size", "8"]])
+@pytest.mark.parametrize("command", [["config", "check"], ["train"], ["plan", "--workers", "8"]])
 def test_spaces_around_the_sign_are_one_line(command, words, meant, capsys):
     assert main([*command, "examples/sanity/config.yaml", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -154,8 +154,8 @@ FULL = [
     ["report", "{run}", "--output", "{full}"],
     ["report", "{run}", "--svg", "{full}"],
     ["view", "{run}", "--output", "{full}"],
-    ["plan", "examples/grpo/qwen2_5_7b_8npu.yaml", "--world-size", "8", "--json", "{full}"],
-    ["plan", "examples/grpo/qwen2_5_7b_8npu.yaml", "--world-size", "8", "--picture", "{full}"],
+    ["plan", "examples/grpo/qwen2_5_7b_8npu.yaml", "--workers", "8", "--json", "{full}"],
+    ["plan", "examples/grpo/qwen2_5_7b_8npu.yaml", "--workers", "8", "--picture", "{full}"],
     ["config", "import", "--from", "trl", "tests/config/imports/trl.yaml", "--output", "{full}"],
 ]
 

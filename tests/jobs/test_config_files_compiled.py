@@ -1,8 +1,9 @@
-"""The update of every file in model_configs and examples that says `ascend`, compiled for its layout with two layers.
+"""`mindrlhf plan` and `strategy` of every file in model_configs and examples that says `ascend`.
 
 So no published layout meets the compiler for the first time on a cluster.
 """
 
+import json
 import platform
 import re
 from pathlib import Path
@@ -10,11 +11,8 @@ from pathlib import Path
 import pytest
 from slow_tests import RUNS_SLOW_TESTS
 
-from mindrlhf.config.load import load_grpo_config
-from mindrlhf.dryrun.compile.request import compile_ranks, compiled_config
-from mindrlhf.dryrun.compile.strategy import _requests
-from mindrlhf.layout.layout import Layout
-from mindrlhf.weights.hf import read_hf_config
+from mindrlhf.cli import main
+from mindrlhf.config.load import load_layout_config
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -28,46 +26,51 @@ FILES = sorted(
     for path in (ROOT / folder).rglob("*.yaml")
     if _ASCEND.search(path.read_text(encoding="utf-8"))
 )
-USERS_KEYS = ("data.train_file=prompts", "data.tokenizer_dir=tokenizer", "reward.verifier_function=accuracy_reward")
-# Data parallelism alone, in seconds; the others nightly.
-OF_EVERY_DAY = ("grpo_qwen2_5_0_5b_8npu.yaml",)
+# One of each kind of layout, in seconds; the others nightly.
+OF_EVERY_DAY = (
+    "examples/grpo/qwen2_5_7b_8npu.yaml",  # tensor parallel, optimiser state sharded over data-parallel ranks
+    "examples/grpo/qwen2_5_7b_16npu_32k.yaml",  # context parallel
+    "examples/grpo/qwen3_30b_a3b_32npu.yaml",  # experts, stages
+    "model_configs/qwen2_5/grpo_qwen2_5_32b_16npu.yaml",  # stages, each rank with the state of its parameters
+)
 TUTORIAL_RANKS = 8
 
 
-def config_of(path):
-    """Return the config of a file, the config.json of its model, and the number of its ranks."""
+def words_of(path) -> list[str]:
+    """Return the arguments of `plan` and `strategy` for a file: a user's keys, and the ranks of its name."""
     match = re.search(r"_(\d+)npu", path.stem)
-    num_ranks = int(match[1]) if match else TUTORIAL_RANKS
-    keys = [*USERS_KEYS, "model.path=model"]
-    config = load_grpo_config(path, keys, world_size=num_ranks)
-    if not config.training.sequence_lengths:
-        longest = 2 * config.rollout.max_response_length
-        config = load_grpo_config(path, [*keys, f"training.sequence_lengths=[{longest}]"], world_size=num_ranks)
     name = re.sub(r"^(grpo|predict)_|_\d+npu.*$", "", path.stem)
-    directories = {one.parent.name: one.parent for one in (ROOT / "model_configs").rglob("config.json")}
-    known = name if name in directories else next((one for one in sorted(directories) if one.startswith(name)), "")
-    return config, read_hf_config(directories[known or "qwen2_5_7b"]), num_ranks
-
-
-def requests_of(path):
-    config, hf_config, num_ranks = config_of(path)
-    layout = Layout.from_config(config.parallel_config, num_ranks)
-    return list(_requests(config, compiled_config(hf_config), layout, 2).values())
+    models = {file.parent.name: file.parent for file in (ROOT / "model_configs").rglob("config.json")}
+    model = name if name in models else next((other for other in sorted(models) if other.startswith(name)), "")
+    words = [str(path), "--workers", match[1] if match else str(TUTORIAL_RANKS)]
+    words.append(f"model.path={models[model or 'qwen2_5_7b']}")
+    config = load_layout_config(path, ["model.path=model"])
+    if not config.training.sequence_lengths:
+        words.append(f"training.sequence_lengths=[{2 * config.rollout.max_response_length}]")
+    return words
 
 
 def test_the_files_are_there():
-    assert len(FILES) > 20 and {*OF_EVERY_DAY} <= {path.name for path in FILES}
+    assert len(FILES) > 20 and {*OF_EVERY_DAY} <= {str(path.relative_to(ROOT)) for path in FILES}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_file_says_what_is_to_be_compiled(path):
-    first = requests_of(path)[0]
-    assert 1 <= first.num_layers <= 8 and first.seq_length > 1
+def test_every_file_is_planned(path, capsys):
+    code = main(["plan", *words_of(path), "--json"])
+    fits = json.loads(capsys.readouterr().out)["verdict"]["fits"]
+    assert code == (0 if fits else 1)
+    assert fits or path.stem.startswith("predict"), "those train nothing, and have devices enough for their servers"
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in FILES if RUNS_SLOW_TESTS or path.name in OF_EVERY_DAY], ids=lambda path: path.stem
+    "path",
+    [path for path in FILES if RUNS_SLOW_TESTS or str(path.relative_to(ROOT)) in OF_EVERY_DAY],
+    ids=lambda path: path.stem,
 )
-def test_the_layout_of_a_file_is_compiled(path):
-    for report in compile_ranks(requests_of(path), num_processes=1):
-        assert report.parameters and report.collectives is not None
+def test_the_strategy_of_a_file_is_compiled(path, tmp_path, capsys):
+    directory = tmp_path / "strategy"
+    assert main(["strategy", *words_of(path), "--output", str(directory), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert all(stage["num_parameters"] and stage["collectives"] is not None for stage in report["stages"])
+    assert {found.name for found in directory.iterdir()} == {"merged.ckpt", "rollout", "stages", "strategy.json"}
+    assert all(found.suffix == ".ckpt" for found in (directory / "stages").iterdir())

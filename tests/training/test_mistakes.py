@@ -89,7 +89,7 @@ COMMAND_MISTAKES = [
     ("report nowhere", "no run directory nowhere", "that `mindrlhf train` wrote"),
     ("report runs/x run.max_steps=3", "run.max_steps=3", "no config to set keys of"),
     ("config new --model m --npus -1", "--npus is -1", "give 0 for the CPU"),
-    ("plan c.yaml --world_size 8", "--world_size", "did you mean --world-size?"),
+    ("plan c.yaml --node_size 8", "--node_size", "did you mean --node-size?"),
     ("completion fish", "'fish' is not known", "bash, zsh"),
 ]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindrlhf.config.load import load_grpo_config
+from mindrlhf.config.load import load_layout_config
 from mindrlhf.dryrun.compile.collectives import summarize
 from mindrlhf.dryrun.compile.strategy import ALL_LAYERS, ROLLOUT_NAME, CompiledStrategy, compile_strategy
 from mindrlhf.errors import UserError
@@ -66,8 +66,8 @@ def report_strategy(
         RunFailure: a compilation failed.
     """
     if world_size < 1:
-        raise UserError(f"--world-size is {world_size}: give 1 or more")
-    config = load_grpo_config(config_path, overrides, world_size=None)
+        raise UserError(f"--workers is {world_size}: give 1 or more")
+    config = load_layout_config(config_path, overrides)
     layout = Layout.from_config(config.parallel_config, world_size)
     hf_config = read_hf_config(config.model.path)
     # A model whose first layers are dense and the others not needs two to show both kinds.

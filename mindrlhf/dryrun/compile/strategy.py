@@ -80,7 +80,7 @@ def compile_strategy(
     by_stage = _requests(config, compiled_config(hf_config), layout, layers_per_stage)
     rollout = _rollout_layouts(config, spec, dims)
     if directory.exists():
-        raise UserError(f"--out {directory} exists: give a directory that does not")
+        raise UserError(f"--output {directory} exists: give a directory that does not")
     temporary = _make_temporary(directory)
     try:
         (temporary / "stages").mkdir()
@@ -274,7 +274,7 @@ def _make_temporary(directory: Path) -> Path:
         # Absolute: the compiling process has a directory of its own.
         return Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent)).absolute()
     except OSError as error:
-        raise UserError(f"--out {directory} cannot be written: {error.strerror}") from error
+        raise UserError(f"--output {directory} cannot be written: {error.strerror}") from error
 
 
 def _publish(temporary: Path, directory: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindrlhf.config.load import load_grpo_config
+from mindrlhf.config.load import load_layout_config
 from mindrlhf.dryrun.plan.compiled import compile_plan
 from mindrlhf.dryrun.plan.devices import DEVICES
 from mindrlhf.dryrun.plan.json_values import plan_json
@@ -54,7 +54,7 @@ def report_plan(config_path: str | Path, overrides: Iterable[str], options: Plan
     machine = _machine(options)
     for path, option in ((options.json_path, "--json"), (options.picture_path, "--picture")):
         _check_target(path, option)
-    config = load_grpo_config(config_path, overrides, world_size=None)
+    config = load_layout_config(config_path, overrides)
     model = read_model(config.model.path)
     plan = make_plan(config, model, machine)
     verdict = give_verdict(plan)

@@ -123,12 +123,12 @@ def test_numbers_of_ranks_that_mindspore_refuses(num_ranks, choice):
 
 def test_an_existing_directory_is_not_touched(config, tmp_path):
     (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match=r"--out .*out exists"):
+    with pytest.raises(UserError, match=r"--output .*out exists"):
         report_strategy(config, [], world_size=1, directory=tmp_path / "out", layers_per_stage="auto")
 
 
 def test_world_size_zero_is_refused(config, tmp_path):
-    with pytest.raises(UserError, match="--world-size is 0"):
+    with pytest.raises(UserError, match="--workers is 0"):
         report_strategy(config, [], world_size=0, directory=tmp_path / "out", layers_per_stage="auto")
 
 

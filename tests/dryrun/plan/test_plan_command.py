@@ -24,7 +24,7 @@ def _plan(*words: str) -> int:
 @pytest.mark.parametrize("name, world_size", EXAMPLES.items())
 def test_examples_fit_their_machines(name, world_size, capsys, tmp_path):
     out = tmp_path / "plan.json"
-    assert _plan(example(name), "--world-size", world_size, "--json", out) == 0
+    assert _plan(example(name), "--workers", world_size, "--json", out) == 0
     text = capsys.readouterr().out
     assert "\nFITS: " in text
     assert max(map(len, text.splitlines())) <= 100
@@ -44,7 +44,7 @@ def test_examples_fit_their_machines(name, world_size, capsys, tmp_path):
 @pytest.mark.parametrize("name, world_size", EXAMPLES.items())
 def test_picture_has_every_rank_once(name, world_size, tmp_path):
     path = tmp_path / "plan.svg"
-    assert _plan(example(name), "--world-size", world_size, "--picture", path) == 0
+    assert _plan(example(name), "--workers", world_size, "--picture", path) == 0
     root = ElementTree.parse(path).getroot()
     space = {"svg": "http://www.w3.org/2000/svg"}
     titles = [title.text for title in root.iterfind(".//svg:rect/svg:title", space)]
@@ -57,13 +57,13 @@ def test_picture_has_every_rank_once(name, world_size, tmp_path):
 
 
 def test_what_does_not_fit_ends_with_1(capsys):
-    assert _plan(example("qwen2_5_7b_8npu"), "--world-size", 8, "--device-memory", "30GB") == 1
+    assert _plan(example("qwen2_5_7b_8npu"), "--workers", 8, "--device-memory", "30GB") == 1
     assert "DOES NOT FIT" in capsys.readouterr().out
 
 
 def test_search_is_reported_and_its_best_layout_fits(capsys, tmp_path):
     out = tmp_path / "plan.json"
-    words = [example("qwen2_5_7b_8npu"), "--world-size", 8]
+    words = [example("qwen2_5_7b_8npu"), "--workers", 8]
     assert _plan(*words, "--search", "--json", out) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 100
@@ -75,38 +75,38 @@ def test_search_is_reported_and_its_best_layout_fits(capsys, tmp_path):
 
 
 BAD = {
-    "device memory": (["--world-size", 8, "--device-memory", "64XB"], "--device-memory '64XB' is not a size"),
-    "world size": (["--world-size", 12], "12 were started: set data_parallel to 3"),
-    "no devices": (["--world-size", 0], "--world-size is 0"),
-    "no node": (["--world-size", 8, "--node-size", 0], "--node-size is 0"),
+    "device memory": (["--workers", 8, "--device-memory", "64XB"], "--device-memory '64XB' is not a size"),
+    "world size": (["--workers", 12], "12 were started: set data_parallel to 3"),
+    "no devices": (["--workers", 0], "--workers is 0"),
+    "no node": (["--workers", 8, "--node-size", 0], "--node-size is 0"),
     "heads": (
-        ["--world-size", 8, "parallel_config.model_parallel=8", "parallel_config.data_parallel=1"],
+        ["--workers", 8, "parallel_config.model_parallel=8", "parallel_config.data_parallel=1"],
         "28 query heads: set it to one of 1, 2, 4",
     ),
     "layers": (
         [
-            *("--world-size", 32, "rollout.num_replicas=16", "parallel_config.data_parallel=1"),
+            *("--workers", 32, "rollout.num_replicas=16", "parallel_config.data_parallel=1"),
             *("parallel_config.model_parallel=1", "parallel_config.use_seq_parallel=false"),
             *("parallel_config.pipeline_stage=32", "parallel_config.micro_batch_num=32"),
             "training.micro_batch_size=32",
         ],
         "28 layers: set it to 28 or less",
     ),
-    "no experts": (["--world-size", 8, "parallel_config.expert_parallel=2"], "no experts: set it to 1"),
-    "micro-batches": (["--world-size", 8, "parallel_config.micro_batch_num=4"], "'training.micro_batch_size' is 2"),
-    "rollout devices": (["--world-size", 8, "rollout.num_replicas=3"], "uses 6 devices of 8: set num_replicas to 4"),
+    "no experts": (["--workers", 8, "parallel_config.expert_parallel=2"], "no experts: set it to 1"),
+    "micro-batches": (["--workers", 8, "parallel_config.micro_batch_num=4"], "'training.micro_batch_size' is 2"),
+    "rollout devices": (["--workers", 8, "rollout.num_replicas=3"], "uses 6 devices of 8: set num_replicas to 4"),
     "rollout heads": (
-        ["--world-size", 8, "rollout.num_replicas=1", "rollout.tensor_parallel=8"],
+        ["--workers", 8, "rollout.num_replicas=1", "rollout.tensor_parallel=8"],
         "'rollout.tensor_parallel' is 8, which does not divide the model's 28 query heads: set it to one of 1, 2, 4",
     ),
     "rollout over nodes": (
-        ["--world-size", 8, "--node-size", 3, "rollout.num_replicas=2", "rollout.tensor_parallel=4"],
+        ["--workers", 8, "--node-size", 3, "rollout.num_replicas=2", "rollout.tensor_parallel=4"],
         "'rollout.tensor_parallel' is 4, more than the 3 devices of a node but no number of whole nodes: set it to 3",
     ),
-    "rows": (["--world-size", 8, "training.sequence_lengths=[4097]"], "set it to 4100"),
-    "model": (["--world-size", 8, "model.path=nowhere"], "nowhere"),
-    "json": (["--world-size", 8, "--json", "nowhere/plan.json"], "--json nowhere/plan.json cannot be written"),
-    "picture": (["--world-size", 8, "--picture", "examples"], "--picture examples cannot be written"),
+    "rows": (["--workers", 8, "training.sequence_lengths=[4097]"], "set it to 4100"),
+    "model": (["--workers", 8, "model.path=nowhere"], "nowhere"),
+    "json": (["--workers", 8, "--json", "nowhere/plan.json"], "--json nowhere/plan.json cannot be written"),
+    "picture": (["--workers", 8, "--picture", "examples"], "--picture examples cannot be written"),
 }
 
 
@@ -120,16 +120,16 @@ def test_mistakes_are_one_line_with_the_fix(words, message, capsys):
 
 
 def test_servers_over_nodes_are_planned_as_they_are_laid(capsys):
-    assert _plan(example("deepseek_v3_512npu"), "--world-size", 512) == 0
+    assert _plan(example("deepseek_v3_512npu"), "--workers", 512) == 0
     assert "\n4 servers of 128 devices over 16 nodes; each device" in capsys.readouterr().out
-    assert _plan(example("deepseek_v3_512npu"), "--world-size", 512, "--node-size", 128) == 0
+    assert _plan(example("deepseek_v3_512npu"), "--workers", 512, "--node-size", 128) == 0
     assert "\n4 servers of 128 devices; each device" in capsys.readouterr().out
 
 
 def test_nothing_heavy_is_imported():
     code = (
         "import sys; from mindrlhf.cli import main; "
-        f"main(['plan', {str(example('qwen2_5_7b_8npu'))!r}, '--world-size', '8']); "
+        f"main(['plan', {str(example('qwen2_5_7b_8npu'))!r}, '--workers', '8']); "
         "print([name for name in ('mindspore', 'mindformers', 'torch', 'vllm') if name in sys.modules])"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
