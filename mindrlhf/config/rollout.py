@@ -60,7 +60,7 @@ class RolloutSection:
     )
     top_k: int = key(0, "sample from the top-k tokens; 0 means all", minimum=0)
     stop: tuple[str, ...] = key(
-        (), "texts that end a response, as in ['</answer>'], and stay part of it; see docs/templates.md"
+        (), "texts that end a response, as in ['</answer>'], and stay part of it; see docs/data.md#chat-templates"
     )
     dtype: str = key(
         "float32", "type of the generator's weights and arithmetic", choices=("float32", "bfloat16", "int8")

@@ -43,7 +43,7 @@ class UnitTests:
 
     @classmethod
     def parse(cls, answer: str) -> "UnitTests":
-        """Read the tests from the ``answer`` of a record, in one of the forms of ``docs/programs.md``.
+        """Read the tests from the ``answer`` of a record, in one of the forms of ``docs/verifiers.md``.
 
         Raises:
             ValueError: there is no test, one that tests nothing, or the JSON is of no known form.
