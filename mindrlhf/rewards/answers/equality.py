@@ -136,8 +136,9 @@ class _Comparison:
         read = read_equation(prediction, self._agree)
         reference_read = read_equation(reference, self._agree)
         # An equation of several variables; or a formula, with its name or without.
-        is_formula = reference_read is None or (reference_read.name and not is_constant(reference_read.values[-1]))
-        is_formula = is_formula or _INEQUALITY.search(reference)
+        is_formula = reference_read is None or _INEQUALITY.search(reference)
+        if not is_formula and reference_read.name:
+            is_formula = "+" in reference_read.name or not is_constant(reference_read.values[-1])
         if is_formula and relations_equal(prediction, reference):
             return True
         if read is None or reference_read is None:

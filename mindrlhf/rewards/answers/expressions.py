@@ -2,23 +2,25 @@
 
 math-verify (github.com/huggingface/Math-Verify, Apache-2.0) brings the grammar, ``latex2sympy2_extended``; it reads
 LaTeX only and evaluates no Python. The tree is made without evaluation, so that its size is known before anything is
-computed (``limits``). Decimals are exact, and no answer is rounded: constants must agree to more digits than either
-text could spell by luck, formulas at points of all signs. So ``1.414214`` is not ``\\sqrt{2}``, which it is for
-math-verify's own comparison.
+computed (``limits``). Decimals are exact, and no answer is rounded: values must agree to more digits than either text
+could spell by luck, formulas at points of all signs. So ``1.414214`` is not ``\\sqrt{2}``, which it is for
+math-verify's own comparison, and ``e^{-200}`` is not 0.
 """
 
 import functools
+import math
 import re
 from collections.abc import Callable
 from typing import Any
 
-from mindrlhf.rewards.answers.limits import Refused, check_text, check_tree
+from mindrlhf.rewards.answers.limits import Refused, check_text, check_tree, num_bits
 from mindrlhf.rewards.answers.wording import is_algebra
 from mindrlhf.sandbox import time_limit
 
-# Digits beyond those of the longer text to which equal constants agree.
-NUM_GUARD_DIGITS = 40
-NUM_POINT_DIGITS = 50
+# Digits to which equal values agree beyond those that the size of their expressions bounds.
+NUM_GUARD_DIGITS = 20
+# Of these many, which bounds the time: e^{-2000} is not 0.
+MAX_DIGITS = 1200
 # A formula is compared where the reference is real: at the first of these many places.
 NUM_POINTS = 4
 
@@ -62,8 +64,7 @@ def expressions_equal(prediction: str, reference: str, tolerance: float = 0.0) -
         return False
     if trees[0] is None or trees[1] is None:
         return False
-    num_digits = max(len(prediction), len(reference)) + NUM_GUARD_DIGITS
-    compare = functools.partial(_values_equal, num_digits=num_digits, tolerance=tolerance)
+    compare = functools.partial(_values_equal, tolerance=tolerance)
     matrices = [_entries(tree) for tree in trees]
     if matrices != [None, None]:
         return None not in matrices and _matrices_equal(*matrices, compare)
@@ -111,19 +112,37 @@ def constant(expression: str):
 
 
 def proportional(prediction: str, reference: str, only_positive: bool) -> bool:
-    """Whether one formula is the other times a number, which ``only_positive`` asks to be positive."""
+    """Whether one formula is the other times a number other than 0, which ``only_positive`` asks to be positive.
+
+    Of formulas that have one value everywhere, only those are that are so with functions as variables: an identity
+    is proportional to its own rearrangements, and to no other identity.
+    """
     try:
-        trees = _parse(prediction, True), _parse(reference, True)
-        symbols = sorted(trees[0].free_symbols | trees[1].free_symbols, key=str)
-        ratios = []
-        for shift in range(NUM_POINTS):
-            point = _point(symbols, shift)
-            ratios.append(_value(trees[0].xreplace(point) / trees[1].xreplace(point), NUM_POINT_DIGITS))
-        if not symbols or not ratios[0].is_finite or ratios[0] == 0 or (only_positive and not ratios[0] > 0):
-            return False
-        return all(_close(ratio, ratios[0], NUM_POINT_DIGITS, 0.0) for ratio in ratios)
+        trees = _parse(reference, True), _parse(prediction, True)
+        return _proportional(*trees, only_positive) or _proportional(*map(_formal, trees), only_positive)
+    # What SymPy raises for values that do not exist (1/0, log 0) is of many kinds.
     except Exception:
         return False
+
+
+def _proportional(reference, prediction, only_positive: bool) -> bool:
+    num_digits = _num_digits(reference, prediction)
+    pairs = _values(reference, prediction, num_digits)
+    if not all(value.is_finite for pair in pairs for value in pair):
+        return False
+    equal = functools.partial(_close, num_digits=num_digits, tolerance=0.0)
+    base, other = next((pair for pair in pairs if not equal(pair[0], 0)), pairs[0])
+    if equal(base, 0) or equal(other, 0) or (only_positive and not other / base > 0):
+        return False
+    is_constant = all(equal(value, base) for value, _ in pairs)
+    return not is_constant and all(equal(pair[0], _value(pair[1] * base / other, num_digits)) for pair in pairs)
+
+
+def _formal(tree):
+    """``tree`` with each call of a function as a variable."""
+    import sympy
+
+    return tree.xreplace({call: sympy.Symbol(f"{call}()", real=True) for call in tree.atoms(sympy.Function)})
 
 
 def _entries(tree):
@@ -145,15 +164,20 @@ def _matrices_equal(reference, prediction, compare: Callable[[Any, Any], bool]) 
     return all(compare(*entries) for entries in zip(reference, prediction, strict=True))
 
 
-def _values_equal(reference, prediction, *, num_digits: int, tolerance: float) -> bool:
+def _values_equal(reference, prediction, *, tolerance: float) -> bool:
     try:
-        symbols = sorted(reference.free_symbols | prediction.free_symbols, key=str)
-        if not symbols:
-            return _close(_value(reference, num_digits), _value(prediction, num_digits), num_digits, tolerance)
-        return _equal_at_points(reference, prediction, symbols)
-    # What SymPy raises for values that do not exist (1/0, log 0) is of many kinds.
+        num_digits = _num_digits(reference, prediction)
+        return all(_close(*pair, num_digits, tolerance) for pair in _values(reference, prediction, num_digits))
+    # As in ``proportional``.
     except Exception:
         return False
+
+
+def _num_digits(*trees) -> int:
+    """Decimal places in which a number that the size of ``trees`` allows (see ``limits``) is told from 0."""
+    # The values of variables have four times the bits that are counted for a variable.
+    digits = math.ceil(4 * sum(map(num_bits, trees)) * math.log10(2))
+    return min(digits, MAX_DIGITS) + NUM_GUARD_DIGITS
 
 
 def _point(symbols: list, shift: int) -> dict:
@@ -164,28 +188,22 @@ def _point(symbols: list, shift: int) -> dict:
     return dict(zip(symbols, samples))
 
 
-def _equal_at_points(reference, prediction, symbols: list) -> bool:
-    num_compared = 0
-    for shift in range(len(_SAMPLES)):
+def _values(reference, prediction, num_digits: int) -> list[tuple]:
+    """Pairs of values: of constants, or at points where ``reference`` is real, if there are two or more."""
+    symbols = sorted(reference.free_symbols | prediction.free_symbols, key=str)
+    real, other = [], []
+    for shift in range(len(_SAMPLES) if symbols else 1):
         point = _point(symbols, shift)
-        value = _value(reference.xreplace(point), NUM_POINT_DIGITS)
-        if not value.is_finite or not value.is_real:
-            continue
-        if not _close(value, _value(prediction.xreplace(point), NUM_POINT_DIGITS), NUM_POINT_DIGITS, 0.0):
-            return False
-        num_compared += 1
-        if num_compared == NUM_POINTS:
-            return True
-    if num_compared:
-        return True
-    # Nowhere real: complex values decide.
-    point = _point(symbols, 0)
-    pair = (_value(tree.xreplace(point), NUM_POINT_DIGITS) for tree in (reference, prediction))
-    return _close(*pair, NUM_POINT_DIGITS, 0.0)
+        value = _value(reference.xreplace(point), num_digits)
+        (real if value.is_finite and value.is_real else other).append((value, point))
+        if len(real) == NUM_POINTS:
+            break
+    points = real if len(real) > 1 else [*real, *other][:NUM_POINTS]
+    return [(value, _value(prediction.xreplace(point), num_digits)) for value, point in points]
 
 
 def _value(tree, num_digits: int):
-    """A number to ``num_digits`` digits, or infinity.
+    """The value of ``tree`` with an error far below ``num_digits`` decimal places, or infinity.
 
     Raises:
         ArithmeticError: the tree has no value.
@@ -194,7 +212,7 @@ def _value(tree, num_digits: int):
 
     value = tree.doit()
     if not value.is_Rational:
-        value = sympy.N(value, num_digits)
+        value = sympy.N(value, 2 * num_digits)
     if value in (sympy.oo, -sympy.oo):
         return value
     if not value.is_number or value.has(sympy.nan, sympy.zoo):
@@ -205,12 +223,12 @@ def _value(tree, num_digits: int):
 def _close(reference, prediction, num_digits: int, tolerance: float) -> bool:
     import sympy
 
+    reference, prediction = sympy.sympify(reference), sympy.sympify(prediction)
     if not (reference.is_finite and prediction.is_finite):
         return bool(reference == prediction)
     if reference.is_Rational and prediction.is_Rational and not tolerance:
         return bool(reference == prediction)
-    # Values near zero lose digits to cancellation; so do large ones of few digits.
-    allowed = sympy.Float(10, num_digits) ** -(num_digits - 20) * (1 + abs(reference)) + tolerance * abs(reference)
+    allowed = sympy.Rational(1, 10**num_digits) + tolerance * abs(reference)
     return bool(abs(reference - prediction) <= allowed)
 
 

@@ -114,6 +114,7 @@ def read_equation(text: str, agree: Callable[[str, str], bool]) -> Equation | No
         parts = parts[1:]
     if not is_name(parts[0]) and len(parts) == 2 and is_name(parts[1]):
         parts = parts[::-1]
+        text = parts[-1]
     name = parts[0] if is_name(parts[0]) else None
     values = parts[1:] if name is not None else parts
     if not values or not all(values):
@@ -122,7 +123,7 @@ def read_equation(text: str, agree: Callable[[str, str], bool]) -> Equation | No
     if len(parts) > 1 and len({_bare_decimal("".join(part.split())) for part in parts}) == 1:
         return None
     constants = [value for value in values if is_constant(value)]
-    if name is None and not is_constant(values[0]):
+    if name is None and len(constants) < len(values):
         return None
     if len(constants) > 1 and not all(agree(value, constants[-1]) for value in constants[:-1]):
         return None

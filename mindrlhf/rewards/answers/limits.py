@@ -92,7 +92,7 @@ def check_tree(tree) -> None:
     if sum(_num_nodes(entry) for entry in entries) > MAX_NODES:
         raise Refused(f"more than {MAX_NODES} operations")
     for entry in entries:
-        if _bits(entry) > MAX_BITS:
+        if num_bits(entry) > MAX_BITS:
             raise Refused("a number too large")
 
 
@@ -121,7 +121,7 @@ def _walk(tree) -> Iterator:
         stack.extend(node.args)
 
 
-def _bits(node) -> float:
+def num_bits(node) -> float:
     """An upper bound on the binary digits of numerator and denominator that ``node`` has when it is computed."""
     if node.is_Rational:
         return max(1, int(node.p).bit_length(), int(node.q).bit_length())
@@ -130,7 +130,7 @@ def _bits(node) -> float:
     if not node.args:
         return 2.0  # a symbol or a constant
     name = type(node).__name__
-    sizes = [_bits(argument) for argument in node.args]
+    sizes = [num_bits(argument) for argument in node.args]
     if name == "Pow" or name == "exp":
         base, exponent = (2.0, sizes[0]) if name == "exp" else sizes
         exponent = _exponent_bits(node.args[-1], exponent)
@@ -161,7 +161,7 @@ def _is_unknown_function(node) -> bool:
 def _exponent_bits(exponent, bits: float) -> float:
     """Of the size of an exponent, whatever the digits of its numbers: roots, and ``i\\pi/3``, are small."""
     if exponent.is_Mul:
-        return max(1, sum(_exponent_bits(factor, _bits(factor)) for factor in exponent.args))
+        return max(1, sum(_exponent_bits(factor, num_bits(factor)) for factor in exponent.args))
     if exponent.is_number and exponent.is_imaginary and not exponent.args:
         return 0
     if exponent.is_Pow and exponent.base.is_Integer and exponent.exp.is_Integer and exponent.exp < 0:
