@@ -192,7 +192,7 @@ def look_warnings(look: dict) -> list[str]:
             "--handler map_keys --map question=QUESTION,answer=ANSWER"
         )
     if unrendered := look.get("template"):
-        lines.append(f"the template has no place for {_counted(unrendered)}: the prompts of so many records lack it")
+        lines.append(f"not in the prompts: {_counted(unrendered)}: of so many records the template leaves it out")
     return lines
 
 
@@ -237,9 +237,8 @@ def _print_look(look: dict, num_bad: int) -> None:
         print(f"           {duplicates:,} records are exact duplicates of earlier ones (--deduplicate leaves them out)")
     if without := look.get("without_answer"):
         print(f"answers    {without:,} records have none")
-    for name, what in (("notes", "how read"), ("scripts", "scripts")):
-        if name in look:
-            print(f"{what:10} {_counted(look[name])}")
+    if "notes" in look:
+        print(f"how read   {_counted(look['notes'])}")
     if "unread" in look:
         print(f"left out   columns {_counted(look['unread'])} (--keep keeps them for rewards)")
     for name in ("prompt", "response"):

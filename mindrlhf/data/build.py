@@ -271,9 +271,7 @@ def _check_numbers(task: str, max_prompt_length: int, max_length: int | None, nu
     if num_workers is not None and num_workers < 1:
         raise UserError(f"the number of workers must be 1 or more, got {num_workers}")
     if task == "prompts" and max_length is not None:
-        raise UserError(
-            "max_length bounds prompt + response, which task prompts lacks: give --max-prompt-length alone"
-        )
+        raise UserError("max_length bounds prompt + response, which task prompts lacks: give --max-prompt-length alone")
     if task != "prompts" and max_length is None:
         raise UserError(f"task {task} needs max_length: give --max-length, the most tokens of prompt + response")
     if max_length is not None and max_length < 2:
@@ -346,8 +344,8 @@ def _look(settings: EncoderSettings, tally: _Tally, spool: Path) -> dict[str, An
     Keys: ``deduplicated`` (records left out), ``duplicates`` (records that equal an earlier one), ``repeated`` (prompts
     that stand more than once, the records they stand in, how often the most frequent does and where it comes first),
     ``contradictory`` (prompts with different answers, and two such records), ``without_answer``, or ``no_answers``
-    where all lack one; by name how many records have it: ``scripts``, ``unread`` (columns that nothing read),
-    ``template`` (what it left out), ``notes`` (how values were read), ``bad`` (reasons); ``prompt_tokens`` and
+    where all lack one; by name how many records have it: ``unread`` (columns that nothing read), ``template`` (what
+    stands in no prompt), ``notes`` (how values were read), ``bad`` (reasons); ``prompt_tokens`` and
     ``response_tokens`` (quantiles).
     """
     look, repeats = tally.look, tally.look.repeats()
@@ -362,7 +360,6 @@ def _look(settings: EncoderSettings, tally: _Tally, spool: Path) -> dict[str, An
         "contradictory": _contradiction(repeats, places),
         "without_answer": num_without if has_answers else 0,
         "no_answers": 0 if has_answers else num_without,
-        "scripts": look.scripts,
         "unread": look.unread,
         "template": look.unrendered,
         "notes": look.notes,

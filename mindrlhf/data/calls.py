@@ -12,57 +12,38 @@ from typing import Any
 from mindrlhf.data.truths import RecordError
 
 Chat = Sequence[Mapping[str, Any]]
-Rendered = list[str | RecordError]
 
 
-def render_calls(
-    render: Callable[[Sequence[tuple]], Rendered], chats: Sequence[tuple[Chat, Mapping]], empty: str | list = ""
-) -> Rendered:
-    """Render chats with the arguments of calls as objects; where the template fails on these, as text.
+def render_calls(render: Callable[[Chat], str], chat: Chat, empty: str | list = "") -> str:
+    """Render a chat with the arguments of calls as objects; where the template fails on these, as text.
 
     Content that is null stays so, unless the template fails on it or would write "None": then it is empty.
 
     Args:
-        render: renders pairs of messages and variables; a template's failure is a ``RecordError`` in its place.
+        render: raises a ``RecordError`` where the template fails.
         empty: content without text, as the template has content.
     """
-    plain = render([(_with_arguments(chat, as_text=False), variables) for chat, variables in chats])
-    return [
-        _in_some_form(render, *chat, empty, text) if any(map(_is_special, chat[0])) else text
-        for chat, text in zip(chats, plain)
-    ]
-
-
-def _is_special(message: Mapping[str, Any]) -> bool:
-    return message["content"] is None or bool(message.get("tool_calls"))
-
-
-def _in_some_form(
-    render: Callable[[Sequence[tuple]], Rendered],
-    chat: Chat,
-    variables: Mapping,
-    empty: str | list,
-    text: str | RecordError,
-) -> str | RecordError:
-    """Return the text of a chat in the first form that the template takes; ``text`` is that of the chat as given."""
-    filled = [{**one, "content": empty} if one["content"] is None else one for one in chat]
+    if not any(message["content"] is None or message.get("tool_calls") for message in chat):
+        return render(chat)
+    filled = [{**message, "content": empty} if message["content"] is None else message for message in chat]
+    forms = [chat] if filled == list(chat) else [chat, filled]
+    failure = None
     for as_text in (False, True):
-        if as_text:
-            (text,) = render([(_with_arguments(chat, as_text=True), variables)])
-        if filled != list(chat):
-            (other,) = render([(_with_arguments(filled, as_text=as_text), variables)])
-            writes_none = isinstance(text, str) and text.count("None") > str(other).count("None")
-            if isinstance(text, RecordError) or isinstance(other, str) and writes_none:
-                text = other
-        if isinstance(text, str):
-            return text
-    return text
+        texts = []
+        for form in forms:
+            try:
+                texts.append(render(_with_arguments(form, as_text)))
+            except RecordError as error:
+                failure = error
+        if texts:
+            return min(texts, key=lambda text: text.count("None"))
+    raise failure
 
 
-def _with_arguments(chat: Chat, *, as_text: bool) -> list[dict[str, Any]]:
+def _with_arguments(chat: Chat, as_text: bool) -> list[dict[str, Any]]:
     """Return a chat with the arguments of all calls in one form; what is no JSON object stays as it is."""
     return [
-        {**message, "tool_calls": [_call(one, as_text) for one in message["tool_calls"]]}
+        {**message, "tool_calls": [_call(call, as_text) for call in message["tool_calls"]]}
         if isinstance(message.get("tool_calls"), list)
         else dict(message)
         for message in chat

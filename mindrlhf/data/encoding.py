@@ -5,11 +5,9 @@ Worker processes import this module, so it stays free of MindSpore, which costs 
 
 import hashlib
 import json
-import unicodedata
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,10 +21,6 @@ from mindrlhf.data.readers import BadRecord, RawRecord
 from mindrlhf.data.templates import load_template, record_options, response_end_id
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.sandbox.code_tests.unit_tests import UnitTests
-
-NO_SCRIPT = "none"
-# Names of CJK characters begin otherwise than that of their script.
-_NAMES = {"cjk": "Han", "ideographic": "Han", "fullwidth": "Latin"}
 
 
 @dataclass(frozen=True)
@@ -60,15 +54,12 @@ class EncoderSettings:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A record before its texts become ids, and at first before its template is rendered."""
+    """A record before its texts become ids."""
 
-    row: Row
     example: Example
-    template_options: Mapping[str, Any]  # of its own
-    has_control_tokens: bool
-    prompt: str = ""
-    pictures: tuple[Picture, ...] = ()
-    extra: dict[str, Any] = field(default_factory=dict)  # kept columns
+    prompt: str
+    pictures: tuple[Picture, ...]
+    extra: dict[str, Any]  # kept columns
 
 
 @dataclass
@@ -81,8 +72,7 @@ class EncodedChunk:
     num_read: int = 0
     num_too_long: int = 0
     num_with_control_tokens: int = 0  # of all usable records, too long or not
-    scripts: list[str] = field(default_factory=list)  # of each record's question
-    # Of all usable records: columns that went nowhere, what their template left out, how values were read.
+    # Of all usable records: columns that went nowhere, what their prompts lack, how values were read.
     unread: Counter[str] = field(default_factory=Counter)
     unrendered: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
@@ -95,9 +85,7 @@ class EncodedChunk:
     def without(self, dropped: Sequence[bool]) -> "EncodedChunk":
         """Return the chunk without some of its records; the counts stay."""
         kept = [index for index, is_dropped in enumerate(dropped) if not is_dropped]
-        lists = {
-            name: [getattr(self, name)[index] for index in kept] for name in ("records", "image_tokens", "scripts")
-        }
+        lists = {name: [getattr(self, name)[index] for index in kept] for name in ("records", "image_tokens")}
         return replace(self, **lists)
 
     def lengths(self) -> np.ndarray:
@@ -130,49 +118,33 @@ class RecordEncoder:
     def encode(self, raw_records: Sequence[RawRecord | BadRecord]) -> EncodedChunk:
         chunk = EncodedChunk(num_read=len(raw_records))
         prepared: list[_Prepared] = []
-        for raw, record in zip(raw_records, self._prepare_all(raw_records)):
-            if isinstance(record, RecordError):
-                chunk.bad_records.append(BadRecord(raw.path, raw.number, str(record)))
-            else:
-                prepared.append(record)
-        chunk.num_with_control_tokens = sum(record.has_control_tokens for record in prepared)
-        self._count(chunk, prepared)
+        for raw in raw_records:
+            try:
+                prepared.append(self._prepare(raw, chunk))
+            except RecordError as error:
+                chunk.bad_records.append(BadRecord(raw.path, raw.number, str(error)))
         all_prompt_ids = self.tokenizer.encode_batch([record.prompt for record in prepared])
         examples = [record.example for record in prepared]
         response_ids, rejected_ids = (self._encode_responses(examples, name) for name in ("response", "rejected"))
         for record, prompt_ids, response, rejected in zip(prepared, all_prompt_ids, response_ids, rejected_ids):
             prompt_ids = self.pictures.expand(prompt_ids, record.pictures)
-            if self._fits(len(prompt_ids), max(len(response), len(rejected))):
-                chunk.records.append(
-                    Prompt(
-                        np.array(prompt_ids, np.int32),
-                        np.array(response, np.int32),
-                        record.example.answer,
-                        record.example.source_id,
-                        np.array(rejected, np.int32),
-                        record.example.verifier,
-                        tuple(picture.file for picture in record.pictures),
-                        record.extra,
-                    )
-                )
-                chunk.image_tokens.append(tuple(picture.num_tokens for picture in record.pictures))
-                chunk.scripts.append(script_of(record.example.question))
-            else:
+            if not self._fits(len(prompt_ids), max(len(response), len(rejected))):
                 chunk.num_too_long += 1
+                continue
+            chunk.records.append(
+                Prompt(
+                    np.array(prompt_ids, np.int32),
+                    np.array(response, np.int32),
+                    record.example.answer,
+                    record.example.source_id,
+                    np.array(rejected, np.int32),
+                    record.example.verifier,
+                    tuple(picture.file for picture in record.pictures),
+                    record.extra,
+                )
+            )
+            chunk.image_tokens.append(tuple(picture.num_tokens for picture in record.pictures))
         return chunk
-
-    def _count(self, chunk: EncodedChunk, prepared: Sequence[_Prepared]) -> None:
-        """Count what of the records goes nowhere."""
-        rendered = [(one.example, one.template_options, one.prompt) for one in prepared]
-        for record, missing in zip(prepared, left_out(self.template, rendered)):
-            chunk.unread.update(record.row.unread())
-            chunk.unrendered.update(missing)
-            unknown = {message.role for message in record.example.messages} - set(ROLES)
-            notes = [
-                *record.row.notes,
-                *(f"messages from {role!r}, which is no usual role" for role in sorted(unknown)),
-            ]
-            chunk.notes.update(dict.fromkeys(notes, 1))
 
     def _encode_responses(self, examples: Sequence[Example], name: str) -> list[list[int]]:
         """Return the ids of one field of every example, end token appended; empty lists when the task has no such."""
@@ -181,23 +153,41 @@ class RecordEncoder:
         texts = [getattr(example, name) for example in examples]
         return [[*ids, self._end_id] for ids in self.tokenizer.encode_batch(texts)]
 
-    def _prepare_all(self, raw_records: Sequence[RawRecord | BadRecord]) -> list[_Prepared | RecordError]:
-        """Return the example, the prompt and the images of each record, or what is wrong with it; ids come later, for
-        many prompts at once."""
-        read = [_caught(self._read, raw) for raw in raw_records]
-        usable = [(one.example, one.template_options) for one in read if isinstance(one, _Prepared)]
-        prompts = iter(self.template.render_all(usable))
-        return [
-            _caught(self._finish, raw, one, next(prompts)) if isinstance(one, _Prepared) else one
-            for raw, one in zip(raw_records, read)
-        ]
+    def _prepare(self, raw: RawRecord | BadRecord, chunk: EncodedChunk) -> _Prepared:
+        """Return the example, the prompt and the images of a record, and count in ``chunk`` what of it goes nowhere;
+        ids come later, for many prompts at once.
 
-    def _read(self, raw: RawRecord | BadRecord) -> _Prepared:
+        Raises:
+            RecordError: what is wrong with it.
+        """
         if isinstance(raw, BadRecord):
             raise RecordError(raw.reason)
-        source = self._settings.source_names[str(raw.path)]
         row = Row(raw.fields)
-        example = with_source(self._handler(row), f"{source}:{raw.number}")
+        example = with_source(self._handler(row), f"{self._settings.source_names[str(raw.path)]}:{raw.number}")
+        self._check_example(example, raw.fields)
+        options = {**row_variables(row, self.template), **record_options(row)}
+        has_control_tokens, pattern = False, self._control_tokens
+        if pattern is not None:
+            options_apart = neutralised_value(options, pattern)
+            has_control_tokens = holds_control_token(example, pattern) or options_apart != options
+            if has_control_tokens and not self._settings.keep_control_tokens:
+                example, options = neutralised(example, pattern), options_apart
+        prompt = self.template.render(example, options)
+        for text in (prompt, example.answer, example.response or "", example.rejected or ""):
+            _check_storable(text)
+        sources = [source for message in example.messages for source in message.images]
+        pictures = tuple(self.pictures.read(sources, raw.path))
+        self.pictures.check_prompt(prompt, len(pictures))
+        extra = read_columns(row, self._settings.columns)
+        chunk.num_with_control_tokens += has_control_tokens
+        chunk.unread.update(row.unread())
+        chunk.unrendered.update(left_out(self.template, example, options, prompt))
+        unknown = {message.role for message in example.messages} - set(ROLES)
+        notes = [*row.notes, *(f"messages from {role!r}, which is no usual role" for role in sorted(unknown))]
+        chunk.notes.update(set(notes))
+        return _Prepared(example, prompt, pictures, extra)
+
+    def _check_example(self, example: Example, fields: Mapping) -> None:
         for name in self._response_fields:
             if getattr(example, name) is None:
                 raise RecordError(f"no {name} to train on; handler map_keys takes one: {name}=KEY")
@@ -206,62 +196,12 @@ class RecordEncoder:
         if "rejected" in self._response_fields and example.response == example.rejected:
             raise RecordError("the preferred and the rejected response are the same text")
         if not any(message.images for message in example.messages):
-            _check_no_images(raw.fields, self._settings.handler)
-        options, pattern = {**row_variables(row, self.template), **record_options(row)}, self._control_tokens
-        if pattern is None:
-            return _Prepared(row, example, options, has_control_tokens=False)
-        options_apart = neutralised_value(options, pattern)
-        is_controlled = holds_control_token(example, pattern) or options_apart != options
-        if is_controlled and not self._settings.keep_control_tokens:
-            example, options = neutralised(example, pattern), options_apart
-        return _Prepared(row, example, options, is_controlled)
-
-    def _finish(self, raw: RawRecord, record: _Prepared, prompt: str | RecordError) -> _Prepared:
-        if isinstance(prompt, RecordError):
-            raise prompt
-        example = record.example
-        for text in (prompt, example.answer, example.response or "", example.rejected or ""):
-            _check_storable(text)
-        sources = [source for message in example.messages for source in message.images]
-        pictures = tuple(self.pictures.read(sources, raw.path))
-        self.pictures.check_prompt(prompt, len(pictures))
-        extra = read_columns(record.row, self._settings.columns)
-        return replace(record, prompt=prompt, pictures=pictures, extra=extra)
+            _check_no_images(fields, self._settings.handler)
 
     def _fits(self, prompt_length: int, response_length: int) -> bool:
         max_length = self._settings.max_length
         fits_row = max_length is None or prompt_length + response_length <= max_length
         return fits_row and prompt_length <= self._settings.max_prompt_length
-
-
-def _caught(function: Callable[..., _Prepared], *arguments: Any) -> _Prepared | RecordError:
-    try:
-        return function(*arguments)
-    except RecordError as error:
-        return error
-
-
-def script_of(text: str) -> str:
-    """Return the script of most letters of a text, such as ``Latin`` or ``Han``; ``none`` where it has no letters.
-
-    It goes by the names of the characters, which is enough to see languages that are mixed.
-    """
-    if text.isascii():
-        return "Latin" if any(map(str.isalpha, text)) else NO_SCRIPT
-    scripts: Counter[str] = Counter()
-    for character, count in Counter(text).items():
-        scripts[_script_of_letter(character)] += count
-    del scripts[""]
-    return min(scripts, key=lambda name: (-scripts[name], name), default=NO_SCRIPT)
-
-
-@lru_cache(maxsize=1 << 16)
-def _script_of_letter(character: str) -> str:
-    """Return the first word of a letter's Unicode name ("CYRILLIC SMALL LETTER A"); "" for what is no letter."""
-    if not character.isalpha():
-        return ""
-    word = unicodedata.name(character, "unnamed").partition(" ")[0].partition("-")[0].lower()
-    return _NAMES.get(word, word.capitalize())
 
 
 def _digests(record: Prompt) -> tuple[int, int, int]:

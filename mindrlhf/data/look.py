@@ -45,7 +45,6 @@ class DataLook:
     drops_duplicates: bool = False
     num_dropped: int = 0  # duplicates
     num_without_answer: int = 0
-    scripts: Counter[str] = field(default_factory=Counter)
     unread: Counter[str] = field(default_factory=Counter)
     unrendered: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
@@ -64,7 +63,6 @@ class DataLook:
             chunk, digests = chunk.without(dropped), digests[~np.array(dropped, bool)]
         self._digests.frombytes(digests.tobytes())
         self.num_without_answer += sum(not record.answer for record in chunk.records)
-        self.scripts.update(chunk.scripts)
         for mine, new in ((self.unread, chunk.unread), (self.unrendered, chunk.unrendered), (self.notes, chunk.notes)):
             count_bounded(mine, new)
         return chunk

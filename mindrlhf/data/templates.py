@@ -1,9 +1,12 @@
-"""Templates: from an ``Example`` to the text of the prompt. All are Jinja, rendered as transformers renders them."""
+"""Templates: from an ``Example`` to the text of the prompt. All are Jinja, rendered by transformers in its sandbox."""
 
 import hashlib
 import json
+import os
+import random
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +15,6 @@ from mindrlhf.data.handlers import IMAGE_MARK, Example, Message, RecordError
 from mindrlhf.data.pictures.processor import IMAGE_FRAME, IMAGE_TOKEN
 from mindrlhf.data.tokenizers import DEFAULT_TEMPLATE, Tokenizer
 from mindrlhf.errors import UserError
-from mindrlhf.sandbox import template_process
-from mindrlhf.sandbox.template_process import TemplateFailure
 
 if TYPE_CHECKING:
     from mindrlhf.data.mindrecord import PromptFileHeader
@@ -53,6 +54,7 @@ _QUESTION_VARIABLES = frozenset({"question", "add_generation_prompt", "bos_token
 _QUESTION_VARIABLES |= {"tools", "documents", "enable_thinking", "add_vision_id"}
 # Stands for a turn that is looked for in what a template makes of it.
 TURN_MARK = "MINDRLHF-TURN"
+_MAX_REASON_CHARS = 500
 
 Options = Mapping[str, Any]
 
@@ -84,12 +86,13 @@ class PromptTemplate:
         self._system = system
         self._special_tokens = tokenizer.special_tokens
         try:
-            self.variables = template_process.find_variables(source)
-        except TemplateFailure as failure:
-            raise UserError(f"template {name!r} cannot be compiled: {failure}") from None
+            self.variables = _find_variables(source)
+        except Exception as error:  # compilers can raise anything
+            raise UserError(f"template {name!r} cannot be compiled: {_reason(error)}") from error
         self.takes_messages = "messages" in self.variables
         self.kept_source = source if self.takes_messages and not _is_named(name, tokenizer) else ""
         self._check(system)
+        self._has_parts = False
         self._has_parts = self.takes_messages and self._needs_parts()
 
     def _check(self, system: str | None) -> None:
@@ -110,59 +113,67 @@ class PromptTemplate:
             raise UserError(f"template {self.name!r} uses unknown variable {name!r}; it has {', '.join(sorted(known))}")
 
     def _needs_parts(self) -> bool:
-        """Whether the template, of a model with vision, leaves out a text that is not a list of parts."""
+        """Tell templates of models with vision that leave out a text that is not a list of parts."""
         parts = [{"type": "text", "text": TURN_MARK}]
-        chats = [([{"role": "user", "content": content}], self._variables({})) for content in (TURN_MARK, parts)]
-        as_text, as_parts = (isinstance(text, str) and TURN_MARK in text for text in self._render(chats))
+        as_text, as_parts = (self._shows([{"role": "user", "content": content}]) for content in (TURN_MARK, parts))
         return as_parts and not as_text
 
+    def _shows(self, chat: Sequence[Mapping[str, Any]]) -> bool:
+        try:
+            return TURN_MARK in self.render_chat(chat)
+        except RecordError:
+            return False
+
     def render(self, example: Example, options: Options | None = None) -> str:
-        """Return the prompt's text; see ``render_all``.
+        """Return the prompt's text. A system prompt of this template takes the place of the record's own.
+
+        Args:
+            options: values of variables for this example, before those of the template.
 
         Raises:
             RecordError: the template refuses the messages, or has no place for some of them.
         """
-        (text,) = self.render_all([(example, options or {})])
-        if isinstance(text, RecordError):
-            raise text
+        messages = example.messages
+        if self._system is not None:
+            messages = (Message("system", self._system), *(m for m in messages if m.role != "system"))
+        if not self.takes_messages and len(messages) > 1:
+            raise RecordError(f"template {self.name!r} takes one question, the record has {len(messages)} messages")
+        options = dict(options or {})
+        if "question" in self.variables:
+            options["question"] = _question(example.messages[-1])
+        return self.render_messages(messages, options)
+
+    def render_messages(self, messages: Sequence[Message | Mapping[str, Any]], options: Options | None = None) -> str:
+        """Return the text of a chat, ready for the next turn, with its calls in a form that the template takes.
+
+        Args:
+            messages: or what ``apply_chat_template`` takes in their place.
+            options: values of variables beside those of the template.
+
+        Raises:
+            RecordError: the template refuses the messages.
+        """
+        empty = [{"type": "text", "text": ""}] if self._has_parts else ""
+        chat = [self._as_chat(message) for message in messages]
+        return render_calls(lambda form: self.render_chat(form, options), chat, empty)
+
+    def render_chat(self, chat: Sequence[Message | Mapping[str, Any]], options: Options | None = None) -> str:
+        """Return the text of a chat as it stands; see ``render_messages``."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        variables = {**self._special_tokens, CLOCK: DATE, **self.options, **(options or {})}
+        variables[CLOCK] = datetime.fromisoformat(variables[CLOCK]).strftime
+        try:
+            (text,), _ = render_jinja_template(
+                [[self._as_chat(message) for message in chat]],
+                chat_template=self.source,
+                **{"add_generation_prompt": True, **variables},
+            )
+        except Exception as error:  # expressions of a template can raise anything
+            raise RecordError(f"template {self.name!r} failed: {_reason(error)}") from error
+        if not text:
+            raise RecordError(f"template {self.name!r} gives an empty prompt")
         return text
-
-    def render_all(self, examples: Sequence[tuple[Example, Options]]) -> list[str | RecordError]:
-        """Return the text of each prompt, or why there is none.
-
-        A system prompt of this template takes the place of the record's own.
-
-        Args:
-            examples: with what each sets for itself, beside and before the options of this template.
-        """
-        texts: list[str | RecordError | None] = []
-        chats = []
-        for example, options in examples:
-            messages = example.messages
-            if self._system is not None:
-                messages = (Message("system", self._system), *(m for m in messages if m.role != "system"))
-            if not self.takes_messages and len(messages) > 1:
-                reason = f"template {self.name!r} takes one question, the record has {len(messages)} messages"
-                texts.append(RecordError(reason))
-                continue
-            texts.append(None)
-            chats.append(([self._as_chat(one) for one in messages], self._variables(options, example.messages[-1])))
-        rendered = iter(render_calls(self._render, chats, [{"type": "text", "text": ""}] if self._has_parts else ""))
-        return [next(rendered) if text is None else text for text in texts]
-
-    def render_chats(self, chats: Sequence[tuple[Sequence[Message | Mapping[str, Any]], Options]]) -> list:
-        """Return the text of each chat, or the ``RecordError`` that says why there is none.
-
-        Args:
-            chats: messages, or what ``apply_chat_template`` takes in their place, and variables beside the options.
-        """
-        return self._render([([self._as_chat(one) for one in chat], self._variables(own)) for chat, own in chats])
-
-    def render_messages(self, chats: Sequence[tuple[Sequence[Mapping[str, Any]], Options]]) -> list:
-        """Return the text of each chat of messages as ``apply_chat_template`` takes them, ready for the next turn; see
-        ``render_chats`` and ``render_calls``."""
-        asked = [([dict(one) for one in chat], self._variables(own)) for chat, own in chats]
-        return render_calls(self._render, asked, [{"type": "text", "text": ""}] if self._has_parts else "")
 
     def _as_chat(self, message: Message | Mapping[str, Any]) -> dict[str, Any]:
         """Return a message as chat templates know it: with images, and for some always, a list of parts."""
@@ -176,20 +187,25 @@ class PromptTemplate:
             parts += [{"type": "image"}] * bool(number) + [{"type": "text", "text": text}] * bool(text)
         return {**message.more, "role": message.role, "content": parts}
 
-    def _variables(self, options: Options, question: Message | None = None) -> dict[str, Any]:
-        variables = {**self._special_tokens, CLOCK: DATE, **self.options, **options}
-        if "question" in self.variables and question is not None:
-            variables["question"] = _question(question)
-        return variables
 
-    def _render(self, chats: Sequence[tuple]) -> list[str | RecordError]:
-        texts = template_process.render(self.source, chats) if chats else []
-        return [self._checked(text) for text in texts]
+@lru_cache
+def _find_variables(source: str) -> frozenset[str]:
+    """Compile a template and return the names that it may read, also those that it sets in one branch only."""
+    # Without PyTorch, which nothing here needs, transformers says so when it is imported.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import jinja2.meta
+    from transformers.utils import chat_template_utils
 
-    def _checked(self, text: str | TemplateFailure) -> str | RecordError:
-        if isinstance(text, TemplateFailure):
-            return RecordError(f"template {self.name!r} failed: {text}")
-        return text or RecordError(f"template {self.name!r} gives an empty prompt")
+    environment = chat_template_utils._compile_jinja_template(source).environment
+    environment.filters["random"] = lambda _context, choices: random.Random(0).choice(choices)  # repeats
+    tree = environment.parse(source)
+    clock = {CLOCK} & {node.name for node in tree.find_all(jinja2.nodes.Name)}  # to Jinja a global name
+    return frozenset(jinja2.meta.find_undeclared_variables(tree) | clock)
+
+
+def _reason(error: Exception) -> str:
+    place = f"line {error.lineno}" if getattr(error, "lineno", None) else type(error).__name__
+    return " ".join(f"{place}: {getattr(error, 'message', error)}"[:_MAX_REASON_CHARS].split())
 
 
 def load_template(

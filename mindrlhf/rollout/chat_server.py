@@ -412,10 +412,7 @@ class Prompts:
                 raise BadQuestion(f"the prompt has the token {bad[0]}; there are 0 to {self.tokenizer.vocab_size - 1}")
             return list(call.prompt)
         messages = [self.as_data(dict(one)) for one in call.messages]
-        (text,) = self.template.render_messages([(messages, self.options(call))])
-        if isinstance(text, RecordError):
-            raise text
-        return self.tokenizer.encode(text)
+        return self.tokenizer.encode(self.template.render_messages(messages, self.options(call)))
 
     def reply(self, call: Call, completion: Completion, prompt_end: Sequence[int]) -> Reply:
         """Return a sample as a client reads it: without its end token, and without the client's stop string."""

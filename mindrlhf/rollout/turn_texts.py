@@ -164,10 +164,9 @@ def next_turn(
     """
     head = [Message("user", "?"), turn or Message("assistant", TURN_MARK)]
     options = options or {}
-    chats = [([*head, *messages], options), (head, {**options, "add_generation_prompt": False})]
-    whole, alone = template.render_chats(chats)
-    if isinstance(whole, RecordError):
-        raise whole
+    whole, alone = template.render_chat([*head, *messages], options), None
+    with contextlib.suppress(RecordError):
+        alone = template.render_chat(head, {**options, "add_generation_prompt": False})
     before = alone.split(TURN_MARK) if isinstance(alone, str) else [""] * 2
     pieces = whole.split(TURN_MARK, max(1, len(before) - 1))
     if len(pieces) < max(2, len(before)):

@@ -153,34 +153,37 @@ def test_a_template_that_refuses_calls_says_why_with_its_own_words(make_tokenize
 
 def test_what_a_template_leaves_out_is_named_with_counts(build):
     thoughts = [
-        {"role": "developer", "content": "Be brief."},
+        {"role": "developer", "content": "Be brief and exact."},
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "<think>a long thought</think>yes", "reasoning_content": "why", "name": "al"},
+        {
+            "role": "assistant",
+            "content": "<think>\na long thought</think>\nyes, it is so\nindeed",
+            "reasoning_content": "why it is so",
+            "name": "al",
+        },
         {"role": "user", "content": "b"},
     ]
+    called = history("look")
+    called[1]["tool_calls"] = [{**CALL, "function": {"name": "weather_of_a_city", "arguments": {"city": "Rome"}}}]
+    called[2]["content"] = "18 degrees, wind"
     plain = [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}]
-    rows = [
-        row(history("look")),
-        row(history("look"), tools=[TOOL]),
-        row(thoughts, documents=[{"text": "d"}]),
-        row(plain),
-    ]
+    rows = [row(called), row(called, tools=[TOOL]), row(thoughts, documents=[{"text": "d"}]), row(plain)]
     prompts, look = build(rows, "narrow")
-    assert prompts[2] == "a<|im_end|>yes<|im_end|>b<|im_end|>"
+    assert prompts[2] == "a<|im_end|>\nyes, it is so\nindeed<|im_end|>b<|im_end|>"
     assert look["template"] == {
         "'tool_calls' of messages": 2,
         "messages from 'tool'": 2,
-        "'tool_call_id' of messages": 2,
         "thoughts in earlier turns": 1,
         "messages from 'developer'": 1,
         "'reasoning_content' of messages": 1,
-        "'name' of messages": 1,
     }
     assert look["unread"] == {"tools": 1, "documents": 1}
+    _, look = build([row(called, tools=[TOOL]), row(thoughts, documents=[{"text": "a document of 1 é"}])])
+    assert "template" not in look
 
 
 def test_the_commands_system_prompt_takes_the_place_of_the_records_and_says_so(build):
-    plain = [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}]
+    plain = [{"role": "system", "content": "a long system prompt"}, {"role": "user", "content": "b"}]
     (prompt,), look = build([row(plain)], system="other")
     assert prompt == "system:other<|im_end|>user:b<|im_end|>"
     assert look["template"] == {"messages from 'system'": 1}

@@ -1,4 +1,4 @@
-"""The data of a build as a whole: repeated prompts, contradictions, scripts and lengths, against a plain count."""
+"""The data of a build as a whole: repeated prompts, contradictions and lengths, against a plain count."""
 
 import json
 from collections import Counter, defaultdict
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mindrlhf.commands.data import look_warnings, print_report
 from mindrlhf.data import build
 from mindrlhf.data.build import build_prompts
-from mindrlhf.data.encoding import EncodedChunk, script_of
+from mindrlhf.data.encoding import EncodedChunk
 from mindrlhf.data.look import MAX_NAMES, OTHERS, DataLook, count_bounded, quantiles
 from mindrlhf.data.mindrecord import Prompt, PromptFile
 from mindrlhf.errors import UserError
@@ -69,7 +69,7 @@ def test_kept_columns_make_records_different(tmp_path):
     assert report.header.num_kept == 2
 
 
-def test_bad_records_empty_answers_scripts_and_lengths_are_counted(tmp_path, capsys):
+def test_bad_records_empty_answers_and_lengths_are_counted(tmp_path, capsys):
     rows = [
         {"problem": "Сколько?", "answer": "1"},
         {"problem": "多少?", "answer": ""},
@@ -80,7 +80,6 @@ def test_bad_records_empty_answers_scripts_and_lengths_are_counted(tmp_path, cap
     report = build_rows(tmp_path, rows, skip_bad=True)
     look = report.header.look
     assert look["bad"] == {"no field 'problem'": 2, "field 'answer' is empty": 1}
-    assert look["scripts"] == {"Cyrillic": 1, "Han": 1, "Latin": 1}
     assert look["notes"] == {
         "answers lists of several, kept whole": 1,
         "answers taken from a solution (\\boxed, ####)": 1,
@@ -150,7 +149,7 @@ def test_repeats_are_those_of_a_plain_count(records, chunk_size, drops):
             Prompt(np.array([prompt], np.int32), np.zeros(0, np.int32), str(answer), f"a:{start}", extra={"x": extra})
             for prompt, answer, extra in records[start : start + chunk_size]
         ]
-        chunk = look.add(EncodedChunk(made, [()] * len(made), scripts=["Latin"] * len(made)))
+        chunk = look.add(EncodedChunk(made, [()] * len(made)))
         kept += [(int(one.prompt_ids[0]), one.answer, one.extra["x"]) for one in chunk.records]
     wanted = [(prompt, str(answer), extra) for prompt, answer, extra in records]
     assert kept == (list(dict.fromkeys(wanted)) if drops else wanted)
@@ -187,22 +186,3 @@ def test_names_beyond_a_bound_share_a_count():
     count_bounded(counts, Counter({f"name {n}": 1 for n in range(MAX_NAMES + 5)}))
     count_bounded(counts, Counter({"name 1": 1, "new": 2}))
     assert len(counts) == MAX_NAMES + 1 and counts[OTHERS] == 7 and counts["name 1"] == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "script"),
-    [
-        ("How many?", "Latin"),
-        ("1 + 1 = ?", "none"),
-        ("¿Cuántos años?", "Latin"),
-        ("求解 x 的值", "Han"),
-        ("Найдите x", "Cyrillic"),
-        ("いくつですか", "Hiragana"),
-        ("몇 개", "Hangul"),
-        ("كم عدد", "Arabic"),
-        ("π ≈ 3.14, find the area", "Latin"),
-        ("", "none"),
-    ],
-)
-def test_the_script_is_that_of_most_letters(text, script):
-    assert script_of(text) == script

@@ -8,13 +8,13 @@ import pytest
 import tokenizers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from mindrlhf.data.templates import load_template
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.rollout.conversations import ConversationLimits, Conversations
 from mindrlhf.rollout.turn_texts import TurnTexts
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
-from mindrlhf.sandbox import template_process
 from mindrlhf.tools.calls import ToolAnswer, ToolCall, dialect_of, parse_calls
 
 _CHATML = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
@@ -142,7 +142,7 @@ def written(family, calls, answers=None):
         for number, (name, arguments) in enumerate(calls)
     ]
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": made}]
-    variables = {"bos_token": "<s>", "eos_token": FAMILIES[family][2][0], "strftime_now": "2024-07-26"}
+    variables = {"bos_token": "<s>", "eos_token": FAMILIES[family][2][0]}
     if answers is None:
         chats = [(chat[:1], variables), (chat, {**variables, "add_generation_prompt": False})]
     else:
@@ -151,9 +151,10 @@ def written(family, calls, answers=None):
             for number, ((name, _), text) in enumerate(zip(calls, answers))
         ]
         chats = [(chat, variables)]
-    texts = template_process.render(source, chats)
-    assert all(isinstance(text, str) for text in texts), texts
-    return texts
+    return [
+        render_jinja_template([chat], chat_template=source, **{"add_generation_prompt": True, **more})[0][0]
+        for chat, more in chats
+    ]
 
 
 # Marks of the dialects themselves in a value cannot be told from the dialect's own where it is no JSON.

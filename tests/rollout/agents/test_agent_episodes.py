@@ -83,7 +83,7 @@ def test_three_turns_with_a_tool_are_one_sequence_of_the_very_tokens_that_were_s
     count = sum(map(len, turns))
     np.testing.assert_array_equal(completion.logprobs, -np.arange(count, dtype=np.float32) / 1024)
     (sequence,) = completion.agent.sequences
-    (text,) = CHAT.render_chats([([user("4 apples")], {"tools": [TOOL]})])
+    text = CHAT.render_chat([user("4 apples")], {"tools": [TOOL]})
     assert sequence.prompt_ids.tolist() == TOKENIZER.encode(text)
     assert completion.agent.text == "16 it is" and completion.agent.failure == ""
     assert (completion.num_turns, completion.num_tool_calls, completion.weights_version) == (3, 2, VERSION)
