@@ -5,6 +5,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+OPTIONS = {
+    "clip_cov_ratio": (0.0, 0.0, 1.0, "share of tokens left out of the loss, of those whose update costs most entropy"),
+    "clip_cov_low": (1.0, 0.0, None, "smallest covariance of a token that may be left out"),
+    "clip_cov_high": (5.0, 0.0, None, "largest covariance of a token that may be left out"),
+}
+
 
 def clip_cov(
     advantages: Sequence[np.ndarray],

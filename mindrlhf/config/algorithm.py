@@ -1,14 +1,13 @@
 """The sections of the objective: `algorithm`, `distillation`, `correction` and `critic`, and their presets."""
 
-import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from mindrlhf.algorithms import advantages, policy_losses
+from mindrlhf.algorithms import advantages, clip_cov, policy_losses
 from mindrlhf.algorithms.aggregation import MODES as AGGREGATIONS
 from mindrlhf.algorithms.kl_control import ESTIMATORS as KL_ESTIMATORS
 from mindrlhf.algorithms.kl_control import UNBIASED_ESTIMATORS
+from mindrlhf.algorithms.options import Option, chosen, mistake
 from mindrlhf.config.derived import correction_weight, has_older_samples, is_corrected, needs_critic
 from mindrlhf.config.keys import RunConfig, key
 from mindrlhf.errors import Rules
@@ -76,7 +75,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Liu et al. 2025 (arXiv:2508.08221): vanilla PPO's loss, a mean over tokens
     "lite_ppo": {"advantage": "lite_ppo", "clip_high": 0.2},
     # Cui et al. 2025 (arXiv:2505.22617), section 4.2
-    "clip_cov": {"clip_high": 0.2, "clip_cov_ratio": 2e-4},
+    "clip_cov": {"clip_high": 0.2, "options": {"clip_cov_ratio": 2e-4}},
     # On-policy distillation with reverse KL, Agarwal et al. 2024 (arXiv:2306.13649); the teacher is the reference model
     "distill": {"advantage": "distill", "clip_high": 0.2, "beta": 1.0, "kl_in": "reward", "kl_estimator": "k1"},
 }
@@ -94,6 +93,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "icepop": {"weight": "token", "max_weight": 5.0, "mask": "token", "mask_low": 0.5, "mask_high": 5.0},
 }
 
+_CLIPPED = "algorithm.loss=" + "|".join(name for name in policy_losses.names() if policy_losses.traits(name).keys)
 OTHERS = "others"  # what metrics call all sources without a teacher of their own
 
 
@@ -108,16 +108,6 @@ class AlgorithmSection:
     )
     num_generations: int = key(8, "samples per prompt: the group that advantages compare", minimum=1)
     advantage: str = key("grpo", "advantage estimator", choices=advantages.names())
-    scale_rewards: bool = key(
-        True, "divide advantages by the group's standard deviation (GRPO); false leaves the mean-only form (Dr. GRPO)"
-    )
-    pass_k: int = key(4, "the k of the estimator pass_at_k", minimum=1)
-    gamma: float = key(1.0, "discount of the estimator gae, per token", minimum=0, maximum=1)
-    gae_lambda: float = key(0.95, "lambda of the estimator gae", minimum=0, maximum=1)
-    whiten_advantages: bool = key(True, "give the advantages of the estimator gae mean 0 and standard deviation 1")
-    distill_reward_weight: float = key(
-        0.0, "weight of rewards beside the teacher's verdict in the estimator distill; 0 leaves them out", minimum=0
-    )
     distill_top_k: int = key(
         0,
         "the teacher's top-k tokens, whose probabilities the student learns at each position; 0 learns from the "
@@ -132,47 +122,37 @@ class AlgorithmSection:
         "divergence of a token",
         minimum=0,
         maximum=1,
+        read_with=_CLIPPED,
     )
-    clip_high: float = key(0.28, "the same above, at 1 + clip_high", minimum=0)
-    dual_clip: float = key(3.0, "the loss dual_clip bounds the ratio of bad tokens here", minimum=1)
-    sapo_tau_positive: float = key(
-        1.0, "temperature of the loss sapo where the advantage is positive", minimum=0, exclusive_minimum=True
+    clip_high: float = key(0.28, "the same above, at 1 + clip_high", minimum=0, read_with=_CLIPPED)
+    options: dict[str, float] = key(
+        {}, "options of one estimator or loss, in the table below, as `algorithm.options.gamma`"
     )
-    sapo_tau_negative: float = key(1.05, "temperature of the loss sapo elsewhere", minimum=0, exclusive_minimum=True)
-    vespo_k_positive: float = key(2.0, "exponent k of the loss vespo where the advantage is positive", minimum=0)
-    vespo_lambda_positive: float = key(3.0, "decay lambda of the loss vespo where the advantage is positive", minimum=0)
-    vespo_k_negative: float = key(3.0, "exponent k of the loss vespo elsewhere", minimum=0)
-    vespo_lambda_negative: float = key(2.0, "decay lambda of the loss vespo elsewhere", minimum=0)
-    mirror_tau: float = key(0.1, "weight of the square that the loss kimi holds a response with", minimum=0)
-    clip_cov_ratio: float = key(
-        0.0,
-        "share of tokens that are left out of the loss, of those whose log-probability and advantage covary most "
-        "(Clip-Cov); 0 leaves none out",
-        minimum=0,
-        maximum=1,
-    )
-    clip_cov_low: float = key(1.0, "smallest covariance of a token that may be left out", minimum=0)
-    clip_cov_high: float = key(5.0, "largest covariance of a token that may be left out", minimum=0)
     beta: float = key(0.0, "weight of the KL term against the reference model; 0 loads no reference model", minimum=0)
-    kl_in: str = key("loss", "where the KL term is added", choices=("loss", "reward"))
-    kl_estimator: str = key("k3", "estimate of the KL divergence per token", choices=KL_ESTIMATORS)
+    kl_in: str = key("loss", "where the KL term is added", choices=("loss", "reward"), read_with="algorithm.beta")
+    kl_estimator: str = key(
+        "k3", "estimate of the KL divergence per token", choices=KL_ESTIMATORS, read_with="algorithm.beta"
+    )
     kl_unbiased: bool = key(
-        False, "weigh the KL estimate in the loss by the probability ratio, which makes its gradient unbiased"
+        False, "weigh the KL estimate in the loss by the probability ratio, which makes its gradient unbiased",
+        read_with="algorithm.beta",
     )
     kl_target: float | None = key(
         None,
         "steer beta so that the KL per token, in nats, comes here; null keeps it",
         minimum=0,
         exclusive_minimum=True,
+        read_with="algorithm.beta",
     )
-    kl_gain: float = key(0.1, "how fast beta follows `kl_target`", minimum=0, maximum=1)
     entropy_coefficient: float = key(0.0, "weight of the entropy bonus", minimum=0)
     dynamic_sampling: bool = key(
         False,
         "sample prompts until each group of a step has rewards that differ; the rest is carried over to the next step",
     )
     max_oversampling: int = key(
-        10, "a step with `dynamic_sampling` samples at most this many times its number of prompts", minimum=1
+        10, "a step with `dynamic_sampling` samples at most this many times its number of prompts",
+        minimum=1,
+        read_with="algorithm.dynamic_sampling",
     )
     rest_epochs: int = key(
         0,
@@ -192,15 +172,16 @@ class AlgorithmSection:
     )
     overlong_buffer: float = key(
         0.0,
-        "last share of `rollout.max_response_length` in which longer responses lose reward, up to `overlong_penalty`; "
+        "last share of `rollout.max_response_length` in which longer responses lose reward, 1 at the limit; "
         "0 leaves it out",
         minimum=0,
         maximum=1,
     )
-    overlong_penalty: float = key(1.0, "what a response at the limit loses", minimum=0)
     overlong_filter: bool = key(False, "leave responses that were truncated at the limit out of the loss")
-    sync_ref_model: bool = key(False, "copy the actor into the reference model every `ref_model_sync_steps` steps")
-    ref_model_sync_steps: int = key(64, "steps between two copies", minimum=1)
+    sync_ref_model: bool = key(
+        False, "copy the actor into the reference model every `ref_model_sync_steps` steps", read_with="algorithm.beta"
+    )
+    ref_model_sync_steps: int = key(64, "steps between two copies", minimum=1, read_with="algorithm.sync_ref_model")
 
 
 @dataclass(frozen=True)
@@ -230,15 +211,23 @@ class CorrectionSection:
         "else sequence for a loss with a ratio of whole responses and token for others",
         choices=("auto", "none", "token", "sequence"),
     )
-    max_weight: float = key(2.0, "where the weights are truncated", minimum=0, exclusive_minimum=True)
+    max_weight: float = key(
+        2.0,
+        "where the weights are truncated",
+        minimum=0,
+        exclusive_minimum=True,
+        read_with="correction.weight!=none",
+    )
     mask: str = key(
         "none",
         "what is left out of the loss when its ratio is outside the bounds: tokens (IcePop), or responses by the "
         "product or the geometric mean of their ratios",
         choices=("none", "token", "sequence", "geometric"),
     )
-    mask_low: float = key(0.5, "smallest ratio that the mask keeps", minimum=0)
-    mask_high: float = key(5.0, "largest ratio that the mask keeps", minimum=0)
+    mask_low: float = key(
+        0.5, "smallest ratio that the mask keeps", minimum=0, read_with="correction.mask!=none"
+    )
+    mask_high: float = key(5.0, "largest ratio that the mask keeps", minimum=0, read_with="correction.mask!=none")
     veto: float = key(0.0, "leave out responses with a token whose ratio is smaller; 0 leaves none out", minimum=0)
     off_policy_mask: float = key(
         0.0,
@@ -260,11 +249,6 @@ class CriticSection:
         is_model=True,
     )
     start_lr: float = key(1e-5, "learning rate of the critic, in the place of `optimizer.start_lr`", minimum=0)
-    end_lr: float | None = key(
-        None,
-        "learning rate of the critic at the last step, for a schedule that decays; null keeps its `start_lr`",
-        minimum=0,
-    )
     clip_range: float = key(
         0.2,
         "values that moved further than this within a step are held, in units of the reward; 0 holds none",
@@ -273,24 +257,15 @@ class CriticSection:
     warmup_steps: int = key(0, "steps at the start in which only the critic is trained", minimum=0)
 
 
-def algorithm_rules(config: RunConfig, given: frozenset[str]) -> Rules:
-    """Rules of the sections `algorithm`, `distillation` and `correction`; ``given`` are the keys the user changed."""
+def algorithm_rules(config: RunConfig) -> Rules:
+    """Rules of the sections `algorithm`, `distillation` and `correction`."""
     algorithm = config.algorithm
     yield from _estimator_rules(algorithm)
     yield from _shape_rules(algorithm)
     yield from _teacher_rules(config)
     yield from _kl_rules(algorithm)
-    yield algorithm.sync_ref_model and algorithm.beta == 0, (
-        "'algorithm.sync_ref_model' is true, but beta is 0, so there is no reference model: set beta above 0"
-    )
-    yield "algorithm.ref_model_sync_steps" in given and not algorithm.sync_ref_model, (
-        "'algorithm.ref_model_sync_steps' is set, but not used: set 'algorithm.sync_ref_model' to true"
-    )
     yield from _level_rules(config)
-    yield algorithm.clip_cov_low > algorithm.clip_cov_high, (
-        f"'algorithm.clip_cov_low' is {algorithm.clip_cov_low:g}, above clip_cov_high = {algorithm.clip_cov_high:g}: "
-        "lower the one or raise the other"
-    )
+    yield from _option_rules(algorithm)
     buffer = algorithm.overlong_buffer
     yield buffer and "overlong_penalty" in config.reward.verifier_function, (
         f"'algorithm.overlong_buffer' is {buffer:g}, which takes reward from long responses, and "
@@ -307,18 +282,17 @@ def algorithm_rules(config: RunConfig, given: frozenset[str]) -> Rules:
     )
     yield from _difficulty_rules(config)
     yield from _correction_rules(config)
-    yield from _unread_rules(config, given)
 
 
 def _estimator_rules(algorithm: AlgorithmSection) -> Rules:
-    count, k = algorithm.num_generations, algorithm.pass_k
+    count, k = algorithm.num_generations, algorithm.options.get("pass_k", 4)
     is_alone = "group" in advantages.find(algorithm.advantage).NEEDS and count < 2
     yield is_alone, (
         f"'algorithm.num_generations' is {count}, but the advantages of {algorithm.advantage} compare the samples of a "
         "group with each other: set it to 2 or more (8 is usual)"
     )
     yield not is_alone and algorithm.advantage == "pass_at_k" and k >= count, (
-        f"'algorithm.pass_k' is {k}, but the best of {k} can only differ within groups of more samples: set "
+        f"'algorithm.options' has pass_k {k}, but the best of {k} can only differ within groups of more samples: set "
         f"'algorithm.num_generations' above {k} (it is {count}), or lower pass_k"
     )
 
@@ -354,7 +328,7 @@ def _teacher_rules(config: RunConfig) -> Rules:
         f"'algorithm.advantage' is {name}, whose advantage is the KL against the teacher: set algorithm.beta to 1, "
         "kl_in to reward and kl_estimator to k1, or algorithm.name to distill, which does so"
     )
-    yield algorithm.distill_reward_weight and algorithm.num_generations < 2, (
+    yield algorithm.options.get("distill_reward_weight") and algorithm.num_generations < 2, (
         f"'algorithm.num_generations' is {algorithm.num_generations}, but distill_reward_weight compares the samples "
         "of a group: set it to 2 or more"
     )
@@ -372,16 +346,8 @@ def _teacher_rules(config: RunConfig) -> Rules:
 
 
 def _kl_rules(algorithm: AlgorithmSection) -> Rules:
-    yield algorithm.beta == 0 and algorithm.kl_target is not None, (
-        "'algorithm.kl_target' is set, but algorithm.beta is 0, so there is no reference model to measure the KL "
-        "against: set beta above 0, which is where it starts, or remove kl_target"
-    )
     if not algorithm.kl_unbiased:
         return
-    yield algorithm.beta == 0, (
-        "'algorithm.kl_unbiased' is true, but algorithm.beta is 0, so there is no KL term and no reference model: set "
-        "beta above 0"
-    )
     yield algorithm.kl_in == "reward", (
         "'algorithm.kl_unbiased' is true, but kl_in=reward has no gradient of its own: set kl_in to loss, or "
         "kl_unbiased to false"
@@ -399,9 +365,10 @@ def _level_rules(config: RunConfig) -> Rules:
     per_token = advantages.find(algorithm.advantage).PER_TOKEN
     penalised = algorithm.kl_in == "reward" and algorithm.beta > 0 and not algorithm.distill_top_k
     varies = per_token == "always" or (per_token == "penalised" and (penalised or by_turn))
-    varies |= algorithm.clip_cov_ratio > 0
+    leaves_out = algorithm.options.get("clip_cov_ratio")
+    varies |= bool(leaves_out)
     why = (" with KL in the reward" if penalised else " of an environment") if per_token == "penalised" else ""
-    why = " with clip_cov_ratio" if algorithm.clip_cov_ratio else why
+    why = " with clip_cov_ratio" if leaves_out else why
     yield varies and policy_losses.traits(algorithm.loss).constant_advantage, (
         f"'algorithm.loss' is {algorithm.loss}, which treats a response as one action, but the advantages of "
         f"{algorithm.advantage}{why} differ from token to token: set it to gspo_token or ppo_clip"
@@ -453,64 +420,33 @@ def _correction_rules(config: RunConfig) -> Rules:
     )
 
 
-def _unread_rules(config: RunConfig, given: frozenset[str]) -> Rules:
-    """No keys that were changed, but that none of the chosen parts reads."""
-    presets = {"algorithm": PRESETS[config.algorithm.name], "correction": CORRECTIONS[config.correction.preset]}
-    unread = _unread(config)
-    for name in sorted(unread.keys() & given):
-        section, _, option = name.partition(".")
-        preset = presets.get(section, {})
-        # What a run wrote to its config.yaml holds every key, and must load again.
-        yield option not in preset or getattr(getattr(config, section), option) != preset[option], (
-            f"'{name}' is set, but read only with {unread[name]}: remove it, or change the other"
+def _option_rules(algorithm: AlgorithmSection) -> Rules:
+    """Each option is one of the estimator, of the loss or of Clip-Cov, and within its bounds."""
+    read = declared_options(algorithm)
+    for name, value in algorithm.options.items():
+        if name in read:
+            why = mistake(name, value, read[name])
+            yield why, f"'algorithm.options' has {name} {value}, which {why}"
+            continue
+        losses = [loss for loss in policy_losses.names() if name in policy_losses.traits(loss).options]
+        estimators = [each for each in advantages.names() if name in advantages.find(each).OPTIONS]
+        readers = [f"algorithm.loss {loss}" for loss in losses] + [f"algorithm.advantage {each}" for each in estimators]
+        instead = f"only {' or '.join(readers)} reads it" if readers else f"options here are {', '.join(sorted(read))}"
+        yield True, (
+            f"'algorithm.options' has {name}, which neither the loss {algorithm.loss} nor the advantages of "
+            f"{algorithm.advantage} read: {instead}; remove it, or change the other"
         )
-
-
-def _unread(config: RunConfig) -> dict[str, str]:
-    """Return the keys that the chosen parts do not read, each with what would read it."""
-    algorithm, mask, weight = config.algorithm, config.correction.mask, correction_weight(config)
-    losses = {name: policy_losses.traits(name).options for name in policy_losses.names()}
-    estimators = {name: advantages.find(name).OPTIONS for name in advantages.names()}
-    unread: dict[str, str] = {}
-    for kind, chosen, options in (("loss", algorithm.loss, losses), ("advantage", algorithm.advantage, estimators)):
-        for name in {option for part in options.values() for option in part} - set(options[chosen]):
-            readers = [part for part, read in options.items() if name in read]
-            unread[f"algorithm.{name}"] = f"algorithm.{kind} {_listed(readers)}, not {chosen}"
-    has_teacher = "teacher" in advantages.find(algorithm.advantage).NEEDS
-    is_partial = config.rollout.segment_tokens > 0 and not config.rollout.asynchronous
-    partial = "rollout.segment_tokens above 0 and without rollout.asynchronous"
-    above_0, masked = "algorithm.beta above 0, not 0", "correction.mask token, sequence or geometric, not none"
-    read_with = {
-        "algorithm.distill_top_k": (has_teacher, f"algorithm.advantage distill, not {algorithm.advantage}"),
-        "algorithm.kl_in": (algorithm.beta > 0, above_0),
-        "algorithm.kl_estimator": (algorithm.beta > 0, above_0),
-        "algorithm.kl_gain": (algorithm.kl_target is not None, "an algorithm.kl_target, and there is none"),
-        "algorithm.clip_cov_low": (algorithm.clip_cov_ratio > 0, "an algorithm.clip_cov_ratio above 0, not 0"),
-        "algorithm.clip_cov_high": (algorithm.clip_cov_ratio > 0, "an algorithm.clip_cov_ratio above 0, not 0"),
-        "algorithm.rest_easy": (algorithm.rest_epochs > 0, "an algorithm.rest_epochs above 0, not 0"),
-        "algorithm.rest_hopeless": (algorithm.rest_epochs > 0, "an algorithm.rest_epochs above 0, not 0"),
-        "algorithm.max_oversampling": (algorithm.dynamic_sampling, "algorithm.dynamic_sampling true, not false"),
-        "algorithm.overlong_penalty": (algorithm.overlong_buffer > 0, "an algorithm.overlong_buffer above 0, not 0"),
-        "rollout.max_segments": (is_partial, partial),
-        "rollout.in_flight": (is_partial, partial),
-        "correction.max_weight": (weight != "none", "correction.weight token or sequence, not none"),
-        "correction.mask_low": (mask != "none", masked),
-        "correction.mask_high": (mask != "none", masked),
-    }
-    return unread | {name: reader for name, (is_read, reader) in read_with.items() if not is_read}
-
-
-def _listed(names: Iterable[str]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} or {last}" if first else last
-
-
-def reference_rules(config: RunConfig) -> Rules:
-    """Rules of a reference model that is not there."""
-    yield config.model.reference_path and config.algorithm.beta == 0, (
-        "'model.reference_path' is set, but algorithm.beta is 0, so no reference model is loaded: remove it or raise "
-        "beta"
+    bounds = chosen(clip_cov.OPTIONS, algorithm.options)
+    yield bounds["clip_cov_low"] > bounds["clip_cov_high"], (
+        f"'algorithm.options' has clip_cov_low {bounds['clip_cov_low']:g}, above clip_cov_high = "
+        f"{bounds['clip_cov_high']:g}: lower the one or raise the other"
     )
+
+
+def declared_options(algorithm: AlgorithmSection) -> dict[str, Option]:
+    """Return the options that the parts chosen read, by name."""
+    estimator, loss = advantages.find(algorithm.advantage), policy_losses.traits(algorithm.loss)
+    return {**estimator.OPTIONS, **loss.options, **clip_cov.OPTIONS}
 
 
 def adapters_reference_rules(config: RunConfig) -> Rules:
@@ -521,23 +457,13 @@ def adapters_reference_rules(config: RunConfig) -> Rules:
     )
 
 
-def critic_rules(config: RunConfig, given: frozenset[str]) -> Rules:
-    """Rules of the section `critic`; ``given`` are the keys that the user changed."""
+def critic_rules(config: RunConfig) -> Rules:
+    """Rules of the section `critic`."""
     critic, advantage = config.critic, config.algorithm.advantage
     if not needs_critic(config):
-        for field in dataclasses.fields(critic):
-            yield f"critic.{field.name}" in given, (
-                f"'critic.{field.name}' is set, but the advantages of {advantage} use no critic: remove it, or set "
-                "algorithm.name to ppo"
-            )
         return
     yield not critic.path, (
         f"'critic.path' is empty, but the advantages of {advantage} need a critic: set it to a reward model, or to "
         f"model.path ({config.model.path}) to begin with the actor's layers, or set 'algorithm.advantage' to an "
         "estimator without a critic, such as grpo or reinforce_pp"
-    )
-    is_constant = config.optimizer.lr_schedule == "constant"
-    yield is_constant and critic.end_lr not in (None, critic.start_lr), (
-        f"'critic.end_lr' is {critic.end_lr or 0:g}, but optimizer.lr_schedule=constant never reaches it: remove it, "
-        "or set lr_schedule to linear or cosine"
     )

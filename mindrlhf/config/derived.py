@@ -95,7 +95,5 @@ def path_keys(config: RunConfig) -> dict[str, str]:
 
 
 def critic_optimizer(config: RunConfig) -> OptimizerSection:
-    """Return the critic's optimiser options: those of the actor but for the learning rate."""
-    critic = config.critic
-    end_lr = critic.start_lr if critic.end_lr is None else critic.end_lr
-    return replace(config.optimizer, start_lr=critic.start_lr, end_lr=end_lr)
+    """Return the critic's optimiser options: those of the actor but for the learning rate, which stays."""
+    return replace(config.optimizer, start_lr=config.critic.start_lr, end_lr=config.critic.start_lr)

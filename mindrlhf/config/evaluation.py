@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mindrlhf.config.keys import RunConfig, given_in, key
+from mindrlhf.config.keys import RunConfig, key
 from mindrlhf.config.reward import REWARD_MODEL_NAME
 from mindrlhf.errors import Rules
 
@@ -43,8 +43,8 @@ class EvaluationSection:
         return self.best_by.rpartition("/")[2]
 
 
-def evaluation_rules(config: RunConfig, given: frozenset[str]) -> Rules:
-    """Rules of the section `evaluation`; ``given`` are the keys that the user changed."""
+def evaluation_rules(config: RunConfig) -> Rules:
+    """Rules of the section `evaluation`."""
     reward, evaluation = config.reward, config.evaluation
     parts = (*reward.verifier_function, *([REWARD_MODEL_NAME] if reward.model_path else ()))
     yield evaluation.verifier and evaluation.verifier not in parts, (
@@ -61,10 +61,6 @@ def evaluation_rules(config: RunConfig, given: frozenset[str]) -> Rules:
         f"'evaluation.patience' is {evaluation.patience}, but with evaluation.every_steps 0 nothing is evaluated on "
         "the way: set every_steps, or patience to 0"
     )
-    for name in given_in("evaluation", given)[:1]:
-        yield not config.data.eval_file, (
-            f"'{name}' is set, but there is no data.eval_file to evaluate on: set it, or remove the key"
-        )
 
 
 def _set_rules(evaluation: EvaluationSection, parts: tuple[str, ...]) -> Rules:

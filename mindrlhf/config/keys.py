@@ -54,11 +54,6 @@ class RunConfig(Protocol):
     def __getattr__(self, section: str) -> Any: ...
 
 
-def given_in(section: str, given: frozenset[str]) -> list[str]:
-    """Return those of the dotted names ``given`` that are keys of a section, sorted."""
-    return sorted(name for name in given if name.startswith(f"{section}."))
-
-
 def key(
     default: Any,
     doc: str,
@@ -69,6 +64,7 @@ def key(
     exclusive_minimum: bool = False,
     is_path: bool = False,
     is_model: bool = False,
+    read_with: str = "",
 ) -> Any:
     """Declare one key of a section.
 
@@ -79,6 +75,7 @@ def key(
         choices: the allowed values, when they are few.
         is_path: the text names a file or a directory.
         is_model: it may also be the name of a model on a hub, which becomes its directory in the hub's cache.
+        read_with: the condition under which anything reads the key; see :mod:`mindrlhf.config.unread`.
     """
     metadata = {
         "doc": doc,
@@ -88,12 +85,13 @@ def key(
         "exclusive_minimum": exclusive_minimum,
         "is_path": is_path or is_model,
         "is_model": is_model,
+        "read_with": read_with,
     }
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def section(cls: type, doc: str) -> Any:
-    """Declare a nested section whose keys are the fields of ``cls``."""
-    return dataclasses.field(default_factory=cls, metadata={"doc": doc, "section": cls})
+def section(cls: type, doc: str, *, read_with: str = "") -> Any:
+    """Declare a nested section whose keys are the fields of ``cls``; all of them have the condition ``read_with``."""
+    return dataclasses.field(default_factory=cls, metadata={"doc": doc, "section": cls, "read_with": read_with})

@@ -12,7 +12,6 @@ from mindrlhf.config.algorithm import (
     adapters_reference_rules,
     algorithm_rules,
     critic_rules,
-    reference_rules,
 )
 from mindrlhf.config.evaluation import evaluation_rules
 from mindrlhf.config.memory import memory_rules
@@ -26,6 +25,7 @@ from mindrlhf.config.rollout import schedule_rules, server_rules, stop_rules
 from mindrlhf.config.run import run_rules
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, OfflineConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.training import batch_rules, cpu_rules, optimizer_rules, parallel_rules, resolve_data_parallel
+from mindrlhf.config.unread import unread_rules
 from mindrlhf.errors import Mistakes, Rules, UserError, refuse
 
 # By the command that runs them.
@@ -118,47 +118,48 @@ def check_config(config: Any, given: frozenset[str], world_size: int | None) -> 
 
 def _reinforcement_rules(config: GrpoConfig, given: frozenset[str], world_size: int | None) -> Rules:
     model, run = config.model, config.run
+    yield from unread_rules(config, given, _presets(config))
     yield from run_rules(run)
     yield from parallel_rules(config.parallel_config)
     yield from cpu_rules(config)
-    yield from lora_rules(config.lora, given)
+    yield from lora_rules(config.lora)
     yield from adapters_reference_rules(config)
     yield from memory_rules(config.memory, model.recompute, run.device, has_head=True, shares_devices=True)
-    yield from algorithm_rules(config, given)
-    yield from critic_rules(config, given)
+    yield from algorithm_rules(config)
+    yield from critic_rules(config)
     yield from batch_rules(config)
     yield from stop_rules(config)
     yield from schedule_rules(config)
-    yield from reference_rules(config)
     yield from optimizer_rules(config.optimizer)
-    yield from reward_rules(config.reward, given)
-    yield from evaluation_rules(config, given)
+    yield from reward_rules(config.reward)
+    yield from evaluation_rules(config)
     yield from server_rules(config)
     yield from guard_rules(config.guard)
     yield from checkpoint_rules(config.checkpoint, knows_best=True)
     yield from tracker_rules(config.observe, given)
-    yield from tool_rules(config, given)
-    yield from msprobe_rules(config.msprobe, given)
-    yield from profiler_rules(config.profiler, given, run.max_steps, world_size)
+    yield from tool_rules(config)
+    yield from msprobe_rules(config.msprobe)
+    yield from profiler_rules(config.profiler, run.max_steps, world_size)
     yield from refusal_rules(config)
 
 
 def _offline_rules(config: OfflineConfig, given: frozenset[str], world_size: int | None) -> Rules:
     model, run, has_head = config.model, config.run, not isinstance(config, RewardModelConfig)
+    yield from unread_rules(config, given, {})
     yield from run_rules(run)
     yield from parallel_rules(config.parallel_config)
     yield from cpu_rules(config)
-    yield from lora_rules(config.lora, given)
+    yield from lora_rules(config.lora)
     yield from memory_rules(config.memory, model.recompute, run.device, has_head=has_head, shares_devices=False)
     yield from optimizer_rules(config.optimizer)
     yield from checkpoint_rules(config.checkpoint, knows_best=False)
     no_servers = "this run samples nothing, so it has no rollout server"
-    yield from profiler_rules(config.profiler, given, run.max_steps, world_size, no_servers)
+    yield from profiler_rules(config.profiler, run.max_steps, world_size, no_servers)
     yield from tracker_rules(config.observe, given)
     if isinstance(config, SftConfig):
         yield from supervised_rules(given)
     else:
-        yield from preference_rules(config, given)
+        yield from preference_rules(given)
     if isinstance(config, DpoConfig):
         yield from dpo_rules(config.dpo)
     if isinstance(config, RewardModelConfig):
@@ -196,9 +197,15 @@ def _check_task(task: str, content: Mapping[str, Any], path: str | Path) -> None
 
 def _apply_preset(config: GrpoConfig, given: frozenset[str]) -> GrpoConfig:
     """Return the config with the keys of its presets filled in; ``given`` are the keys that the user set."""
-    presets = {"algorithm": PRESETS[config.algorithm.name], "correction": CORRECTIONS[config.correction.preset]}
     filled = {}
-    for section, preset in presets.items():
-        values = {name: value for name, value in preset.items() if f"{section}.{name}" not in given}
-        filled[section] = dataclasses.replace(getattr(config, section), **values)
+    for name, preset in _presets(config).items():
+        section = getattr(config, name)
+        values = {key: value for key, value in preset.items() if f"{name}.{key}" not in given}
+        if "options" in preset:
+            values["options"] = {**preset["options"], **section.options}
+        filled[name] = dataclasses.replace(section, **values)
     return dataclasses.replace(config, **filled)
+
+
+def _presets(config: GrpoConfig) -> dict[str, dict[str, Any]]:
+    return {"algorithm": PRESETS[config.algorithm.name], "correction": CORRECTIONS[config.correction.preset]}

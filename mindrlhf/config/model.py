@@ -1,6 +1,5 @@
 """The sections `model` and `lora`: what is trained."""
 
-import dataclasses
 from dataclasses import dataclass
 
 from mindrlhf.config.keys import REQUIRED, key
@@ -17,6 +16,7 @@ class ModelSection:
         "",
         "Hugging Face directory of the reference model; empty means `model.path`",
         is_model=True,
+        read_with="algorithm.beta or dpo.loss",
     )
     random_init: bool = key(
         False, "ignore weights in `model.path`, initialise them from `run.seed`; needs only config.json"
@@ -55,13 +55,8 @@ class LoraSection:
         return LoraOptions(self.rank, self.alpha, self.targets, self.rank_stabilised)
 
 
-def lora_rules(lora: LoraSection, given: frozenset[str]) -> Rules:
-    """Rules of the section `lora`; ``given`` are the keys that the user changed."""
-    if lora.rank is None:
-        unread = [f"lora.{field.name}" for field in dataclasses.fields(lora) if f"lora.{field.name}" in given]
-        for name in unread[:1]:
-            yield True, f"'{name}' is set, but lora.rank is not: set it (8 to 64 are usual), or remove the key"
-    else:
-        yield len(set(lora.targets)) < len(lora.targets), (
-            f"'lora.targets' names a role twice: {', '.join(lora.targets)}: name each once"
-        )
+def lora_rules(lora: LoraSection) -> Rules:
+    """Rules of the section `lora`."""
+    yield len(set(lora.targets)) < len(lora.targets), (
+        f"'lora.targets' names a role twice: {', '.join(lora.targets)}: name each once"
+    )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mindrlhf.config.keys import given_in, key
+from mindrlhf.config.keys import key
 from mindrlhf.errors import Rules
 
 # In the order in which a step runs them: the first that differs between two dumps is where they parted.
@@ -61,7 +61,8 @@ class ObserveSection:
         choices=SINKS,
     )
     prometheus_port: int = key(
-        0, "port of 127.0.0.1 at which `prometheus` among `sinks` is scraped; 0: a free one", minimum=0, maximum=65535
+        0, "port of 127.0.0.1 at which `prometheus` among `sinks` is scraped; 0: a free one", minimum=0, maximum=65535,
+        read_with="observe.sinks=prometheus",
     )
     project: str = key("mindrlhf", "what trackers among `sinks` file the run under")
     run_name: str = key("", "what they call the run; empty means the last folder of `run.output_dir`")
@@ -154,9 +155,6 @@ def checkpoint_rules(checkpoint: CheckpointSection, *, knows_best: bool) -> Rule
 def tracker_rules(observe: ObserveSection, given: frozenset[str]) -> Rules:
     """Rules of the section `observe`; ``given`` are the keys that the user changed."""
     trackers = [sink for sink in SINKS if sink != "tensorboard"]
-    yield "observe.prometheus_port" in given and "prometheus" not in observe.sinks, (
-        "'observe.prometheus_port' is set, but prometheus is not among observe.sinks: add it, or remove the key"
-    )
     for name in ("observe.project", "observe.run_name"):
         yield name in given and not set(trackers) & set(observe.sinks), (
             f"'{name}' is set, but no tracker has a use for it: add one of {', '.join(trackers)} to observe.sinks, or "
@@ -164,12 +162,8 @@ def tracker_rules(observe: ObserveSection, given: frozenset[str]) -> Rules:
         )
 
 
-def msprobe_rules(section: MsprobeSection, given: frozenset[str]) -> Rules:
-    """Rules of the section `msprobe`; ``given`` are the keys that the user changed."""
-    unused = [] if section.enabled or "msprobe.enabled" in given else given_in("msprobe", given)
-    for name in unused[:1]:
-        yield True, f"'{name}' is set, but msprobe.enabled is not: set it to true, or remove the key"
-        return
+def msprobe_rules(section: MsprobeSection) -> Rules:
+    """Rules of the section `msprobe`."""
     yield section.last_step < section.first_step, (
         f"'msprobe.last_step' is {section.last_step}, before msprobe.first_step = {section.first_step}: raise the one "
         "or lower the other"
@@ -178,19 +172,16 @@ def msprobe_rules(section: MsprobeSection, given: frozenset[str]) -> Rules:
 
 
 def profiler_rules(
-    profiler: ProfilerSection, given: frozenset[str], num_steps: int, world_size: int | None, no_servers: str = ""
+    profiler: ProfilerSection, num_steps: int, world_size: int | None, no_servers: str = ""
 ) -> Rules:
     """Rules of the section `profiler`.
 
     Args:
-        given: the keys that the user changed.
         num_steps: of the run; 0 when the data say how many there are.
         world_size: ranks of the run; None when unknown.
         no_servers: why vLLM's profiler cannot run, empty when it can.
     """
     last_step, last_rank = max(profiler.steps, default=0), max(profiler.ranks, default=0)
-    for name in given_in("profiler", given - {"profiler.steps"})[:1]:
-        yield not profiler.steps, f"'{name}' is set, but profiler.steps is empty: name the steps, or remove the key"
     yield num_steps and last_step > num_steps, (
         f"'profiler.steps' has {last_step}, but the run ends after run.max_steps = {num_steps}: name earlier steps"
     )

@@ -35,7 +35,9 @@ class PreferenceSection:
     )
     pack: bool = key(True, "pack several responses into one sequence")
     eval_every_steps: int = key(
-        0, "steps between evaluations on `data.eval_file`; 0 means only before and after", minimum=0
+        0, "steps between evaluations on `data.eval_file`; 0 means only before and after",
+        minimum=0,
+        read_with="data.eval_file",
     )
 
 
@@ -88,13 +90,10 @@ def supervised_batch_rules(config: RunConfig, world_size: int) -> Rules:
     )
 
 
-def preference_rules(config: RunConfig, given: frozenset[str]) -> Rules:
+def preference_rules(given: frozenset[str]) -> Rules:
     """Rules of learning from pairs; ``given`` are the keys that the user changed."""
     for name in SAMPLE_KEYS:
         yield name in given, f"'{name}' is set, but preference learning samples nothing: remove it"
-    yield config.preference.eval_every_steps and not config.data.eval_file, (
-        "'preference.eval_every_steps' is set, but there is no data.eval_file to evaluate on: set it"
-    )
 
 
 def dpo_rules(dpo: DpoSection) -> Rules:

@@ -284,7 +284,7 @@ def type_name(hint: Any) -> str:
     if origin is tuple:
         return f"list of {type_name(arguments[0])}s"
     if origin is dict:
-        return "mapping of text to text"
+        return "mapping of text to text" if arguments[1] is str else "mapping of text to numbers"
     if origin in (types.UnionType, typing.Union):
         return " or ".join("null" if item is type(None) else type_name(item) for item in arguments)
     return names.get(hint, str(hint))
@@ -309,6 +309,8 @@ def _convert(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> A
         if not isinstance(value, Mapping):
             raise UserError(f"'{name}' must be a mapping, not {_shown(value)}")
         _check_size(name, value)
+        if arguments[1] is not str:
+            return {_text(name, item): _number(f"{name}.{item}", setting) for item, setting in value.items()}
         return {_text(name, item): _located(name, _text(name, setting), metadata) for item, setting in value.items()}
     value = _scalar(name, value, hint, metadata)
     if hint is str:
@@ -327,6 +329,16 @@ def _located(name: str, value: str, metadata: Mapping[str, Any]) -> str:
     if metadata["is_path"]:
         check_path(f"'{name}'", value)
     return local_directory(value) if metadata["is_model"] else value
+
+
+def _number(name: str, value: Any) -> float | bool:
+    """Return an entry of a mapping of text to numbers, which may be true or false."""
+    if isinstance(value, str):  # as 1e-6 is read
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    if not isinstance(value, (int, float)) or not abs(value) <= MAX_NUMBER:
+        raise UserError(f"'{name}' must be a number, or true or false, not {_shown(value)}")
+    return value
 
 
 def _parse_item(name: str, text: str) -> Any:

@@ -4,6 +4,7 @@ import dataclasses
 import textwrap
 import typing
 
+from mindrlhf.algorithms import advantages, clip_cov, policy_losses
 from mindrlhf.config.parse import type_name
 from mindrlhf.config.renamed import RENAMED
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
@@ -24,7 +25,9 @@ def render() -> str:
     parts = [_HEAD]
     grpo_sections = {field.name: field.metadata["section"] for field in dataclasses.fields(GrpoConfig)}
     parts.append("## `mindrlhf train`\n\n" + _sentence(GrpoConfig))
-    parts.extend(_section(name, cls) for name, cls in grpo_sections.items())
+    for name, cls in grpo_sections.items():
+        parts.append(_section(name, cls))
+        parts += [_options()] if name == "algorithm" else []
     described = set(grpo_sections)
     for command, config in (("sft", SftConfig), ("dpo", DpoConfig), ("reward-model", RewardModelConfig)):
         shared = [f"`{field.name}`" for field in dataclasses.fields(config) if field.name in described]
@@ -35,6 +38,19 @@ def render() -> str:
                 parts.append(_section(field.name, field.metadata["section"]))
                 described.add(field.name)
     return "\n".join(parts)
+
+
+def _options() -> str:
+    lines = ["| entry of `algorithm.options` | read with | default | meaning |", "|---|---|---|---|"]
+    parts = [(f"`advantage: {name}`", advantages.find(name).OPTIONS) for name in advantages.names()]
+    parts += [(f"`loss: {name}`", policy_losses.traits(name).options) for name in policy_losses.names()]
+    for reader, options in [*parts, ("any loss of tokens", clip_cov.OPTIONS)]:
+        for name, (default, minimum, maximum, meaning) in options.items():
+            bounds = [f"at least {minimum:g}"] if minimum is not None else []
+            bounds += [f"at most {maximum:g}"] if maximum is not None else []
+            shown = f"{meaning} ({', '.join(bounds)})" if bounds else meaning
+            lines.append(f"| `{name}` | {reader} | `{str(default).lower()}` | {shown} |")
+    return "\n".join(lines) + "\n"
 
 
 def _sentence(cls: type) -> str:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mindrlhf.config.keys import RunConfig, given_in, key
+from mindrlhf.config.keys import RunConfig, key
 from mindrlhf.errors import Rules
 
 AUTO_DIALECT = "auto"
@@ -24,7 +24,7 @@ class RewardSection:
         "Hugging Face directory of a reward model, as `mindrlhf reward-model` makes it; empty means none",
         is_model=True,
     )
-    model_weight: float = key(1.0, "weight of the reward model's score in the sum")
+    model_weight: float = key(1.0, "weight of the reward model's score in the sum", read_with="reward.model_path")
     num_workers: int | None = key(None, "verifier processes; null: up to one for each core", minimum=1, maximum=256)
     timeout_s: float = key(10.0, "seconds that a verifier has for a sample", minimum=0, exclusive_minimum=True)
     failure_value: float = key(
@@ -66,15 +66,30 @@ class ToolSection:
         "", "a program that talks to an endpoint, in the place of tools: path/to/agent.py:function, or a command line; "
         "see docs/agents.md",
     )
-    agent_python: str = key("", "another interpreter for the agent, Python 3.10 or later, if a function", is_path=True)
-    agent_open: bool = key(False, "agents have the network, and all files to write, and not only the endpoint")
+    agent_python: str = key(
+        "",
+        "another interpreter for the agent, Python 3.10 or later, if a function",
+        is_path=True,
+        read_with="tools.agent",
+    )
+    agent_open: bool = key(
+        False,
+        "agents have the network, and all files to write, and not only the endpoint",
+        read_with="tools.agent",
+    )
     agent_timeout_s: float = key(
-        300.0, "time limit of an agent, the model's part included, in seconds", minimum=0, exclusive_minimum=True
+        300.0,
+        "time limit of an agent, the model's part included, in seconds",
+        minimum=0,
+        exclusive_minimum=True,
+        read_with="tools.agent",
     )
     agent_tokens: int = key(
-        0, "most tokens generated for one agent, in all its calls; 0: `rollout.max_response_length`", minimum=0
+        0, "most tokens generated for one agent, in all its calls; 0: `rollout.max_response_length`",
+        minimum=0,
+        read_with="tools.agent",
     )
-    agents_at_once: int = key(64, "most agents that run at a time", minimum=1, maximum=4096)
+    agents_at_once: int = key(64, "most agents that run at a time", minimum=1, maximum=4096, read_with="tools.agent")
     agent_gather_s: float = key(
         1.0, "longest that calls of the model wait for those of agents that are busy, in seconds", minimum=0
     )
@@ -96,38 +111,26 @@ class SandboxSection:
     allow_weak: bool = key(False, "run them even with too few of the sandbox's locks, which `mindrlhf doctor` lists")
 
 
-def reward_rules(reward: RewardSection, given: frozenset[str]) -> Rules:
-    """Rules of the section `reward`; ``given`` are the keys that the user changed."""
+def reward_rules(reward: RewardSection) -> Rules:
+    """Rules of the section `reward`."""
     count, weights = len(reward.verifier_function), len(reward.verifier_weight)
     yield not count and not reward.model_path, (
         "'reward.verifier_function' is empty: name at least one verifier, such as accuracy_reward, or set "
         "reward.model_path to a reward model"
-    )
-    yield "reward.model_weight" in given and not reward.model_path, (
-        "'reward.model_weight' is set, but there is no reward.model_path: set it, or remove the weight"
     )
     yield weights and weights != count, (
         f"'reward.verifier_weight' has {weights} values for {count} verifiers: give one weight for each"
     )
 
 
-def tool_rules(config: RunConfig, given: frozenset[str]) -> Rules:
-    """Rules of the section `tools`; ``given`` are the keys that the user changed."""
+def tool_rules(config: RunConfig) -> Rules:
+    """Rules of the section `tools`."""
     tools, longest = config.tools, config.rollout.max_response_length
     for first, second in (("environment", "names"), ("agent", "names"), ("agent", "environment")):
         yield getattr(tools, first) and getattr(tools, second), (
             f"'tools.{first}' and tools.{second} are both set: leave one of them out"
         )
-    if tools.agent:
-        return
-    for name in [name for name in given_in("tools", given) if name.startswith("tools.agent")][:1]:
-        yield True, f"'{name}' is set, but tools.agent is empty: name the agent, or remove the key"
-        return
-    if not (tools.names or tools.environment):
-        for name in given_in("tools", given)[:1]:
-            yield True, f"'{name}' is set, but tools.names is empty: name the tools, or remove the key"
-        return
-    yield tools.max_response_tokens >= longest, (
+    yield (tools.names or tools.environment) and tools.max_response_tokens >= longest, (
         f"'tools.max_response_tokens' is {tools.max_response_tokens}, but rollout.max_response_length = {longest} "
         "holds all turns and answers of a response: lower the one or raise the other"
     )

@@ -41,11 +41,17 @@ class RolloutSection:
         "docs/async.md",
     )
     replay_order: str = key("", "output directory of an asynchronous run to repeat exactly", is_path=True)
-    max_segments: int = key(4, "max. policy versions per response; the last one finishes it", minimum=2)
+    max_segments: int = key(
+        4,
+        "max. policy versions per response; the last one finishes it",
+        minimum=2,
+        read_with="rollout.segment_tokens",
+    )
     in_flight: float = key(
         1.5, "prompts in flight, as a multiple of those that a step trains on; only with `segment_tokens`",
         minimum=1,
         exclusive_minimum=True,
+        read_with="rollout.segment_tokens",
     )
     max_response_length: int = key(512, "longest response, in tokens, stop token included", minimum=1)
     temperature: float = key(
@@ -63,7 +69,7 @@ class RolloutSection:
         (), "texts that end a response, as in ['</answer>'], and stay part of it; see docs/data.md#chat-templates"
     )
     dtype: str = key(
-        "float32", "type of the generator's weights and arithmetic", choices=("float32", "bfloat16", "int8")
+        "float32", "type of the generator's weights and arithmetic", choices=("float32", "bfloat16")
     )
     max_num_seqs: int = key(64, "most sequences decoded at once by a server", minimum=1)
     draft_tokens: int = key(
@@ -159,11 +165,6 @@ def server_rules(config: RunConfig) -> Rules:
         yield rollout.engine != "vllm" and bool(getattr(getattr(config, section), key_name)), (
             f"'rollout.engine' is {rollout.engine}, but '{name}' is vLLM's: remove one of them"
         )
-    yield rollout.dtype == "int8", (
-        "'rollout.dtype' is int8, and weights are not published so yet: vLLM-Ascend's W8A8 takes weight_scale and "
-        "weight_offset beside each int8 weight, and its samples need a correction (correction.weight): set it to "
-        "bfloat16"
-    )
     yield rollout.weights_transport != TCP and device == "cpu", (
         f"'rollout.weights_transport' is {rollout.weights_transport}, but on run.device=cpu every node has the whole "
         "model, and ranks have no network of their own: set tcp"

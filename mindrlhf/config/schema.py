@@ -26,23 +26,23 @@ class GrpoConfig:
     reward: RewardSection = section(RewardSection, "the rewards")
     run: RunSection = section(RunSection, "the run")
     rollout: RolloutSection = section(RolloutSection, "the generator")
-    tools: ToolSection = section(ToolSection, "the tools")
+    tools: ToolSection = section(ToolSection, "the tools", read_with="tools.names or tools.environment or tools.agent")
     sandbox: SandboxSection = section(SandboxSection, "the sandbox")
     algorithm: AlgorithmSection = section(AlgorithmSection, "the objective")
     distillation: DistillationSection = section(DistillationSection, "the teachers")
     correction: CorrectionSection = section(CorrectionSection, "the off-policy correction")
     training: TrainingSection = section(TrainingSection, "the batches")
     optimizer: OptimizerSection = section(OptimizerSection, "the optimiser")
-    lora: LoraSection = section(LoraSection, "the adapters")
-    critic: CriticSection = section(CriticSection, "the critic")
+    lora: LoraSection = section(LoraSection, "the adapters", read_with="lora.rank")
+    critic: CriticSection = section(CriticSection, "the critic", read_with="algorithm.advantage=gae")
     parallel_config: ParallelSection = section(ParallelSection, "the layout")
     memory: MemorySection = section(MemorySection, "the memory")
-    evaluation: EvaluationSection = section(EvaluationSection, "the evaluation")
+    evaluation: EvaluationSection = section(EvaluationSection, "the evaluation", read_with="data.eval_file")
     checkpoint: CheckpointSection = section(CheckpointSection, "the checkpoints")
     guard: GuardSection = section(GuardSection, "the guards")
     observe: ObserveSection = section(ObserveSection, "the reports")
-    profiler: ProfilerSection = section(ProfilerSection, "where time goes")
-    msprobe: MsprobeSection = section(MsprobeSection, "precision debugging")
+    profiler: ProfilerSection = section(ProfilerSection, "where time goes", read_with="profiler.steps")
+    msprobe: MsprobeSection = section(MsprobeSection, "precision debugging", read_with="msprobe.enabled")
 
 
 @root_config
@@ -55,12 +55,12 @@ class SftConfig:
     run: RunSection = section(RunSection, "the run")
     supervised: SupervisedSection = section(SupervisedSection, "the batches")
     optimizer: OptimizerSection = section(OptimizerSection, "the optimiser")
-    lora: LoraSection = section(LoraSection, "the adapters")
+    lora: LoraSection = section(LoraSection, "the adapters", read_with="lora.rank")
     parallel_config: ParallelSection = section(ParallelSection, "the layout")
     memory: MemorySection = section(MemorySection, "the memory")
     checkpoint: CheckpointSection = section(CheckpointSection, "the checkpoints")
     observe: ObserveSection = section(ObserveSection, "the reports")
-    profiler: ProfilerSection = section(ProfilerSection, "where time goes")
+    profiler: ProfilerSection = section(ProfilerSection, "where time goes", read_with="profiler.steps")
 
 
 @root_config
@@ -74,12 +74,12 @@ class DpoConfig:
     preference: PreferenceSection = section(PreferenceSection, "the batches")
     dpo: DpoSection = section(DpoSection, "the objective")
     optimizer: OptimizerSection = section(OptimizerSection, "the optimiser")
-    lora: LoraSection = section(LoraSection, "the adapters")
+    lora: LoraSection = section(LoraSection, "the adapters", read_with="lora.rank")
     parallel_config: ParallelSection = section(ParallelSection, "the layout")
     memory: MemorySection = section(MemorySection, "the memory")
     checkpoint: CheckpointSection = section(CheckpointSection, "the checkpoints")
     observe: ObserveSection = section(ObserveSection, "the reports")
-    profiler: ProfilerSection = section(ProfilerSection, "where time goes")
+    profiler: ProfilerSection = section(ProfilerSection, "where time goes", read_with="profiler.steps")
 
 
 @root_config
@@ -93,12 +93,12 @@ class RewardModelConfig:
     preference: PreferenceSection = section(PreferenceSection, "the batches")
     reward_model: RewardModelSection = section(RewardModelSection, "the objective")
     optimizer: OptimizerSection = section(OptimizerSection, "the optimiser")
-    lora: LoraSection = section(LoraSection, "the adapters")
+    lora: LoraSection = section(LoraSection, "the adapters", read_with="lora.rank")
     parallel_config: ParallelSection = section(ParallelSection, "the layout")
     memory: MemorySection = section(MemorySection, "the memory")
     checkpoint: CheckpointSection = section(CheckpointSection, "the checkpoints")
     observe: ObserveSection = section(ObserveSection, "the reports")
-    profiler: ProfilerSection = section(ProfilerSection, "where time goes")
+    profiler: ProfilerSection = section(ProfilerSection, "where time goes", read_with="profiler.steps")
 
 
 OfflineConfig = SftConfig | DpoConfig | RewardModelConfig

@@ -59,20 +59,20 @@ def siblings(batch, index):
     return [other for other, group in enumerate(batch.group_ids) if group == batch.group_ids[index]]
 
 
-def grpo(batch, scale_rewards=True):
+def grpo(batch, is_scaled=True):
     rewards, result = totals(batch), []
     for index, reward in enumerate(rewards):
         group = [rewards[other] for other in siblings(batch, index)]
         std = statistics.stdev(group) if len(group) > 1 else 0.0
         advantage = 0.0
         if std > 1e-8:
-            advantage = (reward - statistics.fmean(group)) / (std + 1e-6 if scale_rewards else 1.0)
+            advantage = (reward - statistics.fmean(group)) / (std + 1e-6 if is_scaled else 1.0)
         result.append([advantage] * batch.lengths[index])
     return result
 
 
 def dr_grpo(batch):
-    return grpo(batch, scale_rewards=False)
+    return grpo(batch, is_scaled=False)
 
 
 def rloo(batch):
@@ -207,7 +207,6 @@ def turn_grpo(batch):
 
 OPTIONS = {
     "distill": [{"distill_reward_weight": 0.0}, {"distill_reward_weight": 0.5}],
-    "grpo": [{"scale_rewards": True}, {"scale_rewards": False}],
     "gae": [
         {"gamma": 0.9, "gae_lambda": 0.8, "whiten_advantages": True},
         {"gamma": 1.0, "gae_lambda": 0.95, "whiten_advantages": False},

@@ -75,7 +75,7 @@ def objective(loss, responses, mode, on_policy=False):
 def test_every_loss_is_tested():
     assert set(OPTIONS) == set(policy_losses.names())
     for name, options in OPTIONS.items():
-        assert policy_losses.traits(name).options == tuple(options)
+        assert (*policy_losses.traits(name).keys, *policy_losses.traits(name).options) == tuple(options)
 
 
 @pytest.mark.parametrize(

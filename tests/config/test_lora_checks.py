@@ -16,8 +16,8 @@ MISTAKES = {
     "negative alpha": (["lora.rank=8", "lora.alpha=-16"], ["'lora.alpha' is -16", "greater than 0"]),
     "unknown target": (["lora.rank=8", "lora.targets=[attention, mpl]"], ["mpl", "did you mean 'mlp'?"]),
     "a target twice": (["lora.rank=8", "lora.targets=[mlp, mlp]"], ["'lora.targets' names a role twice"]),
-    "alpha without rank": (["lora.alpha=32"], ["'lora.alpha' is set, but lora.rank is not"]),
-    "a path without rank": (["lora.path=adapter"], ["'lora.path' is set, but lora.rank is not"]),
+    "alpha without rank": (["lora.alpha=32"], ["'lora.alpha' is set, but read only with lora.rank"]),
+    "a path without rank": (["lora.path=adapter"], ["'lora.path' is set, but read only with lora.rank"]),
 }
 
 

@@ -4,7 +4,7 @@ Each module states in literals what it takes, and has one function:
 
     NEEDS: what must be there: "group" (several samples per prompt), "baselines", "values" or "parts" of
         :class:`RewardBatch`, "teacher" (penalties of a reference model that is another than the start)
-    OPTIONS: the keys of the config's `algorithm` section that it reads, which are its keyword arguments
+    OPTIONS: its options, see :mod:`mindrlhf.algorithms.options`
     PER_TOKEN: advantages differ within a response: "always", "penalised" (with KL in the reward) or "never"
     estimate(batch: RewardBatch, **options) -> list of float64 [response], one for each sample
 """

@@ -13,7 +13,7 @@ import numpy as np
 from mindrlhf.algorithms.advantages import EQUAL_REWARDS_STD, RewardBatch
 
 NEEDS = ("teacher",)
-OPTIONS = ("distill_reward_weight",)
+OPTIONS = {"distill_reward_weight": (0.0, 0.0, None, "weight of rewards beside the teacher's verdict")}
 PER_TOKEN = "penalised"
 
 

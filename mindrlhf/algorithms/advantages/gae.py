@@ -13,7 +13,11 @@ import numpy as np
 from mindrlhf.algorithms.advantages import RewardBatch, whitened
 
 NEEDS = ("values",)
-OPTIONS = ("gamma", "gae_lambda", "whiten_advantages")
+OPTIONS = {
+    "gamma": (1.0, 0.0, 1.0, "discount per token"),
+    "gae_lambda": (0.95, 0.0, 1.0, "1 trusts the rewards alone, 0 the critic one token ahead"),
+    "whiten_advantages": (True, None, None, "give the advantages of a step mean 0 and standard deviation 1"),
+}
 PER_TOKEN = "always"
 
 

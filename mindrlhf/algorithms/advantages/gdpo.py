@@ -13,7 +13,7 @@ import numpy as np
 from mindrlhf.algorithms.advantages import RewardBatch, scaled
 
 NEEDS = ("group", "parts")
-OPTIONS = ()
+OPTIONS = {}
 PER_TOKEN = "never"
 
 

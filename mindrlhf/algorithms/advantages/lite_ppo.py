@@ -12,7 +12,7 @@ import numpy as np
 from mindrlhf.algorithms.advantages import RewardBatch, centred, scaled
 
 NEEDS = ("group",)
-OPTIONS = ()
+OPTIONS = {}
 PER_TOKEN = "never"
 
 

@@ -14,7 +14,7 @@ from mindrlhf.algorithms.advantages import EQUAL_REWARDS_STD, RewardBatch, centr
 from mindrlhf.errors import UserError
 
 NEEDS = ("group",)
-OPTIONS = ()
+OPTIONS = {}
 PER_TOKEN = "never"
 
 

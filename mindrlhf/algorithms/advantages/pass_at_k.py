@@ -17,7 +17,7 @@ import numpy as np
 from mindrlhf.algorithms.advantages import EQUAL_REWARDS_STD, RewardBatch
 
 NEEDS = ("group",)
-OPTIONS = ("pass_k",)
+OPTIONS = {"pass_k": (4, 1, None, "the k of pass@k, below `num_generations`")}
 PER_TOKEN = "never"
 
 

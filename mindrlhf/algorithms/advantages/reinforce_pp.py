@@ -12,7 +12,7 @@ import numpy as np
 from mindrlhf.algorithms.advantages import RewardBatch, whitened
 
 NEEDS = ()
-OPTIONS = ()
+OPTIONS = {}
 PER_TOKEN = "penalised"
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from mindrlhf.algorithms.advantages import RewardBatch
 
 NEEDS = ("baselines",)
-OPTIONS = ()
+OPTIONS = {}
 PER_TOKEN = "penalised"
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from mindrlhf.algorithms.advantages import RewardBatch, scaled
 
 NEEDS = ("group",)
-OPTIONS = ()
+OPTIONS = {}
 PER_TOKEN = "always"
 
 

@@ -3,11 +3,13 @@
 Each module states in literals what the config must know before MindSpore may be imported:
 
     RATIO: what the probability ratio spans: "token", "sequence", or "none" when there is none
-    OPTIONS: the keys of the config's `algorithm` section that it reads, which are its keyword arguments
+    KEYS: the keys of the config's `algorithm` section that it reads (none where it is not stated)
+    OPTIONS: its options, see :mod:`mindrlhf.algorithms.options` (none where it is not stated)
     NEEDS_ADVANTAGE: False where a token of advantage 0 has a gradient too (True where it is not stated)
     CONSTANT_ADVANTAGE: True where all tokens of a response must have one advantage (False where it is not stated)
 
-and has one cell, ``Surrogate(**options)``, whose ``construct(logprobs, log_ratio, advantages, mask, segment_ids)``
+and has one cell, ``Surrogate(**keys_and_options)``, whose ``construct(logprobs, log_ratio, advantages, mask,
+segment_ids)``
 returns three float32 [rows, length]: the loss of each token, and 1 where a lower or an upper bound removed its
 gradient. Its arguments:
 
@@ -25,8 +27,11 @@ Aggregation, KL, entropy and off-policy correction are added by :class:`mindrlhf
 import ast
 import importlib
 import pkgutil
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+
+from mindrlhf.algorithms.options import Option
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,8 @@ class Traits:
     """What a loss module states in literals."""
 
     ratio: str
-    options: tuple[str, ...]
+    keys: tuple[str, ...] = ()
+    options: Mapping[str, Option] = field(default_factory=dict)
     needs_advantage: bool = True
     constant_advantage: bool = False
 
@@ -48,7 +54,7 @@ def traits(name: str) -> Traits:
     """Read a module's literals from its source, since importing it would import MindSpore."""
     assert name in names(), f"there is no policy loss {name!r}"
     tree = ast.parse((Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8"))
-    known = {field.name.upper() for field in fields(Traits)}
+    known = {trait.name.upper() for trait in fields(Traits)}
     literals = {
         statement.targets[0].id.lower(): ast.literal_eval(statement.value)
         for statement in tree.body

@@ -10,7 +10,7 @@ import mindspore as ms
 from mindspore import nn, ops
 
 RATIO = "token"
-OPTIONS = ("clip_low", "clip_high")
+KEYS = ("clip_low", "clip_high")
 
 
 class Surrogate(nn.Cell):

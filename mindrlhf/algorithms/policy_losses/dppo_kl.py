@@ -12,7 +12,7 @@ import mindspore as ms
 from mindspore import nn, ops
 
 RATIO = "token"
-OPTIONS = ("clip_low", "clip_high")
+KEYS = ("clip_low", "clip_high")
 
 # 1 - p of a float32 probability is 0 or a multiple of 6e-8: below this it is rounding.
 LEAST_REST = 1e-7

@@ -13,7 +13,8 @@ from mindspore import nn, ops
 from mindrlhf.algorithms.clipping import clipped_surrogate
 
 RATIO = "token"
-OPTIONS = ("clip_low", "clip_high", "dual_clip")
+KEYS = ("clip_low", "clip_high")
+OPTIONS = {"dual_clip": (3.0, 1.0, None, "bound of the ratio of tokens with a negative advantage")}
 
 
 class Surrogate(nn.Cell):

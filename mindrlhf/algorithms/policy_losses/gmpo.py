@@ -13,7 +13,7 @@ from mindspore import nn, ops
 from mindrlhf.algorithms.sequences import sequence_means
 
 RATIO = "sequence"
-OPTIONS = ("clip_low", "clip_high")
+KEYS = ("clip_low", "clip_high")
 CONSTANT_ADVANTAGE = True
 
 

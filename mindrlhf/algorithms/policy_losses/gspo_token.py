@@ -12,7 +12,7 @@ from mindrlhf.algorithms.clipping import clipped_surrogate
 from mindrlhf.algorithms.sequences import sequence_means
 
 RATIO = "sequence"
-OPTIONS = ("clip_low", "clip_high")
+KEYS = ("clip_low", "clip_high")
 
 
 class Surrogate(nn.Cell):

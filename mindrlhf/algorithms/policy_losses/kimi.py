@@ -12,7 +12,7 @@ from mindspore import nn, ops
 from mindrlhf.algorithms.sequences import sequence_sums
 
 RATIO = "sequence"
-OPTIONS = ("mirror_tau",)
+OPTIONS = {"mirror_tau": (0.1, 0.0, None, "weight of the square that holds a response back")}
 NEEDS_ADVANTAGE = False
 
 

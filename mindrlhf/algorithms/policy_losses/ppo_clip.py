@@ -11,7 +11,7 @@ from mindspore import nn, ops
 from mindrlhf.algorithms.clipping import clipped_surrogate
 
 RATIO = "token"
-OPTIONS = ("clip_low", "clip_high")
+KEYS = ("clip_low", "clip_high")
 
 
 class Surrogate(nn.Cell):

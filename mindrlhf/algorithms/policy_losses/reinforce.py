@@ -10,7 +10,6 @@ counted.
 from mindspore import nn, ops
 
 RATIO = "none"
-OPTIONS = ()
 
 
 class Surrogate(nn.Cell):

@@ -10,7 +10,10 @@ The gradient at ratio 1 is that of -rho A, and fades away from it. The paper mea
 from mindspore import nn, ops
 
 RATIO = "token"
-OPTIONS = ("sapo_tau_positive", "sapo_tau_negative")
+OPTIONS = {
+    "sapo_tau_positive": (1.0, 1e-6, None, "temperature where the advantage is positive"),
+    "sapo_tau_negative": (1.05, 1e-6, None, "temperature elsewhere"),
+}
 
 
 class Surrogate(nn.Cell):

@@ -12,7 +12,12 @@ from mindspore import nn, ops
 from mindrlhf.algorithms.sequences import sequence_sums
 
 RATIO = "sequence"
-OPTIONS = ("vespo_k_positive", "vespo_lambda_positive", "vespo_k_negative", "vespo_lambda_negative")
+OPTIONS = {
+    "vespo_k_positive": (2.0, 0.0, None, "exponent k where the advantage is positive"),
+    "vespo_lambda_positive": (3.0, 0.0, None, "decay lambda where the advantage is positive"),
+    "vespo_k_negative": (3.0, 0.0, None, "exponent k elsewhere"),
+    "vespo_lambda_negative": (2.0, 0.0, None, "decay lambda elsewhere"),
+}
 CONSTANT_ADVANTAGE = True
 
 MAX_LOG_RATIO = 20.0

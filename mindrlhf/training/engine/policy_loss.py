@@ -6,6 +6,7 @@ from mindrlhf.algorithms import policy_losses
 from mindrlhf.algorithms.corrections import RolloutCorrection
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.losses import PolicyLoss
+from mindrlhf.algorithms.options import chosen
 from mindrlhf.algorithms.top_k.cells import TopKLogProbs, TopTokens
 from mindrlhf.algorithms.top_k.loss import TopKPolicyLoss
 from mindrlhf.config.derived import correction_weight, is_corrected, is_on_policy
@@ -15,7 +16,8 @@ from mindrlhf.config.schema import GrpoConfig
 def build_policy_loss(config: GrpoConfig, policy) -> PolicyLoss:
     """Return the loss of a run over ``policy``, see :func:`build_policy_logprobs`."""
     algorithm = config.algorithm
-    options = {name: getattr(algorithm, name) for name in policy_losses.traits(algorithm.loss).options}
+    traits = policy_losses.traits(algorithm.loss)
+    options = {name: getattr(algorithm, name) for name in traits.keys} | chosen(traits.options, algorithm.options)
     make = partial(TopKPolicyLoss, k=algorithm.distill_top_k) if algorithm.distill_top_k else PolicyLoss
     return make(
         policy,

@@ -143,7 +143,8 @@ class LearningAlarm(LossAlarm):
         super().__init__(config, events, state, num_steps)
         algorithm, reward = config.algorithm, config.reward
         # A teacher is listened to whatever the rewards are.
-        self._learns_from_rewards = algorithm.advantage != "distill" or algorithm.distill_reward_weight > 0
+        rewards_count = algorithm.options.get("distill_reward_weight", 0) > 0
+        self._learns_from_rewards = algorithm.advantage != "distill" or rewards_count
         weights = reward.verifier_weight or (1.0,) * len(reward.verifier_function)
         # The scores of a reward model have no highest one.
         self._highest = sum(weight for weight in weights if weight > 0) if not reward.model_path else 0.0

@@ -8,6 +8,7 @@ from mindrlhf.algorithms import advantages
 from mindrlhf.algorithms.advantages import RewardBatch
 from mindrlhf.algorithms.aggregation import token_weights
 from mindrlhf.algorithms.kl_control import KlController, kl_estimate
+from mindrlhf.algorithms.options import chosen
 from mindrlhf.algorithms.overlong import complete, soft_punishment
 from mindrlhf.config.derived import is_corrected, is_on_policy, skips_zero_advantages
 from mindrlhf.config.schema import GrpoConfig
@@ -34,7 +35,7 @@ class Objective:
         self.is_corrected = is_corrected(config)
         self._estimator = advantages.find(config.algorithm.advantage)
         self._teachers = TeacherAssignment(config)
-        self.kl = KlController(config.algorithm.beta, config.algorithm.kl_target, config.algorithm.kl_gain)
+        self.kl = KlController(config.algorithm.beta, config.algorithm.kl_target)
         # A single update computes the log-probabilities before it changes the weights: they are the old ones.
         self.needs_old_logprobs = not self._bypass and (not is_on_policy(config) or self.kl_in_reward)
 
@@ -115,7 +116,7 @@ class Objective:
         if self._algorithm.overlong_buffer:
             buffer = max(1, round(self._algorithm.overlong_buffer * self._max_length))
             lengths = np.array([len(sample.completion.token_ids) for sample in samples])
-            rewards += self._algorithm.overlong_penalty * soft_punishment(lengths, self._max_length, buffer)
+            rewards += soft_punishment(lengths, self._max_length, buffer)
         return rewards
 
     def sequences(
@@ -170,9 +171,9 @@ class Objective:
         values: Sequence[np.ndarray] | None = None,
     ) -> list[np.ndarray]:
         """Return the advantages of a whole step, float64 [generated tokens] for each sample; see ``RewardBatch``."""
-        options = {name: getattr(self._algorithm, name) for name in self._estimator.OPTIONS}
+        options = chosen(self._estimator.OPTIONS, self._algorithm.options)
         found = self._estimated(self._estimator.estimate, options, samples, penalties, baselines, values)
-        return clipped(found, samples, self._config) if self._algorithm.clip_cov_ratio else found
+        return clipped(found, samples, self._config) if self._algorithm.options.get("clip_cov_ratio") else found
 
     def have_gradient(self, samples: Sequence[Sample], advantages: Sequence[np.ndarray]) -> np.ndarray:
         """Return which samples of a step have a gradient, bool, where the loss has no term without advantages."""
@@ -185,7 +186,8 @@ class Objective:
         self, samples: Sequence[Sample], values: Sequence[np.ndarray], penalties: Sequence[np.ndarray] | None = None
     ) -> list[np.ndarray]:
         """Return what the critic learns of a whole step, float64 [response] for each sample; see ``advantages``."""
-        options = {"gamma": self._algorithm.gamma, "gae_lambda": self._algorithm.gae_lambda}
+        options = chosen(self._estimator.OPTIONS, self._algorithm.options)
+        del options["whiten_advantages"]  # targets are of the advantages before it
         return self._estimated(self._estimator.targets, options, samples, penalties, None, values)
 
     def _estimated(self, function, options, *given) -> list[np.ndarray]:

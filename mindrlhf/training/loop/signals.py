@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from mindrlhf.algorithms import policy_losses
-from mindrlhf.algorithms.clip_cov import clip_cov
+from mindrlhf.algorithms.clip_cov import OPTIONS, clip_cov
+from mindrlhf.algorithms.options import chosen
 from mindrlhf.algorithms.overlong import soft_punishment
 from mindrlhf.config.reward import REWARD_MODEL_NAME, RewardSection
 from mindrlhf.config.schema import GrpoConfig
@@ -30,7 +31,7 @@ def reward_parts(samples: Sequence[Sample], config: GrpoConfig) -> list[tuple[fl
     if algorithm.overlong_buffer:
         lengths = np.array([len(sample.completion.token_ids) for sample in samples])
         buffer = max(1, round(algorithm.overlong_buffer * longest))
-        parts.append((algorithm.overlong_penalty, soft_punishment(lengths, longest, buffer)))
+        parts.append((1.0, soft_punishment(lengths, longest, buffer)))
     return parts
 
 
@@ -79,10 +80,10 @@ def step_rewards(sample: Sample, weights: Mapping[str, float]) -> tuple[np.ndarr
 
 def clipped(advantages: Sequence[np.ndarray], samples: Sequence[Sample], config: GrpoConfig) -> list[np.ndarray]:
     """Return the advantages of a step's samples after Clip-Cov."""
-    algorithm = config.algorithm
-    bounds = {"low": algorithm.clip_cov_low, "high": algorithm.clip_cov_high}
+    options = chosen(OPTIONS, config.algorithm.options)
+    ratio, low, high = (options[f"clip_cov_{name}"] for name in ("ratio", "low", "high"))
     logprobs = [sample.completion.logprobs for sample in samples]
-    return clip_cov(advantages, logprobs, ratio=algorithm.clip_cov_ratio, seed=config.run.seed, **bounds)
+    return clip_cov(advantages, logprobs, ratio=ratio, low=low, high=high, seed=config.run.seed)
 
 
 def each_role(

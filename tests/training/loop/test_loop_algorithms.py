@@ -50,7 +50,7 @@ def test_teachers_are_told_apart_by_the_source_of_the_prompt():
 @pytest.mark.parametrize("reward_weight", [0.0, 0.5])
 def test_a_teachers_words_are_learnt_by_the_loss_and_rewards_by_the_advantages(reward_weight):
     algorithm = {"name": "distill", "advantage": "distill", "beta": 1.0, "kl_in": "reward", "kl_estimator": "k1"}
-    algorithm |= {"distill_top_k": 3, "distill_reward_weight": reward_weight}
+    algorithm |= {"distill_top_k": 3, "options": {"distill_reward_weight": reward_weight}}
     run = Run(num_prompts=2, world_size=2, algorithm=algorithm, distillation={"teachers": {"s": "one", "t": "two"}})
     for rank in run.ranks:
         rank.update = with_words(rank.update)
@@ -94,18 +94,18 @@ def test_remax_samples_one_greedy_response_for_each_prompt():
 
 
 def test_beta_follows_its_target_and_continues_after_a_restart():
-    algorithm = {"beta": 0.1, "kl_target": 0.05, "kl_gain": 0.5}
+    algorithm = {"beta": 0.1, "kl_target": 0.05}
     run = Run(num_prompts=4, algorithm=algorithm)
     metrics = run()
-    # The loss reports a KL of 0.1 per token, twice the target: the error is bounded to 0.2, and half of it is taken.
-    assert run.ranks[0].kl_coefficients == pytest.approx([0.1, 0.1 * 1.1])
-    assert metrics[2]["kl_coefficient"] == pytest.approx(0.1 * 1.1)
-    assert run.progress.algorithm.kl.coefficient == pytest.approx(0.1 * 1.1**2)
+    # The loss reports a KL of 0.1 per token, twice the target: the error is bounded to 0.2, and a tenth of it is taken.
+    assert run.ranks[0].kl_coefficients == pytest.approx([0.1, 0.1 * 1.02])
+    assert metrics[2]["kl_coefficient"] == pytest.approx(0.1 * 1.02)
+    assert run.progress.algorithm.kl.coefficient == pytest.approx(0.1 * 1.02**2)
     later = Run(num_prompts=2, algorithm=algorithm)
     later.progress.algorithm = run.progress.algorithm
     later.trainer = type(later.trainer)(later.config, later.trainer.parts, later.progress, 1)
     later.train()
-    assert later.ranks[0].kl_coefficients == pytest.approx([0.1 * 1.1**2])
+    assert later.ranks[0].kl_coefficients == pytest.approx([0.1 * 1.02**2])
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

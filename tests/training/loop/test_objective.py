@@ -55,9 +55,9 @@ def test_the_plain_objective_takes_the_rewards_and_weighs_all_tokens_alike():
 
 
 def test_long_responses_lose_reward():
-    # The last 4 of 10 tokens: 9 tokens lose 3/4 and 10 tokens all of the penalty of 2.
-    shaped = objective(overlong_buffer=0.4, overlong_penalty=2.0)
-    np.testing.assert_allclose(shaped.rewards(SAMPLES), [1.0, -1.5, -1.5, 0.5])
+    # The last 4 of 10 tokens: 9 tokens lose 3/4 and 10 tokens all of the penalty of 1.
+    shaped = objective(overlong_buffer=0.4)
+    np.testing.assert_allclose(shaped.rewards(SAMPLES), [1.0, -0.75, -0.5, 0.5])
     np.testing.assert_allclose([part[0] for part in shaped.advantages(SAMPLES)][2:], [-(0.5**0.5), 0.5**0.5], rtol=1e-5)
 
 
@@ -88,7 +88,7 @@ def test_rewards_normalised_apart_are_those_of_each_verifier_by_weight():
 def test_tokens_of_high_covariance_are_left_out_of_the_loss():
     """Of 24 tokens 12 of those whose covariance is positive; the rest keep what they had."""
     plain = np.concatenate(objective().advantages(SAMPLES))
-    found = objective(clip_cov_ratio=0.5, clip_cov_low=1e-9).advantages(SAMPLES)
+    found = objective(options={"clip_cov_ratio": 0.5, "clip_cov_low": 1e-9}).advantages(SAMPLES)
     assert [len(part) for part in found] == [2, 9, 10, 3]
     changed = np.concatenate(found) != plain
     logprobs = np.concatenate([one.completion.logprobs for one in SAMPLES]).astype(float)
