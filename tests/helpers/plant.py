@@ -29,8 +29,8 @@ def read_faults() -> list[tuple[str, str, str, list[str]]]:
 
 def failing_tests(copy: Path, paths: list[str]) -> list[str]:
     """The first tests that fail in ``copy``, of those that exist among ``paths``."""
-    known = [path for path in paths if (copy / "tests" / path).exists()]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(f"tests/{path}" for path in known)]
+    known = [f"tests/{path}" for path in paths if (copy / "tests" / path).exists()]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *known]
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
     return re.findall(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
