@@ -13,7 +13,7 @@ _LAYERS = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
 
 @dataclass(frozen=True)
 class MemorySection:
-    """What a device computes in parts, or again in the backward pass, instead of keeping it; see docs/memory.md."""
+    """Less device memory for more computation or transfers; see docs/performance.md#memory."""
 
     logit_positions: int = key(
         0, "positions of a rank's micro-batch whose logits exist at a time (Ascend); 0 means all", minimum=0

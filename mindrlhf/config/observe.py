@@ -96,7 +96,7 @@ class MsprobeSection:
 
 @dataclass(frozen=True)
 class ProfilerSection:
-    """Where the time of chosen steps goes; see docs/timeline.md."""
+    """Where the time of chosen steps goes; see docs/debugging.md#timeline."""
 
     steps: tuple[int, ...] = key(
         (),

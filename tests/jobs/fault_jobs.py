@@ -203,7 +203,7 @@ def shared_memory() -> set[str]:
     """Return the named segments of shared memory of this user that no process has open.
 
     Not semaphores: the C library makes one under a name that nobody else knows and renames it, so that 32 bytes remain
-    of a process that is killed between the two (docs/faults.md).
+    of a process that is killed between the two (docs/runs.md#when-something-fails).
     """
     own = [
         path

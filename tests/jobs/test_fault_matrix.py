@@ -1,4 +1,4 @@
-"""Faults of every kind, each with the outcome that docs/faults.md promises; what is left behind is counted after each.
+"""Faults of every kind, each with the outcome that docs/runs.md promises; what is left behind is counted after each.
 
 Kills of rank 0 and of the launcher while it samples, stopped ranks, SIGTERM and other numbers of ranks are
 test_resume_exact.py's.

@@ -351,7 +351,7 @@ RULES: dict[str, Rule] = {
     "generate_config.dtype": to("rollout.dtype"),
     "generate_config.gpu_memory_utilization": to("rollout.gpu_memory_utilization"),
     "generate_config.offload_train_optimizer": flag("memory.offload_optimizer"),
-    "generate_config.offload_train_*": without("see docs/plan.md for what lies where"),
+    "generate_config.offload_train_*": without("see docs/performance.md#plan for what lies where"),
     "generate_config.sampling_config.max_tokens": to("rollout.max_response_length"),
     "generate_config.sampling_config.top_p": to("rollout.top_p"),
     "generate_config.sampling_config.top_k": to("rollout.top_k", top_k),

@@ -285,7 +285,7 @@ DEFAULTS = {
 
 _HARDWARE = "the command says it: --workers ranks on each node, --nodes"
 _VLLM = "vLLM's own default, or what the servers need, is used"
-_MEMORY = "see docs/plan.md for what lies where"
+_MEMORY = "see docs/performance.md#plan for what lies where"
 
 RULES: dict[str, Rule] = {
     "*._target_": without("a class of verl's"),

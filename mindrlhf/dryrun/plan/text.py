@@ -82,7 +82,7 @@ def search_lines(result: SearchResult, plan: Plan) -> list[str]:
     lines += columns(rows, ">" * 10)
     lines += wrap(
         f"{plan.machine.device.words}; weights of a step over {format_size(plan.machine.link_bytes_per_s)}/s for each "
-        "node; layouts with less than 10 % free memory rank lower. docs/plan.md has the formulas."
+        "node; layouts with less than 10 % free memory rank lower. docs/performance.md#plan has the formulas."
     )
     lines += ["", "The best, as overrides:"]
     words = [f"{key}={str(value).lower()}" for key, value in result.best[0].keys.items()]
