@@ -61,7 +61,7 @@ def checkpoints(size: int, directory: Path) -> Measured:
 
 
 def write_run(directory: Path, num_steps: int) -> Path:
-    """Write what ``view`` reads of a run with long samples; return the path of those."""
+    """Write the samples of a run with long ones; return their path."""
     words = np.random.default_rng(0).choice(["so", "we", "add", "3", "and", "4", "which", "gives", "7"], LONG_TEXT // 4)
     text = " ".join(words)[:LONG_TEXT]
     path = directory / "samples.jsonl"
@@ -92,21 +92,6 @@ def resume(size: int, directory: Path) -> Measured:
         before = written_bytes()
         JsonlWriter(path, first_step=size - 9).close()
         return written_bytes() - before
-
-    return run
-
-
-def view(size: int, directory: Path) -> Measured:
-    """What serves the page of `mindrlhf view` reads a run of so many steps, and finds samples by a text."""
-    from mindrlhf.observe.viewer.server import SampleIndex
-
-    num_bytes = write_run(directory, size).stat().st_size
-
-    def run() -> int:
-        index = SampleIndex(directory)
-        index.read()
-        index.find({"text": "question 996", "order": "-change"})
-        return num_bytes
 
     return run
 
@@ -350,7 +335,6 @@ CASES = {
     "shards": Case("copies of a model", 4, shards, "one copy; a link for each rank"),
     "checkpoints": Case("evaluations, a checkpoint each", 16, checkpoints, "JSON of each new evaluation; fsync"),
     "resume": Case("steps of long samples", 400, resume, "the steps that are removed"),
-    "view": Case("steps of long samples", 400, view, "JSON of each sample, read twice"),
     **{
         f"{way}, {distribution}": Case(
             "samples of a step", 4096, functools.partial(packing, way, distribution), "a search for each sample"

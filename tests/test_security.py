@@ -344,9 +344,8 @@ def test_nothing_listens_but_ranks_and_between_nodes_node_0():
         # The same endpoint on other nodes, whose connections go to rank 0 by the link between nodes.
         ("mindrlhf/tools/agent_node.py", "listen("),
         ("mindrlhf/tools/agent_node.py", "start_unix_server"),
-        # On 127.0.0.1: metrics for Prometheus, and `mindrlhf view` of many samples.
+        # On 127.0.0.1: metrics for Prometheus.
         ("mindrlhf/observe/trackers/prometheus.py", "http_server("),
-        ("mindrlhf/observe/viewer/server.py", "HTTPServer(("),
         # With --elastic: rank 0, for nodes for rollout only.
         ("mindrlhf/rollout/elastic/listener.py", "create_server("),
     }

@@ -1,14 +1,14 @@
 """Charts as inline SVG. Colours are classes (``c0`` to ``c7``): the page's style gives them light and dark values."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
 import numpy as np
 
 from mindrlhf.observe.axes import Scale, decade_ticks, round_domain, round_ticks, tick_label, with_unit
-from mindrlhf.observe.series import Series, bucket_means, robust_ceiling, smooth, thin
+from mindrlhf.observe.series import Series, robust_ceiling, smooth, thin
 
 WIDTH, HEIGHT = 440, 210
 LEFT, RIGHT, TOP, BOTTOM = 50, 428, 10, 178
@@ -39,63 +39,69 @@ class Chart:
         return _svg(self.drawing, self.title)
 
 
-def line_chart(
-    title: str, unit: str, series: Sequence[Series], *, from_zero: bool = False, log: bool = False, noisy: bool = True
+def draw_chart(
+    title: str,
+    unit: str,
+    series: Sequence[Series],
+    *,
+    from_zero: bool = False,
+    log: bool = False,
+    noisy: bool = True,
+    stacked: bool = False,
 ) -> Chart:
-    """Return a chart of one line per series, each with its band if it has one.
+    """Draw one line per series, each with its band if it has one, or stacked bars.
 
     Args:
-        title: what is drawn.
         unit: "%" (values are fractions), or a unit that is written as it is.
         series: at least one, each with at least one finite value.
-        from_zero: the axis begins at 0, and rare extreme points may lie above it.
+        from_zero: begin the axis at 0; rare extreme points may lie above it.
         log: a logarithmic axis; values of zero and below become gaps.
         noisy: draw long series as a thin raw line under a smoothed one.
+        stacked: bars of ``series``, which have the same steps and no gaps; beyond 60 steps a bar is a mean of several.
     """
-    hover_series = [thin(one, MAX_POINTS) for one in series]
+    if stacked:
+        return _stacked_chart(title, unit, series)
+    hover_series = [thin(line, MAX_POINTS) for line in series]
     if log:
-        series = [Series(one.name, one.steps, np.where(one.values > 0, one.values, np.nan)) for one in series]
-    x, y = _step_scale(series), _value_scale(series, unit, from_zero, log)
-    drawing = _axes(x, y, unit)
-    for index, one in enumerate(series):
-        drawing += _line(one, x, y, f"c{index % NUM_COLOURS}", noisy)
-    latest = with_unit(_last_finite(series[0].values), unit) if len(series) == 1 else ""
-    hover = _hover(x, unit, hover_series)
-    values = np.concatenate([one.values for one in series])
-    steps = np.concatenate([one.steps for one in series])
-    legend = tuple(one.name for one in series) if len(series) > 1 else ()
+        series = [Series(line.name, line.steps, np.where(line.values > 0, line.values, np.nan)) for line in series]
+    steps, values = (np.concatenate([getattr(line, name) for line in series]) for name in ("steps", "values"))
+    first, last = int(steps.min()), int(steps.max())
+    margin = 0 if last > first else 0.5
+    x, y = Scale(first - margin, last + margin, LEFT, RIGHT), _value_scale(series, unit, from_zero, log)
+    lines = (_line(line, x, y, f"c{index % NUM_COLOURS}", noisy) for index, line in enumerate(series))
+    finite = series[0].values[np.isfinite(series[0].values)]
+    latest = with_unit(float(finite[-1]) if finite.size else math.nan, unit) if len(series) == 1 else ""
+    legend = tuple(line.name for line in series) if len(series) > 1 else ()
     note = _note_above(steps, values, y.high, unit) if from_zero else ""
-    return Chart(title, unit, drawing, legend, latest, note, hover)
+    return Chart(title, unit, _axes(x, y, unit) + "".join(lines), legend, latest, note, _hover(x, unit, hover_series))
 
 
-def stacked_chart(title: str, unit: str, steps: np.ndarray, layers: dict[str, np.ndarray]) -> Chart:
-    """Return bars over ``steps`` (int [n]), stacked from ``layers``: name -> float64 [n] without NaN, values >= 0.
-
-    Beyond 60 steps a bar is the mean over several.
-    """
-    columns = np.stack(list(layers.values()), axis=1)
-    first, last, means = bucket_means(steps, columns, MAX_BARS)
-    totals = means.sum(axis=1)
+def _stacked_chart(title: str, unit: str, series: Sequence[Series]) -> Chart:
+    steps, columns = series[0].steps, np.stack([layer.values for layer in series])  # [layers, steps]
+    size = math.ceil(len(steps) / MAX_BARS)
+    buckets = np.split(np.arange(len(steps)), range(size, len(steps), size))
+    means = np.stack([columns[:, bucket].mean(axis=1) for bucket in buckets], axis=1)  # [layers, bars]
+    first, last = (np.array([steps[bucket[end]] for bucket in buckets]) for end in (0, -1))
+    tops = np.cumsum(means, axis=0)
     x = Scale(first[0] - 0.5, last[-1] + 0.5, LEFT, RIGHT)
-    y = Scale(*round_domain(0.0, robust_ceiling(totals) or 1.0), BOTTOM, TOP)
+    y = Scale(*round_domain(0.0, robust_ceiling(tops[-1]) or 1.0), BOTTOM, TOP)
     body = [_axes(x, y, unit)]
-    tops = np.cumsum(means, axis=1)
-    for layer in range(means.shape[1]):
+    for layer, (heights, ends) in enumerate(zip(means, tops)):
         bars = []
-        for bar in range(len(totals)):
+        for bar, (height, top) in enumerate(zip(heights, ends)):
             left, right = x(first[bar] - 0.5), x(last[bar] + 0.5)
             width = min(MAX_BAR_PX, (right - left) * 0.86)
-            bottom_px, top_px = y(tops[bar, layer] - means[bar, layer]), y(tops[bar, layer])
+            bottom_px, top_px = y(top - height), y(top)
             if bottom_px - top_px > 0.01:
-                middle = (left + right) / 2
-                bars.append(f"M{middle - width / 2:.1f} {bottom_px:.1f}V{top_px:.1f}h{width:.1f}V{bottom_px:.1f}z")
+                start = (left + right) / 2 - width / 2
+                bars.append(f"M{start:.1f} {bottom_px:.1f}V{top_px:.1f}h{width:.1f}V{bottom_px:.1f}z")
         body.append(f'<path class="bar c{layer % NUM_COLOURS}" d="{"".join(bars)}"/>')
-    middles = (first + last) // 2
-    hover = _hover(x, unit, (Series(name, middles, means[:, index]) for index, name in enumerate(layers)))
-    step_totals = columns.sum(axis=1)
-    note = _note_above(steps, step_totals, y.high, unit)
-    latest = with_unit(float(step_totals[-1]), unit)
-    return Chart(title, unit, "".join(body), tuple(layers), latest, note, hover)
+    hover = [Series(layer.name, (first + last) // 2, values) for layer, values in zip(series, means)]
+    totals = columns.sum(axis=0)
+    latest = with_unit(float(np.median(totals)), unit)
+    names = tuple(layer.name for layer in series)
+    note = _note_above(steps, totals, y.high, unit)
+    return Chart(title, unit, "".join(body), names, latest, note, _hover(x, unit, hover))
 
 
 def interval_plot(rows: Sequence[tuple[str, float, float, float]]) -> str:
@@ -107,8 +113,7 @@ def interval_plot(rows: Sequence[tuple[str, float, float, float]]) -> str:
         parts.append(f'<path class="grid" d="M{x(tick):.1f} 8V{bottom - 12}"/>')
         parts.append(f'<text class="tick" text-anchor="middle" x="{x(tick):.1f}" y="{bottom + 4}">{tick:.0%}</text>')
     for index, (name, value, low, high) in enumerate(rows):
-        middle = 24 + 30 * index
-        colour = f"c{index % NUM_COLOURS}"
+        middle, colour = 24 + 30 * index, f"c{index % NUM_COLOURS}"
         parts.append(f'<text class="row" x="0" y="{middle + 4}">{escape(name)}</text>')
         parts.append(f'<path class="interval {colour}" d="M{x(low):.1f} {middle}H{x(high):.1f}"/>')
         parts.append(f'<circle class="dot {colour}" cx="{x(value):.1f}" cy="{middle}" r="5"/>')
@@ -119,25 +124,18 @@ def _svg(drawing: str, label: str, height: int = HEIGHT) -> str:
     return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}">{drawing}</svg>'
 
 
-def _step_scale(series: Sequence[Series]) -> Scale:
-    first, last = min(int(one.steps[0]) for one in series), max(int(one.steps[-1]) for one in series)
-    return Scale(first, last, LEFT, RIGHT) if last > first else Scale(first - 0.5, last + 0.5, LEFT, RIGHT)
-
-
 def _value_scale(series: Sequence[Series], unit: str, from_zero: bool, log: bool) -> Scale:
-    bands = [band for one in series for band in (one.values, one.low, one.high) if band is not None]
-    values = np.concatenate(bands)
+    parts = [part for line in series for part in (line.values, line.low, line.high) if part is not None]
+    values = np.concatenate(parts)
     values = values[np.isfinite(values)]
     if not values.size:
         return Scale(0.0, 1.0, BOTTOM, TOP)
+    least, most = float(values.min()), float(values.max())
     if log:
-        low, high = math.floor(math.log10(values.min())), math.ceil(math.log10(values.max()))
+        low, high = math.floor(math.log10(least)), math.ceil(math.log10(most))
         return Scale(10.0**low, 10.0 ** max(high, low + 1), BOTTOM, TOP, log=True)
-    if from_zero:
-        low, high = round_domain(min(0.0, float(values.min())), robust_ceiling(values) or 1.0)
-    else:
-        low, high = round_domain(float(values.min()), float(values.max()))
-    if unit == "%" and values.max() <= 1.0:
+    low, high = round_domain(min(0.0, least), robust_ceiling(values) or 1.0) if from_zero else round_domain(least, most)
+    if unit == "%" and most <= 1.0:
         high = min(high, 1.0)
     return Scale(low, high, BOTTOM, TOP)
 
@@ -150,70 +148,53 @@ def _axes(x: Scale, y: Scale, unit: str) -> str:
         parts.append(f'<path class="grid" d="M{LEFT} {y(tick):.1f}H{RIGHT}"/>')
         label = tick_label(tick, spacing, unit, y.log, max(map(abs, y_ticks)))
         parts.append(f'<text class="tick" text-anchor="end" x="{LEFT - 7}" y="{y(tick) + 4:.1f}">{label}</text>')
-    step_ticks = _step_ticks(x)
-    step_spacing = step_ticks[1] - step_ticks[0] if len(step_ticks) > 1 else 1.0
-    for tick in step_ticks:
+    whole = {round(tick) for tick in round_ticks(x.low, x.high, 7) if abs(tick - round(tick)) < 1e-6}
+    x_ticks = sorted(whole) or [round((x.low + x.high) / 2)]
+    spacing = x_ticks[1] - x_ticks[0] if len(x_ticks) > 1 else 1.0
+    for tick in x_ticks:
         parts.append(f'<path class="axis" d="M{x(tick):.1f} {BOTTOM}v4"/>')
-        label = tick_label(tick, step_spacing, "", largest=step_ticks[-1])
+        label = tick_label(tick, spacing, "", largest=x_ticks[-1])
         parts.append(f'<text class="tick" text-anchor="middle" x="{x(tick):.1f}" y="{BOTTOM + 17}">{label}</text>')
     parts.append(f'<path class="axis" d="M{LEFT} {BOTTOM}H{RIGHT}"/>')
     parts.append(f'<text class="tick" text-anchor="end" x="{RIGHT}" y="{HEIGHT - 3}">step</text>')
     return "".join(parts)
 
 
-def _step_ticks(x: Scale) -> list[int]:
-    return sorted({round(tick) for tick in round_ticks(x.low, x.high, 7) if abs(tick - round(tick)) < 1e-6}) or [
-        round((x.low + x.high) / 2)
-    ]
-
-
 def _line(series: Series, x: Scale, y: Scale, colour: str, noisy: bool) -> str:
-    parts = []
-    if series.low is not None and series.high is not None:
-        parts.append(_band(thin(series, MAX_POINTS), x, y, colour))
-    num_points = len(series.steps)
+    shown, num_points = thin(series, MAX_POINTS), len(series.steps)
+    band = "" if series.low is None or series.high is None else _band(shown, x, y, colour)
     if noisy and num_points > SMOOTH_FROM:
-        parts.append(f'<path class="raw {colour}" d="{_path(thin(series, MAX_POINTS), x, y)}"/>')
         averaged = smooth(series, num_points // 30 * 2 + 1)
         evenly = np.unique(np.linspace(0, num_points - 1, MAX_POINTS // 2).astype(int))
-        parts.append(f'<path class="line {colour}" d="{_path(averaged.take(evenly), x, y)}"/>')
-    else:
-        shown = thin(series, MAX_POINTS)
-        parts.append(f'<path class="line {colour}" d="{_path(shown, x, y)}"/>')
-        if num_points <= MARKERS_UP_TO:
-            parts.append(_markers(shown, x, y, colour))
-    return "".join(parts)
+        raw = f'<path class="raw {colour}" d="{_path(shown, x, y)}"/>'
+        return f'{band}{raw}<path class="line {colour}" d="{_path(averaged.take(evenly), x, y)}"/>'
+    points = zip(shown.steps.tolist(), shown.values.tolist()) if num_points <= MARKERS_UP_TO else ()
+    dots = (
+        f'<circle class="dot {colour}" cx="{x(step):.1f}" cy="{y(value):.1f}" r="3"/>'
+        for step, value in points
+        if math.isfinite(value)
+    )
+    return f'{band}<path class="line {colour}" d="{_path(shown, x, y)}"/>{"".join(dots)}'
 
 
 def _path(series: Series, x: Scale, y: Scale) -> str:
     """Return path data; a gap breaks the line, and a point between gaps is a dot (round cap of length 0)."""
     commands, pen_down = [], False
     for step, value in zip(series.steps.tolist(), series.values.tolist()):
-        if not math.isfinite(value):
-            pen_down = False
-            continue
-        commands.append(f"{'L' if pen_down else 'M'}{x(step):.1f} {y(value):.1f}{'' if pen_down else 'h0'}")
-        pen_down = True
+        if math.isfinite(value):
+            commands.append(f"{'L' if pen_down else 'M'}{x(step):.1f} {y(value):.1f}{'' if pen_down else 'h0'}")
+        pen_down = math.isfinite(value)
     return "".join(commands)
 
 
 def _band(series: Series, x: Scale, y: Scale, colour: str) -> str:
     inside = np.isfinite(series.low) & np.isfinite(series.high)
-    steps, low, high = series.steps[inside].tolist(), series.low[inside].tolist(), series.high[inside].tolist()
+    steps, low, high = (values[inside].tolist() for values in (series.steps, series.low, series.high))
     if len(steps) == 1:
         return f'<path class="interval {colour}" d="M{x(steps[0]):.1f} {y(low[0]):.1f}V{y(high[0]):.1f}"/>'
     upper = [f"{x(step):.1f} {y(value):.1f}" for step, value in zip(steps, high)]
     lower = [f"{x(step):.1f} {y(value):.1f}" for step, value in zip(reversed(steps), reversed(low))]
     return f'<path class="band {colour}" d="M{"L".join(upper + lower)}z"/>' if steps else ""
-
-
-def _markers(series: Series, x: Scale, y: Scale, colour: str) -> str:
-    points = zip(series.steps.tolist(), series.values.tolist())
-    return "".join(
-        f'<circle class="dot {colour}" cx="{x(step):.1f}" cy="{y(value):.1f}" r="3"/>'
-        for step, value in points
-        if math.isfinite(value)
-    )
 
 
 def _note_above(steps: np.ndarray, values: np.ndarray, top: float, unit: str) -> str:
@@ -226,20 +207,14 @@ def _note_above(steps: np.ndarray, values: np.ndarray, top: float, unit: str) ->
     return f"{count}, up to {with_unit(float(values[highest]), unit)} at step {steps[highest]:,}"
 
 
-def _last_finite(values: np.ndarray) -> float:
-    finite = values[np.isfinite(values)]
-    return float(finite[-1]) if finite.size else math.nan
-
-
-def _hover(x: Scale, unit: str, series: Iterable[Series]) -> dict:
-    return {
-        "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM, "low": x.low, "high": x.high, "unit": unit,
-        "series": [
-            {
-                "name": one.name,
-                "steps": one.steps.tolist(),
-                "values": [float(f"{value:.4g}") if math.isfinite(value) else None for value in one.values.tolist()],
-            }
-            for one in series
-        ],
-    }  # fmt: skip
+def _hover(x: Scale, unit: str, series: Sequence[Series]) -> dict:
+    points = [
+        {
+            "name": line.name,
+            "steps": line.steps.tolist(),
+            "values": [float(f"{value:.4g}") if math.isfinite(value) else None for value in line.values.tolist()],
+        }
+        for line in series
+    ]
+    edges = {"left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM, "low": x.low, "high": x.high}
+    return {**edges, "unit": unit, "series": points}

@@ -4,11 +4,10 @@ from html import escape
 from pathlib import Path
 
 from mindrlhf.errors import UserError
-from mindrlhf.observe.charts import HEIGHT, LEFT, WIDTH, line_chart
-from mindrlhf.observe.panels import accuracy_series
+from mindrlhf.observe.charts import HEIGHT, LEFT, WIDTH
+from mindrlhf.observe.panels import ACCURACY, LOSS, REWARD, lines_of
 from mindrlhf.observe.records import replace_file
 from mindrlhf.observe.run_data import RunData, read_run
-from mindrlhf.observe.series import Series
 
 TITLE_PX = 34
 STYLE = """
@@ -28,8 +27,7 @@ text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans",
 def write_learning_curve(run_dir: Path, out_file: Path) -> Path:
     """Write held-out accuracy (with intervals) and mean reward over the steps of a run as a stand-alone SVG file.
 
-    A run without one of them shows the other; a supervised run shows its loss. The picture follows the reader's
-    light or dark mode.
+    A run without one of them shows the other, or its loss. The picture follows the reader's light or dark mode.
 
     Raises:
         UserError: the directory has no metrics, or none of these.
@@ -41,31 +39,19 @@ def write_learning_curve(run_dir: Path, out_file: Path) -> Path:
 
 def learning_curve_svg(run: RunData) -> str:
     """Return the picture as SVG text; see ``write_learning_curve``."""
-    drawings = _drawings(run)
-    if not drawings:
+    lines = {spec: lines_of(spec, [("", [run])]) for spec in (ACCURACY, REWARD, LOSS)}
+    shown = [spec for spec in (ACCURACY, REWARD) if lines[spec]] or [spec for spec in (LOSS,) if lines[spec]]
+    charts = [spec.draw(lines[spec], "Mean reward in training" if spec is REWARD else "") for spec in shown]
+    if not charts:
         raise UserError(f"run {run.name} has none of eval/accuracy, reward/mean and loss: there is no curve to draw")
-    width, height = WIDTH * len(drawings), HEIGHT + TITLE_PX
+    width, height = WIDTH * len(charts), HEIGHT + TITLE_PX
+    titles = " and ".join(chart.title for chart in charts)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" aria-label="{escape(" and ".join(title for title, _ in drawings))} over the training steps">',
+        f'role="img" aria-label="{escape(titles)} over the training steps">',
         f'<style>{STYLE}</style><rect class="page" width="{width}" height="{height}" rx="10"/>',
     ]
-    for index, (title, drawing) in enumerate(drawings):
+    for index, chart in enumerate(charts):
         parts.append(f'<g transform="translate({index * WIDTH} {TITLE_PX})">')
-        parts.append(f'<text class="title" x="{LEFT}" y="-10">{escape(title)}</text>{drawing}</g>')
+        parts.append(f'<text class="title" x="{LEFT}" y="-10">{escape(chart.title)}</text>{chart.drawing}</g>')
     return "".join([*parts, "</svg>\n"])
-
-
-def _drawings(run: RunData) -> list[tuple[str, str]]:
-    """Return at most two (title, SVG elements)."""
-    curves: list[tuple[str, str, Series, bool]] = []
-    accuracy = accuracy_series(run)
-    if accuracy is not None:
-        curves.append(("Held-out accuracy", "%", accuracy, False))
-    for title, metric in (("Mean reward in training", "reward/mean"), ("Loss", "loss")):
-        if metric in run.series and len(curves) < (1 if metric == "loss" else 2):
-            curves.append((title, "", run.series[metric], True))
-    return [
-        (title, line_chart(title, unit, [series], from_zero=unit == "%", noisy=noisy).drawing)
-        for title, unit, series, noisy in curves
-    ]

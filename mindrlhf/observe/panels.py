@@ -1,18 +1,22 @@
-"""Which charts a report has, from the metrics that a run has."""
+"""The table of panels: which charts a report has, from the metrics of one run or of several."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mindrlhf.observe.axes import with_unit
-from mindrlhf.observe.charts import NUM_COLOURS, Chart, line_chart, stacked_chart
+from mindrlhf.observe.charts import NUM_COLOURS, Chart, draw_chart
 from mindrlhf.observe.run_data import RunData
 from mindrlhf.observe.series import Series
 
-# The stages of a step in the order in which they happen; stages not named here follow by name.
 REWARD_SHARE = "timing/reward_share"
+# The stages of a step in the order in which they happen; stages not named here follow by name.
 STAGES = ("data", "rollout", "reward_wait", "pack", "distribute", "old_log_p", "reference_model", "update")
+MIN_FLAT_STEPS = 5
+
+# A line of a chart: runs that differ in their seeds alone, under one name.
+Group = tuple[str, Sequence[RunData]]
 
 
 @dataclass(frozen=True)
@@ -21,63 +25,27 @@ class Panel:
     charts: list[Chart]
 
 
-@dataclass(frozen=True)
-class _Lines:
-    """A line chart of those of its metrics (name -> legend) that the run has."""
+@dataclass(frozen=True, eq=False)
+class Spec:
+    """A chart of those of its ``metrics`` (name -> legend) that a run has."""
 
     title: str
     unit: str
-    metrics: dict[str, str]
-    from_zero: bool = False
+    metrics: Mapping[str, str]
+    from_zero: bool = True
     log: bool = False
     noisy: bool = True
+    band: tuple[str, ...] = ()  # metrics of its lower and upper bound, drawn of one run
+    stacked: Callable[[RunData], list[Series]] | None = None  # of one run: bars instead of a line
+    several: Callable[[RunData], list[Series]] | None = None  # of one run: lines that its metrics do not name
+    overlaid: str = ""  # title of the chart of several runs, where it differs
+    latest: Callable[[np.ndarray], float] | None = None  # of finite values: the number beside the title
+    folds: bool = True  # when each of its metrics is constant
 
-
-OPTIMISATION = (
-    _Lines("Entropy", "nats", {"entropy": "entropy"}, from_zero=True),
-    _Lines("KL to the reference model", "nats", {"kl": "KL"}, from_zero=True),
-    _Lines(
-        "Rollout against training log-probs",
-        "nats",
-        {
-            "rollout_diff/max_abs": "largest difference",
-            "rollout_diff/mean_abs": "mean difference",
-            "rollout_diff/k3": "KL (k3)",
-        },
-        log=True,
-    ),
-    _Lines("Gradient norm", "", {"grad_norm": "gradient norm"}, from_zero=True),
-    _Lines(
-        "Clipped tokens",
-        "%",
-        {"clip_fraction/low": "ratio too low", "clip_fraction/high": "ratio too high"},
-        from_zero=True,
-    ),
-    _Lines("Loss", "", {"loss": "loss"}),
-    _Lines("Learning rate", "", {"lr": "learning rate"}, from_zero=True, noisy=False),
-)
-SPEED = (
-    _Lines(
-        "Throughput per device",
-        "tokens/s",
-        {"vllm_tps": "rollout", "update_tps": "update", "e2e_tps": "whole step"},
-        from_zero=True,
-    ),
-    _Lines("Packing efficiency", "%", {"packing/efficiency": "packing efficiency"}, from_zero=True),
-    _Lines("Peak memory", "GB", {"memory/peak_rss_gb": "peak memory"}, from_zero=True, noisy=False),
-)
-# Beside those of their own that one run has: what is drawn of several runs.
-_ACCURACY = _Lines("Held-out accuracy", "%", {"eval/accuracy": "accuracy"}, from_zero=True, noisy=False)
-_REWARD = _Lines("Mean reward", "", {"reward/mean": "reward"})
-_LENGTH = _Lines("Response length", "tokens", {"response_length/mean": "mean"}, from_zero=True)
-_STEP_TIME = _Lines("Time per step", "s", {"timing/all": "step"}, from_zero=True)
-LEARNING = (
-    _Lines("Zero-advantage groups", "%", {"reward/groups_without_signal": "groups"}, from_zero=True),
-    _Lines("Truncated responses", "%", {"response_length/cut_fraction": "responses"}, from_zero=True),
-)
-
-
-MIN_FLAT_STEPS = 5
+    def draw(self, series: Sequence[Series], title: str = "", *, stacked: bool = False) -> Chart:
+        """Draw the series, at least one."""
+        options = {"from_zero": self.from_zero, "log": self.log, "noisy": self.noisy, "stacked": stacked}
+        return draw_chart(title or self.title, self.unit, series, **options)
 
 
 def recent_mean(values: np.ndarray) -> float:
@@ -85,129 +53,161 @@ def recent_mean(values: np.ndarray) -> float:
     return float(values[-max(1, values.size // 10) :].mean())
 
 
-def overlay_panels(runs: Sequence[RunData], names: Sequence[str]) -> list[Panel]:
-    """Return the panels of several runs over each other: a line of each in every chart."""
-    specs = (
-        ("Learning", [_ACCURACY, _REWARD, _LENGTH, *LEARNING]),
-        ("Policy and optimiser", OPTIMISATION),
-        ("Speed and memory", [_STEP_TIME, *SPEED]),
-    )
-    panels = [Panel(title, _flat_last(_lines(list(zip(names, runs)), lines))) for title, lines in specs]
-    return [panel for panel in panels if panel.charts]
-
-
-def build_panels(run: RunData) -> list[Panel]:
-    """Return the panels of a run; charts and panels without data are left out."""
-    learning = [_accuracy(run), _reward(run), _reward_by_verifier(run), _lengths(run), *_lines([("", run)], LEARNING)]
-    panels = [
-        Panel("Learning", _flat_last(learning)),
-        Panel("Policy and optimiser", _flat_last(_lines([("", run)], OPTIMISATION))),
-        Panel("Speed and memory", _flat_last([_timings(run), *_lines([("", run)], SPEED)])),
-    ]
-    return [panel for panel in panels if panel.charts]
-
-
-def _flat_last(charts: Iterable[Chart | None]) -> list[Chart]:
-    return sorted((chart for chart in charts if chart), key=lambda chart: chart.is_flat)
-
-
-def accuracy_series(run: RunData) -> Series | None:
-    """Return held-out accuracy with its intervals."""
-    return _banded(run, "accuracy", "eval/accuracy", "eval/accuracy_low", "eval/accuracy_high")
-
-
-def _accuracy(run: RunData) -> Chart | None:
-    series = accuracy_series(run)
-    return series and line_chart("Held-out accuracy", "%", [series], from_zero=True, noisy=False)
-
-
-def _reward(run: RunData) -> Chart | None:
-    series = run.series.get("reward/mean")
-    return series and _recent(line_chart("Mean reward", "", [_named(series, "reward")]), series)
-
-
-def _reward_by_verifier(run: RunData) -> Chart | None:
+def _by_verifier(run: RunData) -> list[Series]:
     prefix, suffix = "reward/", "/mean"
-    verifiers = [
-        _named(series, name[len(prefix) : -len(suffix)])
+    lines = [
+        replace(series, name=name[len(prefix) : -len(suffix)])
         for name, series in run.series.items()
         if name.startswith(prefix) and name.endswith(suffix) and name != "reward/mean"
     ]
     whole = run.series.get("reward/mean")
-    if len(verifiers) == 1 and whole and np.array_equal(verifiers[0].values, whole.values, equal_nan=True):
-        return None  # the only verifier, which the chart of the reward shows
-    return line_chart("Mean reward by verifier", "", verifiers[:NUM_COLOURS]) if verifiers else None
+    is_all = len(lines) == 1 and whole and np.array_equal(lines[0].values, whole.values, equal_nan=True)
+    return [] if is_all else lines[:NUM_COLOURS]
 
 
-def _lengths(run: RunData) -> Chart | None:
-    series = _banded(run, "mean", "response_length/mean", "response_length/min", "response_length/max")
-    if series is None:
-        return None
-    return _recent(line_chart("Response length with range", "tokens", [series], from_zero=True), series)
-
-
-def _recent(chart: Chart, series: Series) -> Chart:
-    """Return a chart whose number is that of the facts above: not the last step's, which is noise."""
-    return replace(chart, latest=with_unit(recent_mean(series.values[np.isfinite(series.values)]), chart.unit))
-
-
-def _lines(runs: Sequence[tuple[str, RunData]], specs: Iterable[_Lines]) -> Iterable[Chart]:
-    """Yield the charts of those metrics that there are; lines of several runs bear their names."""
-    for spec in specs:
-        series = [
-            _named(run.series[metric], f"{name} {legend}".strip() if len(spec.metrics) > 1 or not name else name)
-            for metric, legend in spec.metrics.items()
-            for name, run in runs
-            if metric in run.series
-        ][:NUM_COLOURS]
-        if series:
-            chart = line_chart(spec.title, spec.unit, series, from_zero=spec.from_zero, log=spec.log, noisy=spec.noisy)
-            are_same = len({float(one.values[0]) for one in series}) == 1 or len(runs) == 1
-            yield replace(chart, is_flat=are_same and all(map(_is_flat, series)))
-
-
-def _is_flat(series: Series) -> bool:
-    return series.values.size >= MIN_FLAT_STEPS and np.ptp(np.nan_to_num(series.values, nan=np.inf)) == 0
-
-
-def _timings(run: RunData) -> Chart | None:
-    """Return the time of the largest stages, stacked; the rest of the step is "other"."""
-    if "timing/all" not in run.series:
-        return None
-    whole = run.series["timing/all"]
+def _stages(run: RunData) -> list[Series]:
+    """Return the seconds of the largest stages of each step; the rest of the step is "other"."""
+    whole = run.series.get("timing/all")
+    if whole is None:
+        return []
     inside = np.isfinite(whole.values)
     steps, whole_s = whole.steps[inside], whole.values[inside]
+
+    def at_steps(series: Series) -> np.ndarray:
+        values = dict(zip(series.steps.tolist(), np.nan_to_num(series.values).tolist()))
+        return np.array([values.get(step, 0.0) for step in steps.tolist()])
+
     stages = {
-        name.removeprefix("timing/"): _at_steps(series, steps)
+        name.removeprefix("timing/"): at_steps(series)
         for name, series in run.series.items()
         if name.startswith("timing/") and name not in ("timing/all", REWARD_SHARE)
     }
     if REWARD_SHARE in run.series and "rollout" in stages:  # which it is part of
-        waited_s = _at_steps(run.series[REWARD_SHARE], steps) * whole_s
+        waited_s = at_steps(run.series[REWARD_SHARE]) * whole_s
         stages |= {"rollout": stages["rollout"] - waited_s, "reward_wait": waited_s}
     largest = sorted(stages, key=lambda name: -stages[name].sum())[: NUM_COLOURS - 1]
     largest.sort(key=lambda name: (STAGES.index(name) if name in STAGES else len(STAGES), name))
     layers = {name: stages[name] for name in largest}
     layers["other"] = np.maximum(whole_s - sum(layers.values()), 0.0)
-    chart = stacked_chart("Time per step by stage", "s", steps, layers)
-    return replace(chart, latest=with_unit(float(np.median(whole_s)), "s"))
+    return [Series(name, steps, values) for name, values in layers.items()]
 
 
-def _at_steps(series: Series, steps: np.ndarray) -> np.ndarray:
-    """Return the values at ``steps`` (int [n]), 0 where the series has none."""
-    value_of_step = dict(zip(series.steps.tolist(), np.nan_to_num(series.values).tolist()))
-    return np.array([value_of_step.get(step, 0.0) for step in steps.tolist()])
+ACCURACY = Spec(
+    "Held-out accuracy",
+    "%",
+    {"eval/accuracy": "accuracy"},
+    noisy=False,
+    band=("eval/accuracy_low", "eval/accuracy_high"),
+    folds=False,
+)
+REWARD = Spec("Mean reward", "", {"reward/mean": "reward"}, from_zero=False, latest=recent_mean, folds=False)
+LOSS = Spec("Loss", "", {"loss": "loss"}, from_zero=False)
+_LENGTH = Spec(
+    "Response length with range",
+    "tokens",
+    {"response_length/mean": "mean"},
+    band=("response_length/min", "response_length/max"),
+    overlaid="Response length",
+    latest=recent_mean,
+    folds=False,
+)
+_TIME = Spec(
+    "Time per step by stage",
+    "s",
+    {"timing/all": "step"},
+    stacked=_stages,
+    overlaid="Time per step",
+    latest=lambda values: float(np.median(values)),
+    folds=False,
+)
+_DIFFERENCES = {
+    "rollout_diff/max_abs": "largest difference",
+    "rollout_diff/mean_abs": "mean difference",
+    "rollout_diff/k3": "KL (k3)",
+}
+_CLIPPED = {"clip_fraction/low": "ratio too low", "clip_fraction/high": "ratio too high"}
+_THROUGHPUT = {"vllm_tps": "rollout", "update_tps": "update", "e2e_tps": "whole step"}
+PANELS = {
+    "Learning": (
+        ACCURACY,
+        REWARD,
+        Spec("Mean reward by verifier", "", {}, from_zero=False, several=_by_verifier, folds=False),
+        _LENGTH,
+        Spec("Zero-advantage groups", "%", {"reward/groups_without_signal": "groups"}),
+        Spec("Truncated responses", "%", {"response_length/cut_fraction": "responses"}),
+    ),
+    "Policy and optimiser": (
+        Spec("Entropy", "nats", {"entropy": "entropy"}),
+        Spec("KL to the reference model", "nats", {"kl": "KL"}),
+        Spec("Rollout against training log-probs", "nats", _DIFFERENCES, from_zero=False, log=True),
+        Spec("Gradient norm", "", {"grad_norm": "gradient norm"}),
+        Spec("Clipped tokens", "%", _CLIPPED),
+        LOSS,
+        Spec("Learning rate", "", {"lr": "learning rate"}, noisy=False),
+    ),
+    "Speed and memory": (
+        _TIME,
+        Spec("Throughput per device", "tokens/s", _THROUGHPUT),
+        Spec("Packing efficiency", "%", {"packing/efficiency": "packing efficiency"}),
+        Spec("Peak memory", "GB", {"memory/peak_rss_gb": "peak memory"}, noisy=False),
+    ),
+}
 
 
-def _banded(run: RunData, name: str, metric: str, low: str, high: str) -> Series | None:
-    """Return a metric with the band between two others, or without it when they are not there at the same steps."""
-    if metric not in run.series:
+def build_panels(groups: Sequence[Group]) -> list[Panel]:
+    """Return the panels of one run, or of several over each other; without empty charts, the flat ones last."""
+    panels = []
+    for title, specs in PANELS.items():
+        charts = [chart for spec in specs if (chart := _chart(spec, groups))]
+        panels.append(Panel(title, sorted(charts, key=lambda chart: chart.is_flat)))
+    return [panel for panel in panels if panel.charts]
+
+
+def _chart(spec: Spec, groups: Sequence[Group]) -> Chart | None:
+    runs = [run for _, members in groups for run in members]
+    lines = lines_of(spec, groups)
+    own_lines = (spec.stacked or spec.several) if len(runs) == 1 else None
+    series = own_lines(runs[0]) if own_lines else lines
+    if not series:
         return None
-    middle, bands = run.series[metric], [run.series.get(low), run.series.get(high)]
-    if all(band is not None and np.array_equal(band.steps, middle.steps) for band in bands):
-        return Series(name, middle.steps, middle.values, *(band.values for band in bands))
-    return _named(middle, name)
+    is_stacked = own_lines is not None and spec.stacked is not None
+    chart = spec.draw(series, spec.overlaid if len(runs) > 1 else "", stacked=is_stacked)
+    if spec.latest and len(lines) == 1:
+        values = lines[0].values
+        chart = replace(chart, latest=with_unit(spec.latest(values[np.isfinite(values)]), spec.unit))
+    are_same = len(runs) == 1 or len({float(line.values[0]) for line in series}) == 1
+    return replace(chart, is_flat=spec.folds and are_same and all(map(_is_flat, series)))
 
 
-def _named(series: Series, name: str) -> Series:
-    return Series(name, series.steps, series.values, series.low, series.high)
+def lines_of(spec: Spec, groups: Sequence[Group]) -> list[Series]:
+    """Return the series of a chart: of each metric and each group, at most as many as there are colours."""
+    lines = []
+    for metric, legend in spec.metrics.items():
+        for group, runs in groups:
+            if series := [run.series[metric] for run in runs if metric in run.series]:
+                name = f"{group} {legend}" if group and len(spec.metrics) > 1 else group or legend
+                bounds = [runs[0].series.get(bound) for bound in spec.band] if len(groups) == 1 else []
+                lines.append(_mean_of(name, series) if len(series) > 1 else _banded(name, series[0], bounds))
+    return lines[:NUM_COLOURS]
+
+
+def _banded(name: str, series: Series, bounds: Sequence[Series | None]) -> Series:
+    """Return a metric with the band between two others, or without it when they are not there at the same steps."""
+    if not bounds or any(bound is None or not np.array_equal(bound.steps, series.steps) for bound in bounds):
+        return replace(series, name=name)
+    return Series(name, series.steps, series.values, *(bound.values for bound in bounds))
+
+
+def _mean_of(name: str, series: Sequence[Series]) -> Series:
+    """Return the mean of several runs at the steps that all have, between their lowest and highest values."""
+    steps = series[0].steps
+    for line in series[1:]:
+        steps = np.intersect1d(steps, line.steps)
+    if not steps.size:
+        return replace(series[0], name=name)
+    values = np.stack([line.values[np.searchsorted(line.steps, steps)] for line in series])
+    return Series(name, steps, values.mean(axis=0), values.min(axis=0), values.max(axis=0))
+
+
+def _is_flat(series: Series) -> bool:
+    return series.values.size >= MIN_FLAT_STEPS and np.ptp(np.nan_to_num(series.values, nan=np.inf)) == 0

@@ -1,6 +1,5 @@
 """Records on disk: JSON lines that survive a kill and continue after a resume."""
 
-import array
 import collections
 import contextlib
 import json
@@ -110,46 +109,14 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         UserError: any other line is not a JSON object with an integer ``step``.
     """
-    return iter(RecordFile(path))
-
-
-class RecordFile:
-    """The records of a JSON lines file in bounded memory; see :func:`read_jsonl`.
-
-    Reading them one after the other notes where each begins, so that those that were read can be had by number again.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = Path(path)
-        self._starts = array.array("q")
-        self.end_bytes = 0  # of what was read so far
-
-    def __len__(self) -> int:
-        """Return how many were read so far."""
-        return len(self._starts)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        del self._starts[:]
-        start = 0
-        for line in read_json_lines(self._path):
-            reason = line.error
-            if reason is None and not (isinstance(line.value, dict) and _is_step(line.value.get("step"))):
-                reason = "it is not an object with an integer 'step'"
-            if reason is None:
-                self._starts.append(start)
-                yield line.value
-            elif line.has_end:
-                raise UserError(f"{self._path}, line {line.number} is not a record of a run ({reason}): remove it")
-            else:
-                return
-            start = self.end_bytes = line.end_bytes
-
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        with open(self._path, "rb") as file:
-            file.seek(self._starts[number])
-            while not (line := file.readline()).strip():  # blank lines before it
-                pass
-            return parse_json(line.decode())
+    for line in read_json_lines(Path(path)):
+        reason = line.error
+        if reason is None and not (isinstance(line.value, dict) and _is_step(line.value.get("step"))):
+            reason = "it is not an object with an integer 'step'"
+        if reason is None:
+            yield line.value
+        elif line.has_end:
+            raise UserError(f"{path}, line {line.number} is not a record of a run ({reason}): remove it")
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -15,14 +15,15 @@ from markupsafe import Markup
 
 import mindrlhf
 from mindrlhf.observe.axes import compact, with_unit
-from mindrlhf.observe.charts import Chart, interval_plot
-from mindrlhf.observe.panels import REWARD_SHARE, Panel, build_panels, overlay_panels, recent_mean
+from mindrlhf.observe.charts import interval_plot
+from mindrlhf.observe.panels import REWARD_SHARE, Group, build_panels, recent_mean
 from mindrlhf.observe.records import replace_file
 from mindrlhf.observe.run_data import RunData, read_run
 from mindrlhf.observe.samples import IMAGES_NAME, question_of, turns_of
 from mindrlhf.system.strict_yaml import YAML_ERRORS, load_yaml
 
 REPORT_NAME, SAMPLES_PAGE, COMPARISON_NAME = "report.html", "samples.html", "comparison.html"
+SEED_KEYS = ("run.seed", "run.output_dir")
 REFRESH_S = 20  # after which the page of a run that goes on is loaded anew
 MAX_ABOUT = 500
 MAX_TEXT = 4000  # characters of a prompt or completion that are shown
@@ -32,50 +33,91 @@ MAX_PICTURE_BYTES = 4 << 20
 def write_report(run_dir: Path, out_file: Path | None = None, *, is_running: bool = False) -> Path:
     """Write the report of a run and return its path (``REPORT_NAME`` in ``run_dir`` when ``out_file`` is None).
 
-    That of a run that ``is_running`` loads itself anew, to show what was written meanwhile.
-
-    The page holds its style, script and data; its content security policy forbids it to load anything or to run
-    any script but its own, whatever the samples contain.
-
     Raises:
         UserError: the directory has no metrics, or one of its files is broken.
         RunFailure: the report cannot be written.
     """
-    run = read_run(run_dir)
     path = Path(run_dir) / REPORT_NAME if out_file is None else Path(out_file)
-    replace_file(path, render_report(run, is_running=is_running))
+    replace_file(path, render_report([read_run(run_dir)], is_running=is_running))
     return path
 
 
-def render_report(run: RunData, *, is_running: bool = False) -> str:
-    return _render(
-        run,
-        build_panels(run),
+def render_report(runs: Sequence[RunData], *, is_running: bool = False) -> str:
+    """Return the page of one run, or of several over each other; runs that differ in their seeds alone are averaged.
+
+    The page holds its style, script and data; its content security policy forbids it to load anything or to run any
+    script but its own, whatever the samples contain. That of a run that ``is_running`` reloads itself.
+    """
+    style, script = package_text("report.css"), package_text("report.js")
+    groups = _groups(runs)
+    panels = build_panels(groups)
+    run = runs[0]
+    values = _of_one(run) if len(runs) == 1 else _of_several(runs, groups)
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+        package_text("report.html")
+    )
+    return template.render(
+        run=run,
+        groups=groups,
         refresh_s=REFRESH_S if is_running else 0,
-        num_planned=_num_planned(run),
-        about=_about(run),
-        headline=_headline(run),
-        facts=_facts(run),
-        comparisons=_comparisons(run.summary or {}, run.directory),
-        sample_sets=_sample_sets(run),
-        samples_page=SAMPLES_PAGE if (run.directory / SAMPLES_PAGE).is_file() else "",
-        metric_rows=_metric_rows(run),
+        version=mindrlhf.__version__,
+        script_hash=content_hash(script),
+        style=Markup(style),
+        script=Markup(script),
+        panels=panels,
+        svg_of=lambda chart: Markup(chart.svg),
+        hover_data=Markup(_safe_json([chart.hover for panel in panels for chart in panel.charts])),
+        **values,
     )
 
 
-def render_comparison(runs: Sequence[RunData]) -> str:
-    """Return a page of several runs over each other: what sums each up, the keys in which they differ, and charts."""
+def _of_one(run: RunData) -> dict[str, Any]:
+    return {
+        "num_planned": _num_planned(run),
+        "about": _about(run),
+        "headline": _headline(run),
+        "facts": _facts(run),
+        "comparisons": _comparisons(run.summary or {}, run.directory),
+        "sample_sets": _sample_sets(run),
+        "samples_page": SAMPLES_PAGE if (run.directory / SAMPLES_PAGE).is_file() else "",
+        "metric_rows": _metric_rows(run),
+    }
+
+
+def _names(runs: Sequence[RunData]) -> list[str]:
     names = [run.name for run in runs]
-    if len(set(names)) < len(names):
-        names = [str(run.directory) for run in runs]
-    facts = [{name: (value, unit) for name, value, unit, _ in _facts(run)} for run in runs]
-    rows = [(name, [" ".join(one.get(name, ("-", ""))).strip() for one in facts]) for name in facts[0]]
+    return names if len(set(names)) == len(names) else [str(run.directory) for run in runs]
+
+
+def _groups(runs: Sequence[RunData]) -> list[Group]:
+    """Return the runs by their configs apart from the seed, with the name of each group, "" for a single one."""
+    groups: dict[str, list[int]] = {}
+    for index, run in enumerate(runs):
+        keys = {key: value for key, value in _keys_of(run).items() if key not in SEED_KEYS}
+        groups.setdefault(json.dumps(keys, sort_keys=True, default=str) if keys else str(index), []).append(index)
+    names = _names(runs)
+    named = [
+        (
+            f"{names[members[0]]} and seeds" if len(members) > 1 else names[members[0]],
+            [runs[index] for index in members],
+        )
+        for members in groups.values()
+    ]
+    return named if len(named) > 1 else [("", named[0][1])]
+
+
+def _of_several(runs: Sequence[RunData], groups: Sequence[Group]) -> dict[str, Any]:
+    """Return what sums each run up, and the keys in which they differ."""
+    facts = [{name: f"{value} {unit}".strip() for name, value, unit, _ in _facts(run)} for run in runs]
     configs = [_keys_of(run) for run in runs]
-    keys = sorted(set().union(*configs))
-    differing = [(key, [str(one.get(key, "-")) for one in configs]) for key in keys]
-    differing = [(key, values) for key, values in differing if len(set(values)) > 1]
-    compared = {"names": names, "rows": rows, "differing": differing}
-    return _render(runs[0], overlay_panels(runs, names), title=" against ".join(names), compared=compared)
+    keys = [(key, [str(config.get(key, "-")) for config in configs]) for key in sorted(set().union(*configs))]
+    colours = {run.directory: index for index, (_, members) in enumerate(groups) for run in members}
+    compared = {
+        "names": [(name, colours[run.directory]) for name, run in zip(_names(runs), runs)],
+        "rows": [(name, [of_run.get(name, "-") for of_run in facts]) for name in facts[0]],
+        "differing": [(key, values) for key, values in keys if len(set(values)) > 1],
+    }
+    return {"title": " against ".join(_names(runs)), "compared": compared}
 
 
 def _keys_of(run: RunData) -> dict[str, Any]:
@@ -110,30 +152,12 @@ def _about(run: RunData) -> list[tuple[str, str]]:
     return [(name, shortened(text, MAX_ABOUT)) for name, text in found.items() if text not in (None, "")]
 
 
-def _render(run: RunData, panels: list[Panel], **values: Any) -> str:
-    style, script = package_text("report.css"), package_text("report.js")
-    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
-        package_text("report.html")
-    )
-    return template.render(
-        run=run,
-        version=mindrlhf.__version__,
-        script_hash=content_hash(script),
-        style=Markup(style),
-        script=Markup(script),
-        panels=panels,
-        svg_of=lambda chart: Markup(chart.svg),
-        hover_data=Markup(_safe_json(_hover_data(panels))),
-        **values,
-    )
-
-
 def _headline(run: RunData) -> dict[str, Any] | None:
     """Return what training changed: from the summary, else None."""
     summary = run.summary or {}
     before, after, difference = (summary.get(name) for name in ("before", "after", "difference"))
-    if not before or not after:
-        return None
+    if not before or not after or None in (*before.values(), *after.values(), *(difference or {}).values()):
+        return None  # a single prompt has no interval
     named = (("Before", before), ("After", after))
     rows = [(name, part["accuracy"], part["low"], part["high"]) for name, part in named]
     headline = {"before": before, "after": after, "num_prompts": summary.get("num_prompts"), "verdict": None}
@@ -263,11 +287,6 @@ def _metric_rows(run: RunData) -> list[tuple[str, ...]]:
         shown = (values[0], values[-1], values.min(), values.max())
         rows.append((name, *(with_unit(float(value), "") for value in shown)))
     return rows
-
-
-def _hover_data(panels: list[Panel]) -> list[dict[str, Any]]:
-    charts: list[Chart] = [chart for panel in panels for chart in panel.charts]
-    return [chart.hover for chart in charts]
 
 
 def _duration(seconds: float) -> str:

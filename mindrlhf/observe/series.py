@@ -1,6 +1,5 @@
 """One metric over the steps of a run, and how to draw thousands of points in a few hundred."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,22 +54,6 @@ def smooth(series: Series, window: int) -> Series:
     means = np.full(len(present), np.nan)
     np.divide(sums, weights, out=means, where=present)
     return Series(series.name, series.steps, means)
-
-
-def bucket_means(steps: np.ndarray, columns: np.ndarray, max_buckets: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return first steps, last steps (int [m]) and mean columns (float64 [m, k]) of equal buckets.
-
-    Args:
-        steps: int [n], ascending.
-        columns: float64 [n, k], without NaN.
-        max_buckets: most that m can be; only the last bucket may be smaller than the others.
-    """
-    size = math.ceil(len(steps) / max_buckets)
-    buckets = np.split(np.arange(len(steps)), range(size, len(steps), size))
-    means = np.array([columns[bucket].mean(axis=0) for bucket in buckets])
-    first = np.array([steps[bucket[0]] for bucket in buckets])
-    last = np.array([steps[bucket[-1]] for bucket in buckets])
-    return first, last, means
 
 
 def robust_ceiling(values: np.ndarray) -> float:

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from mindrlhf.observe.charts import BOTTOM, LEFT, MAX_BARS, RIGHT, TOP, interval_plot, line_chart, stacked_chart
+from mindrlhf.observe.charts import BOTTOM, LEFT, MAX_BARS, RIGHT, TOP, draw_chart, interval_plot
 from mindrlhf.observe.series import Series
 
 
@@ -23,7 +23,7 @@ def points(path):
 
 
 def test_a_line_spans_the_axes():
-    chart = line_chart("Accuracy", "%", [series_of([0.0, 0.5, 1.0])], from_zero=True)
+    chart = draw_chart("Accuracy", "%", [series_of([0.0, 0.5, 1.0])], from_zero=True)
     (line,) = elements(chart.svg, "line")
     assert points(line.get("d")) == [(LEFT, BOTTOM), ((LEFT + RIGHT) / 2, (TOP + BOTTOM) / 2), (RIGHT, TOP)]
     ticks = [node.text for node in elements(chart.svg, "tick")]
@@ -32,7 +32,7 @@ def test_a_line_spans_the_axes():
 
 
 def test_gaps_break_the_line():
-    chart = line_chart("Loss", "", [series_of([1, 2, np.nan, 3, np.nan, 4, 5])])
+    chart = draw_chart("Loss", "", [series_of([1, 2, np.nan, 3, np.nan, 4, 5])])
     (line,) = elements(chart.svg, "line")
     assert [len(points("M" + part)) for part in line.get("d").split("M")[1:]] == [2, 1, 2]
     assert len(elements(chart.svg, "dot")) == 5
@@ -40,7 +40,7 @@ def test_gaps_break_the_line():
 
 
 def test_one_step_has_a_marker_inside():
-    chart = line_chart("Reward", "", [series_of([0.0])])
+    chart = draw_chart("Reward", "", [series_of([0.0])])
     (dot,) = elements(chart.svg, "dot")
     assert float(dot.get("cx")) == (LEFT + RIGHT) / 2
     assert TOP < float(dot.get("cy")) < BOTTOM
@@ -49,7 +49,7 @@ def test_one_step_has_a_marker_inside():
 def test_an_interval_is_drawn_as_a_band():
     middle = np.array([0.4, 0.6])
     banded = Series("accuracy", np.array([0, 10]), middle, middle - 0.2, middle + 0.2)
-    chart = line_chart("Accuracy", "%", [banded], from_zero=True, noisy=False)
+    chart = draw_chart("Accuracy", "%", [banded], from_zero=True, noisy=False)
     (band,) = elements(chart.svg, "band")
     corners = points(band.get("d"))
     height = BOTTOM - TOP
@@ -60,7 +60,7 @@ def test_an_interval_is_drawn_as_a_band():
 
 
 def test_a_log_axis_spaces_decades_evenly():
-    chart = line_chart("Difference", "nats", [series_of([1e-6, 1e-5, 1e-4, 0.0])], log=True)
+    chart = draw_chart("Difference", "nats", [series_of([1e-6, 1e-5, 1e-4, 0.0])], log=True)
     heights = [y for _, y in points(elements(chart.svg, "line")[0].get("d"))]
     assert heights == [BOTTOM, (TOP + BOTTOM) / 2, TOP]
     assert [node.text for node in elements(chart.svg, "tick")][:3] == ["1e-6", "1e-5", "1e-4"]
@@ -68,13 +68,13 @@ def test_a_log_axis_spaces_decades_evenly():
 
 
 def test_a_log_axis_without_positive_values_is_empty_but_whole():
-    chart = line_chart("Difference", "nats", [series_of([0.0, 0.0])], log=True)
+    chart = draw_chart("Difference", "nats", [series_of([0.0, 0.0])], log=True)
     assert points(elements(chart.svg, "line")[0].get("d")) == []
 
 
 def test_five_thousand_steps_stay_small():
     values = np.random.default_rng(0).normal(size=5000)
-    chart = line_chart("Loss", "", [series_of(values)])
+    chart = draw_chart("Loss", "", [series_of(values)])
     assert len(chart.svg) < 20_000
     assert len(chart.hover["series"][0]["steps"]) <= 500
     raw, line = elements(chart.svg, "raw")[0], elements(chart.svg, "line")[0]
@@ -83,8 +83,8 @@ def test_five_thousand_steps_stay_small():
 
 
 def test_stacked_bars_add_up():
-    layers = {"rollout": np.array([1.0, 2.0]), "update": np.array([3.0, 2.0])}
-    chart = stacked_chart("Time", "s", np.array([1, 2]), layers)
+    layers = [series_of([1.0, 2.0], "rollout"), series_of([3.0, 2.0], "update")]
+    chart = draw_chart("Time", "s", layers, stacked=True)
     bars = [elements(chart.svg, colour)[0].get("d") for colour in ("c0", "c1")]
     spans = [[(float(a), float(b)) for a, b in re.findall(r"M[\d.]+ ([\d.]+)V([\d.]+)", bar)] for bar in bars]
     height = BOTTOM - TOP
@@ -93,8 +93,18 @@ def test_stacked_bars_add_up():
     assert (chart.latest, chart.legend) == ("4 s", ("rollout", "update"))
 
 
+@pytest.mark.parametrize("num_steps", [1, 59, 61, 149, 300])
+def test_bars_of_several_steps_keep_the_sum(num_steps):
+    values = np.random.default_rng(num_steps).random(num_steps)
+    (bars,) = draw_chart("Time", "s", [series_of(values)], stacked=True).hover["series"]
+    size = -(-num_steps // MAX_BARS)  # only the last bar may be of fewer
+    sizes = [size] * (num_steps // size) + ([num_steps % size] if num_steps % size else [])
+    assert len(bars["values"]) == len(sizes) <= MAX_BARS
+    assert np.dot(bars["values"], sizes) == pytest.approx(values.sum(), rel=1e-3)
+
+
 def test_a_compile_step_is_noted_instead_of_flattening_the_rest():
-    chart = stacked_chart("Time", "s", np.arange(1, 301), {"update": np.r_[14.2, np.ones(299)]})
+    chart = draw_chart("Time", "s", [series_of(np.r_[14.2, np.ones(299)])], stacked=True)
     assert chart.note == "1 step above the axis, up to 14.2 s at step 1"
     (bars,) = elements(chart.svg, "bar")
     tops = [float(top) for top in re.findall(r"V([\d.]+)h", bars.get("d"))]

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from mindrlhf.observe.report import write_report
-from mindrlhf.observe.viewer.page import write_page
+from mindrlhf.observe.viewer.page import render_page
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
@@ -27,7 +27,8 @@ def pages(tmp_path_factory):
     samples = [{**sample, "step": step, "rewards": {"a": 0.5, "b": 0.0}} for step in range(1, 30)]
     (run_dir / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples))
     (run_dir / "config.yaml").write_text(f"run: {{output_dir: {LONG}}}\n")
-    return {"report": write_report(run_dir), "samples": write_page([run_dir], run_dir / "samples.html")}
+    (run_dir / "samples.html").write_text(render_page([run_dir]))
+    return {"report": write_report(run_dir), "samples": run_dir / "samples.html"}
 
 
 def picture(page, tmp_path, width, height, is_dark):

@@ -18,7 +18,7 @@ from mindrlhf.errors import UserError
 from mindrlhf.images.pixels import decode_png, encode_png, image_digest
 from mindrlhf.observe import report as report_module
 from mindrlhf.observe.learning_curve import write_learning_curve
-from mindrlhf.observe.panels import build_panels
+from mindrlhf.observe.panels import REWARD, build_panels, lines_of
 from mindrlhf.observe.records import JsonlWriter
 from mindrlhf.observe.report import write_report
 from mindrlhf.observe.run_data import read_run
@@ -244,7 +244,7 @@ def test_steps_written_in_parts_are_joined(tmp_path):
 def test_small_stages_join_the_rest_of_the_step(tmp_path):
     stages = {f"timing/s{number}": float(number) for number in range(1, 10)}
     run = read_run(make_run(tmp_path, [{"step": 1, **stages, "timing/update": 20.0, "timing/all": 70.0}]))
-    (chart,) = build_panels(run)[0].charts
+    (chart,) = build_panels([("", [run])])[0].charts
     values = {series["name"]: series["values"] for series in chart.hover["series"]}
     # 70 - (20 + 9 + 8 + 7 + 6 + 5 + 4) s are left.
     assert list(values) == ["update", "s4", "s5", "s6", "s7", "s8", "s9", "other"]
@@ -254,7 +254,7 @@ def test_small_stages_join_the_rest_of_the_step(tmp_path):
 def test_the_wait_for_rewards_is_drawn_beside_the_rest_of_the_rollout(tmp_path):
     lines = [{"step": step, "timing/rollout": 4.0, "timing/reward_share": 0.25, "timing/all": 8.0} for step in (1, 2)]
     directory = make_run(tmp_path, lines)
-    (chart,) = build_panels(read_run(directory))[0].charts
+    (chart,) = build_panels([("", [read_run(directory)])])[0].charts
     values = {series["name"]: series["values"] for series in chart.hover["series"]}
     assert values == {"rollout": [2.0, 2.0], "reward_wait": [2.0, 2.0], "other": [4.0, 4.0]}
     assert "Waiting for rewards" in write_report(directory).read_text()
@@ -267,21 +267,18 @@ def test_first_and_last_samples(tmp_path):
     assert [record["prompt"] for record in run.last_samples] == [f"s9-{number}" for number in range(6)]
 
 
-@pytest.mark.parametrize(
-    "summary, reason",
-    [
-        ("[]", "not an object"),
-        ("{", "Expecting"),
-        ('{"before": {"accuracy": 0.5}}', "'before' needs"),
-        ('{"after": 0.5}', "float"),
-        ('{"samples_after": [1]}', "'samples_after'"),
-    ],
-)
-def test_a_broken_summary_is_named(tmp_path, summary, reason):
+@pytest.mark.parametrize("summary", ["[]", "{", "0.5"])
+def test_a_broken_summary_is_named(tmp_path, summary):
     make_run(tmp_path, training_records(1))
     (tmp_path / "summary.json").write_text(summary)
-    with pytest.raises(UserError, match=f"summary.json is not a summary of a run .*{reason}"):
+    with pytest.raises(UserError, match="summary.json is not a summary of a run"):
         write_report(tmp_path)
+
+
+def test_one_prompt_without_an_interval_has_no_verdict(tmp_path):
+    alone = SUMMARY | {"before": {"accuracy": 0.0, "low": None, "high": None}}
+    page = Page(write_report(make_run(tmp_path, training_records(1), (), alone)).read_text())
+    assert page.count("headline") == page.count("verdict") == 0
 
 
 def run_command(*words):
@@ -398,7 +395,7 @@ def test_cards_and_charts_show_the_same_statistic(tmp_path):
     ]
     run = read_run(make_run(tmp_path, records))
     cards = {name: f"{value} {unit}".strip() for name, value, unit, _ in report_module._facts(run)}
-    charts = {chart.title: chart.latest for panel in build_panels(run) for chart in panel.charts}
+    charts = {chart.title: chart.latest for panel in build_panels([("", [run])]) for chart in panel.charts}
     assert charts["Mean reward"] == cards["Reward"] == f"{np.mean([n % 7 for n in range(37, 41)]):g}"
     assert charts["Response length with range"] == cards["Response length"] == "116 tokens"
     assert charts["Time per step by stage"] == cards["Time per step"] == "1 s"
@@ -409,29 +406,42 @@ def test_panels_that_never_change_are_folded_and_still_there(tmp_path):
         {"step": n, "reward/mean": n / 9, "clip_fraction/low": 0.0, "lr": 1e-6, "entropy": n / 5} for n in range(1, 9)
     ]
     run = read_run(make_run(tmp_path, records))
-    flat = {chart.title: chart.is_flat for panel in build_panels(run) for chart in panel.charts}
+    flat = {chart.title: chart.is_flat for panel in build_panels([("", [run])]) for chart in panel.charts}
     assert flat == {"Mean reward": False, "Entropy": False, "Clipped tokens": True, "Learning rate": True}
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
     assert "The same in every step: Clipped tokens, Learning rate" in " ".join(page.text.split())
     assert page.count("chart") == 4 == len(json.loads(page.scripts[0]))
-    titles = [chart.title for panel in build_panels(run) for chart in panel.charts]
+    titles = [chart.title for panel in build_panels([("", [run])]) for chart in panel.charts]
     assert [page.text.index(f"{title}") > 0 for title in titles] == [True] * 4
 
 
-def test_two_runs_lie_over_each_other(tmp_path, capsys):
-    for name, config in (("one", CONFIG), ("two", CONFIG.replace("seed: 7", "seed: 8"))):
+def test_several_runs_lie_over_each_other_and_seeds_are_averaged(tmp_path, capsys):
+    other = CONFIG.replace("gspo", "grpo").replace("seed: 7", "seed: 9")
+    for name, config, length in (
+        ("one", CONFIG, 9),
+        ("two", CONFIG.replace("seed: 7", "seed: 8"), 6),
+        ("three", other, 3),
+    ):
         (tmp_path / name).mkdir()
-        make_run(tmp_path / name, training_records(9 if name == "one" else 6), config=config)
-    assert main(["report", str(tmp_path / "one"), str(tmp_path / "two")]) == 0
+        make_run(tmp_path / name, training_records(length), config=config)
+    paths = [str(tmp_path / name) for name in ("one", "two", "three")]
+    assert main(["report", *paths]) == 0
     path = tmp_path / "one" / "comparison.html"
     assert capsys.readouterr().out == f"{path}\n"
     page = Page(path.read_text(encoding="utf-8"))
     text = "".join(page.text.split())
-    assert "oneagainsttwo" in text and "Steps96" in text and "run.seed78" in text and "model.path" not in text
-    both = [one for one in json.loads(page.scripts[0]) if [line["name"] for line in one["series"]] == ["one", "two"]]
-    reward = next(one for one in both if one["series"][1]["values"][0] == pytest.approx(1 / 6, rel=1e-3))
-    assert [series["steps"][-1] for series in reward["series"]] == [9, 6]
-    assert main(["report", str(tmp_path / "one"), str(tmp_path / "two"), "--svg", "x"]) == 2
+    assert "oneagainsttwoagainstthree" in text and "Steps963" in text and "run.seed789" in text
+    assert "model.path" not in text and "bandsthelowestandhighestoftheseeds" in text
+    charts = [chart["series"] for chart in json.loads(page.scripts[0])]
+    reward = next(lines for lines in charts if lines[0]["steps"][0] == 1 and len(lines) == 2)
+    assert [line["name"] for line in reward] == ["one and seeds", "three"]
+    # Rewards are step / length: the mean over seeds at the steps that both have.
+    expected = [(step / 9 + step / 6) / 2 for step in range(1, 7)]
+    assert reward[0]["values"] == pytest.approx(expected, rel=1e-3) and reward[1]["steps"] == [1, 2, 3]
+    series = lines_of(REWARD, [("", [read_run(tmp_path / name) for name in ("one", "two")])])[0]
+    assert series.low.tolist() == [step / 9 for step in range(1, 7)]
+    assert series.high.tolist() == [step / 6 for step in range(1, 7)]
+    assert main(["report", *paths, "--svg", "x"]) == 2
 
 
 @pytest.mark.parametrize(

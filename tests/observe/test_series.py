@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindrlhf.observe.axes import Scale, compact, decade_ticks, round_domain, round_ticks, tick_label, with_unit
-from mindrlhf.observe.series import Series, bucket_means, robust_ceiling, smooth, thin
+from mindrlhf.observe.series import Series, robust_ceiling, smooth, thin
 
 
 def series_of(values):
@@ -38,17 +38,6 @@ def test_smooth_by_hand():
     smoothed = smooth(series_of([0, 4, 8, np.nan, 6]), 3)
     assert smoothed.values[[0, 1, 2, 4]] == pytest.approx([4 / 3, 4.0, 20 / 3, 6.0])
     assert np.isnan(smoothed.values[3])
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(1, 300), st.integers(1, 60))
-def test_bucket_means_keep_the_sum(num_steps, max_buckets):
-    columns = np.random.default_rng(num_steps).random((num_steps, 2))
-    first, last, means = bucket_means(np.arange(num_steps), columns, max_buckets)
-    assert len(means) <= max_buckets
-    sizes = last - first + 1
-    assert sizes.sum() == num_steps and len(set(sizes[:-1])) <= 1
-    assert (means * sizes[:, None]).sum(axis=0) == pytest.approx(columns.sum(axis=0))
 
 
 def test_ceiling_ignores_a_compile_step_only():

@@ -17,18 +17,7 @@ from mindrlhf.observe.samples import TOKEN_VALUES
 
 MAX_TEXT = 20_000  # characters of a prompt or completion that the page keeps
 MAX_LINKED_BYTES = 8 << 20  # of samples, up to which a run's end writes the page that its report links to
-MAX_PAGE_BYTES = 64 << 20  # of samples that a page of one file is made of, unless a file is asked for
-
-
-def write_page(run_dirs: list[Path], out_file: Path) -> Path:
-    """Write the page of one run, or of two, and return its path.
-
-    Raises:
-        UserError: see ``render_page``.
-        RunFailure: the page cannot be written.
-    """
-    replace_file(out_file, render_page(run_dirs))
-    return out_file
+MAX_PAGE_CHARS = 64 << 20  # of completions
 
 
 def write_pages(run_dir: Path) -> Path:
@@ -42,33 +31,27 @@ def write_pages(run_dir: Path) -> Path:
     """
     samples = Path(run_dir) / "samples.jsonl"
     if samples.is_file() and 0 < samples.stat().st_size <= MAX_LINKED_BYTES:
-        write_page([run_dir], Path(run_dir) / SAMPLES_PAGE)
+        replace_file(Path(run_dir) / SAMPLES_PAGE, render_page([run_dir]))
     return write_report(run_dir)
 
 
-def render_page(run_dirs: list[Path]) -> str:
-    """Return the page of one run, or of two.
+def render_page(run_dirs: list[Path], steps: tuple[int, int] = (0, 1 << 62)) -> str:
+    """Return the page of one run, or of two, with the samples of the steps from ``steps[0]`` to ``steps[1]``.
 
     The samples are in it, compressed; its content security policy forbids it to load anything, or to run any script
     but its own, whatever the samples contain.
 
     Raises:
-        UserError: a directory has no samples, or its file is broken.
+        UserError: a directory has no samples in these steps or too many for a page, or its file is broken.
     """
-    data = {"runs": [_read_run(path) for path in run_dirs]}
-    return page_of(" and ".join(run["name"] for run in data["runs"]), data)
-
-
-def page_of(title: str, data: dict[str, Any]) -> str:
-    """Return a page of such data: "runs", or with "served" the names of runs whose samples it asks a server for."""
+    data = {"runs": [_read_run(path, steps) for path in run_dirs]}
     packed = base64.b64encode(gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)).decode()
     script = package_text("viewer/viewer.js")
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         package_text("viewer/viewer.html")
     )
     return template.render(
-        title=title,
-        connects="self" if "served" in data else "none",
+        title=" and ".join(run["name"] for run in data["runs"]),
         version=mindrlhf.__version__,
         script_hash=content_hash(script),
         style=Markup(package_text("viewer/viewer.css")),
@@ -77,31 +60,28 @@ def page_of(title: str, data: dict[str, Any]) -> str:
     )
 
 
-def samples_path(run_dir: Path) -> Path:
-    """Return where the samples of a run lie.
-
-    Raises:
-        UserError: it has none.
-    """
+def _read_run(run_dir: Path, steps: tuple[int, int]) -> dict[str, Any]:
+    """Return the samples of a run as the page takes them: texts of prompts once, a short row for each sample."""
     path = Path(run_dir) / "samples.jsonl"
     if not path.exists():
         raise UserError(f"no samples in {run_dir}: give the directory of a run with 'observe.samples_per_step' above 0")
-    return path
-
-
-def _read_run(run_dir: Path) -> dict[str, Any]:
-    """Return the samples of a run as the page takes them: texts of prompts once, a short row for each sample."""
-    path = samples_path(run_dir)
     prompts: dict[str, int] = {}
     verifiers: dict[str, int] = {}
-    rows = []
+    rows, num_chars = [], 0
     for record in read_jsonl(path):
-        try:
-            rows.append(sample_row(record, prompts, verifiers))
-        except (KeyError, TypeError, AttributeError):
-            raise UserError(f"{path} has a line that is no sample: {json.dumps(record)[:80]}") from None
+        if steps[0] <= record["step"] <= steps[1]:
+            try:
+                rows.append(_sample_row(record, prompts, verifiers))
+            except (KeyError, TypeError, AttributeError):
+                raise UserError(f"{path} has a line that is no sample: {json.dumps(record)[:80]}") from None
+            num_chars += len(rows[-1][2])
+            if num_chars > MAX_PAGE_CHARS:
+                raise UserError(
+                    f"{path} is too much for a page up to step {record['step']}: name fewer, as in --steps "
+                    f"{steps[0]}:{max(steps[0], record['step'] - 1)}"
+                )
     if not rows:
-        raise UserError(f"{path} is empty: the run has not finished a step")
+        raise UserError(f"{path} has no samples of steps that are finished and in --steps")
     return {
         "name": Path(run_dir).resolve().name,
         "prompts": [shortened(text, MAX_TEXT) for text in prompts],
@@ -110,12 +90,8 @@ def _read_run(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def sample_row(record: dict[str, Any], prompts: dict[str, int], verifiers: dict[str, int]) -> list[Any]:
-    """Return a sample as the page takes it.
-
-    Args:
-        prompts, verifiers: numbers of those that came before, by text and name; new ones are added.
-    """
+def _sample_row(record: dict[str, Any], prompts: dict[str, int], verifiers: dict[str, int]) -> list[Any]:
+    """Return a sample as the page takes it; numbers of new prompts and verifiers are added to both dictionaries."""
     completion = record["completion"]
     rewards = {verifiers.setdefault(name, len(verifiers)): value for name, value in record["rewards"].items()}
     tokens = record.get("tokens")

@@ -14,11 +14,9 @@
   const bytes = Uint8Array.from(atob($("data").textContent.trim()), (c) => c.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
   const data = JSON.parse(await new Response(stream).text());
-  // A served page has the names of its runs alone, and asks for what it shows.
-  const served = Boolean(data.served);
-  const runs = data.runs ?? data.served.map((name) => ({ name, verifiers: [], prompts: [], rows: [] }));
+  const runs = data.runs;
 
-  if (!served) for (const run of runs) {
+  for (const run of runs) {
     run.ofPrompt = new Map();
     run.rows.forEach((row, index) => {
       if (!run.ofPrompt.has(row[PROMPT])) run.ofPrompt.set(row[PROMPT], []);
@@ -31,47 +29,11 @@
     runs.forEach((run, index) => $("run").append(new Option(run.name, index)));
   }
   let run, shown = [], selected = -1, count = 0;
-  const PAGE = 100, pages = new Map();
-  let turn = 0;  // of the choice of samples: answers to earlier ones are dropped
-  const ask = async (what, more) => {
-    const names = ["run", "verifier", "from", "to", "low", "high", "ending", "text", "order"];
-    const wished = new URLSearchParams({ ...Object.fromEntries(names.map((id) => [id, $(id).value])), ...more });
-    return (await fetch(`${what}?${wished}`)).json();
-  };
 
-  async function load(page) {
-    const mine = turn;
-    if (!pages.has(page)) pages.set(page, []);
-    const answer = await ask("rows", { first: page * PAGE });
-    if (mine !== turn) return;
-    pages.set(page, answer.rows.slice(0, PAGE));
-    count = answer.count;
-    run.verifiers = answer.verifiers;
-    for (let i = $("verifier").options.length - 1; i < run.verifiers.length; i++) $("verifier").append(new Option(run.verifiers[i]));
-    const part = answer.read < 1 ? `, ${Math.floor(100 * answer.read)} % of the file read` : "";
-    $("count").textContent = answer.error || `${count.toLocaleString()} of ${answer.total.toLocaleString()} samples${part}`;
-    $("spacer").style.height = `${count * ROW_HEIGHT}px`;
-    if (answer.read < 1) setTimeout(() => {
-      if (mine !== turn) return;
-      const here = Math.floor($("list").scrollTop / ROW_HEIGHT / PAGE);
-      for (const one of pages.keys()) if (one !== here) pages.delete(one);
-      load(here);
-    }, 1500);
-    draw();
-    if (selected < 0 && count) select(0);
-    else if (!count) showDetail();
-  }
-
-  // [score, step, completion, prompt] of a place in the list; null while it is asked for
+  // [score, step, completion, prompt] of a position in the list
   function entry(position) {
-    if (!served) {
-      const row = run.rows[shown[position]];
-      return [scoreOf(row), row[STEP], row[COMPLETION], run.prompts[row[PROMPT]]];
-    }
-    const page = Math.floor(position / PAGE);
-    if (!pages.has(page)) load(page);
-    const row = pages.get(page)[position % PAGE];
-    return row ? [row[2], row[1], row[3], row[4]] : null;
+    const row = run.rows[shown[position]];
+    return [scoreOf(row), row[STEP], row[COMPLETION], run.prompts[row[PROMPT]]];
   }
 
   const scoreOf = (row) => {
@@ -88,20 +50,11 @@
 
   function chooseRun() {
     run = runs[+($("run").value || 0)];
-    $("verifier").replaceChildren(new Option("total reward", ""), ...run.verifiers.map((name, i) => new Option(name, served ? name : i)));
+    $("verifier").replaceChildren(new Option("total reward", ""), ...run.verifiers.map((name, i) => new Option(name, i)));
     filter();
   }
 
   function filter() {
-    if (served) {
-      turn++;
-      pages.clear();
-      count = 0;
-      selected = -1;
-      $("list").scrollTop = 0;
-      load(0);
-      return;
-    }
     const text = $("text").value.toLowerCase();
     const limit = (id, otherwise) => $(id).value === "" ? otherwise : +$(id).value;
     const [from, to] = [limit("from", -Infinity), limit("to", Infinity)];
@@ -135,7 +88,7 @@
     const last = Math.min(count, first + Math.ceil(list.clientHeight / ROW_HEIGHT) + 8);
     const items = [];
     for (let position = first; position < last; position++) {
-      const [score, step, completion, prompt] = entry(position) ?? [null, "", "…", ""];
+      const [score, step, completion, prompt] = entry(position);
       const item = make("div", "item");
       item.style.top = `${position * ROW_HEIGHT}px`;
       item.setAttribute("role", "option");
@@ -209,18 +162,7 @@
 
   // What is said of a place in the list: its row, prompt, the other run's row (undefined: no other run) and the history,
   // each [place in the list or -1, step, score, whether it is this one].
-  async function look(position) {
-    if (served) {
-      const page = pages.get(Math.floor(position / PAGE)), row = page && page[position % PAGE];
-      if (!row) return null;
-      const answer = await ask("sample", { number: row[0] });
-      [run.verifiers] = answer.verifiers;
-      if (runs.length > 1) {
-        runs[1 - runs.indexOf(run)].verifiers = answer.verifiers[1];
-        return answer;
-      }
-      return { ...answer, other: undefined };
-    }
+  function look(position) {
     const row = run.rows[shown[position]], prompt = run.prompts[row[PROMPT]];
     const all = run.ofPrompt.get(row[PROMPT]);
     const places = new Map(all.length > 1 ? shown.map((index, place) => [index, place]) : []);
@@ -234,12 +176,10 @@
     return { row, prompt, history, other: nearest.length ? nearest[Math.min(own, nearest.length - 1)] : null };
   }
 
-  async function showDetail() {
-    const detail = $("detail"), position = selected, mine = turn;
+  function showDetail() {
+    const detail = $("detail"), position = selected;
     if (position < 0) { detail.replaceChildren(make("p", "quiet", "No sample fits.")); return; }
-    const seen = await look(position);
-    if (!seen || position !== selected || mine !== turn) return;
-    const { row, prompt, other, history } = seen;
+    const { row, prompt, other, history } = look(position);
     const parts = [make("h2", "", "Prompt"), conversation(prompt)];
     if (row[ANSWER]) parts.push(make("h2", "", "Reference answer"), make("div", "text", row[ANSWER]));
     const sides = make("div", "sides");

@@ -10,7 +10,8 @@ import subprocess
 import pytest
 
 from mindrlhf.cli import main
-from mindrlhf.observe.viewer.page import write_page
+from mindrlhf.observe.viewer import page as page_module
+from mindrlhf.observe.viewer.page import render_page
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
@@ -41,6 +42,11 @@ def make_run(tmp_path):
     return make
 
 
+def write_page(runs, path):
+    path.write_text(render_page(runs), encoding="utf-8")
+    return path
+
+
 def data_of(path):
     packed = re.search(r'<script type="text/plain" id="data">(.*?)</script>', path.read_text(), re.DOTALL)[1]
     return json.loads(gzip.decompress(base64.b64decode(packed)))
@@ -48,8 +54,7 @@ def data_of(path):
 
 def dom(path, fragment=""):
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
-    url = path if str(path).startswith("http:") else f"file://{path}"
-    finished = subprocess.run([*command, f"{url}{fragment}"], capture_output=True, text=True, timeout=120)
+    finished = subprocess.run([*command, f"file://{path}{fragment}"], capture_output=True, text=True, timeout=120)
     return finished.stdout
 
 
@@ -69,12 +74,26 @@ def test_the_page_holds_every_sample_and_each_prompt_once(make_run, tmp_path):
     assert data["rows"][0][5] == [0.1, 1.0]
 
 
+def test_steps_choose_the_samples(make_run, tmp_path, capsys, monkeypatch):
+    run = make_run("run", [record(step, f"p{step}", "c" * 10, 0.0) for step in range(1, 11)])
+    assert main(["view", str(run), "--steps", "3:5"]) == 0
+    assert [row[0] for row in data_of(run / "samples.html")["runs"][0]["rows"]] == [3, 4, 5]
+    monkeypatch.setattr(page_module, "MAX_PAGE_CHARS", 45)
+    assert main(["view", str(run), "--steps", "7:"]) == 0
+    for words, message in (([], "--steps 0:4"), (["--steps", "20:"], "no samples of steps that are finished")):
+        assert main(["view", str(run), *words]) == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["view", str(run), "--steps", "7"])
+    assert "write FIRST:LAST, as in 90:100" in capsys.readouterr().err
+
+
 def test_mistakes_are_one_line(make_run, tmp_path, capsys):
     empty = make_run("empty", [])
     broken = make_run("broken", [{"step": 1}])
     for runs, words in (
         ([tmp_path / "none"], "no samples in"),
-        ([empty], "is empty"),
+        ([empty], "no samples of steps"),
         ([broken], "a line that is no sample"),
         ([empty] * 3, "3 runs were given"),
     ):
