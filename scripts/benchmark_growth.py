@@ -43,19 +43,23 @@ Measured = Callable[[], int]
 
 def checkpoints(size: int, directory: Path) -> Measured:
     """A run with so many evaluations, and a checkpoint's state after each."""
-    from mindrlhf.checkpoint.state import EvaluationFile, RunState, write_state
+    from mindrlhf.checkpoint.state import RunState, pack_state, write_state
+    from mindrlhf.evaluation.heldout import Evaluation
 
-    scores = np.random.default_rng(0).integers(0, 2, (NUM_PROMPTS, 1)).astype(float).tolist()
-    evaluations = [{"step": step, "rewards": {"accuracy_reward": scores}} for step in range(size)]
+    scores = np.random.default_rng(0).integers(0, 2, (NUM_PROMPTS, 1)).astype(float)
+    evaluations = [
+        Evaluation(step, "accuracy_reward", {"accuracy_reward": scores.copy()}, 1.0, []) for step in range(size)
+    ]
 
     def run() -> int:
-        file, num_bytes = EvaluationFile(), 0
+        num_bytes = 0
         for number in range(1, size + 1):
             checkpoint = directory / f"step_{number:08d}"
             checkpoint.mkdir()
-            write_state(checkpoint, RunState(number, number, 0, {}, {}, evaluations[:number]), file)
-            num_bytes += (checkpoint / "state.json").stat().st_size
-        return num_bytes + (checkpoint / "evaluations.jsonl").stat().st_size
+            state = RunState(number, number, 0, {}, {})
+            write_state(checkpoint, pack_state(state, {"evaluations": evaluations[:number], "leftover": []}))
+            num_bytes += sum(path.stat().st_size for path in checkpoint.iterdir())
+        return num_bytes
 
     return run
 

@@ -23,6 +23,7 @@ from mindrlhf.data.pictures.columns import SCHEMA, ImageHeader, image_columns, i
 from mindrlhf.errors import NotThere, UserError
 from mindrlhf.images.pixels import decode_png
 from mindrlhf.system.files import scratch_directory, sync
+from mindrlhf.system.records import record
 
 FORMAT = "mindrlhf-prompts"
 FORMAT_VERSION = 2  # since 2: checksums of the file and its index
@@ -43,6 +44,7 @@ def no_ids() -> np.ndarray:
     return np.zeros(0, np.int32)
 
 
+@record
 @dataclass(frozen=True)
 class Prompt:
     """One prompt, as a prompt file holds it and a run carries it."""

@@ -15,6 +15,7 @@ from mindrlhf.evaluation.statistics import accuracy_interval, pass_at_k
 from mindrlhf.observe.fingerprint import digest_json
 from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, verifier_names
 from mindrlhf.rollout.types import SamplingParams
+from mindrlhf.system.records import record
 
 NUM_SAMPLES_SHOWN = 3
 NUM_SAMPLES_KEPT = 24  # of which a comparison shows those that changed
@@ -22,6 +23,7 @@ NUM_SAMPLES_KEPT = 24  # of which a comparison shows those that changed
 _EVALUATION_STREAM = 0x65766C
 
 
+@record
 @dataclass(frozen=True)
 class Evaluation:
     """The scores of one model on a set of prompts, and a few of its answers."""
@@ -124,15 +126,6 @@ class Evaluation:
         if self.num_samples > 1:
             values[f"eval/{name}/pass@k"] = self.pass_at_k
         return {metric: float(value) for metric, value in values.items()}
-
-    def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "rewards": {name: rewards.tolist() for name, rewards in self.rewards.items()}}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Evaluation":
-        """Return what ``to_json`` was called on."""
-        rewards = {name: np.asarray(rewards, np.float64) for name, rewards in values["rewards"].items()}
-        return cls(**{**values, "rewards": rewards})
 
 
 def accuracy_verifier(config: GrpoConfig, set_name: str = "") -> str:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mindrlhf.system.records import record
+
 
 @dataclass(frozen=True)
 class RewardInput:
@@ -23,6 +25,7 @@ class RewardInput:
     extra: Mapping[str, Any] = field(default_factory=dict)  # kept columns of the prompt, JSON values by name
 
 
+@record
 @dataclass(frozen=True)
 class RewardResult:
     """The rewards of one completion."""

@@ -19,8 +19,10 @@ from mindrlhf.rewards.selection import split_choice
 from mindrlhf.rewards.types import RewardInput, RewardResult
 from mindrlhf.rollout.types import Completion, CompletionSource, GenerationRequest, SamplingParams
 from mindrlhf.system import timeline
+from mindrlhf.system.records import record
 
 
+@record
 @dataclass(frozen=True)
 class Sample:
     """One response to one prompt: the record of the prompt, its completion, and what the rewards made of it."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from mindrlhf.rollout.sent_experts import pack_experts, unpack_experts
 from mindrlhf.rollout.sent_images import pack_images, unpack_images
+from mindrlhf.system.records import record
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class GenerationRequest:
         return self.max_tokens or sampling.max_tokens
 
 
+@record
 @dataclass(frozen=True)
 class OwnSequence:
     """Tokens that stood in one context: what an agent sent first, and what came of it."""
@@ -65,6 +67,7 @@ class OwnSequence:
     role: str = ""  # the model that the agent named
 
 
+@record
 @dataclass(frozen=True)
 class AgentRecord:
     """What an agent did in its episode, beside the tokens."""
@@ -78,6 +81,7 @@ class AgentRecord:
     rewards: Mapping[str, float] = field(default_factory=dict)  # of roles, where each has its own
 
 
+@record
 @dataclass(frozen=True)
 class Completion:
     """One finished sample of a request; with tools, a whole conversation; of an agent, a whole episode."""

@@ -9,7 +9,7 @@ import numpy as np
 from mindrlhf.config.training import FIRST_FIT, SHARED_PROMPTS
 from mindrlhf.data.packing import PackedRows, Row, TokenSequence, fill_rows, first_positions, padding_rows, plan_rows
 from mindrlhf.layout.packing import Piece, RowCost, cut, deal_rows, micro_batch_sizes, plan_best_fit
-from mindrlhf.system.messages import last, merge, merged_by, record, result, union
+from mindrlhf.system.records import last, merge, merged_by, record, result, union
 from mindrlhf.training.distillation.rows import asked_together, plan_by_teacher, with_teachers
 from mindrlhf.training.routing.rows import ReplayedExperts, with_experts
 from mindrlhf.training.vision.image_rows import ImageTokens, image_table, with_images

@@ -16,8 +16,8 @@ from mindrlhf.rollout.multi_node.share import NodeShare
 from mindrlhf.rollout.remote import NodesGenerator, ReplicatedGenerator, accept_nodes, answer, remotes
 from mindrlhf.rollout.types import CompletionSource
 from mindrlhf.system.handshake import SignedConnection
-from mindrlhf.system.messages import merged_by, result, union
 from mindrlhf.system.ports import listen
+from mindrlhf.system.records import merged_by, result, union
 from mindrlhf.system.wire import own_host, rank_0_host
 from mindrlhf.tools.agent_nodes import start_agents
 from mindrlhf.training.batch import Machine

@@ -66,7 +66,7 @@ class Relay:
         self._after: dict[int, socket.socket] = {}
 
     def take(self, header: Header, arrays: Arrays, star: socket.socket) -> tuple[Any, Arrays]:
-        """Return values and arrays (of :func:`mindrlhf.system.messages.encode`) that ranks pass on, and pass them on.
+        """Return values and arrays (of :func:`mindrlhf.system.records.encode`) that ranks pass on, and pass them on.
 
         Args:
             header: rank 0's. Its "route" has "before": the rank that has the message, None where it is this very one;

@@ -6,7 +6,7 @@ from typing import Any
 from mindrlhf.config.keys import RunConfig
 from mindrlhf.config.training import trains_sharded
 from mindrlhf.layout.layout import Layout
-from mindrlhf.system.messages import merge
+from mindrlhf.system.records import merge
 from mindrlhf.training.team import Results, Team
 
 
@@ -22,7 +22,7 @@ class ReplicaTeam:
 
     All ranks of a replica get the same rows, and only these; rank d of the data axis is in replica d. What a call
     returns for a replica is merged from the results of its ranks, as their fields say
-    (:mod:`mindrlhf.system.messages`).
+    (:mod:`mindrlhf.system.records`).
 
     Args:
         team: all ranks.

@@ -16,8 +16,8 @@ import numpy as np
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.system import heartbeat, timeline
 from mindrlhf.system.handshake import keep_alive, receive_hello
-from mindrlhf.system.messages import decode, encode
 from mindrlhf.system.ports import listen
+from mindrlhf.system.records import decode, encode
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, rank_0_host, receive_message, send_message
 from mindrlhf.training.relay import RELAYED_BYTES, Relay, is_admitted, route_of
 from mindrlhf.training.runtime import Rank

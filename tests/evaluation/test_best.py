@@ -1,8 +1,8 @@
 """The best evaluation, and how many came after it: on the prompts of the last one only."""
 
-import json
 
 import numpy as np
+from saved_progress import through_json
 
 from mindrlhf.evaluation.best import best_step, num_since_best
 from mindrlhf.evaluation.heldout import Evaluation
@@ -53,5 +53,5 @@ def test_only_what_was_judged_like_the_last_counts():
     assert best_step(evaluations(0.95, first_step=0) + judged("pass@k", *GROUPS)) == 30
     for other in (judged("accuracy", *GROUPS), judged("pass@k", *GROUPS, questions="x")):
         assert not other[0].is_judged_alike(judged("pass@k", *GROUPS)[0])
-    (kept,) = (Evaluation.from_json(json.loads(json.dumps(one.to_json()))) for one in judged("pass@k", GROUPS[2]))
+    (kept,) = (through_json(one) for one in judged("pass@k", GROUPS[2]))
     assert kept.merit == 1.0 and kept.is_judged_alike(judged("pass@k", *GROUPS)[0])

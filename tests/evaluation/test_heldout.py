@@ -1,10 +1,10 @@
 """Held-out evaluation: the numbers by hand, and the same random streams every time."""
 
-import json
 
 import numpy as np
 import pytest
 from made_samples import make_sample, with_prompt
+from saved_progress import through_json
 
 from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.evaluation.heldout import Evaluation, HeldOut
@@ -62,7 +62,7 @@ def test_the_first_answers_to_the_first_questions_are_shown(evaluation):
 
 
 def test_an_evaluation_survives_json(evaluation):
-    back = Evaluation.from_json(json.loads(json.dumps(evaluation.to_json())))
+    back = through_json(evaluation)
     assert back.metrics() == evaluation.metrics()
     np.testing.assert_array_equal(back.scores, evaluation.scores)
     assert back.shown == evaluation.shown and back.step == 3 and back.verifier == "correct"
@@ -74,7 +74,7 @@ def test_evaluations_are_comparable_on_the_same_prompts_by_the_same_verifier(eva
 
     others = [answered(i, 0.0, 0.25, 3) for i in range(5) for _ in range(4)]
     assert of(others, num_samples=4).is_comparable(evaluation)
-    assert Evaluation.from_json(json.loads(json.dumps(evaluation.to_json()))).is_comparable(evaluation)
+    assert through_json(evaluation).is_comparable(evaluation)
     assert not of(SAMPLES, "style").is_comparable(evaluation)
     assert not of(SAMPLES[:-2]).is_comparable(evaluation)
     assert not of([*SAMPLES[2:], *SAMPLES[:2]]).is_comparable(evaluation)
@@ -111,6 +111,6 @@ def test_a_verifier_is_averaged_over_the_prompts_it_applies_to():
         sample.reward.parts["other"] = 0.25
     evaluation = Evaluation.of(0, "correct", samples, 2)
     assert evaluation.scores.tolist() == [[1.0, 0.0], [1.0, 1.0]]
-    metrics = Evaluation.from_json(json.loads(json.dumps(evaluation.to_json()))).metrics()
+    metrics = through_json(evaluation).metrics()
     assert metrics["eval/accuracy"] == metrics["eval/correct/mean"] == 0.75
     assert (metrics["eval/style/mean"], metrics["eval/other/mean"]) == (0.5, 0.25)

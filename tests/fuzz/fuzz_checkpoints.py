@@ -25,33 +25,30 @@ def checkpoint_manifest(directory: Path) -> Case:
 
 
 def checkpoint_state(directory: Path) -> Case:
-    from mindrlhf.checkpoint.algorithm_state import AlgorithmState
-    from mindrlhf.checkpoint.leftover import load_leftover
     from mindrlhf.checkpoint.resume import check_resumable
-    from mindrlhf.checkpoint.state import STATE_NAME, read_state
+    from mindrlhf.checkpoint.state import STATE_NAME, read_progress, read_state
     from mindrlhf.data.stream import PromptStream
 
     checkpoint = make_checkpoint(directory)
     path = checkpoint / STATE_NAME
     state = json.loads(path.read_bytes())
-    config = dict(state["config"])
+    config = dict(state["state"]["$record"][1]["config"])
 
     def case(rng: random.Random) -> None:
         path.write_bytes(corruption.corrupt_json(rng, state))
         found = read_state(checkpoint)
         check_resumable(found.config, config)
         PromptStream(100, found.seed).restore(found.prompt_stream)
-        load_leftover(checkpoint, found.carried)
-        AlgorithmState.from_json(found.algorithm_state, str(path))
+        read_progress(checkpoint)
 
     return case
 
 
 def checkpoint_arrays(directory: Path) -> Case:
-    from mindrlhf.checkpoint.leftover import LEFTOVER_NAME
+    from mindrlhf.checkpoint.state import ARRAYS_NAME
     from mindrlhf.weights.array_file import load_arrays
 
-    path = make_checkpoint(directory) / LEFTOVER_NAME
+    path = make_checkpoint(directory) / ARRAYS_NAME
     whole = path.read_bytes()
 
     def case(rng: random.Random) -> None:

@@ -93,27 +93,22 @@ def make_sharded(directory: Path, file_format: str) -> Path:
 def make_checkpoint(directory: Path) -> Path:
     """Write a checkpoint with a state, leftover arrays and a manifest."""
     from mindrlhf.checkpoint.algorithm_state import AlgorithmState, GuardsState, KlState
-    from mindrlhf.checkpoint.leftover import LeftoverSample, leftover_records, save_leftover
-    from mindrlhf.checkpoint.state import RunState, write_state
+    from mindrlhf.checkpoint.state import RunState, pack_state, write_state
     from mindrlhf.checkpoint.store import CheckpointStore
     from mindrlhf.data.stream import PromptStream
 
     arrays = {"ids": np.arange(7, dtype=np.int32), "logprobs": np.zeros(7, np.float32)}
-    samples = [LeftoverSample({"prompt": 3}, arrays)]
     state = RunState(
         step=4,
         weights_version=4,
         seed=1,
         prompt_stream=PromptStream(100, 1).state(),
         config={"run": {"max_steps": 10}, "optimizer": {"start_lr": 1e-6, "lr_schedule": "constant"}},
-        evaluations=[{"step": 0, "accuracy": 0.5}],
-        algorithm_state=AlgorithmState(kl=KlState(0.1), guards=GuardsState(norms=[0.5])).to_json(),
-        carried=leftover_records(samples),
+        algorithm=AlgorithmState(kl=KlState(0.1), guards=GuardsState(norms=[0.5])),
     )
     store = CheckpointStore(directory / "checkpoints", keep_last=2)
     with store.writing(4, 1000) as temporary:
-        write_state(temporary, state)
-        save_leftover(temporary, samples)
+        write_state(temporary, pack_state(state, {"evaluations": [{"step": 0}], "leftover": [arrays]}))
     return store.path(4)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from mindrlhf.system.messages import decode, encode
+from mindrlhf.system.records import decode, encode
 
 
 class LocalTeam:

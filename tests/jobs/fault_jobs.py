@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import sanity_inputs
 
-from mindrlhf.checkpoint.state import read_state
+from mindrlhf.checkpoint.state import ARRAYS_NAME, STATE_NAME, read_state
 from mindrlhf.system.heartbeat import Beat, heartbeat_path, read_beat
 from mindrlhf.system.processes import read_environment, read_status, shared_memory_files, state
 
@@ -227,9 +228,11 @@ def metrics(output_dir: Path) -> list[dict]:
 
 def last_state(output_dir: Path) -> dict:
     """Return the last checkpoint's state, without where the run was written and what its server was told."""
-    values = dataclasses.asdict(read_state(output_dir / "checkpoints" / f"step_{NUM_STEPS:08d}"))
+    directory = output_dir / "checkpoints" / f"step_{NUM_STEPS:08d}"
+    values = dataclasses.asdict(read_state(directory))
     del values["config"]["run"]["output_dir"], values["config"]["rollout"]["env"]
-    return values
+    progress = json.loads((directory / STATE_NAME).read_text())["progress"]
+    return {**values, "progress": progress, "arrays": (directory / ARRAYS_NAME).read_bytes()}
 
 
 def assert_same_run(output_dir: Path, undisturbed: Path) -> None:

@@ -1,4 +1,4 @@
-"""Records on the wire and back, and what is refused; results of a replica's ranks."""
+"""Records as JSON and arrays and back, and what is refused; results of a replica's ranks."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
 from mindrlhf.data.packing import PackedRows
-from mindrlhf.system.messages import decode, encode, last, merge, merged_by, record, result
+from mindrlhf.system.records import decode, encode, last, merge, merged_by, record, result
 from mindrlhf.system.wire import ProtocolError
 from mindrlhf.training import batch as records
 from mindrlhf.training.batch import Batch
@@ -36,6 +36,10 @@ class Everything:
     inners: tuple[Inner, ...]
     pairs: tuple[tuple[int, ...], ...]
     anything: dict[str, Any]
+    maybe: Inner | None
+    files: tuple[bytes, ...]
+    mixed: tuple[tuple[int, float], ...]
+    counts: list[int]
 
 
 shapes = arrays_of.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
@@ -44,7 +48,9 @@ arrays = dtypes.flatmap(lambda dtype: arrays_of.arrays(dtype, shapes))
 names = st.text(max_size=6)  # dots, empty names and names of tags among them
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["array", "record", "x.0"]), inner),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["$array", "$record", "$mapping", "x.0"]), inner)
+    ),
     max_leaves=5,
 )
 inners = st.builds(Inner, st.booleans(), st.text(max_size=5), st.dictionaries(names, arrays, max_size=3))
@@ -57,6 +63,10 @@ everything = st.builds(
     st.lists(inners, max_size=3).map(tuple),
     st.lists(st.lists(st.integers(), max_size=3).map(tuple), max_size=3).map(tuple),
     st.dictionaries(names, json_values, max_size=3),
+    st.none() | inners,
+    st.lists(st.binary(max_size=5), max_size=2).map(tuple),
+    st.lists(st.tuples(st.integers(), st.floats()), max_size=2).map(tuple),
+    st.lists(st.integers(), max_size=3),
 )
 
 
@@ -121,16 +131,15 @@ INNER = Inner(True, "t", {"a": np.zeros(2, np.float32)})
         (lambda content: content[1].update(flag=1), "Inner.flag is of type int, not bool"),
         (lambda content: content[1].update(text=None), "Inner.text is of type NoneType, not str"),
         (lambda content: content[1].update(parts=[]), "Inner.parts is of type list"),
-        (lambda content: content[1].update(parts={"mapping": {"a": 1}}), "Inner.parts.a is of type int, not ndarray"),
-        (lambda content: content[1].update(parts={"array": "nowhere"}), "'nowhere'"),
-        (lambda content: content[1].update(parts={"a": 1, "b": 2}), "an object with the keys"),
-        (lambda content: content[1].update(parts={"mapping": {}}), "nothing refers to its array '0:inner.parts.a'"),
+        (lambda content: content[1].update(parts={"a": 1}), "Inner.parts.a is of type int, not ndarray"),
+        (lambda content: content[1].update(parts={"$array": "nowhere"}), "'nowhere'"),
+        (lambda content: content[1].update(parts={}), "nothing refers to its array '0:inner.parts.a'"),
         (lambda content: content.pop(), "unpack"),
     ],
 )
 def test_a_record_that_does_not_fit_is_refused(change, message):
     encoded, found = encode({"inner": INNER})
-    change(encoded["inner"]["record"])
+    change(encoded["inner"]["$record"])
     with pytest.raises(ProtocolError, match=message):
         decode(encoded, found)
 
@@ -140,14 +149,22 @@ def test_a_record_that_does_not_fit_is_refused(change, message):
     [
         (dataclasses.replace(INNER, flag=1), "x.flag is of type int, not bool"),
         (dataclasses.replace(INNER, parts={"a": [1.0]}), "x.parts.a is of type list, not ndarray"),
-        (np.float32(1.0), "x: float32 cannot travel"),
-        ([{1: 2}], "x.0: dict cannot travel"),
-        (object(), "x: object cannot travel"),
+        (np.float32(1.0), "x: float32 cannot be encoded"),
+        ([{1: 2}], "x.0: dict cannot be encoded"),
+        (object(), "x: object cannot be encoded"),
     ],
 )
 def test_what_is_of_another_type_is_not_sent(value, message):
     with pytest.raises(TypeError, match=message):
         encode({"x": value})
+
+
+def test_an_array_that_occurs_twice_is_there_once():
+    array = np.arange(3)
+    encoded, found = encode({"a": array, "b": [array, array.copy()]})
+    assert len(found) == 2
+    decoded = decode(json.loads(json.dumps(encoded)), found)
+    assert decoded["a"] is decoded["b"][0] and decoded["b"][1] is not array
 
 
 def test_a_result_must_say_how_each_field_is_merged():

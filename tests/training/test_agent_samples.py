@@ -1,13 +1,12 @@
 """An agent's sample has several sequences: what goes into rows and comes back, and that they share one advantage."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
 from made_samples import make_sample, with_completion
+from saved_progress import stored
 
-from mindrlhf.checkpoint.leftover import leftover_records, load_leftover, save_leftover
 from mindrlhf.config.algorithm import AlgorithmSection, CorrectionSection
 from mindrlhf.config.model import ModelSection
 from mindrlhf.config.reward import RewardSection, ToolSection
@@ -17,7 +16,6 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import UserError
 from mindrlhf.rollout.types import AgentRecord, OwnSequence
 from mindrlhf.training.batch import RowOptions, make_update_batch
-from mindrlhf.training.loop.leftover import from_leftover, to_leftover
 from mindrlhf.training.loop.objective import Objective
 
 
@@ -201,8 +199,6 @@ def values_of(record):
 def test_episodes_that_are_carried_over_come_back_from_a_checkpoint_as_they_were(tmp_path):
     silent = with_completion(plain(0.0, 9), agent=AgentRecord((), "", failure="it died"))
     samples = [of_agent(1.0), plain(0.0, 12, 13), silent, of_agent(0.5, num_turns=7), of_roles(1.0, -1.0)]
-    leftover = to_leftover(samples)
-    save_leftover(tmp_path, leftover)
-    found = from_leftover(load_leftover(tmp_path, json.loads(json.dumps(leftover_records(leftover)))))
+    found = stored(samples, tmp_path / "step")
     assert [values_of(one) for one in found] == [values_of(one) for one in samples]
     assert found[0].completion.agent.sequences[1].prompt_ids.tolist() == [8, 9]

@@ -18,7 +18,7 @@ from mindrlhf.launch.nodes.facts import MISSING
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.remote import start_verifiers
 from mindrlhf.rewards.types import RewardInput
-from mindrlhf.system.messages import decode, encode, merge
+from mindrlhf.system.records import decode, encode, merge
 from mindrlhf.tools.agent_nodes import start_agents
 from mindrlhf.training.batch import Machine
 from mindrlhf.training.facts import agent_facts, verifier_facts

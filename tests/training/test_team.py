@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.system.messages import record
+from mindrlhf.system.records import record
 from mindrlhf.system.wire import send_message
 from mindrlhf.training.team import Team, serve
 
@@ -176,7 +176,7 @@ def test_a_killed_rank_is_named_with_its_log():
     program = textwrap.dedent(
         """
         import dataclasses, socket, sys, time
-        from mindrlhf.system.messages import record
+        from mindrlhf.system.records import record
         from mindrlhf.training.team import serve
         @record
         @dataclasses.dataclass(frozen=True)

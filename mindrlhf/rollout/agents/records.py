@@ -5,8 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from mindrlhf.rollout.types import Completion
+from mindrlhf.system.records import record
 
 
+@record
 @dataclass(frozen=True)
 class GivenSample:
     """What the generator has given, so far, to a call of an agent: run anew after a resumption, it gets it again."""
@@ -20,6 +22,7 @@ class GivenSample:
     spans: tuple[tuple[int, int], ...]  # as ``Completion.spans``
 
 
+@record
 @dataclass(frozen=True)
 class EpisodeUnderWay(Completion):
     """The beginning of an episode in partial rollout; it has no tokens but those that its calls were given."""

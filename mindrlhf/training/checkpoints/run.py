@@ -1,6 +1,7 @@
 """When a run's state is saved, and how a run picks it up again; rank 0's part."""
 
 import contextlib
+import copy
 import dataclasses
 import json
 import sys
@@ -9,16 +10,9 @@ from typing import Any
 
 from mindrlhf.checkpoint.algorithm_state import AlgorithmState
 from mindrlhf.checkpoint.background import BackgroundWriter
-from mindrlhf.checkpoint.leftover import LeftoverSample, leftover_records, load_leftover, save_leftover
 from mindrlhf.checkpoint.manifest import DamagedDirectory
 from mindrlhf.checkpoint.resume import check_resumable, check_same_teachers
-from mindrlhf.checkpoint.state import (
-    STATE_NAME,
-    EvaluationFile,
-    RunState,
-    read_state,
-    write_state,
-)
+from mindrlhf.checkpoint.state import RunState, pack_state, read_progress, read_state, write_state
 from mindrlhf.checkpoint.store import CheckpointStore
 from mindrlhf.config.schema import AnyConfig
 from mindrlhf.data.epochs import EpochSteps
@@ -39,14 +33,14 @@ from mindrlhf.training.team import Team
 
 @dataclasses.dataclass
 class Progress:
-    """Where a run is: all that a checkpoint needs beside weights and optimiser."""
+    """Position of a run: all that a checkpoint needs beside weights and optimiser."""
 
     step: int = 0  # steps done
     weights_version: int = 0  # versions published to the generator
     evaluations: list[Evaluation] = dataclasses.field(default_factory=list)
     algorithm: AlgorithmState = dataclasses.field(default_factory=AlgorithmState)
-    # Samples not yet trained on; a step replaces the list and does not change what is in it.
-    leftover: list[LeftoverSample] = dataclasses.field(default_factory=list)
+    # Records of samples not yet trained on; a step replaces the list and does not change what is in it.
+    leftover: list[Any] = dataclasses.field(default_factory=list)
 
 
 def check_continues(config: AnyConfig, data: dict[str, Any], teachers: dict[str, str]) -> None:
@@ -112,9 +106,7 @@ class RunCheckpoints:
         # A model that is no shard of each rank is one of rank 0.
         savers = team if isinstance(team, ReplicaTeam) else Team(team.rank_0)
         self._shards = self._nodes or ShardCheckpoints(savers, self._writer)
-        self._evaluations: list[dict[str, Any]] = []  # those of the progress as JSON, made once each
-        self._evaluation_file = EvaluationFile()
-        self._begun: tuple[RunState, list[LeftoverSample]] | None = None
+        self._begun: tuple[RunState, list[Any]] | None = None
         self._saved_step: int | None = None
 
     def begin_step(self, progress: Progress) -> None:
@@ -151,7 +143,7 @@ class RunCheckpoints:
         Raises:
             UserError: the disk has too little room, or an earlier checkpoint could not be written.
         """
-        self._write(self._state(progress), list(progress.leftover), best_step(progress.evaluations))
+        self._write(self._state(progress), progress.leftover, progress.evaluations)
         if self._requests.save:
             self._requests.save = False
             print(f"mindrlhf: SIGUSR1: saving step {progress.step} in {self._store.path(progress.step)}", flush=True)
@@ -163,7 +155,7 @@ class RunCheckpoints:
         assert self._begun is not None and self._begun[0].step == progress.step, "no step was begun"
         state, leftover = self._begun
         if self._saved_step != state.step:
-            self._write(state, leftover, best_step(progress.evaluations))
+            self._write(state, leftover, progress.evaluations)
         self._end_on_request(state.step)
 
     def wait(self) -> None:
@@ -195,8 +187,7 @@ class RunCheckpoints:
             raise nothing_to_resume(self._store.save_dir)
         state = read_state(directory)
         _check_same_run(state, self._config, self._data, self._teachers)
-        leftover = load_leftover(directory, state.carried)
-        algorithm = AlgorithmState.from_json(state.algorithm_state, str(directory / STATE_NAME))
+        records = read_progress(directory)
         self._team.call("restore", directory=str(directory))
         self._stream.restore(state.prompt_stream)
         self._saved_step = state.step
@@ -204,39 +195,34 @@ class RunCheckpoints:
             step=state.step,
             # The loop publishes first, under the next number: that of the checkpoint.
             weights_version=max(0, state.weights_version - 1),
-            evaluations=[Evaluation.from_json(values) for values in state.evaluations],
-            algorithm=algorithm,
-            leftover=leftover,
+            evaluations=records["evaluations"],
+            algorithm=state.algorithm,
+            leftover=records["leftover"],
         )
 
     def _state(self, progress: Progress) -> RunState:
-        new = progress.evaluations[len(self._evaluations) :]
-        self._evaluations = self._evaluations + [evaluation.to_json() for evaluation in new]
         return RunState(
             step=progress.step,
             weights_version=progress.weights_version,
             seed=self._seed,
             prompt_stream=self._stream.state(),
             config=self._config,
-            evaluations=self._evaluations,
-            algorithm_state=progress.algorithm.to_json(),
+            algorithm=copy.deepcopy(progress.algorithm),
             data=self._data,
             teachers=self._teachers,
-            carried=leftover_records(progress.leftover),
         )
 
-    def _write(self, state: RunState, leftover: list[LeftoverSample], best: int | None) -> None:
-        size_bytes = self._team.rank_0.state_size_bytes()
-        size_bytes += sum(array.nbytes for sample in leftover for array in sample.arrays.values())
+    def _write(self, state: RunState, leftover: list[Any], evaluations: list[Evaluation]) -> None:
+        packed = pack_state(state, {"evaluations": evaluations, "leftover": leftover})
+        size_bytes = self._team.rank_0.state_size_bytes() + packed.size_bytes
         self._store.check_space(size_bytes)
-        best = best if self._section.keep_best else None
+        best = best_step(evaluations) if self._section.keep_best else None
 
         checksums: dict[str, str] = {}
         writing = self._store.writing(state.step, size_bytes, best, checksums)
 
         def write_rest(directory: Path) -> None:
-            save_leftover(directory, leftover)
-            checksums.update(write_state(directory, state, self._evaluation_file))
+            checksums.update(write_state(directory, packed))
 
         self.wait()  # the copy that is still read is about to be overwritten
         self._saved_step = state.step

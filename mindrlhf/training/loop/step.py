@@ -7,12 +7,14 @@ from typing import TypeVar
 import numpy as np
 
 from mindrlhf.rollout.samples import Sample
+from mindrlhf.system.records import record
 from mindrlhf.training.batch import Batch
 from mindrlhf.training.loop.policy import PolicyUpdate
 
 T = TypeVar("T")
 
 
+@record
 @dataclass(frozen=True)
 class StepSamples:
     """The samples of one step, each kind in whole groups; the generated are the used but the stale, leftover, dropped.

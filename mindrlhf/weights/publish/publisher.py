@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from mindrlhf.config.rollout import COLLECTIVES, TCP
 from mindrlhf.observe.fingerprint import digest_weights
-from mindrlhf.system.messages import join, last, merged_by, result
+from mindrlhf.system.records import join, last, merged_by, result
 from mindrlhf.system.wire import own_host
 from mindrlhf.weights.publish.buffer import WeightBuffer, WrittenSlice
 from mindrlhf.weights.publish.collective import Broadcast, CollectiveTransport

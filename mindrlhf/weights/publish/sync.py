@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.system.messages import join, merged_by, result, union
+from mindrlhf.system.records import join, merged_by, result, union
 from mindrlhf.weights.publish.buffer import WeightBuffer, WrittenSlice
 from mindrlhf.weights.publish.slices import (
     RequiredSlices,

@@ -1,18 +1,17 @@
 """Agents in partial rollout: rounds of segments, and what a checkpoint keeps of an episode under way."""
 
-import json
 import threading
 import time
 
 import numpy as np
 import pytest
+import saved_progress
 from agent_fakes import END, decoded, prompt, serving, spelled, user
 
-from mindrlhf.checkpoint.leftover import leftover_records, load_leftover, save_leftover
 from mindrlhf.errors import RunFailure
 from mindrlhf.rollout.partial import NOTHING
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
-from mindrlhf.training.loop.sampling.segments import Group, from_leftover, to_leftover
+from mindrlhf.training.loop.sampling.segments import Group
 
 pytestmark = pytest.mark.timeout(120)
 SAMPLING = SamplingParams(400, temperature=0.7, stop_token_ids=(END,))
@@ -103,11 +102,7 @@ def shown(completion):
 
 def stored(response, directory):
     """A response as a checkpoint brings it back."""
-    packed = to_leftover([Group(0, 0, (response,), 0)])
-    directory.mkdir()
-    save_leftover(directory, packed)
-    records = json.loads(json.dumps(leftover_records(packed)))
-    return from_leftover(load_leftover(directory, records), 1)[0].responses[0]
+    return saved_progress.stored([Group(0, 0, (response,), 0)], directory)[0].responses[0]
 
 
 def whole():

@@ -1,8 +1,6 @@
 """When a run saves, what a checkpoint brings back, and what a broken-off step leaves of it."""
 
-import contextlib
 import dataclasses
-import json
 import os
 import signal
 import threading
@@ -11,11 +9,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from made_samples import make_sample
 
 from mindrlhf.checkpoint.algorithm_state import AlgorithmState, GuardsState, KlState
-from mindrlhf.checkpoint.leftover import LeftoverSample
-from mindrlhf.checkpoint.manifest import write_manifest
-from mindrlhf.checkpoint.state import STATE_NAME, read_state
+from mindrlhf.checkpoint.state import read_progress, read_state
 from mindrlhf.config.model import ModelSection
 from mindrlhf.config.observe import CheckpointSection
 from mindrlhf.config.reward import RewardSection
@@ -97,7 +94,7 @@ def test_a_checkpoint_brings_back_everything(tmp_path, asynchronous):
     run.step()
     run.progress.evaluations.append(evaluation(2, 0.25))
     run.progress.algorithm.kl = KlState(0.125)
-    run.progress.leftover = [LeftoverSample({"prompt": "p"}, {"ids": np.arange(3, dtype=np.int32)})]
+    run.progress.leftover = [make_sample([2], [0, 1, 2], 0.5, {"length": 0.5}, prompt="p")]
     run.checkpoints.save(run.progress)
     run.checkpoints.wait()
     following = run.stream.next(20)
@@ -111,22 +108,8 @@ def test_a_checkpoint_brings_back_everything(tmp_path, asynchronous):
     assert progress.algorithm == AlgorithmState(kl=KlState(0.125))
     assert progress.evaluations[0].scores.tolist() == [[0.25]] * 4
     (leftover,) = progress.leftover
-    assert leftover.record == {"prompt": "p"}
-    np.testing.assert_array_equal(leftover.arrays["ids"], [0, 1, 2])
-
-
-@contextlib.contextmanager
-def changed_state(directory):
-    """The path of the state that a run of one step has saved, and its content: what becomes of it is written back."""
-    run = Run(directory)
-    run.step()
-    run.checkpoints.save(run.progress)
-    run.checkpoints.wait()
-    path = newest_checkpoint(run.config) / STATE_NAME
-    state = json.loads(path.read_text())
-    yield path, state
-    path.write_text(json.dumps(state))
-    write_manifest(path.parent)
+    assert (leftover.prompt_text, leftover.reward.parts) == ("p", {"length": 0.5})
+    np.testing.assert_array_equal(leftover.completion.token_ids, [0, 1, 2])
 
 
 def test_a_run_goes_on_with_the_teachers_that_it_began_with(tmp_path):
@@ -138,12 +121,6 @@ def test_a_run_goes_on_with_the_teachers_that_it_began_with(tmp_path):
     assert Run(tmp_path, teachers=dict(zip(names, ("abc", "def")))).checkpoints.resume().step == 1
     with pytest.raises(UserError, match="what distillation.teachers.code names holds another model than the run began"):
         Run(tmp_path, teachers=dict(zip(names, ("abc", "xyz")))).checkpoints.resume()
-
-
-def test_a_checkpoint_of_a_release_without_fingerprints_of_teachers_goes_on(tmp_path):
-    with changed_state(tmp_path) as (_, state):
-        assert state.pop("teachers") == {}
-    assert Run(tmp_path, teachers={"model.reference_path": "abc"}).checkpoints.resume().step == 1
 
 
 def test_a_checkpoint_is_resumed_on_its_own_data_only(tmp_path):
@@ -189,8 +166,8 @@ def test_the_run_goes_on_while_a_checkpoint_is_written_and_changes_nothing_in_it
     directory = newest_checkpoint(run.config)
     assert (directory / "weights").read_text() == "1"
     state = read_state(directory)
-    assert state.algorithm_state["kl"] == {"coefficient": 1.0} and state.evaluations == []
-    assert state.algorithm_state["guards"]["norms"] == [1.0]
+    assert state.algorithm == AlgorithmState(kl=KlState(1.0), guards=GuardsState(norms=[1.0]))
+    assert read_progress(directory) == {"evaluations": [], "leftover": []}
 
 
 def test_a_failed_write_ends_the_run_at_its_next_step(tmp_path):
@@ -362,10 +339,3 @@ def test_the_best_step_is_that_of_the_prompts_that_the_run_has_now(tmp_path):
         run.progress.evaluations.append(evaluation(run.progress.step, accuracy, questions))
         run.checkpoints.save(run.progress)
     assert run.steps() == [2, 3]
-
-
-def test_a_state_with_a_key_of_another_release_is_refused_by_name(tmp_path):
-    with changed_state(tmp_path) as (path, state):
-        state["algorithm_state"]["momentum"] = 0.9
-    with pytest.raises(UserError, match=f"^{path} is damaged: algorithm_state.momentum is unknown"):
-        Run(tmp_path).checkpoints.resume()

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_samples import make_sample
+from saved_progress import through_json
 
-from mindrlhf.checkpoint.algorithm_state import AlgorithmState, LearningState
+from mindrlhf.checkpoint.algorithm_state import LearningState
 from mindrlhf.config.algorithm import AlgorithmSection
 from mindrlhf.config.model import ModelSection
 from mindrlhf.config.reward import RewardSection
@@ -69,8 +70,7 @@ class Run:
         return [(one["step"], one["event"], one["alarm"]) for one in map(json.loads, lines) if "alarm" in one]
 
     def saved(self) -> LearningState:
-        values = json.loads(json.dumps(AlgorithmState(learning=self.state).to_json()))
-        return AlgorithmState.from_json(values, "state.json").learning
+        return through_json(self.state)
 
 
 NOTHING = [[(0.0, 0.0)] * 2] * 2

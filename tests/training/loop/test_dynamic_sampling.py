@@ -1,17 +1,15 @@
 """Dynamic sampling over scripted rounds of sampling: which groups a step gets; every sample is accounted for."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_samples import make_sample, with_completion, with_prompt, with_reward
+from saved_progress import stored
 
 from mindrlhf.checkpoint.algorithm_state import SampleTotals
-from mindrlhf.checkpoint.leftover import LeftoverSample, leftover_records, load_leftover, save_leftover
-from mindrlhf.checkpoint.manifest import DamagedDirectory
 from mindrlhf.config.algorithm import AlgorithmSection
 from mindrlhf.config.model import ModelSection
 from mindrlhf.config.reward import RewardSection
@@ -19,7 +17,7 @@ from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.training import TrainingSection
 from mindrlhf.images.pixels import encode_png
-from mindrlhf.training.loop.leftover import SampleLedger, from_leftover, to_leftover
+from mindrlhf.training.loop.leftover import SampleLedger, with_images, without_images
 from mindrlhf.training.loop.sampling.in_step import GroupSampling
 
 SIZE = 3  # samples of a group
@@ -40,9 +38,7 @@ def make_config(chunk_size=2, num_rollouts=2, max_oversampling=10, dynamic_sampl
 def sample(group, reward, name="", finish_reason="stop"):
     ids = np.arange(1, 4, dtype=np.int32)
     logprobs = np.array([-0.1, -1 / 3, -2.5], np.float32)
-    return make_sample(
-        ids[:2], ids, reward, group=group, prompt=name, logprobs=logprobs, finish_reason=finish_reason
-    )
+    return make_sample(ids[:2], ids, reward, group=group, prompt=name, logprobs=logprobs, finish_reason=finish_reason)
 
 
 class Rounds:
@@ -86,7 +82,7 @@ def test_rounds_ask_for_as_many_chunks_as_could_fill_the_step():
 def test_what_was_left_over_comes_first_and_is_told_apart():
     sampling, rounds = GroupSampling(make_config()), Rounds([1, 0, 1, 1, 0, 0, 1, 1] + [1, 1, 0, 1])
     first = sampling.collect(rounds, [])
-    second = sampling.collect(rounds, from_leftover(to_leftover(first.leftover)))
+    second = sampling.collect(rounds, first.leftover)
     assert rounds.asked[3:] == [(4, 0)], "3 groups are missing, and prompts come by chunks of 2"
     assert names(second.used) == [7, 8, 9, 11]
     assert second.num_stale == SIZE and names(second.used[second.num_stale :]) == [8, 9, 11]
@@ -150,10 +146,9 @@ def test_every_prompt_of_a_run_is_used_once_or_dropped_also_over_a_restart(
     for index in range(num_steps):
         if index == resume_at:
             sampling, ledger = GroupSampling(config), SampleLedger(ledger.state())
-            leftover = to_leftover(from_leftover(leftover))
-        step = sampling.collect(rounds, from_leftover(leftover))
+        step = sampling.collect(rounds, leftover)
         metrics = ledger.add(step)
-        leftover = to_leftover(step.leftover)
+        leftover = step.leftover
         used += names(step.used)
         dropped += names(step.dropped)
         generated += metrics["samples/generated"]
@@ -183,9 +178,7 @@ def test_a_lost_sample_is_noticed():
 
 def through_files(directory, samples):
     """What a run that is resumed from a checkpoint finds of samples left over."""
-    leftover = to_leftover(samples)
-    save_leftover(directory, leftover)
-    return from_leftover(load_leftover(directory, json.loads(json.dumps(leftover_records(leftover)))))
+    return list(map(with_images, stored(list(map(without_images, samples)), directory / "step")))
 
 
 def assert_equal(before, after):
@@ -194,6 +187,9 @@ def assert_equal(before, after):
     if dataclasses.is_dataclass(before):
         for field in dataclasses.fields(before):
             assert_equal(getattr(before, field.name), getattr(after, field.name))
+    elif isinstance(before, tuple):
+        for one, other in zip(before, after, strict=True):
+            assert_equal(one, other)
     elif isinstance(before, np.ndarray):
         np.testing.assert_array_equal(before, after, strict=True)
     else:
@@ -206,74 +202,8 @@ def test_leftover_samples_come_back_exactly(tmp_path):
     original = with_completion(
         original, spans=((1, 2), (3, 1)), num_turns=2, is_generated=np.array([True, False, True]), weights_version=1
     )
+    image = np.full((28, 28, 3), 7, np.uint8)
+    original = with_prompt(original, image_files=(encode_png(image), encode_png(image + 1)))
+    original = dataclasses.replace(original, images=(image, image + 1))
     (back,) = through_files(tmp_path, [original])
     assert_equal(original, back)
-
-
-@pytest.mark.parametrize(("path", "name"), [(("prompt",), "answer"), (("reward",), "total"), ((), "response_text")])
-def test_a_leftover_sample_that_lacks_a_value_is_damage(path, name):
-    for change in ("less", "more"):
-        (leftover,) = to_leftover([sample(4, 0.5)])
-        record = json.loads(json.dumps(leftover.record))
-        inner = record
-        for step in path:
-            inner = inner[step]
-        if change == "less":
-            del inner[name]
-        else:
-            name = "strange"
-            inner[name] = 1
-        with pytest.raises(DamagedDirectory, match=f"'{name}' of carried-over sample 1 is missing or new"):
-            from_leftover([leftover, LeftoverSample(record, leftover.arrays)])
-    with pytest.raises(DamagedDirectory, match="'reward' of carried-over sample 0"):
-        from_leftover([LeftoverSample({**leftover.record, "reward": 0.5}, leftover.arrays)])
-
-
-def test_leftover_samples_of_earlier_releases_are_read():
-    """They held the values of prompt, completion and reward side by side, and images as they are seen."""
-    record = {"group": 4, "prompt": "p", "completion": "c", "answer": "a", "finish_reason": "length", "source": "math"}
-    record |= {"rewards": {"length": 0.5}, "reward": 0.25, "failures": {"length": "timeout"}, "num_turns": 2}
-    record |= {"num_tool_calls": 3, "num_tool_failures": 1, "is_generated": None, "weights_version": 7}
-    arrays = {"prompt_ids": np.array([5, 6], np.int32), "response_ids": np.array([1, 2], np.int32)}
-    arrays |= {"rollout_logprobs": np.array([-1, -2], np.float32)}
-    images = [np.full((28, 28, 3), shade, np.uint8) for shade in range(11)]
-    shown = {f"image{number}": image for number, image in enumerate(images)}
-    oldest = {name: value for name, value in record.items() if name not in ("source", "weights_version")}
-    seen, unseen, old = from_leftover(
-        [LeftoverSample(record, arrays | shown), LeftoverSample(record, arrays), LeftoverSample(oldest, arrays)]
-    )
-    expected = make_sample(
-        [5, 6], [1, 2], 0.25, {"length": 0.5}, group=4, logprobs=[-1, -2], finish_reason="length", num_turns=2,
-        num_tool_calls=3, num_tool_failures=1,
-    )  # fmt: skip
-    expected = with_reward(expected, failures={"length": "timeout"})
-    assert_equal(old, expected)
-    expected = with_completion(with_prompt(expected, source_id="math:"), weights_version=7)
-    assert expected.prompt.source == unseen.prompt.source == "math"
-    assert_equal(with_prompt(unseen, source_id="math:"), expected)
-    assert len(seen.images) == 11
-    for image, same in zip(images, seen.images, strict=True):
-        np.testing.assert_array_equal(image, same, strict=True)
-    with pytest.raises(DamagedDirectory, match="'answer' of carried-over sample 0"):
-        from_leftover([LeftoverSample({name: record[name] for name in record if name != "answer"}, arrays)])
-    with pytest.raises(DamagedDirectory, match="'strange' of carried-over sample 0"):
-        from_leftover([LeftoverSample(record | {"strange": 1}, arrays)])
-
-
-def test_leftover_samples_keep_their_images(tmp_path):
-    images = tuple(np.full((28, 28 * (n % 3 + 1), 3), n, np.uint8) for n in range(11))
-    files = tuple(map(encode_png, images))
-    samples = [with_prompt(sample(0, 0.0, "p", "stop"), image_files=files[first:]) for first in (0, 10, 11)]
-    for first, after in zip((0, 10, 11), through_files(tmp_path, samples), strict=True):
-        assert after.prompt.image_files == files[first:]
-        for image, same in zip(images[first:], after.images, strict=True):
-            np.testing.assert_array_equal(image, same, strict=True)
-
-
-def test_leftover_samples_keep_their_experts(tmp_path):
-    choices = [np.arange(12, dtype=dtype).reshape(3, 2, 2) for dtype in (np.uint8, np.uint16)]
-    samples = [with_completion(sample(0, 0.0, "p", "stop"), experts=experts) for experts in (*choices, None)]
-    *back, without = through_files(tmp_path, samples)
-    assert without.completion.experts is None
-    for experts, same in zip(choices, back, strict=True):
-        np.testing.assert_array_equal(experts, same.completion.experts, strict=True)

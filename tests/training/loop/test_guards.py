@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from made_samples import make_sample, with_reward
+from saved_progress import through_json
 
-from mindrlhf.checkpoint.algorithm_state import AlgorithmState, GuardsState, LearningState
+from mindrlhf.checkpoint.algorithm_state import GuardsState, LearningState
 from mindrlhf.config.model import ModelSection
 from mindrlhf.config.observe import GuardSection
 from mindrlhf.config.reward import RewardSection
@@ -118,11 +119,6 @@ def open_guards(tmp_path, step):
         guards.close()
 
 
-def through_checkpoint(guards) -> GuardsState:
-    values = json.loads(json.dumps(AlgorithmState(guards=guards.state()).to_json()))
-    return AlgorithmState.from_json(values, "state.json").guards
-
-
 def events(directory) -> list[dict]:
     return [json.loads(line) for line in (directory / "guards.jsonl").read_text().splitlines()]
 
@@ -171,7 +167,7 @@ def test_the_run_stops_after_a_row_of_skipped_updates_also_across_a_resume(open_
     guards.review(step.record(1, np.nan, np.nan), 0.0)
     guards.review(step.record(2, 1.0, np.nan), 0.0)
     guards.check()
-    state = through_checkpoint(guards)
+    state = through_json(guards.state())
     assert state.num_skipped == 1
     resumed = open_guards(first_step=3, state=state, max_skipped_updates=3)
     # The row is complete within the step, and what follows does not undo it.
@@ -290,8 +286,7 @@ def test_a_verifier_that_fails_on_every_sample_stops_the_run_also_across_a_resum
     ]
     warnings = capsys.readouterr().err
     assert warnings.count("verifier second failed on all 2 samples (KeyError: 'x')") == 2
-    saved = AlgorithmState.from_json(json.loads(json.dumps(AlgorithmState(learning=learning).to_json())), "state.json")
-    resumed = open_guards(first_step=4, learning=saved.learning, max_failed_steps=3)
+    resumed = open_guards(first_step=4, learning=through_json(learning), max_failed_steps=3)
     resumed.review_rewards(5, WHOLLY)
     with pytest.raises(RunFailure, match=r"^step 5: verifier second .*, 3 steps in a row, .*max_failed_steps is 3: "):
         resumed.check()

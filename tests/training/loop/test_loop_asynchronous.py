@@ -1,6 +1,5 @@
 """Fully asynchronous sampling: how old groups may be, that none is lost or used twice, and runs that are repeated."""
 
-import json
 import random
 import shutil
 import time
@@ -8,12 +7,11 @@ import time
 import numpy as np
 import pytest
 import test_loop
+from saved_progress import load_progress, save_progress
 from test_loop import NUM_GENERATIONS, Run
 from test_loop_segments import LONGEST, SPAN
 from test_loop_segments import Server as Spans
 
-from mindrlhf.checkpoint.algorithm_state import AlgorithmState
-from mindrlhf.checkpoint.leftover import leftover_records, load_leftover, save_leftover
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.observe.records import read_jsonl
 from mindrlhf.rollout.replicas import WeightsReplaced
@@ -150,27 +148,23 @@ def test_a_resumed_run_loses_nothing_and_uses_nothing_twice(tmp_path):
     saved = {}
 
     def save(progress):
-        directory = tmp_path / f"step_{progress.step}"
-        directory.mkdir()
-        save_leftover(directory, progress.leftover)
-        records = json.dumps(leftover_records(progress.leftover))
+        save_progress(tmp_path / f"step_{progress.step}", progress)
         order = (tmp_path / "whole" / ORDER_NAME).read_text()
-        saved[progress.step] = records, json.dumps(progress.algorithm.to_json()), whole.stream.state(), order
+        saved[progress.step] = len(progress.leftover), whole.stream.state(), order
 
     whole.memory.save = save
     finish(whole)
-    assert any(json.loads(records) for records, *_ in saved.values()), "something is carried"
-    assert json.loads(saved[NUM_STEPS][0]) == []
+    assert any(number for number, *_ in saved.values()), "something is carried"
+    assert saved[NUM_STEPS][0] == 0
     for stop in (1, 3, 6):
-        records, state, stream, order = saved[stop]
+        _, stream, order = saved[stop]
         directory = tmp_path / f"resumed_{stop}"
         resumed = start(directory)
         resumed.trainer.close()
         (directory / ORDER_NAME).write_text(order)
         progress = resumed.progress
         progress.step = progress.weights_version = stop
-        progress.leftover = load_leftover(tmp_path / f"step_{stop}", json.loads(records))
-        progress.algorithm = AlgorithmState.from_json(json.loads(state), "state")
+        load_progress(tmp_path / f"step_{stop}", progress)
         resumed.stream.restore(stream)
         resumed.trainer = type(resumed.trainer)(resumed.config, resumed.trainer.parts, progress, NUM_STEPS)
         resumed.ranks[0].updates += whole.ranks[0].updates[:stop]

@@ -14,11 +14,10 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 import test_loop
+from saved_progress import load_progress, save_progress
 from test_loop import END, NUM_GENERATIONS, Run
 from test_loop_critic import ALGORITHM, CriticRank, brute_force, responses_of
 
-from mindrlhf.checkpoint.algorithm_state import AlgorithmState
-from mindrlhf.checkpoint.leftover import leftover_records, load_leftover, save_leftover
 from mindrlhf.config.algorithm import CriticSection
 from mindrlhf.errors import RunFailure
 from mindrlhf.images.pixels import encode_png
@@ -490,16 +489,9 @@ def saver(run, tmp_path):
     saved = {}
 
     def save(progress):
-        directory = tmp_path / f"step_{progress.step}"
-        directory.mkdir()
-        save_leftover(directory, progress.leftover)
+        save_progress(tmp_path / f"step_{progress.step}", progress)
         order = tmp_path / "whole" / ORDER_NAME
-        saved[progress.step] = (
-            json.dumps(leftover_records(progress.leftover)),
-            json.dumps(progress.algorithm.to_json()),
-            run.stream.state(),
-            order.read_text() if order.exists() else "",
-        )
+        saved[progress.step] = run.stream.state(), order.read_text() if order.exists() else ""
 
     run.memory.save = save
     return saved
@@ -507,14 +499,13 @@ def saver(run, tmp_path):
 
 def resumed_at(stop, run, whole, saved, tmp_path):
     """Set a run to where another was after a step."""
-    records, state, stream, order = saved[stop]
+    stream, order = saved[stop]
     run.trainer.close()
     if order:
         (tmp_path / f"resumed_{stop}" / ORDER_NAME).write_text(order)
     progress = run.progress
     progress.step = progress.weights_version = stop
-    progress.leftover = load_leftover(tmp_path / f"step_{stop}", json.loads(records))
-    progress.algorithm = AlgorithmState.from_json(json.loads(state), "state")
+    load_progress(tmp_path / f"step_{stop}", progress)
     run.stream.restore(stream)
     run.trainer = type(run.trainer)(run.config, run.trainer.parts, progress, NUM_STEPS)
     run.ranks[0].updates += whole.ranks[0].updates[:stop]  # a rank counts them in its gradient norm

@@ -8,10 +8,9 @@ import time
 import numpy as np
 import pytest
 import test_loop
+from saved_progress import load_progress, save_progress
 from test_loop import END, NUM_GENERATIONS, Rank, Run, Script
 
-from mindrlhf.checkpoint.algorithm_state import AlgorithmState
-from mindrlhf.checkpoint.leftover import leftover_records, load_leftover, save_leftover
 from mindrlhf.errors import RunFailure
 from mindrlhf.rollout.types import Completion
 
@@ -195,23 +194,19 @@ def test_a_resumed_run_trains_on_what_was_sampled_before(ahead, recipe, tmp_path
     saved = {}
 
     def save(progress):
-        directory = tmp_path / str(progress.step)
-        directory.mkdir()
-        save_leftover(directory, progress.leftover)
-        records = json.dumps(leftover_records(progress.leftover))
-        state = json.dumps(progress.algorithm.to_json())
-        saved[progress.step] = records, state, json.dumps(whole.stream.state()), progress.weights_version
+        save_progress(tmp_path / str(progress.step), progress)
+        versions = [step.version for step in progress.leftover]
+        saved[progress.step] = versions, json.dumps(whole.stream.state()), progress.weights_version
 
     whole.memory.save = save
     metrics, course = finish(whole)
-    assert list(saved) == [1, 2, 3, 4, 5, 6] and json.loads(saved[6][0]) == []
-    assert json.loads(saved[3][1])["ahead"]["versions"] == [2, 3][-ahead:]
+    assert list(saved) == [1, 2, 3, 4, 5, 6] and saved[6][0] == []
+    assert saved[3][0] == [2, 3][-ahead:]
     for stop in (1, 3, 5):
-        records, state, stream, version = saved[stop]
+        _, stream, version = saved[stop]
         resumed = start(ahead, **RECIPES[recipe])
         resumed.progress.step, resumed.progress.weights_version = stop, version - 1
-        resumed.progress.leftover = load_leftover(tmp_path / str(stop), json.loads(records))
-        resumed.progress.algorithm = AlgorithmState.from_json(json.loads(state), "state")
+        load_progress(tmp_path / str(stop), resumed.progress)
         resumed.stream.restore(json.loads(stream))
         resumed.trainer.close()
         resumed.trainer = type(resumed.trainer)(

@@ -1,19 +1,15 @@
 """Partial rollout: what a step gives each response, what it trains on, and what goes on in the next."""
 
-import json
 import math
 import random
 
 import numpy as np
 import pytest
 import test_loop
+from saved_progress import load_progress, save_progress
 from test_loop import END, NUM_GENERATIONS, Run, Script
 
-from mindrlhf.checkpoint.algorithm_state import AlgorithmState
-from mindrlhf.checkpoint.leftover import LeftoverSample, leftover_records, load_leftover, save_leftover
-from mindrlhf.checkpoint.manifest import DamagedDirectory
 from mindrlhf.rollout.types import Completion
-from mindrlhf.training.loop.sampling.segments import from_leftover, to_leftover
 
 NUM_STEPS = 6
 SPAN, LONGEST, MAX_SPANS = 2, 12, 3
@@ -138,23 +134,19 @@ def test_a_resumed_run_goes_on_with_what_was_begun(tmp_path):
     saved = {}
 
     def save(progress):
-        directory = tmp_path / str(progress.step)
-        directory.mkdir()
-        save_leftover(directory, progress.leftover)
-        records = json.dumps(leftover_records(progress.leftover))
-        saved[progress.step] = records, json.dumps(progress.algorithm.to_json()), whole.stream.state()
+        save_progress(tmp_path / str(progress.step), progress)
+        saved[progress.step] = len(progress.leftover), whole.stream.state()
 
     whole.memory.save = save
     metrics, course = finish(whole)
-    assert any(json.loads(records) for records, _, _ in saved.values()), "something is carried"
-    assert json.loads(saved[NUM_STEPS][0]) == []
+    assert any(number for number, _ in saved.values()), "something is carried"
+    assert saved[NUM_STEPS][0] == 0
     for stop in range(1, NUM_STEPS):
-        records, state, stream = saved[stop]
+        _, stream = saved[stop]
         resumed = start()
         progress = resumed.progress
         progress.step = progress.weights_version = stop
-        progress.leftover = load_leftover(tmp_path / str(stop), json.loads(records))
-        progress.algorithm = AlgorithmState.from_json(json.loads(state), "state")
+        load_progress(tmp_path / str(stop), progress)
         resumed.stream.restore(stream)
         resumed.trainer = type(resumed.trainer)(resumed.config, resumed.trainer.parts, progress, NUM_STEPS)
         # The stand-in for a rank counts its updates in its gradient norm.
@@ -188,25 +180,3 @@ def test_requests_say_which_tokens_are_of_the_response_already():
     requests = [request for batch, _ in run.generator.requests for request in batch]
     assert all(request.num_begun == len(request.prompt_ids) - 1 for request in requests)
     assert len({request.num_begun for request in requests}) > 3
-
-
-def test_a_checkpoint_of_an_earlier_release_is_read():
-    """It has fewer values of each response, and no places of groups."""
-    ids, logprobs = np.array([103, 1], np.int32), np.array([-1.0, -2.0], np.float32)
-    records = [
-        ({"number": 5, "prompt": 1, "spans": [[2, 1], [3, 1]], "finish_reason": ""}, 2),
-        ({"number": 5, "prompt": 1, "spans": [[2, 1]], "finish_reason": "stop"}, 1),
-    ]
-    kept = [LeftoverSample(one, {"token_ids": ids[:n], "logprobs": logprobs[:n]}) for one, n in records]
-    (group,) = from_leftover(kept, 2)
-    assert (group.number, group.prompt, group.place, group.num_tries, group.is_dropped) == (5, 1, 5, 1, False)
-    going_on, complete = group.responses
-    assert going_on.spans == ((2, 1), (3, 1)) and complete.spans == ((2, 1),)
-    assert (going_on.finish_reason, complete.finish_reason) == ("", "stop")
-    np.testing.assert_array_equal(going_on.token_ids, ids)
-    np.testing.assert_array_equal(complete.logprobs, logprobs[:1])
-    again = from_leftover(to_leftover([group]), 2)
-    assert [one.spans for one in again[0].responses] == [one.spans for one in group.responses]
-    for damaged in (kept[:1], [LeftoverSample({"number": 5, "prompt": 1}, {}), kept[1]]):
-        with pytest.raises(DamagedDirectory, match="the checkpoint is damaged"):
-            from_leftover(damaged, 2)

@@ -22,7 +22,7 @@ from mindrlhf.rollout.samples import Sample, Sampler
 from mindrlhf.rollout.types import Generator, SamplingParams
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.loop.difficulty import pass_rates
-from mindrlhf.training.loop.leftover import from_leftover, pack_steps, to_leftover, unpack_steps
+from mindrlhf.training.loop.leftover import with_images, without_images
 from mindrlhf.training.loop.step import StepSamples
 
 MAX_PROMPTS_IN_MEMORY = 10_000
@@ -85,18 +85,15 @@ class WholeSteps:
 
     def save(self, ready: Sequence[StepSamples]) -> None:
         """Put what is not trained on into ``Progress``; ``ready`` are complete steps that nobody has taken."""
-        if self._lag:
-            self._progress.leftover, self._progress.algorithm.ahead = pack_steps(ready)
-        elif self._is_dynamic:
-            self._progress.leftover = to_leftover(self._leftover)
+        if self._lag or self._is_dynamic:
+            self._progress.leftover = list(map(without_images, ready if self._lag else self._leftover))
 
     def restore(self) -> list[StepSamples]:
         """Take up what is in ``Progress``; return the steps that are complete."""
-        leftover, state = self._progress.leftover, self._progress.algorithm.ahead
+        ready = list(map(with_images, self._progress.leftover))
         if not self._lag:
-            self._leftover = from_leftover(leftover)
+            self._leftover = ready
             return []
-        ready = unpack_steps(leftover, state) if state else []
         self._leftover = ready[-1].leftover if ready else []
         self.next_step += len(ready)
         return ready

@@ -21,20 +21,19 @@ Counts of tokens decide, never clocks: a round is the same whatever the number o
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
 
 from mindrlhf.algorithms.advantages import groups_with_signal
-from mindrlhf.checkpoint.leftover import LeftoverSample, pack, unpack
-from mindrlhf.checkpoint.manifest import DamagedDirectory
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.rollout.agents.records import EpisodeUnderWay
 from mindrlhf.rollout.partial import NOTHING, followed_by, start_of_turn
 from mindrlhf.rollout.samples import Sample, derived_seed
 from mindrlhf.rollout.types import Completion, GenerationRequest
+from mindrlhf.system.records import record
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.loop.sampling.in_step import PromptSampling
 from mindrlhf.training.loop.step import StepSamples
@@ -42,13 +41,14 @@ from mindrlhf.training.loop.step import StepSamples
 Scored = tuple[list[Sample], list[Sample]]  # the samples of a group and its greedy one
 
 
+@record
 @dataclass(frozen=True)
 class Group:
     """The responses to one prompt, or their beginnings, whose ``finish_reason`` is ""; greedy ones come last."""
 
     number: int  # of the prompt among all that the run has begun, from 0
     prompt: int  # its index in the file
-    responses: tuple[Completion, ...]
+    responses: tuple[Completion | EpisodeUnderWay, ...]
     place: int  # among the groups that are trained on, from 0: ``number`` where none was dropped
     num_tries: int = 1  # prompts that were begun for the place
     is_dropped: bool = False
@@ -150,18 +150,18 @@ class Segments:
             _result(scored)
         groups = [group for chosen, dropped in ready for group in (*dropped, *chosen)]
         groups += [*self._dropped, *self._complete, *self._going_on]
-        self._progress.leftover = to_leftover(groups if self._lag else sorted(groups, key=lambda group: group.place))
+        self._progress.leftover = groups if self._lag else sorted(groups, key=lambda group: group.place)
         if self._is_dynamic:
             state = self._progress.algorithm
-            state.num_replaced, state.free_places = self._num_replaced, [list(one) for one in self._free]
+            state.num_replaced, state.free_places = self._num_replaced, [list(entry) for entry in self._free]
 
     def restore(self) -> list[Chosen]:
         """Take up the groups of ``Progress``: what they make complete is what it was."""
-        groups = from_leftover(self._progress.leftover, self._num_responses + self._num_greedy)
+        groups: list[Group] = self._progress.leftover
         prompts = self._prompts.read([group.prompt for group in groups])
         self._prompts_of = {group.number: prompt for group, prompt in zip(groups, prompts)}
         state = self._progress.algorithm
-        self._num_replaced, self._free = state.num_replaced or 0, [tuple(one) for one in state.free_places or ()]
+        self._num_replaced, self._free = state.num_replaced or 0, [tuple(entry) for entry in state.free_places or ()]
         first_open = self.next_step * self._num_groups
         self._overtakers = {*range(first_open, self._num_opened)} - {group.place for group in groups}
         self._overtakers -= {place for place, _ in self._free}
@@ -198,7 +198,7 @@ class Segments:
         self._prompts_of |= dict(enumerate(self._prompts.read(prompts), first))
         nothing = (NOTHING,) * (self._num_responses + self._num_greedy)
         return [
-            Group(number, prompt, nothing, *place)
+            Group(number, int(prompt), nothing, *place)
             for number, (prompt, place) in enumerate(zip(prompts, places, strict=True), first)
         ]
 
@@ -316,43 +316,3 @@ def _teaches(samples: Sequence[Sample]) -> bool:
     """Whether the verifiers' rewards of a group differ."""
     rewards = np.array([sample.reward.total for sample in samples], np.float64)
     return bool(groups_with_signal(rewards, np.zeros(len(samples), np.int64))[1].all())
-
-
-def to_leftover(groups: Sequence[Group]) -> list[LeftoverSample]:
-    """Return groups as a checkpoint holds them, in order."""
-    found = []
-    for group in groups:
-        of_group = {name: getattr(group, name) for name in _OF_GROUP} | {"prompt": int(group.prompt)}
-        packed = map(pack, group.responses)
-        found += [LeftoverSample({**of_group, **one.record}, one.arrays) for one in packed]
-    return found
-
-
-_OF_GROUP = tuple(one.name for one in fields(Group) if one.name != "responses")
-_ABSENT = {"request_id": 0, "sample_index": 0, "weights_version": 0}  # in checkpoints of earlier releases
-
-
-def from_leftover(leftover: Sequence[LeftoverSample], num_responses: int) -> list[Group]:
-    """Return what ``to_leftover`` was called on.
-
-    Raises:
-        DamagedDirectory: the responses are not whole groups of ``num_responses``.
-    """
-    groups: dict[int, Group] = {}
-    for item in leftover:
-        record = _ABSENT | {"place": item.record.get("number")} | dict(item.record)
-        try:
-            of_group = {name: record.pop(name) for name in _OF_GROUP if name in record}
-            kind = EpisodeUnderWay if "given" in record else Completion
-            response = unpack(kind, LeftoverSample(record, item.arrays))
-            begun = groups.get(of_group["number"])
-            before = begun.responses if begun else ()
-            groups[of_group["number"]] = Group(**of_group, responses=(*before, response))
-        except (KeyError, TypeError, ValueError) as error:
-            raise DamagedDirectory(f"the checkpoint is damaged: a response that goes on is none ({error})") from error
-    for number, group in groups.items():
-        if (count := len(group.responses)) != num_responses:
-            raise DamagedDirectory(
-                f"the checkpoint is damaged: prompt {number} has {count} of {num_responses} responses"
-            )
-    return list(groups.values())
