@@ -11,7 +11,7 @@ import yaml
 from preflight_cases import changed
 
 from mindrlhf.checkpoint import store as store_module
-from mindrlhf.checkpoint.state import RunState, write_state
+from mindrlhf.checkpoint.state import RunState, pack_state, write_state
 from mindrlhf.cli import main
 from mindrlhf.commands.train import _advice
 from mindrlhf.config.load import load_config
@@ -43,7 +43,8 @@ def begun(contents, inputs_dir, tmp_path):
     directory = tmp_path / "run" / "checkpoints" / "step_00000002"
     directory.mkdir(parents=True)
     plain = json.loads(json.dumps(asdict(config)))
-    write_state(directory, RunState(2, 3, 0, {}, plain, [], data=data_fingerprint(vars(config.data))))
+    state = RunState(2, 3, 0, {}, plain, data=data_fingerprint(vars(config.data)))
+    write_state(directory, pack_state(state))
     return path
 
 
