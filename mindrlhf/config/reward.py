@@ -32,11 +32,6 @@ class RewardSection:
     )
     memory_limit_mib: int = key(4096, "memory of a verifier process, in MiB; 0 means no limit", minimum=0)
     every_node: bool = key(True, "verifiers run on every node, `num_workers` on each; false: on node 0 alone")
-    gates: dict[str, str] = key(
-        {},
-        "verifier: gate; the verifier counts only where its gate, another verifier named before it, earned more than 0",
-    )
-    closed_gate_value: float = key(0.0, "reward of a verifier whose gate is closed; it is not asked then")
     by_choice: tuple[str, ...] = key(
         (), "verifiers that score only the prompts whose record names them in its `verifier` field"
     )

@@ -146,8 +146,6 @@ class Dispatcher(threading.Thread):
         self._settings = WorkerSettings(
             verifiers=list(selection.verifiers),
             options=[selection.options_for(verifier) for verifier in selection.verifiers],
-            gates=selection.gate_positions(),
-            closed_gate_value=float(selection.closed_gate_value),
             timeout_s=timeout_s,
             memory_limit_bytes=memory_limit_bytes,
         )

@@ -19,10 +19,6 @@ MAX_MAGNITUDE = 1e15
 class Selection:
     """The reward is the sum of weight * part over the verifiers that apply to the prompt.
 
-    ``gates`` maps a verifier to another that stands before it in ``verifiers``: where the gate's part is not
-    positive (or the gate failed), the verifier is not asked and its part is ``closed_gate_value``. A gate that does
-    not apply to the prompt is open.
-
     ``by_choice`` names the verifiers that apply only to prompts which choose them (``RewardInput.verifiers``); the
     others apply to every prompt.
 
@@ -31,8 +27,6 @@ class Selection:
 
     verifiers: tuple[str, ...]  # names, or path/to/file.py:function
     weights: tuple[float, ...]
-    gates: Mapping[str, str] = field(default_factory=dict)
-    closed_gate_value: float = 0.0
     by_choice: tuple[str, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
 
@@ -42,8 +36,6 @@ class Selection:
         return cls(
             verifiers=reward.verifier_function,
             weights=reward.verifier_weight or (1.0,) * len(reward.verifier_function),
-            gates=reward.gates,
-            closed_gate_value=reward.closed_gate_value,
             by_choice=reward.by_choice,
             options=reward.options,
         )
@@ -56,17 +48,14 @@ class Selection:
         """Check all that can be known without running a user's file.
 
         Raises:
-            UserError: an unknown verifier, gate, choice or option, a weight or value that makes no sense.
+            UserError: an unknown verifier, choice or option, a weight or value that makes no sense.
         """
         registry.check_selection(self.verifiers, self.weights)
         for name, weight in zip(self.names, self.weights):
             if abs(weight) > MAX_MAGNITUDE:
                 raise UserError(f"the weight of verifier '{name}' is {weight:g}: at most {MAX_MAGNITUDE:g} is taken")
-        if not abs(self.closed_gate_value) <= MAX_MAGNITUDE:
-            raise UserError(f"the reward behind a closed gate is {self.closed_gate_value}: it must be finite")
         for specification in self.verifiers:
             registry.check(specification)
-        self.gate_positions()
         for name in self.by_choice:
             self._position(name, "reward.by_choice")
         for dotted in self.options:
@@ -133,23 +122,6 @@ class Selection:
     def options_for(self, specification: str) -> dict[str, str]:
         name = registry.part_name(specification)
         return {dotted.rpartition(".")[2]: text for dotted, text in self.options.items() if _owner(dotted) == name}
-
-    def gate_positions(self) -> list[int | None]:
-        """Return, for each verifier, the position of its gate.
-
-        Raises:
-            UserError: a name that is not selected, or a gate that does not stand before its verifier.
-        """
-        positions: list[int | None] = [None] * len(self.verifiers)
-        for name, gate in self.gates.items():
-            position, gate_position = self._position(name, "reward.gates"), self._position(gate, "reward.gates")
-            if gate_position >= position:
-                raise UserError(
-                    f"'reward.gates' puts '{gate}' before '{name}', but it does not stand before it in "
-                    "reward.verifier_function: name the gate first there"
-                )
-            positions[position] = gate_position
-        return positions
 
     def skipped_positions(self, chosen: Sequence[str]) -> list[int]:
         left_out = {registry.part_name(name) for name in self.by_choice} - set(chosen)

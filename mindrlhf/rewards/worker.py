@@ -34,8 +34,6 @@ class WorkerSettings:
 
     verifiers: list[str]
     options: list[dict[str, str]]
-    gates: list[int | None]  # position of the verifier's gate
-    closed_gate_value: float
     timeout_s: float
     memory_limit_bytes: int  # 0 means none
 
@@ -70,10 +68,6 @@ def _score_batch(
             if position in failed or position in skipped:
                 outcomes.append(None)
                 continue
-            gate = settings.gates[position]
-            if gate is not None and gate not in skipped and not _is_open(outcomes[gate]):
-                outcomes.append(settings.closed_gate_value)
-                continue
             if finished and monotonic() - flushed_at_s > FLUSH_INTERVAL_S:
                 pool.send(finished)
                 finished = []
@@ -82,10 +76,6 @@ def _score_batch(
                 outcomes.append(pool.call(sequence, position, _outcome, verifier, sample))
         finished.append([sequence, outcomes, accounting.take(), tracing.take()])
     pool.send(finished)
-
-
-def _is_open(outcome: float | list[float] | dict[str, str] | None) -> bool:
-    return math.fsum(outcome) > 0 if isinstance(outcome, list) else isinstance(outcome, float) and outcome > 0
 
 
 def _outcome(verifier: Verifier, sample: list[Any]) -> float | list[float] | dict[str, str]:

@@ -109,7 +109,6 @@ def test_nodes_give_the_results_of_one_pool_bit_for_bit(reward, stack):
     section = reward(
         *names,
         verifier_weight=(0.3, 1.7, -0.1, 1.0),
-        gates={"of_return": "obedient"},
         by_choice=("by_turn",),
         options={"of_everything.factor": "0.1"},
     )

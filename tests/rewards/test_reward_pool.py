@@ -109,10 +109,8 @@ def verifier_file(tmp_path) -> Path:
     return path
 
 
-def open_pool(verifiers, weights, gates=(), closed_gate_value=0.0, by_choice=(), options=(), **limits) -> RewardPool:
-    selection = Selection(
-        tuple(verifiers), tuple(weights), dict(gates), closed_gate_value, tuple(by_choice), dict(options)
-    )
+def open_pool(verifiers, weights, by_choice=(), options=(), **limits) -> RewardPool:
+    selection = Selection(tuple(verifiers), tuple(weights), tuple(by_choice), dict(options))
     return RewardPool(selection, **limits)
 
 
@@ -321,29 +319,6 @@ def test_failures_are_logged_with_their_samples(verifier_file, tmp_path):
     assert records[0].items() >= {"completion": "raise", **shared}.items()
 
 
-def test_a_verifier_behind_a_closed_gate_is_not_asked(verifier_file):
-    verifiers = ["format_reward", f"{verifier_file}:obedient"]
-    good = "<think>a</think><answer>b</answer>"
-    gates = {f"{verifier_file}:obedient": "format_reward"}
-    with open_pool(verifiers, [1.0, 2.0], gates=gates, closed_gate_value=-1.0, timeout_s=1.0) as pool:
-        results = pool.score(inputs("hang", good, "raise"))
-    assert [result.parts for result in results] == [
-        {"format_reward": 0.0, "obedient": -1.0},
-        {"format_reward": 1.0, "obedient": float(len(good))},
-        {"format_reward": 0.0, "obedient": -1.0},
-    ]
-    assert [result.total for result in results] == [-2.0, 1.0 + 2 * len(good), -2.0]
-    assert not any(result.failures for result in results)
-
-
-def test_a_gate_that_fails_is_closed(verifier_file):
-    verifiers = [f"{verifier_file}:obedient", f"{verifier_file}:pid"]
-    with open_pool(verifiers, [1.0, 1.0], gates={"pid": "obedient"}, timeout_s=1.0, failure_value=5.0) as pool:
-        results = pool.score(inputs("hang", "raise", "exit"))
-    assert [result.parts for result in results] == [{"obedient": 5.0, "pid": 0.0}] * 3
-    assert [list(result.failures) for result in results] == [["obedient"]] * 3
-
-
 def test_prompts_choose_their_verifiers(verifier_file):
     verifiers = ["format_reward", f"{verifier_file}:obedient", f"{verifier_file}:of_context"]
     samples = [
@@ -353,8 +328,7 @@ def test_prompts_choose_their_verifiers(verifier_file):
         RewardInput(3, "abc", "", num_tokens=2),
         RewardInput(4, "hang", "", verifiers=("obedient",)),
     ]
-    gates = {"of_context": "obedient"}
-    with open_pool(verifiers, [1.0, 10.0, 0.5], gates, by_choice=["obedient", "of_context"], timeout_s=1.0) as pool:
+    with open_pool(verifiers, [1.0, 10.0, 0.5], by_choice=["obedient", "of_context"], timeout_s=1.0) as pool:
         results = pool.score(samples)
         with pytest.raises(UserError, match="choose the verifier 'obedeint', which is not in reward.by_choice"):
             pool.score([RewardInput(0, "abc", "", verifiers=("obedeint",))])
@@ -423,7 +397,6 @@ def test_hostile_answers_do_not_stall_the_pool():
         ({"num_workers": 0}, "0 reward workers"),
         ({"timeout_s": 0.0}, "time limit"),
         ({"failure_value": math.nan}, "failed verifiers is nan"),
-        ({"closed_gate_value": math.inf}, "behind a closed gate is inf"),
         ({"options": {"format_reward.bonus": "1"}}, "no option 'bonus'; it has none"),
         ({"options": {"{file}:scaled.bonus": "1"}}, "'reward.options' names the verifier 'scaled'"),
     ],

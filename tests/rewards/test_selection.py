@@ -13,19 +13,13 @@ def section(**keys) -> RewardSection:
     return RewardSection(**{"verifier_function": NAMES, **keys})
 
 
-def test_weights_default_to_one_and_gates_become_positions():
-    selection = Selection.from_config(section(gates={"code_execution": "format_reward"}))
-    selection.check()
-    assert selection.weights == (1.0, 1.0, 1.0)
-    assert selection.gate_positions() == [None, None, 0]
+def test_weights_default_to_one():
+    assert Selection.from_config(section()).weights == (1.0, 1.0, 1.0)
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"gates": {"format_reward": "accuracy_reward"}}, "name the gate first there"),
-        ({"gates": {"accuracy_reward": "accuracy_reward"}}, "name the gate first there"),
-        ({"gates": {"acuracy": "format_reward"}}, "'reward.gates' names the verifier 'acuracy', which is not in"),
         ({"by_choice": ("length_reward",)}, "'reward.by_choice' names the verifier 'length_reward'"),
         ({"options": {"partial": "true"}}, "'reward.options' names the verifier ''"),
         (
@@ -35,7 +29,6 @@ def test_weights_default_to_one_and_gates_become_positions():
         ({"options": {"code_execution.partial": "maybe"}}, "is 'maybe': it must be true or false"),
         ({"verifier_function": ("overlong_penalty",)}, "needs the option 'overlong_penalty.max_length'"),
         ({"verifier_weight": (1.0, 1e30, 1.0)}, "the weight of verifier 'accuracy_reward' is 1e\\+30"),
-        ({"closed_gate_value": float("nan")}, "behind a closed gate is nan"),
     ],
 )
 def test_contradictions_are_user_errors(keys, message):

@@ -73,13 +73,6 @@ def test_a_completion_of_a_file_is_one_turn(verifier):
     assert result.steps == {"by_turn": [4.0]} and result.total == 4.0
 
 
-def test_a_gate_is_open_where_its_steps_earned_something_together(verifier):
-    names = (verifier("by_token"), verifier("by_turn"))
-    for answer, expected in (("b", 5.0), ("z", -9.0)):
-        _, result = score(sample(answer), *names, gates={"by_turn": "by_token"}, closed_gate_value=-9.0)
-        assert result.parts["by_turn"] == expected
-
-
 def test_no_texts_are_made_for_verifiers_that_read_none(verifier):
     reads, _ = score(RewardInput(0, "c", "a"), verifier("unread"))
     assert not reads

@@ -17,8 +17,7 @@ def acc_for_dapo(completion: str, answer: str, *, prompt: str = "", tolerance: f
     completion, do not count. ``tolerance`` as in ``accuracy_reward``.
 
     Rewards as in Yu et al. 2025 (arXiv:2503.14476), eq. 7; the line and the tail as in the authors' code (verl,
-    ``math_dapo``). Behind a gate set ``reward.closed_gate_value`` to -1, or a closed gate pays more than a
-    wrong answer.
+    ``math_dapo``).
 
     Raises:
         ValueError: the reference answer is empty.

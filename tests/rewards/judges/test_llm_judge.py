@@ -108,17 +108,14 @@ def test_attempts_end_with_the_time_limit_of_the_sample(judge, monkeypatch):
 def test_a_dead_judge_does_not_stall_the_batch(judge):
     judge.script = [("hang", 30)]
     selection = Selection(
-        ("format_reward", "llm_judge"),
-        (1.0, 1.0),
-        gates={"llm_judge": "format_reward"},
+        ("llm_judge",),
+        (1.0,),
         options={"llm_judge.url": judge.url, "llm_judge.model": "m"},
     )
-    good = "<think>a</think><answer>b</answer>"
     with RewardPool(selection, timeout_s=2.0, failure_value=-1.0) as pool:
-        results = pool.score([RewardInput(i, text, "42") for i, text in enumerate(("bad", good, "bad"))])
-    assert [result.parts["llm_judge"] for result in results] == [0.0, -1.0, 0.0]
-    assert [list(result.failures) for result in results] == [[], ["llm_judge"], []]
-    assert len(judge.requests) == 1, "the gate is closed for the others"
+        (result,) = pool.score([RewardInput(0, "text", "42")])
+    assert (result.parts, list(result.failures)) == ({"llm_judge": -1.0}, ["llm_judge"])
+    assert len(judge.requests) == 1
 
 
 def test_the_judge_is_shown_what_stands_behind_the_thoughts(judge):
