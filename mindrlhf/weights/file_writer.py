@@ -4,17 +4,19 @@ Both formats, safetensors and MindSpore's ckpt, put the description of a tensor 
 are known before any data is. The formats' Python APIs want all tensors of a file in memory at once; this does not.
 """
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import xxhash
 
 from mindrlhf.system.files import partial_path, put_in_place
-from mindrlhf.weights.direct_file import DirectFile, OrderedChecksum
 from mindrlhf.weights.tensors import TensorInfo
 
+_PIECE_BYTES = 2 << 20  # written and summed while it is in the processor's cache
 # A tensor, or the blocks that make it when stacked along the first axis.
 Content = np.ndarray | Iterable[np.ndarray]
 
@@ -49,17 +51,27 @@ class TensorFileWriter:
         self._layout = layout
         self._left = set(layout.infos)
         self._partial = partial_path(path)
-        self._checksum = OrderedChecksum()
+        # Of the file's bytes, as long as they come from first to last: reading them back costs as much as writing.
+        self._digest, self._num_summed = xxhash.xxh3_64(), 0
         try:
-            with self._open() as file:
+            with open(self._partial, "wb") as file:
+                file.truncate(self.size_bytes)
                 for offset, frame in layout.frames:
-                    file.write(memoryview(frame), offset, self._checksum.taker(offset))
+                    self._put(file, memoryview(frame), offset, ())
         except OSError:
             self.discard()
             raise
 
-    def _open(self) -> DirectFile:
-        return DirectFile(self._partial, self.size_bytes)
+    def _put(self, file: IO, data: memoryview, offset: int, takers: Iterable[Callable[[memoryview], None]]) -> None:
+        is_next = offset == self._num_summed
+        file.seek(offset)
+        for start in range(0, len(data), _PIECE_BYTES):
+            piece = data[start : start + _PIECE_BYTES]
+            file.write(piece)
+            for take in (*takers, self._digest.update) if is_next else takers:
+                take(piece)
+        if is_next:
+            self._num_summed += len(data)
 
     def write(self, name: str, content: Content, *takers: Callable[[memoryview], None]) -> None:
         """Write a tensor as its info says, once.
@@ -74,7 +86,7 @@ class TensorFileWriter:
         info, num_rows = self._layout.infos[name], 0
         places, offset, room = iter(self._layout.places[name]), 0, 0
         is_whole = isinstance(content, (np.ndarray, np.generic))
-        with self._open() as file:
+        with open(self._partial, "r+b") as file:
             for block in [content] if is_whole else content:
                 assert block.dtype == info.numpy_dtype, f"array {name!r} comes as {block.dtype}, not {info.numpy_dtype}"
                 found, expected = (block.shape, info.shape) if is_whole else (block.shape[1:], info.shape[1:])
@@ -85,8 +97,11 @@ class TensorFileWriter:
                     if not room:
                         offset, room = next(places)
                     some = data[:room]
-                    file.write(some, offset, self._checksum.taker(offset), *takers)
+                    self._put(file, some, offset, takers)
                     data, offset, room = data[len(some) :], offset + len(some), room - len(some)
+            file.flush()
+            # The disk starts now, and what it has written need not stay in memory.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         assert is_whole or num_rows == info.shape[0], f"array {name!r} comes with {num_rows} rows, not {info.shape[0]}"
 
     def write_summed(self, name: str, array: np.ndarray) -> str:
@@ -103,7 +118,7 @@ class TensorFileWriter:
         """
         assert not self._left, f"{len(self._left)} arrays did not come, {min(self._left)!r} first: they were not given"
         put_in_place(self._partial, self.path)
-        return self._checksum.value(self.size_bytes)
+        return self._digest.hexdigest() if self._num_summed == self.size_bytes else None
 
     def discard(self) -> None:
         """Remove what was written; nothing happens after `finish`."""
