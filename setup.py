@@ -20,6 +20,8 @@ CORE = [
     "pillow>=10.1",
     "pyarrow>=15",
     "pyyaml>=6",
+    # The check of a file's header, and the order of its tensors (`offset_keys`). Apache-2.0.
+    "safetensors>=0.5",
     "scipy>=1.10",
     "sentencepiece>=0.2",
     "tensorboard>=2.14",

@@ -1,4 +1,4 @@
-"""The safetensors format, written and read: the only place that knows it.
+"""Safetensors files: read through the library's checks of their header, written as a stream, which it does not do.
 
 8 bytes of little-endian header length, a JSON header, then the data of the tensors without gaps.
 """
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from mindrlhf.errors import UserError
 from mindrlhf.weights.file_writer import FileLayout
@@ -25,7 +26,6 @@ _CODES = {
 }  # fmt: skip
 ARRAY_DTYPES = tuple(name for name in _CODES if name not in ("bfloat16", FLOAT8))  # those that NumPy has too
 _ALIGNMENT_BYTES = 8
-_MAX_HEADER_BYTES = 32 << 20  # some 200,000 tensors; parsed it takes many times its size
 _MAX_DIMENSIONS = 32  # of a NumPy array
 
 
@@ -69,62 +69,40 @@ class SafetensorsFile:
 
     def __init__(self, path: str | os.PathLike, dtypes: Iterable[str] = STORAGE_DTYPES):
         self.path = Path(path)
-        self._dtype_of_code = {_CODES[name]: name for name in dtypes}
-        try:
-            size_bytes = self.path.stat().st_size
-            with open(self.path, "rb") as file:
-                prefix = file.read(8)
-                header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-                if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, size_bytes - 8):
-                    raise UserError(f"{self.path} is not a safetensors file, or is truncated: download it again")
-                header = json.loads(file.read(header_bytes))
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be read: {error.strerror}") from error
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, UserError):
-                raise
-            raise UserError(f"{self.path} has a damaged safetensors header: download it again") from error
-        if not isinstance(header, dict):
-            raise UserError(f"{self.path} has a damaged safetensors header: download it again")
-        self.metadata = header.pop("__metadata__", {})
-        self._data_start = 8 + header_bytes
         self._infos: dict[str, TensorInfo] = {}
         self._places: dict[str, tuple[int, int]] = {}
-        for name, entry in header.items():
-            self._add_entry(name, entry, size_bytes - self._data_start)
-        self._check_places(size_bytes)
-        self._map = np.memmap(self.path, dtype=np.uint8, mode="r") if header else np.empty(0, np.uint8)
+        dtype_of_code = {_CODES[name]: name for name in dtypes}
+        try:
+            with safe_open(self.path, "numpy") as file:
+                # In the order of their data, which fill the file behind the header without gaps.
+                slices = {name: file.get_slice(name) for name in file.offset_keys()}
+                for name, part in slices.items():
+                    self._add(name, dtype_of_code.get(part.get_dtype()), part.get_shape(), list(dtype_of_code))
+            size_bytes = self.path.stat().st_size
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be read: {error}") from error
+        except SafetensorError as error:
+            raise UserError(
+                f"{self.path} is no safetensors file, or is truncated ({error}): download it again"
+            ) from error
+        start = size_bytes - sum(info.size_bytes for info in self._infos.values())
+        for name, info in self._infos.items():
+            self._places[name] = (start, start + info.size_bytes)
+            start += info.size_bytes
+        self._map = np.memmap(self.path, dtype=np.uint8, mode="r")
 
-    def _add_entry(self, name: str, entry: object, data_bytes: int) -> None:
-        code = entry.get("dtype") if isinstance(entry, dict) else None
-        if not isinstance(code, str) or code not in self._dtype_of_code:
-            raise UserError(f"{self.path}: tensor {name!r} is not {', '.join(self._dtype_of_code)}")
-        shape, place = entry.get("shape"), entry.get("data_offsets")
-        if not (_is_sizes(shape) and len(shape) <= _MAX_DIMENSIONS and _is_sizes(place) and len(place) == 2):
-            raise UserError(f"{self.path}: tensor {name!r} has a damaged shape or offsets: download it again")
-        info, (start, end) = TensorInfo(name, self._dtype_of_code[code], tuple(shape)), place
-        if end > data_bytes:
-            raise UserError(f"{self.path} is truncated at tensor {name!r}: download it again")
+    def _add(self, name: str, dtype: str | None, shape: list[int], codes: list[str]) -> None:
+        if dtype is None:
+            raise UserError(f"{self.path}: tensor {name!r} is not {', '.join(codes)}")
+        info = TensorInfo(name, dtype, tuple(shape))
         # NumPy's sizes would wrap around where one of them is zero.
         largest_bytes = math.prod(max(size, 1) for size in shape) * info.numpy_dtype.itemsize
-        if largest_bytes >= 2**63 or end - start != info.size_bytes:
-            raise UserError(f"{self.path}: tensor {name!r} has damaged offsets: download it again")
-        self._infos[name], self._places[name] = info, (self._data_start + start, self._data_start + end)
-
-    def _check_places(self, size_bytes: int) -> None:
-        """Check that the data of the tensors fill the file, without gaps: the format wants it so."""
-        places = sorted((start, end, name) for name, (start, end) in self._places.items())
-        before = [(0, self._data_start, ""), *places]
-        for (_, end, name), (start, _, other) in zip(before, places):
-            if start < end:
-                raise UserError(f"{self.path}: tensors {name!r} and {other!r} overlap: download it again")
-            if start > end:
-                raise UserError(f"{self.path} has a gap before tensor {other!r}: download it again")
-        if before[-1][1] != size_bytes:
-            raise UserError(f"{self.path} has data behind its last tensor: download it again")
+        if len(shape) > _MAX_DIMENSIONS or largest_bytes >= 2**63:
+            raise UserError(f"{self.path}: tensor {name!r} has a damaged shape: download it again")
+        self._infos[name] = info
 
     def names(self) -> list[str]:
-        """Tensor names, in the order of the header."""
+        """Tensor names, in the order of their data."""
         return list(self._infos)
 
     def info(self, name: str) -> TensorInfo:
@@ -142,11 +120,6 @@ class SafetensorsFile:
     def release(self, name: str) -> None:
         """Give back the memory that maps a tensor, so that a reader never holds a whole model; views stay valid."""
         release_pages(self._map, *self._places[name])
-
-
-def _is_sizes(value: object) -> bool:
-    """Whether a value of a JSON header is a list of integers that are not negative."""
-    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
 def release_pages(mapped: np.memmap, start: int, end: int) -> None:
