@@ -85,9 +85,7 @@ def test_imported_names_and_layout(tmp_path):
     np.testing.assert_array_equal(fused[1::2], up)
     key = hugging_face["model.layers.0.self_attn.k_proj.weight"]
     # Two groups of two query heads, one key head and one value head, two channels each: keys are rows 4-5 and 12-13.
-    np.testing.assert_array_equal(
-        mindformers["decoder.layers.0.self_attention.linear_qkv.weight"][[4, 5, 12, 13]], key
-    )
+    np.testing.assert_array_equal(mindformers["decoder.layers.0.self_attention.linear_qkv.weight"][[4, 5, 12, 13]], key)
     np.testing.assert_array_equal(mindformers["output_layer.weight"], hugging_face["lm_head.weight"])
 
 
@@ -223,7 +221,7 @@ def _truncate(directory, num_bytes):
         (lambda path: _truncate(path, -10), "or is truncated"),
         (lambda path: _truncate(path, 40), "truncated"),
         (lambda path: _truncate(path, 3), "truncated"),
-        (lambda path: (path / "model.safetensors").write_bytes(struct.pack("<Q", 4) + b"oops1234"), "no safetensors file"),
+        (lambda path: (path / "model.safetensors").write_bytes(struct.pack("<Q", 4) + b"oops1234"), "no safetensors"),
         (lambda path: (path / "model.safetensors").unlink(), "only safetensors are read"),
         (lambda path: (path / "config.json").unlink(), "no config.json"),
         (lambda path: (path / "config.json").write_text("{"), "cannot be read as JSON"),
