@@ -54,7 +54,7 @@ class DataSection:
 
     train_file: str = key(REQUIRED, "MindRecord file made by `mindrlhf data build`", is_path=True)
     tokenizer_dir: str = key(
-        REQUIRED, "Hugging Face tokenizer directory, or a SentencePiece .model file", is_model=True
+        REQUIRED, "Hugging Face tokenizer directory", is_model=True
     )
     eval_file: str = key("", "MindRecord file of held-out prompts; empty means no evaluation", is_path=True)
     shuffle: bool = key(True, "shuffle the prompts anew in each epoch")

@@ -45,7 +45,6 @@ class TokenizerConfig:
     other_eos_token: str | None = None
     chat_templates: Mapping[str, str] = field(default_factory=dict)
     template_files: Mapping[str, str] = field(default_factory=dict)
-    add_prefix_space: bool = False
     add_bos_token: bool | None = None
     added_tokens: tuple[AddedTokenSpec, ...] = ()
     is_given: bool = True
@@ -74,7 +73,6 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
         other_eos_token=other if (other := others.get("eos_token")) != tokens.get("eos_token") else None,
         chat_templates=templates,
         template_files=files,
-        add_prefix_space=bool(fields.get("add_prefix_space", False)),
         add_bos_token=None if adds_bos is None else bool(adds_bos),
         added_tokens=_added_tokens(path, fields.get("added_tokens_decoder") or {}),
         is_given=path.is_file(),

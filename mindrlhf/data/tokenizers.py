@@ -1,14 +1,14 @@
-"""Tokenizers from Hugging Face directories and SentencePiece models, behind one small interface.
+"""Tokenizers of model directories, run by the ``tokenizers`` library.
 
-The ids are those of transformers' AutoTokenizer, which takes 0.9 s more of processor time to start, in every rank and
-data worker (docs/install.md).
+tokenizer.json is read by that library alone; vocab.json with merges.txt and SentencePiece models are converted by
+transformers, which takes 0.9 s more of processor time to start.
 """
 
 import hashlib
 import json
-import re
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +33,6 @@ CHAT_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-QWEN2_END_TOKEN = "<|endoftext|>"
 # Whether these classes of transformers 4.57 put bos before a text where tokenizer_config.json does not say.
 ADDS_BOS = {"LlamaTokenizer": True, "CodeLlamaTokenizer": True, "GemmaTokenizer": True, "CohereTokenizer": True}
 ADDS_BOS |= {"GPTNeoXTokenizer": False}
@@ -42,7 +41,7 @@ _MAX_UNUSED_IDS = 100_000
 MAX_TOKENIZER_BYTES = 256 << 20
 
 
-class Tokenizer(ABC):
+class Tokenizer:
     """Text to token ids and back. Nothing is added or cut: no bos, no eos, no padding, no truncation.
 
     Attributes:
@@ -60,9 +59,14 @@ class Tokenizer(ABC):
         control_tokens: the texts that steer a model rather than say something: special tokens, and all of the above.
     """
 
-    def __init__(self, config: TokenizerConfig, added_ids: dict[str, int], special: set[str], vocab_size: int):
-        """``added_ids`` maps the special and added tokens to their ids; ``special`` are those marked as special."""
-        self.vocab_size = vocab_size
+    def __init__(self, backend: tokenizers.Tokenizer, config: TokenizerConfig):
+        # Saved tokenizers may carry settings that would cut or fill every text.
+        backend.no_truncation()
+        backend.no_padding()
+        _add_tokens(backend, config.added_tokens)
+        self._backend = backend
+        self.vocab_size = _checked_vocab_size(backend.get_vocab())
+        added = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
         self.special_tokens = config.special_tokens
         self.bos_token = config.special_tokens.get("bos_token")
         self.eos_token = config.special_tokens.get("eos_token")
@@ -70,9 +74,9 @@ class Tokenizer(ABC):
         self.chat_templates = config.chat_templates
         self.template_files = config.template_files
         self.chat_template = config.chat_templates.get(DEFAULT_TEMPLATE)
-        self.chat_end_token = next((token for token in CHAT_END_TOKENS if token in added_ids), None)
+        self.chat_end_token = next((token for token in CHAT_END_TOKENS if token in added), None)
         named = {self.bos_token, self.eos_token, pad_token, self.chat_end_token} - {None}
-        self.control_tokens = frozenset(special | named)
+        self.control_tokens = frozenset({token for token, is_special in added.items() if is_special} | named)
         self.turn_end_id, self.eos_token_id = (
             self._special_id(token) if token else None for token in (self.chat_end_token, self.eos_token)
         )
@@ -98,8 +102,15 @@ class Tokenizer(ABC):
         return self.bos_token or "" if adds else ""
 
     def _saved_prefix(self) -> str:
-        """The text of what the tokenizer's own file puts before a text."""
-        return ""
+        """Return the text of what the tokenizer's own file puts before a text."""
+        if self._backend.post_processor is None:
+            return ""
+        try:
+            ids, plain = (self._backend.encode("a", add_special_tokens=adds).ids for adds in (True, False))
+        except Exception:  # the library's, of a vocabulary of words that has no such one: nobody can tell
+            return ""
+        starts = [start for start in range(len(ids) - len(plain) + 1) if ids[start : start + len(plain)] == plain]
+        return self.decode(ids[: starts[0]], skip_special_tokens=False) if starts and plain else ""
 
     def _special_id(self, token: str) -> int:
         token_id = self.token_to_id(token)
@@ -107,20 +118,23 @@ class Tokenizer(ABC):
             raise UserError(f"tokenizer_config.json names the token {token!r}, which is not in the vocabulary")
         return token_id
 
-    @abstractmethod
     def token_to_id(self, token: str) -> int | None:
         """Return the id of one token of the vocabulary, or None."""
+        return self._backend.token_to_id(token)
 
-    @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Return the ids of ``text``; special tokens written out in it become their ids."""
+        with _one_line("the tokenizer fails on a text", ()):
+            return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
+        with _one_line("the tokenizer fails on a text", ()):
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
-    @abstractmethod
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids``; ids outside the vocabulary (unused embedding rows) give nothing."""
+        return self._backend.decode([int(token_id) for token_id in ids], skip_special_tokens=skip_special_tokens)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -129,212 +143,88 @@ class Tokenizer(ABC):
         The same for the same tokenizer on any machine, in any place, and stored as tokenizer.json or as
         vocab.json and merges.txt. The chat template is not part of it.
         """
-        canonical = json.dumps(self._definition(), sort_keys=True, ensure_ascii=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()
-
-    @abstractmethod
-    def _definition(self) -> dict:
-        """Return JSON values that define the tokenization."""
-
-
-class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer run by the ``tokenizers`` library."""
-
-    def __init__(self, backend: tokenizers.Tokenizer, config: TokenizerConfig):
-        # Saved tokenizers may carry settings that would cut or fill every text.
-        backend.no_truncation()
-        backend.no_padding()
-        _add_tokens(backend, config.added_tokens)
-        self._backend = backend
-        added_ids = {token.content: token_id for token_id, token in backend.get_added_tokens_decoder().items()}
-        special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-        super().__init__(config, added_ids, special, vocab_size=_checked_vocab_size(backend.get_vocab()))
-
-    def _saved_prefix(self) -> str:
-        if self._backend.post_processor is None:
-            return ""
-        try:
-            ids, plain = (self._backend.encode("a", add_special_tokens=adds).ids for adds in (True, False))
-        except Exception:  # the library's, of a vocabulary of words that has no such one: nobody can tell
-            return ""
-        places = [place for place in range(len(ids) - len(plain) + 1) if ids[place : place + len(plain)] == plain]
-        return self.decode(ids[: places[0]], skip_special_tokens=False) if places and plain else ""
-
-    def token_to_id(self, token: str) -> int | None:
-        return self._backend.token_to_id(token)
-
-    def encode(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self._backend.decode([int(token_id) for token_id in ids], skip_special_tokens=skip_special_tokens)
-
-    def _definition(self) -> dict:
         saved = json.loads(self._backend.to_str())
         model = saved["model"]
         # Older releases of the library write a merge as one string.
         merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.pop("merges", None) or ()]
-        return {
-            "vocab": model.pop("vocab", None),
-            "merges": merges,
-            "model": _without_defaults(model),
-            "added_tokens": _without_defaults(saved["added_tokens"]),
-            "normalizer": _without_defaults(saved["normalizer"]),
-            "pre_tokenizer": _without_defaults(saved["pre_tokenizer"]),
-        }
+        parts = {name: saved[name] for name in ("added_tokens", "normalizer", "pre_tokenizer")}
+        definition = {"vocab": model.pop("vocab", None), "merges": merges}
+        definition |= {name: _without_defaults(value) for name, value in (parts | {"model": model}).items()}
+        canonical = json.dumps(definition, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model, plus the added tokens that a tokenizer_config.json beside it names.
-
-    Text between special tokens is encoded piece by piece, each with the model's own normalisation (as
-    transformers' ``LlamaTokenizer`` does with ``legacy=True``).
-    """
-
-    def __init__(self, path: Path, config: TokenizerConfig):
-        import sentencepiece
-
-        self._processor = sentencepiece.SentencePieceProcessor()
-        try:
-            self._processor.LoadFromSerializedProto(read_bounded(path, MAX_TOKENIZER_BYTES))
-        except (OSError, RuntimeError, ValueError) as error:
-            raise UserError(f"{path} is not a readable SentencePiece model: {error}") from error
-        model = self._processor
-        self._num_pieces = model.GetPieceSize()
-        control_ids = [piece_id for piece_id in range(self._num_pieces) if model.IsControl(piece_id)]
-        self._special_ids = {model.IdToPiece(piece_id): piece_id for piece_id in control_ids}
-        if not config.is_given:
-            named = (("bos_token", model.bos_id()), ("eos_token", model.eos_id()))
-            pieces = {name: model.IdToPiece(piece_id) for name, piece_id in named if piece_id >= 0}
-            config = replace(config, special_tokens={**pieces, **config.special_tokens})
-        for spec in config.added_tokens:
-            self._check_added(path, spec)
-            self._special_ids[spec.content] = spec.token_id
-        self._id_to_added = {token_id: token for token, token_id in self._special_ids.items()}
-        self._skipped_ids = {*control_ids, *(s.token_id for s in config.added_tokens if s.flags.get("special", True))}
-        longest_first = sorted(map(re.escape, self._special_ids), key=len, reverse=True)
-        self._splitter = re.compile("(" + "|".join(longest_first) + ")") if longest_first else None
-        vocab_size = max(self._num_pieces, *(token_id + 1 for token_id in self._special_ids.values()), 0)
-        special = {token for token, token_id in self._special_ids.items() if token_id in self._skipped_ids}
-        super().__init__(config, self._special_ids, special, vocab_size)
-
-    def _check_added(self, path: Path, spec: AddedTokenSpec) -> None:
-        if spec.token_id >= self._num_pieces:
-            return
-        if (piece := self._processor.IdToPiece(spec.token_id)) != spec.content:
-            raise UserError(
-                f"{path.parent / 'tokenizer_config.json'} gives {spec.content!r} the id {spec.token_id}, "
-                f"which is {piece!r} in {path.name}"
-            )
-
-    def token_to_id(self, token: str) -> int | None:
-        if token in self._special_ids:
-            return self._special_ids[token]
-        piece_id = self._processor.PieceToId(token)
-        return piece_id if self._processor.IdToPiece(piece_id) == token else None
-
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = []
-        for part in self._splitter.split(text) if self._splitter else [text]:
-            if part in self._special_ids:
-                ids.append(self._special_ids[part])
-            elif part:
-                ids.extend(self._processor.EncodeAsIds(part))
-        return ids
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        texts: list[str] = []
-        pieces: list[int] = []
-        for token_id in map(int, ids):
-            if token_id in self._id_to_added:
-                texts.append(self._processor.DecodeIds(pieces))
-                pieces = []
-                if not (skip_special_tokens and token_id in self._skipped_ids):
-                    texts.append(self._id_to_added[token_id])
-            elif token_id < self._num_pieces:
-                pieces.append(token_id)
-        return "".join([*texts, self._processor.DecodeIds(pieces)])
-
-    def _definition(self) -> dict:
-        model_hash = hashlib.sha256(self._processor.serialized_model_proto()).hexdigest()
-        return {"sentencepiece": model_hash, "special_tokens": self._special_ids}
+@contextmanager
+def _one_line(what: str, kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
+    """Make a UserError of what the library raises: bare Exception, and panics of Rust, which are not even that."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, kinds) or type(error).__name__ == "PanicException":
+            raise UserError(f"{what}: {error}") from error
+        raise
 
 
 def load_tokenizer(path: str | Path, merges_path: str | Path | None = None) -> Tokenizer:
     """Load the tokenizer at ``path``, with the end tokens of the model's configs beside it.
 
     Args:
-        path: a directory with tokenizer.json, vocab.json and merges.txt, or a SentencePiece ``.model``; or
-            the ``.model`` file itself; or, with ``merges_path``, a vocab.json file.
+        path: a directory with tokenizer.json; with vocab.json and merges.txt, or with tokenizer.model, of a class of
+            transformers that tokenizer_config.json names; or, with ``merges_path``, a vocab.json file.
         merges_path: merges.txt of a vocabulary file that may lie anywhere.
 
     Raises:
         UserError: there is no tokenizer, or a file of it or of the configs is damaged.
     """
     path = Path(path)
-    tokenizer = _load(path) if merges_path is None else _load_vocab_and_merges(path, Path(merges_path))
-    tokenizer.end_at(end_ids(path if path.is_dir() else path.parent))
+    directory = path.parent if merges_path else path
+    if not directory.is_dir():
+        raise UserError(f"no tokenizer at {directory}: expected a directory{advice(str(directory))}")
+    config = read_tokenizer_config(directory)
+    file = directory / "tokenizer.json"
+    if merges_path is None and file.is_file():
+        with _one_line(f"{file} is not a readable tokenizer"):
+            backend = tokenizers.Tokenizer.from_buffer(read_bounded(file, MAX_TOKENIZER_BYTES))
+    else:
+        backend, config = _converted(directory, config, path if merges_path else None, merges_path)
+    tokenizer = Tokenizer(backend, config)
+    tokenizer.end_at(end_ids(directory))
     return tokenizer
 
 
-def _load(path: Path) -> Tokenizer:
-    if path.is_file() and path.suffix == ".model":
-        return SentencePieceTokenizer(path, read_tokenizer_config(path.parent))
-    if not path.is_dir():
-        expected = f"expected a directory or a SentencePiece .model file{advice(str(path))}"
-        raise UserError(f"no tokenizer at {path}: {expected}")
-    if (path / "tokenizer.json").is_file():
-        return _load_tokenizer_json(path / "tokenizer.json")
-    if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
-        return _load_vocab_and_merges(path / "vocab.json", path / "merges.txt")
-    models = sorted(path.glob("*.model"))
-    if len(models) == 1:
-        return SentencePieceTokenizer(models[0], read_tokenizer_config(path))
-    if models:
-        raise UserError(f"{path} holds several SentencePiece models; name one of {', '.join(m.name for m in models)}")
-    raise NotThere(f"no tokenizer in {path}: looked for tokenizer.json, vocab.json with merges.txt, and *.model")
-
-
-def _load_tokenizer_json(path: Path) -> Tokenizer:
-    try:
-        backend = tokenizers.Tokenizer.from_buffer(read_bounded(path, MAX_TOKENIZER_BYTES))
-    except Exception as error:  # the library raises bare Exception
-        raise UserError(f"{path} is not a readable tokenizer: {error}") from error
-    return HuggingFaceTokenizer(backend, read_tokenizer_config(path.parent))
-
-
-def _load_vocab_and_merges(vocab_path: Path, merges_path: Path) -> Tokenizer:
-    """Build Qwen2's byte-level BPE; settings come from a tokenizer_config.json beside the vocabulary."""
-    for path in (vocab_path, merges_path):
-        if not path.is_file():
-            raise UserError(f"no such tokenizer file: {path}")
-    config = read_tokenizer_config(vocab_path.parent)
-    # The files do not say how text is cut into words, so the class must: guessing would give wrong ids.
-    tokenizer_class = config.tokenizer_class or "Qwen2Tokenizer"
-    if tokenizer_class not in ("Qwen2Tokenizer", "Qwen2TokenizerFast"):
-        raise UserError(
-            f"{vocab_path} belongs to a {tokenizer_class}; from vocab.json and merges.txt only Qwen2Tokenizer can be "
-            "built, so save it with transformers as tokenizer.json"
+def _converted(
+    directory: Path, config: TokenizerConfig, vocab: Path | None, merges: str | Path | None
+) -> tuple[tokenizers.Tokenizer, TokenizerConfig]:
+    """Have transformers build a tokenizer from the files of its class; without a class it is Qwen2's."""
+    files = [vocab, Path(merges)] if vocab else [directory / "vocab.json", directory / "merges.txt"]
+    has_vocab = all(file.is_file() for file in files)
+    if vocab and not has_vocab:
+        raise UserError(f"no such tokenizer file: {next(file for file in files if not file.is_file())}")
+    if not has_vocab and not (directory / "tokenizer.model").is_file():
+        raise NotThere(
+            f"no tokenizer in {directory}: looked for tokenizer.json, vocab.json with merges.txt, and tokenizer.model"
         )
-    try:
-        model = tokenizers.models.BPE.from_file(str(vocab_path), str(merges_path))
-    except Exception as error:  # the library raises bare Exception
-        raise UserError(f"{vocab_path} and {merges_path} are not a readable vocabulary: {error}") from error
-    backend = tokenizers.Tokenizer(model)
+    # Without PyTorch, which nothing here needs, transformers says so when it is imported.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import transformers
+
+    transformers.logging.set_verbosity_error()  # it explains older classes at length
+    # The files do not say how text is cut into words, so the class must: guessing would give wrong ids.
+    name = config.tokenizer_class or ("Qwen2Tokenizer" if has_vocab else "none")
+    kind = getattr(transformers, f"{name.removesuffix('Fast')}Fast", None)
+    if kind is None:
+        raise UserError(
+            f"{directory} has the tokenizer class {name!r} in tokenizer_config.json, which transformers cannot "
+            "convert: save the tokenizer as tokenizer.json"
+        )
+    with _one_line(f"{directory} has no readable tokenizer of class {name}"):
+        if config.is_given and not vocab:
+            theirs = kind.from_pretrained(directory, local_files_only=True)
+        else:
+            theirs = kind(*map(str, files))
     if not config.is_given:
-        # What Qwen2Tokenizer does without a configuration.
-        end_token = AddedTokenSpec(backend.get_vocab_size(), QWEN2_END_TOKEN, {"special": True, "normalized": False})
-        special = {"eos_token": QWEN2_END_TOKEN, "pad_token": QWEN2_END_TOKEN}
-        config = replace(config, special_tokens={**special, **config.special_tokens}, added_tokens=(end_token,))
-    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(QWEN2_SPLIT), behavior="isolated")
-    to_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=config.add_prefix_space, use_regex=False)
-    backend.normalizer = tokenizers.normalizers.NFC()
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, to_bytes])
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    return HuggingFaceTokenizer(backend, config)
+        config = replace(config, special_tokens={**theirs.special_tokens_map, **config.special_tokens})
+    return theirs.backend_tokenizer, config
 
 
 def _checked_vocab_size(ids: dict[str, int]) -> int:

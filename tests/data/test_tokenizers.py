@@ -58,11 +58,12 @@ def _write_config(directory, **config):
 
 @pytest.fixture(scope="module")
 def sentencepiece_model(tmp_path_factory):
+    """A model as Llama 2's: byte pairs of the text as it is."""
     path = tmp_path_factory.mktemp("sp") / "tokenizer.model"
+    options = {"model_type": "bpe", "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    options |= {"vocab_size": 320, "byte_fallback": True, "minloglevel": 2}
     with path.open("wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(CORPUS), model_writer=file, vocab_size=290, byte_fallback=True, minloglevel=2
-        )
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(CORPUS), model_writer=file, **options)
     return path
 
 
@@ -231,75 +232,66 @@ def test_damaged_files_are_one_line_errors(small_directory, tmp_path_factory):
     (small_directory / "tokenizer_config.json").write_text("{")
     with pytest.raises(UserError, match="cannot read .*tokenizer_config.json"):
         load_tokenizer(small_directory)
+    (small_directory / "tokenizer_config.json").unlink()
     (small_directory / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="is not a readable tokenizer"):
         load_tokenizer(small_directory)
     other = tmp_path_factory.mktemp("other")
-    (other / "a.model").write_bytes(b"not a model")
-    with pytest.raises(UserError, match="is not a readable SentencePiece model"):
+    _write_config(other, tokenizer_class="LlamaTokenizer")
+    (other / "tokenizer.model").write_bytes(b"not a model")
+    with pytest.raises(UserError, match="no readable tokenizer of class LlamaTokenizer"):
         load_tokenizer(other)
+    _write_config(other, tokenizer_class="Qwen2Tokenizer")
     (other / "vocab.json").write_text("[]")
     (other / "merges.txt").write_text("")
-    with pytest.raises(UserError, match="are not a readable vocabulary"):
+    with pytest.raises(UserError, match="no readable tokenizer of class Qwen2Tokenizer"):
         load_tokenizer(other)
 
 
-def test_vocabulary_of_another_class_is_refused(tmp_path):
-    (tmp_path / "vocab.json").write_text('{"a": 0}')
-    (tmp_path / "merges.txt").write_text("")
-    _write_config(tmp_path, tokenizer_class="GPT2Tokenizer")
-    with pytest.raises(UserError, match="belongs to a GPT2Tokenizer"):
+def test_a_pattern_on_which_the_library_panics_is_one_line(small_directory):
+    path = small_directory / "tokenizer.json"
+    saved = json.loads(path.read_text())
+    pattern = {"Regex": "(a|aa)+$"}
+    saved["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    path.write_text(json.dumps(saved))
+    tokenizer = load_tokenizer(small_directory)
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text, "b"])):
+        with pytest.raises(UserError, match="the tokenizer fails on a text: Onig"):
+            encode("a" * 40 + "!")
+
+
+def test_files_without_a_class_that_transformers_converts_are_refused(tmp_path, sentencepiece_model):
+    shutil.copy(sentencepiece_model, tmp_path)
+    with pytest.raises(UserError, match="the tokenizer class 'none' .* save the tokenizer as tokenizer.json"):
+        load_tokenizer(tmp_path)
+    _write_config(tmp_path, tokenizer_class="SomeTokenizer")
+    with pytest.raises(UserError, match="the tokenizer class 'SomeTokenizer'"):
         load_tokenizer(tmp_path)
 
 
 def test_directory_without_tokenizer_lists_what_was_looked_for(tmp_path):
-    with pytest.raises(UserError, match=r"looked for tokenizer.json, vocab.json with merges.txt, and \*.model"):
+    with pytest.raises(UserError, match=r"looked for tokenizer.json, vocab.json with merges.txt, and tokenizer.model"):
         load_tokenizer(tmp_path)
     with pytest.raises(UserError, match="no tokenizer at"):
         load_tokenizer(tmp_path / "absent")
     with pytest.raises(UserError, match="no such tokenizer file: .*v.json"):
         load_tokenizer(tmp_path / "v.json", tmp_path / "m.txt")
-    for name in ("a.model", "b.model"):
-        (tmp_path / name).write_bytes(b"")
-    with pytest.raises(UserError, match="several SentencePiece models; name one of a.model, b.model"):
-        load_tokenizer(tmp_path)
 
 
-def test_sentencepiece_ids_equal_the_library(sentencepiece_model):
-    reference = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model))
-    tokenizer = load_tokenizer(sentencepiece_model)
-    for text in ["the cat sat", "how  many 12?", "漢字 😀", ""]:
-        ids = reference.encode(text)
-        assert tokenizer.encode(text) == ids
-        assert tokenizer.decode(ids) == reference.decode(ids)
-    assert tokenizer.encode_batch(["a cat", "b"]) == [reference.encode("a cat"), reference.encode("b")]
-    assert tokenizer.vocab_size == reference.get_piece_size()
-    assert tokenizer.eos_token_ids == (reference.eos_id(),)
-    assert tokenizer.pad_token_id == reference.eos_id()
-
-
-def test_sentencepiece_special_tokens(sentencepiece_model, tmp_path):
+def test_sentencepiece_ids_equal_the_library(sentencepiece_model, tmp_path):
     reference = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model))
     shutil.copy(sentencepiece_model, tmp_path)
     size = reference.get_piece_size()
-    plain = load_tokenizer(tmp_path)
-    added = {str(size): {"content": "<|im_end|>", "special": True}, "2": {"content": "</s>", "special": True}}
-    _write_config(tmp_path, bos_token="<s>", eos_token="</s>", added_tokens_decoder=added)
+    added = {"0": "<unk>", "1": "<s>", "2": "</s>", str(size): "<|im_end|>"}
+    decoder = {token_id: {"content": token, "special": True} for token_id, token in added.items()}
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    _write_config(tmp_path, tokenizer_class="LlamaTokenizer", added_tokens_decoder=decoder, **names)
     tokenizer = load_tokenizer(tmp_path)
-    ids = tokenizer.encode("<s>the cat<|im_end|>a dog</s>")
-    cat, dog = reference.encode("the cat"), reference.encode("a dog")
-    assert ids == [reference.bos_id(), *cat, size, *dog, reference.eos_id()]
-    assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>the cat<|im_end|>a dog</s>"
-    assert tokenizer.decode([*ids, size + 100]) == "the cata dog"
-    assert tokenizer.eos_token_ids == (size, reference.eos_id())
-    assert tokenizer.vocab_size == size + 1
-    assert tokenizer.fingerprint != plain.fingerprint
-
-    _write_config(tmp_path, added_tokens_decoder={"5": {"content": "<|im_end|>"}})
-    with pytest.raises(UserError, match="gives '<|im_end|>' the id 5, which is"):
-        load_tokenizer(tmp_path)
-
-
-def test_sentencepiece_fingerprint_does_not_depend_on_the_path(sentencepiece_model, tmp_path):
-    copy = shutil.copy(sentencepiece_model, tmp_path / "other.model")
-    assert load_tokenizer(copy).fingerprint == load_tokenizer(sentencepiece_model).fingerprint
+    for text in ["the cat sat", "how  many 12?", "漢字 😀", " a\n b\t"]:
+        ids = reference.encode(text)
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids) == reference.decode(ids)
+    ids = tokenizer.encode("<s>the cat<|im_end|>")
+    assert (ids[0], ids[-1], tokenizer.vocab_size) == (1, size, size + 1)
+    assert tokenizer.decode(ids) == "the cat"
+    assert tokenizer.eos_token_ids == (size, 2) and tokenizer.bos_prefix == "<s>"
