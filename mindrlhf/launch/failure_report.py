@@ -1,4 +1,4 @@
-"""What the launcher says when a run has failed: which process, when, how, its last lines, and how to go on."""
+"""The report of a failed run: which process failed, when, how, its last lines, and how to go on."""
 
 import signal
 import sys
@@ -62,7 +62,7 @@ def exit_code(returncode: int) -> int:
 
 
 def is_worth_a_restart(code: int) -> bool:
-    """Whether a run that ended with this exit code may end better next time: not after a mistake or an interrupt."""
+    """Return False for exit codes that a restart cannot improve: those of a mistake or an interrupt."""
     stopped = {128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     return code not in {0, UserError.exit_code, *stopped}
 

@@ -1,4 +1,4 @@
-"""Whether a run still moves, as the launcher sees it from outside.
+"""Hang detection, from outside the ranks.
 
 Three signs, all on this process's own clock, so that a clock that jumps deceives none of them, and in the time that
 this process itself has run, so that a machine on which nobody runs for a while does not either:
@@ -122,7 +122,7 @@ class HealthMonitor:
         self._asked = (beat.num_ticks if beat else 0), self._time.now_s()
 
     def is_deaf_before_first_step(self) -> bool:
-        """Whether rank 0 has done nothing since ``expect_notice`` for too long, with its first step yet to be finished.
+        """Return True if rank 0 has ignored ``expect_notice`` for too long before the end of its first step.
 
         What it holds in memory is then what it began with: nothing is lost if it is killed.
         """

@@ -1,4 +1,4 @@
-"""Whether the ranks of a run have found each other, and who waits for whom when they do not in time.
+"""Detects that ranks do not find each other in time, and says who waits for whom.
 
 MindSpore's ranks meet at its scheduler, which authenticates nobody: other programs that connect to its port delay a
 start, and a program that was quicker to take the port prevents it. Such a start is tried once more, on another port.
@@ -23,19 +23,19 @@ _CRASHES = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
 
 @dataclass(frozen=True)
 class Meeting:
-    """How far the ranks have come: those that look for the others, and those that have not begun to."""
+    """Ranks that look for the others, and ranks that have not begun to."""
 
     looking: tuple[str, ...]
     absent: tuple[str, ...]
 
     @property
     def is_over(self) -> bool:
-        """Whether all ranks have found each other."""
+        """True once all ranks have found each other."""
         return not self.looking and not self.absent
 
     @property
     def is_stuck_at_scheduler(self) -> bool:
-        """Whether the ranks wait for nothing but the scheduler."""
+        """True if the ranks wait for nothing but the scheduler."""
         return bool(self.looking) and not self.absent
 
     def describe(self, port: int, host: str = "127.0.0.1") -> tuple[str, str]:
@@ -80,7 +80,7 @@ class JoiningWatch:
         return meeting
 
     def is_late(self) -> bool:
-        """Whether the limit has passed and they had not found each other; call it every second or so."""
+        """Return True once the limit has passed without them; call it every second or so."""
         return self._time.now_s() - self._start_s > self.limit_s > 0 and not self._is_over
 
 
@@ -116,6 +116,6 @@ class Rouser:
 
 
 def may_be_a_foreign_connections_doing(name: str, returncode: int, meeting: Meeting) -> bool:
-    """Whether a process that ended may have fallen over what came to its port, or found the port taken."""
+    """Return True if a stray connection or an occupied port may have caused the exit."""
     failed = returncode in _CRASHES or (returncode > 0 and is_worth_a_restart(exit_code(returncode)))
     return failed and not meeting.is_over and (name == SCHEDULER or meeting.is_stuck_at_scheduler)

@@ -72,7 +72,7 @@ class LogFollower:
         self.shown: deque[str] = deque(maxlen=_NUM_REMEMBERED_LINES)  # the last lines, without the ranks before them
 
     def shows_all_of(self, rank: str) -> bool:
-        """Whether every line of a rank ("rank 0") is shown, not only its news."""
+        """Return True if every line of a rank ("rank 0") is shown, not only its news."""
         return rank == "rank 0" and 0 in self._tails
 
     def poll(self, *, final: bool = False, activity: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Whether this machine can start the ranks that a command line asks for, and by which command."""
+"""Check that this machine can start the requested ranks, and find the command that does."""
 
 import os
 import re

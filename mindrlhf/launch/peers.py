@@ -1,4 +1,4 @@
-"""What the launcher of one node needs of those of the others; here of none: a run on one machine."""
+"""Interface to the launchers of other nodes, and its null version for a single machine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

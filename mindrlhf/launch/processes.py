@@ -58,12 +58,12 @@ class RunProcesses:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank has ended; those that failed are ``find_culprit``'s."""
+        """True once every rank has ended; ``find_culprit`` names those that failed."""
         return sum(self._names[pid] != SCHEDULER for pid in self._returncodes) == self._num_workers
 
     @property
     def msrun_returncode(self) -> int | None:
-        """How msrun ended; None while it runs and where there is none."""
+        """Return code of msrun; None while it runs and where there is none."""
         return None if self._root.pid in self._names else self._root.poll()
 
     def rank_pids(self) -> dict[str, int]:

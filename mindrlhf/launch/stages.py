@@ -1,4 +1,4 @@
-"""What a run is doing, said on the terminal and in logs: each stage as it begins, and a sign of life in long ones."""
+"""Progress messages of a run, on the terminal and in logs: each stage as it begins, and a sign of life in long ones."""
 
 import contextlib
 import re

@@ -62,7 +62,7 @@ class Refused(Exception):
 
 
 class Caller(Protocol):
-    """Who asks with a key."""
+    """The caller behind a key."""
 
     async def answer(self, call: Call) -> Answer:
         """Answer one request.
@@ -76,7 +76,7 @@ class Caller(Protocol):
 
 @dataclass(eq=False)
 class Question:
-    """What one call asks of the generator. ``order`` is its place among those that wait together."""
+    """Generation asked for by one call; ``order`` is its rank among those that wait together."""
 
     prompt_ids: tuple[int, ...]
     num_samples: int
@@ -91,7 +91,7 @@ class Question:
 
     @property
     def is_answered(self) -> bool:
-        """Whether all samples are there, and complete."""
+        """True once all samples are complete."""
         return len(self.samples) == self.num_samples and all(one.finish_reason for one in self.samples.values())
 
     def requests(self) -> list[tuple[int, GenerationRequest]]:
@@ -355,7 +355,7 @@ def _given_key(request: web.BaseRequest) -> str:
 
 
 class Keys:
-    """Who has which key. Keys are looked up by their digests, so that the time it takes tells nothing of them."""
+    """API keys and their owners, looked up by digest so that timing reveals nothing."""
 
     def __init__(self) -> None:
         self._callers: dict[bytes, Caller] = {}

@@ -42,7 +42,7 @@ PREFILL_TOKENS = 200
 
 @dataclass(frozen=True)
 class ConversationLimits:
-    """Where a conversation ends. Its tokens are bounded by ``SamplingParams.max_tokens``, answers included."""
+    """Limits of a conversation, beside ``SamplingParams.max_tokens``, which counts answers too."""
 
     max_turns: int  # of the assistant, the last answer included
     max_calls: int  # of tools, in one conversation; further ones get an error for an answer
@@ -284,7 +284,7 @@ class Conversations:
         return self._tokenizer.encode(self._turns.answers(texts, options, names, conversation.end))
 
     def _options(self, conversation: _Conversation) -> Options:
-        """What the record has set of its template's variables, if that column was kept."""
+        """Template variables set by the record, if that column was kept."""
         options = record_options(conversation.request.extra)
         return neutralised_value(options, self._control_tokens) if self._control_tokens is not None else options
 

@@ -78,7 +78,7 @@ class GeneratorPool:
 
 
 class Unfinished:
-    """Which samples of some requests are still to come, whoever makes them."""
+    """Tracks which samples of some requests are still to come."""
 
     def __init__(self, requests: Sequence[GenerationRequest]) -> None:
         self._requests = tuple(requests)

@@ -33,7 +33,7 @@ class StopStrings:
         self._may_end: dict[int, bool] = {}
 
     def may_end(self, token_id: int) -> bool:
-        """Whether ``token_id`` can be the token that completes a text: cheap, and false of nearly all."""
+        """Return True if ``token_id`` can complete a stop string: cheap, and False for nearly all."""
         found = self._may_end.get(token_id)
         if found is None:
             text = self._decode([token_id])
@@ -42,7 +42,7 @@ class StopStrings:
         return found
 
     def is_complete(self, token_ids: Sequence[int]) -> bool:
-        """Whether a text is in the response ``token_ids``, of which only the last token is new."""
+        """Return True if a stop string is in the response ``token_ids``, of which only the last token is new."""
         needed = len(self._decode(token_ids[-1:])) + self._longest + _EDGE_CHARS
         count = self._longest
         while True:
@@ -64,7 +64,7 @@ class StopStrings:
 
 
 class StoppingSamples:
-    """What an engine needs to end the samples of a batch at stop strings.
+    """Stop-string matching for the samples of a batch.
 
     Args:
         tokenizer_dir: of the model; read where a batch has stop strings.

@@ -18,7 +18,7 @@ from mindrlhf.system.records import record
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. ``top_k`` 0 means no limit; ``max_tokens`` counts the stop token."""
+    """Sampling parameters. ``top_k`` 0 means no limit; ``max_tokens`` counts the stop token."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -70,7 +70,7 @@ class OwnSequence:
 @record
 @dataclass(frozen=True)
 class AgentRecord:
-    """What an agent did in its episode, beside the tokens."""
+    """Record of an agent's episode, beside its tokens."""
 
     sequences: tuple[OwnSequence, ...]  # in the order of ``Completion.token_ids``, which are their responses
     text: str  # what it left, for verifiers

@@ -147,12 +147,12 @@ class VllmGenerator:
 
     @property
     def has_weights(self) -> bool:
-        """Whether ``generate`` may be called."""
+        """True if ``generate`` may be called."""
         return self.options.load_format != "dummy" or self._weights_version is not None
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a server that has neither died nor been given up."""
+        """True while a server has neither died nor been given up."""
         return self._process is not None and self._process.poll() is None
 
     def profile(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""How a vLLM rollout server is started: its options, their checks, and the environment of its process."""
+"""Options of a vLLM rollout server, their checks, and the environment of its process."""
 
 import os
 import shutil
@@ -57,7 +57,7 @@ _DEFAULTS = {
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """How to start one rollout server.
+    """Options of one rollout server.
 
     ``load_format`` is vLLM's: "auto" reads the safetensors of ``model_dir``; "dummy" needs its config.json only, and
     weights are pushed before the first rollout. ``kv_cache_gib`` None leaves the size to ``gpu_memory_utilization``: on
@@ -160,7 +160,7 @@ def reserved_bytes(rollout: RolloutSection, model_dir: str) -> int:
 
 
 def sees_images(model_dir: str) -> bool:
-    """Whether the model in ``model_dir`` takes images."""
+    """Return True if the model in ``model_dir`` takes images."""
     return read_hf_config(model_dir).get("vision_config") is not None
 
 
@@ -229,7 +229,7 @@ def server_environment(options: VllmOptions, private_dir: str) -> dict[str, str]
 
 
 def _packages_of_cann(options: VllmOptions) -> list[str]:
-    """What CANN's set_env.sh puts on PYTHONPATH, where the server uses the CANN of this process; `acl` is there."""
+    """The PYTHONPATH of CANN's set_env.sh, for a server that uses the CANN of this process (`acl` is there)."""
     homes = [os.environ.get(name) for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME") if name not in options.env]
     roots = [os.path.realpath(home) for home in homes if home]
     entries = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))

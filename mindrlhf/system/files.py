@@ -203,7 +203,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def is_locked(directory: Path) -> bool:
-    """Whether a living process holds the lock of :func:`locked`; False for what is no directory."""
+    """Return True if a living process holds the lock of :func:`locked`; False for what is no directory."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:

@@ -118,7 +118,7 @@ class SignedConnection:
         return header, arrays
 
     def has_news(self, timeout_s: float = 0.0) -> bool:
-        """Whether a message, or the end of the connection, comes within ``timeout_s``."""
+        """Return True if a message, or the end of the connection, comes within ``timeout_s``."""
         try:
             return bool(select.select([self._connection], [], [], timeout_s)[0])
         except (OSError, ValueError):  # closed by another thread: ``receive`` says so

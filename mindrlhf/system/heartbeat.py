@@ -29,7 +29,7 @@ _MAX_ACTIVITY_CHARS = 100
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank last said."""
+    """The last heartbeat of a rank."""
 
     pid: int
     num_ticks: int  # grows with every piece of work done

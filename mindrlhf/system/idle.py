@@ -1,4 +1,4 @@
-"""Whether processes that somebody waits for still do anything, judged from outside by what the kernel says of them."""
+"""Detects idle processes from their CPU time in /proc."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ _RUNNABLE, _WAITS_FOR_DISK = "R", "D"
 
 @dataclass(frozen=True)
 class Activity:
-    """What a group of processes does at one moment."""
+    """CPU time and system calls of a group of processes at one moment."""
 
     cpu_time_s: float  # used so far, by all
     is_runnable: bool = False  # a thread runs, or waits for a processor

@@ -39,7 +39,7 @@ _MAX_ROUNDS_UNKNOWN = 20
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """What ``/proc/PID/stat`` says of a process; ``returncode`` as in ``subprocess``, and None while it runs."""
+    """Fields of ``/proc/PID/stat``; ``returncode`` as in ``subprocess``, and None while the process runs."""
 
     pid: int
     parent_pid: int
@@ -208,7 +208,7 @@ def machine() -> str:
 
 
 def has_launcher() -> bool:
-    """Whether ``mindrlhf.launch.launch`` started this process, or one of those that did."""
+    """Return True if ``mindrlhf.launch.launch`` started this process or an ancestor."""
     return LAUNCHER_PID_VARIABLE in os.environ
 
 

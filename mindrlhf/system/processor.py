@@ -1,4 +1,4 @@
-"""What the kernel says of this machine's processor."""
+"""Processor model and features, from the kernel."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""How far a command is: n of N, for the line that says every few seconds that it still works."""
+"""Progress line of long commands (n of N, every few seconds)."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator

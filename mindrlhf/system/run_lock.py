@@ -74,7 +74,7 @@ def refuse_held(directory: Path) -> None:
 
 
 def is_held(directory: Path) -> bool:
-    """Whether a living process of this host holds the lock of ``directory``."""
+    """Return True if a living process of this host holds the lock of ``directory``."""
     try:
         refuse_held(directory)
     except UserError:

@@ -1,4 +1,4 @@
-"""Where the rest of the program looks up what makes it fast on a CPU: the package ``mindrlhf.cpu``.
+"""Optional hooks into ``mindrlhf.cpu``.
 
 Nothing imports that package, and everything works without it, slower. What a kind of process can ask of it are the
 public functions of one module: ``training/hooks.py`` for ranks, ``rollout/hooks.py`` for rollout servers,

@@ -14,7 +14,7 @@ def width(stream: TextIO, default: int) -> int:
 
 
 def has_colours(stream: TextIO) -> bool:
-    """Whether a stream shows colours: a terminal does, unless NO_COLOR or NO_COLOUR is set (https://no-color.org)."""
+    """Return True if a stream shows colours: a terminal does, unless NO_COLOR or NO_COLOUR is set (https://no-color.org)."""
     is_unwanted = os.environ.get("NO_COLOR") or os.environ.get("NO_COLOUR") or os.environ.get("TERM") == "dumb"
     return stream.isatty() and not is_unwanted
 

@@ -1,4 +1,4 @@
-"""Where the time of a process goes: named spans, in the format that Perfetto and Chrome read.
+"""Named time spans of a process, in the format that Perfetto and Chrome read.
 
 As with the heartbeat there is one recording per process, so that the functions need no object. While nothing is
 recorded, a span costs a look at two variables. What is traced (:mod:`mindrlhf.system.tracing`) has the same spans.
@@ -19,7 +19,7 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Recorded:
-    """What one process has recorded.
+    """Spans recorded by one process.
 
     Attributes:
         start_unix_ns: when it began, by the machine's clock.
@@ -66,7 +66,7 @@ class Span(_Untraced):
 
 
 class _NoSpan(_Untraced):
-    """What a span is while nothing is recorded."""
+    """A span that records nothing."""
 
     def end(self, **arguments: Any) -> None:
         pass

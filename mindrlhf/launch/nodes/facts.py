@@ -1,4 +1,4 @@
-"""What has to be the same on all nodes before anything starts, and what differs, in words."""
+"""Consistency check between nodes before anything starts."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -89,7 +89,7 @@ def run_over_ssh(words: Sequence[str], hosts: Sequence[str], master: str | None,
 
 
 def hold_on_to_lifeline() -> None:
-    """Where this launcher was started by :func:`run_over_ssh`, take signals from there, and end when it has gone."""
+    """In a launcher started by :func:`run_over_ssh`: take signals from there, and end when it has gone."""
     if os.environ.pop(LIFELINE_VARIABLE, None) is None:
         return
 

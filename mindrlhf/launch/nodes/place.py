@@ -1,4 +1,4 @@
-"""Which of several nodes this is, and where node 0 can be reached: from options, or from what starts jobs on clusters.
+"""Node index and address of node 0, from options or from the scheduler's environment.
 
 Slurm, Kubernetes (indexed jobs, LeaderWorkerSet, Kubeflow's PyTorchJob, Ascend's operator), MPI and torchrun each have
 variables of their own; the first that number the nodes count, and others must not contradict them.
@@ -20,7 +20,7 @@ _FIX = "unset the one that is stale, or give --nodes N --node-rank K"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a launcher stands among those of a run.
+    """Position of a launcher among those of a run.
 
     Attributes:
         node: its number: first the nodes that train, from 0 on, then the spares; those for rollout only share the next.
@@ -152,7 +152,7 @@ def _split(master: str) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class _Said:
-    """What a variable says, or what follows from several: ``name`` is theirs, as messages show it."""
+    """A value read from one environment variable or derived from several; messages show ``name``."""
 
     name: str
     value: str

@@ -25,7 +25,7 @@ _PURPOSE = "rollout nodes"
 
 @dataclass(frozen=True)
 class ListenerAddress:
-    """Where rank 0 waits for nodes for rollout only.
+    """The address at which rank 0 accepts rollout-only nodes.
 
     Attributes:
         host, port: the address that all nodes reach node 0 by, and a port of this start.

@@ -1,4 +1,4 @@
-"""Whether nodes see the same directory: node 0 leaves a random number in it, and the others read it."""
+"""Check that all nodes see the same directory: node 0 leaves a random number in it, and the others read it."""
 
 import os
 import secrets

@@ -27,7 +27,7 @@ from mindrlhf.tools.agents import AgentResult
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """What an episode may use."""
+    """Limits of an episode."""
 
     max_calls: int  # of the model
     max_tokens: int  # generated, in all calls together
@@ -58,7 +58,7 @@ class Turn:
 
 
 class Episode:
-    """What one agent asks. All of it is done in the thread of HTTP.
+    """Calls of one agent, all handled in the HTTP thread.
 
     Args:
         request, sample_index: which sample it is of which prompt.
@@ -109,7 +109,7 @@ class Episode:
 
     @property
     def has_turns(self) -> bool:
-        """Whether the model has written anything in it."""
+        """True once the model has written anything."""
         return bool(self._turns)
 
     async def answer(self, call: Call) -> Answer:
@@ -273,7 +273,7 @@ class Episode:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether the agent, run anew, has not asked yet for all that was recorded."""
+        """True while a re-run agent has not repeated all recorded calls."""
         return bool(self._recorded)
 
     def end_replay(self) -> None:

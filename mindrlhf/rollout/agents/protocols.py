@@ -1,4 +1,4 @@
-"""What clients send and get: OpenAI's chat completions and completions, and Anthropic's messages.
+"""Wire formats: OpenAI's chat completions and completions, and Anthropic's messages.
 
 Each becomes a ``Call`` in OpenAI's terms, and replies are written in the client's. A stream is written when the reply
 is complete.
@@ -82,7 +82,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a path is spoken: what a body asks, the body of the answer, and its events as a stream."""
+    """One protocol: parsing a request, the answer's body, and its events as a stream."""
 
     read: Callable[[Any], Call]
     write: Callable[[str, Call, Answer], dict[str, Any]]

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of an agent's episode that goes on."""
+"""Checkpoint records of unfinished agent episodes."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from mindrlhf.system.records import record
 @record
 @dataclass(frozen=True)
 class GivenSample:
-    """What the generator has given, so far, to a call of an agent: run anew after a resumption, it gets it again."""
+    """Tokens generated so far for one call of an agent, replayed to it after a resumption."""
 
     digest: str  # of what was asked
     number: int  # among the calls that asked the same

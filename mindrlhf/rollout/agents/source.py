@@ -118,7 +118,7 @@ class AgentEpisodes:
 
     @property
     def url(self) -> str:
-        """Where the endpoint is."""
+        """URL of the endpoint."""
         return self._http.url
 
     def __enter__(self) -> "AgentEpisodes":

@@ -1,4 +1,4 @@
-"""Where rank 0 accepts nodes for rollout only: one port, while the run goes on."""
+"""Accepts rollout-only nodes on one port of rank 0 while the run goes on."""
 
 import contextlib
 import json

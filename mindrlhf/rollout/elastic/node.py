@@ -47,7 +47,7 @@ def serve(
 
 
 class _Service:
-    """What a thread does for the servers; ``leave`` is for another."""
+    """Serve the servers from a thread; another calls ``leave``."""
 
     def __init__(self, generator: ReplicatedGenerator, num_servers: int, address: ListenerAddress) -> None:
         self.failure: Exception | None = None

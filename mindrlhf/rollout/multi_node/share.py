@@ -1,4 +1,4 @@
-"""What the first rank of a node does for a server that lies over several: own it, or keep its part of it."""
+"""The first rank of a node owns a server that spans nodes, or keeps its node's part of it."""
 
 import dataclasses
 import socket

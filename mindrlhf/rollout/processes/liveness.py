@@ -1,4 +1,4 @@
-"""Whether a server that owes an answer is still working on it."""
+"""Stall detection of a server that owes an answer."""
 
 from mindrlhf.system import processes
 from mindrlhf.system.clock import WatchedTime

@@ -32,7 +32,7 @@ _OWN_OPTIONS = ("python", "env", "log_path", "start_timeout_s", "stall_timeout_s
 
 @dataclasses.dataclass(frozen=True)
 class NodePlace:
-    """Where a process stands among those of a server that lies over several nodes.
+    """Position of a process among those of a server that spans nodes.
 
     Attributes:
         num_nodes: of the server.

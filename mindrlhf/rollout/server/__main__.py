@@ -204,7 +204,7 @@ class Server:
         send_message(self._connection, header, arrays)
 
     def _is_aborted(self) -> bool:
-        """Whether the trainer has sent "abort", the only message that may come during ``generate``."""
+        """Return True if the trainer has sent "abort", the only message that may come during ``generate``."""
         if not self._has_message():
             return False
         header, _ = receive_message(self._connection)

@@ -1,4 +1,4 @@
-"""What vLLM-Ascend 0.23.0 leaves undone in a worker for a server that sleeps and tells log-probabilities.
+"""Workarounds for vLLM-Ascend 0.23.0: sleep mode and log-probabilities.
 
 Looked up in the wheel; not run on an NPU.
 """
@@ -86,7 +86,7 @@ def sample_rows(probs: torch.Tensor, generators: Mapping[int, torch.Generator]) 
 
 
 class WhatSleepForgets:
-    """What a worker has to put back itself after its weights were awake again, from a sleep of level 2.
+    """Restores worker state that a level-2 sleep discards.
 
     Its ``wake_up`` leaves experts' weights transposed, as a loader wants them who loads into the model that was built.
     Ours goes on from the parameters that were there before (vLLM's layerwise reload), whose memory is the same. And

@@ -1,4 +1,4 @@
-"""What is put right inside vLLM when it runs on a CPU.
+"""Fixes to vLLM on a CPU.
 
 All of it relies on internals of the versions in ``TESTED_VERSIONS``; any other version is used as it comes.
 """
@@ -22,7 +22,7 @@ _SILENT_BACKEND = torch.distributed.Backend.FAKE
 
 
 def is_known() -> bool:
-    """Whether this is vLLM for CPUs, in a version whose internals this module knows."""
+    """Return True for a CPU build of vLLM in a version whose internals this module knows."""
     return vllm.__version__.split("+")[0] in TESTED_VERSIONS and current_platform.is_cpu()
 
 
@@ -49,7 +49,7 @@ def without_listeners() -> Iterator[None]:
 
 
 def do_without_lscpu() -> None:
-    """Where there is no program ``lscpu``, which vLLM asks for the cores, number them as it does on other systems."""
+    """Number cores without ``lscpu``, as vLLM does on other systems."""
     if is_known() and shutil.which("lscpu") is None:
         cpu_resource_utils._get_cpu_list = cpu_resource_utils._synthesize_cpu_list
 

@@ -118,7 +118,7 @@ class VllmEngine:
 
     @property
     def draft_counts(self) -> dict[str, int]:
-        """How many tokens were guessed since the start and how many of them rightly; {} where nobody counts."""
+        """Drafted and accepted tokens since the start; {} without drafts."""
         return {}
 
     @property

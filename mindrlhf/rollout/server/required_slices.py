@@ -1,4 +1,4 @@
-"""Which parts of the full tensors a vLLM worker reads: learnt by watching vLLM's own loaders once.
+"""The slices of full tensors that a vLLM worker reads, learnt by tracing vLLM's own loaders once.
 
 The loaders get tensors without memory ("meta" tensors of PyTorch, which have sizes, strides and storages but no
 values), and put them into parameters without memory. All that they do passes through PyTorch's dispatcher: slicing,

@@ -1,4 +1,4 @@
-"""Which experts vLLM sent each token to, kept beside its key-value cache.
+"""Experts that vLLM routed each token to, kept beside its key-value cache.
 
 A token's row has the number of its slot in the cache. So tokens that a request finds in the cache, because another had
 the same prefix, have theirs too. vLLM's own way to return them is in its newer model runner, which needs a GPU.

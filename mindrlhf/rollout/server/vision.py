@@ -44,7 +44,7 @@ _TORCHVISION = (
 
 @dataclasses.dataclass(frozen=True)
 class VisionModel:
-    """What the server knows of a vision-language model."""
+    """Settings of a vision-language model in the server."""
 
     image_token: int
     geometry: VisionGeometry

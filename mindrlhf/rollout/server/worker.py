@@ -29,7 +29,7 @@ join_nodes()
 
 @dataclass
 class _Loading:
-    """How far the loading of a version is.
+    """Progress of loading a weight version.
 
     Attributes:
         num_buckets: that were loaded.
@@ -126,7 +126,7 @@ class WorkerExtension:
         return self._required[1]
 
     def _known_slices(self, buffer: WeightBuffer) -> RequiredSlices:
-        """What this worker reads of a buffer's tensors: all of each where nobody has asked before."""
+        """The slices of a buffer's tensors that this worker reads; whole tensors until they are traced."""
         infos, required = getattr(self, "_required", ((), {}))
         known = {(info.name, info.shape) for info in infos}
         return {info.name: required[info.name] if (info.name, info.shape) in known else None for info in buffer.infos}
