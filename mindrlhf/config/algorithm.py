@@ -202,7 +202,7 @@ class CorrectionSection:
 
     preset: str = key(
         "default",
-        "sets the keys below that are not given as other stacks do under this name; see docs/async.md",
+        "sets the keys below that are not given as other stacks do under this name; see docs/algorithms.md",
         choices=tuple(CORRECTIONS),
     )
     weight: str = key(

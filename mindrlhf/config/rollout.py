@@ -13,7 +13,7 @@ TCP, COLLECTIVES = "tcp", "collectives"
 class RolloutSection:
     """The generator: one vLLM server process per replica, in an interpreter of its own."""
 
-    engine: str = key("vllm", "what samples in a server: vllm, or path/to/file.py:Class; see docs/engines.md")
+    engine: str = key("vllm", "what samples in a server: vllm, or path/to/file.py:Class; see docs/families.md")
     python: str = key(
         "",
         "interpreter of the rollout environment; empty means .venv-rollout beside the package, else this one",
