@@ -81,7 +81,6 @@ EXTRAS = {
     "wandb": ["wandb>=0.17"],
     "swanlab": ["swanlab>=0.10"],
     "prometheus": ["prometheus_client>=0.20"],
-    "opentelemetry": ["opentelemetry-sdk>=1.30,<2", "opentelemetry-exporter-otlp-proto-http>=1.30,<2"],
     "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.10"],
     # `mindrlhf models get` and `data get`.
     "hub": ["huggingface_hub>=0.34", "modelscope>=1.38"],

@@ -7,7 +7,7 @@ from mindrlhf.errors import Rules
 
 # In the order in which a step runs them: the first that differs between two dumps is where they parted.
 STAGES = ("rollout", "old_log_prob", "reference", "update")
-SINKS = ("tensorboard", "wandb", "swanlab", "mlflow", "prometheus", "opentelemetry")
+SINKS = ("tensorboard", "wandb", "swanlab", "mlflow", "prometheus")
 DEBUG_LEVEL, CELL_LEVEL = "debug", "L0"  # as msprobe calls them
 
 

@@ -21,7 +21,7 @@ from mindrlhf.rewards.selection import MAX_MAGNITUDE, Selection
 from mindrlhf.rewards.types import RewardResult, Task
 from mindrlhf.rewards.worker import WorkerSettings
 from mindrlhf.sandbox.worker_process import PIPE_BROKEN, WorkerOutput, WorkerProcess
-from mindrlhf.system import timeline, tracing
+from mindrlhf.system import timeline
 
 # A worker that holds samples, is in no call and says nothing for this long has lost them.
 MAX_SILENCE_S = 30.0
@@ -62,21 +62,20 @@ class RewardWorker(WorkerProcess):
             self.tasks[task.sequence] = task
             messages.append([task.sequence, list(task.failures), task.skipped, *task.read_by(self.reads)])
         self._last_sign_s = time.monotonic()
-        self.queue([self._busy.carried(), *messages])
+        self.queue(messages)
 
     def take_finished(self, message: Any) -> list[tuple[Task, list[Any]]]:
         """Return the tasks that a message finishes, with their outcomes; what they took is added to ``counts``."""
         finished = []
         self._last_sign_s = time.monotonic()
         try:
-            for sequence, outcomes, counts, traced in message:
+            for sequence, outcomes, counts in message:
                 task = self.tasks[sequence]
                 if len(outcomes) != self._num_verifiers or not all(
                     _is_outcome(outcome, position, task) for position, outcome in enumerate(outcomes)
                 ):
                     raise ValueError("these are no outcomes")
                 self.counts.update({name: number for name, number in counts.items() if _is_count(name, number)})
-                tracing.add(traced, "verifiers")
                 del self.tasks[sequence]
                 finished.append((task, outcomes))
         except (TypeError, ValueError, KeyError, AttributeError):

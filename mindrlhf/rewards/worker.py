@@ -1,10 +1,10 @@
 """One worker of the reward pool; see ``mindrlhf.sandbox.worker`` for how it is started.
 
-In: first the fields of ``WorkerSettings``, then ``[trace context, [sequence, failed positions, skipped positions,
-completion, answer, context, columns], ...]``, the last two by name. Out: first ``{"reads": [Reads of each verifier]}``
-or ``{"error": message}``, then batches of ``[[sequence, [outcome of each verifier, ...], counts, spans], ...]``, where
-an outcome is a number, a list of them for steps, null (failed before, or skipped) or ``{"failed": reason}``, counts say
-what it took (``judges.accounting``), and context and spans are those of ``system.tracing``.
+In: first the fields of ``WorkerSettings``, then ``[[sequence, failed positions, skipped positions, completion, answer,
+context, columns], ...]``, the last two by name. Out: first ``{"reads": [Reads of each verifier]}``
+or ``{"error": message}``, then batches of ``[[sequence, [outcome of each verifier, ...], counts], ...]``, where an
+outcome is a number, a list of them for steps, null (failed before, or skipped) or ``{"failed": reason}``, counts say
+what it took (``judges.accounting``).
 """
 
 import math
@@ -19,7 +19,6 @@ from mindrlhf.rewards.judges import accounting
 from mindrlhf.rewards.registry import STEP_TEXTS, Verifier, resolve
 from mindrlhf.rewards.selection import MAX_MAGNITUDE
 from mindrlhf.sandbox.worker import PoolConnection
-from mindrlhf.system import timeline, tracing
 
 # Between two calls results older than this are sent on, so that they do not wait for the rest of a slow batch, and
 # little has to be done again when the worker is killed.
@@ -51,8 +50,7 @@ def main() -> int:
         return 1
     pool.check()
     pool.send({"reads": [asdict(verifier.reads) for verifier in verifiers]})
-    for context, *samples in requests:
-        tracing.answer(context, "verifiers")
+    for samples in requests:
         _score_batch(verifiers, samples, settings, pool)
     return 0
 
@@ -72,9 +70,8 @@ def _score_batch(
                 pool.send(finished)
                 finished = []
                 flushed_at_s = monotonic()
-            with timeline.span(verifier.name, sample=sequence):
-                outcomes.append(pool.call(sequence, position, _outcome, verifier, sample))
-        finished.append([sequence, outcomes, accounting.take(), tracing.take()])
+            outcomes.append(pool.call(sequence, position, _outcome, verifier, sample))
+        finished.append([sequence, outcomes, accounting.take()])
     pool.send(finished)
 
 

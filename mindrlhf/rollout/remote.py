@@ -33,7 +33,7 @@ from mindrlhf.rollout.types import (
     unpack_requests,
     unpack_sampling,
 )
-from mindrlhf.system import heartbeat, tracing
+from mindrlhf.system import heartbeat
 from mindrlhf.system.handshake import CONNECT_TIMEOUT_S, SignedConnection, UnauthenticatedPeer, admit, introduce_node
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 
@@ -112,7 +112,7 @@ class RemoteGenerator:
 
     def _send(self, header: dict[str, Any], arrays: dict[str, np.ndarray] | None = None) -> None:
         try:
-            self._connection.send(header | tracing.context(), arrays)
+            self._connection.send(header, arrays)
         except ConnectionClosed as error:
             raise self._gone(error) from None
 
@@ -124,7 +124,6 @@ class RemoteGenerator:
         if header["kind"] == "failed":
             self._is_generating = False
             raise RunFailure(f"node {self._node}: {header['message']}")
-        tracing.add(header, f"node {self._node}")
         return header, arrays
 
     def _gone(self, error: Exception) -> RunFailure:
@@ -197,12 +196,11 @@ def _answer(generator: ReplicatedGenerator, signed: SignedConnection) -> None:
         header, arrays = signed.receive()
         if header["kind"] == "abort":  # it crossed the end of what it was to abort, which it takes for its answer
             continue
-        tracing.answer(header, "")
         try:
             if header["kind"] == "generate":
                 sampling = unpack_sampling(header["sampling"])
                 _generate(generator, signed, unpack_requests(arrays), sampling)
-                signed.send({"kind": "generated", **tracing.take()})
+                signed.send({"kind": "generated"})
                 continue
             if header["kind"] == "update_weights":
                 generator.update_weights(header["version"])
@@ -210,7 +208,7 @@ def _answer(generator: ReplicatedGenerator, signed: SignedConnection) -> None:
                 getattr(generator, header["kind"])()
             else:
                 raise ValueError(f"unknown message '{header['kind']}'")
-            signed.send({"kind": "done", **tracing.take()})
+            signed.send({"kind": "done"})
         except (ConnectionClosed, ProtocolError):
             raise
         except Exception as error:

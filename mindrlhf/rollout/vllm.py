@@ -23,7 +23,7 @@ from mindrlhf.rollout.types import (
     unpack_completions,
 )
 from mindrlhf.rollout.vllm_options import VllmOptions, check_options, sees_images
-from mindrlhf.system import timeline, tracing
+from mindrlhf.system import timeline
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message, send_message
 from mindrlhf.weights.publish.buffer import WeightBuffer, WeightBufferError
 from mindrlhf.weights.publish.slices import RequiredSlices, merge_required
@@ -124,7 +124,7 @@ class VllmGenerator:
         self._is_generating = True
         num_samples = sum(request.num_samples for request in requests)
         span = timeline.span("generate", self._name, samples=num_samples)
-        header = {"kind": "generate", "sampling": pack_sampling(sampling), **span.carried()}
+        header = {"kind": "generate", "sampling": pack_sampling(sampling)}
         self._send(header, pack_requests(requests, sampling))
         return self._completions(num_samples, span)
 
@@ -280,8 +280,8 @@ class VllmGenerator:
     def _call(self, header: dict[str, Any]) -> dict[str, Any]:
         assert not self._is_generating, f"{header['kind']} while generate() is being consumed"
         self.wait_ready()
-        with timeline.span(header["kind"], self._name) as span:
-            self._send(header | span.carried())
+        with timeline.span(header["kind"], self._name):
+            self._send(header)
             return self._receive()[0]
 
     def _send(self, header: dict[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
@@ -323,7 +323,6 @@ class VllmGenerator:
                 raise self._given_up(how)
             tail = self._process.log_tail()
             raise RunFailure(f"the rollout server could not carry out a request: {header['message']}{tail}")
-        tracing.add(header, self._name)
         return header, arrays
 
     def _failure(self, error: Exception | None = None) -> RunFailure:

@@ -1,7 +1,7 @@
 """Named time spans of a process, in the format that Perfetto and Chrome read.
 
 As with the heartbeat there is one recording per process, so that the functions need no object. While nothing is
-recorded, a span costs a look at two variables. What is traced (:mod:`mindrlhf.system.tracing`) has the same spans.
+recorded, a span costs a look at a variable.
 
 A process may speak for others that it drives, such as its rollout server: a span has a process and a thread to be
 shown under. Source of the format: Google, "Trace Event Format" (complete events X, counters C, metadata M).
@@ -11,8 +11,6 @@ import threading
 import time
 from dataclasses import dataclass
 from typing import Any
-
-from mindrlhf.system import tracing
 
 Event = dict[str, Any]
 
@@ -31,15 +29,7 @@ class Recorded:
     events: list[Event]
 
 
-class _Untraced:
-    def part(self, name: str, **arguments: Any) -> None:
-        """Nothing; see :class:`mindrlhf.system.tracing.Traced`."""
-
-    def carried(self) -> dict[str, str]:
-        return {}
-
-
-class Span(_Untraced):
+class Span:
     """Something that goes on from its making to ``end``, or to the end of a ``with`` block."""
 
     def __init__(self, recording: "_Recording", name: str, place: tuple[int, int], arguments: dict[str, Any]) -> None:
@@ -65,7 +55,7 @@ class Span(_Untraced):
         self.end()
 
 
-class _NoSpan(_Untraced):
+class _NoSpan:
     """A span that records nothing."""
 
     def end(self, **arguments: Any) -> None:
@@ -159,15 +149,13 @@ def stop() -> Recorded:
     return recording.finish()
 
 
-def span(name: str, process: str = "", thread: str = "", **arguments: Any) -> Span | _NoSpan | tracing.Traced:
+def span(name: str, process: str = "", thread: str = "", **arguments: Any) -> Span | _NoSpan:
     """Begin a span of this process and thread, or of what they speak for; it is also a context around what it names.
 
     Args:
         arguments: shown with it; JSON values.
     """
-    recording = _recording
-    recorded = _NO_SPAN if recording is None else recording.begin(name, process, thread, arguments)
-    return tracing.begin(name, process, arguments, recorded) or recorded
+    return _NO_SPAN if _recording is None else _recording.begin(name, process, thread, arguments)
 
 
 def count(name: str, value: float, process: str = "") -> None:

@@ -15,7 +15,6 @@ from mindrlhf.rollout.replicas import GeneratorPool
 from mindrlhf.rollout.types import Cancelled, GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import PACKAGES_NAME, VllmOptions
-from mindrlhf.system import timeline, tracing
 
 # Sample i of a request "generates" the prompt, i times. Prompts that begin with 666 kill the server, with 13 fail,
 # with 5050 sleep, with 4711 work for seconds.
@@ -285,67 +284,3 @@ def test_a_pool_deals_requests_out_and_gathers_every_sample(options):
             list(pool.generate(bad, SamplingParams(max_tokens=5)))
     finally:
         pool.close()
-
-
-# The server itself, around an engine that gives each sample its prompt.
-TRACED = '''
-import socket, sys
-import numpy as np
-from mindrlhf.rollout.server.__main__ import Server
-from mindrlhf.rollout.types import Completion
-
-class Engine:
-    sampler, draft_counts, todo = "none", {}, ()
-
-    def submit(self, prompts, nums_samples, *further):
-        all_of = ([(one, i, prompt) for i in range(nums_samples[one])] for one, prompt in enumerate(prompts))
-        self.todo = sum(all_of, [])
-
-    @property
-    def num_pending(self):
-        return len(self.todo)
-
-    def step(self, has_message):
-        (request, i, prompt), *self.todo = self.todo
-        ids = np.asarray(prompt, np.int32)
-        return [Completion(request, i, ids, np.zeros(len(ids), np.float32), "stop", 4)]
-
-    def abort(self):
-        self.todo = ()
-
-    def update_weights(self, version, buffer_path):
-        pass
-
-Server(socket.socket(fileno=int(sys.argv[sys.argv.index("--socket-fd") + 1])), Engine()).run()
-'''
-
-
-def test_what_the_server_does_for_a_step_is_inside_its_trace(options, tmp_path):
-    (tmp_path / "server.py").write_text(TRACED)
-    requests = [GenerationRequest(5, (1, 2, 3), 2, seed=0), GenerationRequest(9, (4,), 1, seed=1)]
-    with VllmGenerator.start(options) as generator:
-        list(generator.generate(requests, SamplingParams(max_tokens=8)))  # which nobody traces
-        tracing.start("rank 0")
-        generator.use_weight_buffer("a buffer")
-        with timeline.span("step 1"):
-            with timeline.span("rollout"):
-                list(generator.generate(requests, SamplingParams(max_tokens=8)))
-            generator.update_weights(5)
-        spans = tracing.take()["spans"]
-        list(generator.generate(requests, SamplingParams(max_tokens=8)))
-        tracing.stop()
-        list(generator.generate(requests, SamplingParams(max_tokens=8)))
-    by_id = {span["span"]: span for span in spans}
-
-    def way(span):
-        return (way(by_id[span["parent"]]) if span["parent"] else []) + [(span["process"], span["name"])]
-
-    rank = [("rank 0", "step 1"), ("rank 0", "rollout")]
-    server = [("vLLM rollout", "generate"), ("vLLM rollout", "sample"), ("vLLM rollout", "rollout")]
-    assert [way(span) for span in spans if span["name"] == "rollout" and "tokens" in span["arguments"]] == [
-        [*rank, *server]
-    ] * 3
-    assert [span["arguments"].get("tokens") for span in spans if span["name"] == "rollout"] == [3, 3, 1, None]
-    loading = [("vLLM rollout", "update_weights"), ("vLLM rollout", "load weights")]
-    assert [way(span) for span in spans if span["name"] == "load weights"] == [[rank[0], *loading]]
-    assert len({span["trace"] for span in spans}) == 1

@@ -18,7 +18,6 @@ PACKAGES = {
     "swanlab": "swanlab",
     "mlflow": "mlflow",
     "prometheus": "prometheus_client",
-    "opentelemetry": "opentelemetry.sdk.trace",
 }
 
 
@@ -72,10 +71,7 @@ def check_trackers(sinks: Sequence[str]) -> None:
 
 def _is_installed(package: str) -> bool:
     # A folder of that name without code, such as wandb makes for its files, is found as well, but has no origin.
-    try:
-        spec = importlib.util.find_spec(package)
-    except ModuleNotFoundError:  # a package that it lies in
-        return False
+    spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 

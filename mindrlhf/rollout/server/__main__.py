@@ -44,7 +44,7 @@ import numpy as np
 from mindrlhf.rollout.sent_images import unpack_images
 from mindrlhf.rollout.server.multi_node import prepare
 from mindrlhf.rollout.types import Completion, pack_completions
-from mindrlhf.system import heartbeat, processes, speed_ups, timeline, tracing
+from mindrlhf.system import heartbeat, processes, speed_ups
 from mindrlhf.system.wire import ConnectionClosed, receive_message, send_message
 from mindrlhf.tools.loading import load_named
 from mindrlhf.weights.tensors import TensorInfo
@@ -132,7 +132,6 @@ class Server:
         self._send("ready", pid=os.getpid(), sampler=self._engine.sampler)
         while True:
             header, arrays = receive_message(self._connection)
-            tracing.answer(header, "rollout server")
             try:
                 going_on = self._answer(header, arrays)
             except ConnectionClosed:
@@ -153,8 +152,7 @@ class Server:
             pass
         elif kind == "update_weights":
             start = time.perf_counter()
-            with timeline.span("load weights", version=header["version"]):
-                self._engine.update_weights(header["version"], header["buffer_path"])
+            self._engine.update_weights(header["version"], header["buffer_path"])
             self._stats["update_s"] += time.perf_counter() - start
             self._send("done")
         elif kind == "find_required_slices":
@@ -177,7 +175,7 @@ class Server:
         return True
 
     def _generate(self, sampling: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        start, span = time.perf_counter(), timeline.span("sample", prompts=len(arrays["seeds"]))
+        start = time.perf_counter()
         ends = np.cumsum(arrays["prompt_lengths"])[:-1]
         prompts = [prompt.tolist() for prompt in np.split(arrays["prompt_ids"], ends)]
         numbers = (arrays[name].tolist() for name in ("num_samples", "seeds", "max_tokens"))
@@ -187,12 +185,9 @@ class Server:
             self._stats["num_steps"] += 1
             if samples:
                 self._send_completions(samples, arrays["request_ids"])
-                for sample in samples:
-                    span.part("rollout", prompt=sample.request_id, tokens=len(sample.token_ids))
             if self._is_aborted():
                 self._engine.abort()
         self._stats["generate_s"] += time.perf_counter() - start
-        span.end()
         self._send("generated")
 
     def _send_completions(self, samples: Sequence[Completion], request_ids: np.ndarray) -> None:
@@ -216,7 +211,7 @@ class Server:
         return bool(select.select([self._connection], [], [], 0)[0])
 
     def _send(self, kind: str, **fields: Any) -> None:
-        send_message(self._connection, {"kind": kind, **fields, **tracing.take()})
+        send_message(self._connection, {"kind": kind, **fields})
 
 
 def _end_with_parent(private_dir: str) -> None:
