@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -347,22 +347,17 @@ class SavedShards:
 
 
 @result
-class HeldSteps:
-    """The steps of which a node holds a part of its own."""
+class NodePart:
+    """A node's part of its checkpoints; empty on ranks that are not the first of their node.
 
-    steps: Any = merged_by(last)
+    Attributes:
+        steps: that have a part there.
+        path: at which a part is being written.
+        damage: what is wrong with the part of a step, if anything.
+        shards: directories of ranks in it.
+    """
 
-
-@result
-class PartPath:
-    """Where a node writes its part of a checkpoint; empty on ranks that are not its first."""
-
-    path: str = merged_by(last)
-
-
-@result
-class PartState:
-    """A node's part of a checkpoint: what is wrong with it, if anything, and the directories of ranks in it."""
-
-    damage: str = merged_by(last)
-    shards: Any = merged_by(last)
+    steps: tuple[int, ...] = merged_by(last, default=())
+    path: str = merged_by(last, default="")
+    damage: str = merged_by(last, default="")
+    shards: tuple[str, ...] = merged_by(last, default=())

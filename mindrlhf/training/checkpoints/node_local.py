@@ -1,43 +1,26 @@
-"""Checkpoints on disks of the nodes' own: each node keeps what its ranks hold, and all of them finish a step together.
+"""Checkpoints on disks of the nodes' own: each node keeps what its ranks hold.
 
-In two phases. First every node writes its part whole, under a temporary name; when all have, they give it its own, rank
-0's node last: a step that it holds, all hold. A node that dies in between leaves the others one step ahead at most,
-which is written again. A part has the shards of its node's ranks, or where each rank holds the whole model that model,
-and all that is small, so that what another layout needs of a node's step can be copied to the same place on another.
+Every rank writes; when all have confirmed, each node marks its part as whole, rank 0's node last: a step that it holds,
+all hold. A node that dies in between leaves the others one step ahead at most, which is written again. A part has the
+shards of its node's ranks, or an unsharded model whole, and all that is small, so that what another layout needs of a
+node's step can be copied to the same path on another.
 """
 
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mindrlhf.checkpoint.background import BackgroundWriter
-from mindrlhf.checkpoint.manifest import MANIFEST_NAME, list_files, write_manifest
+from mindrlhf.checkpoint.manifest import list_files
 from mindrlhf.checkpoint.state import read_state
 from mindrlhf.checkpoint.store import CheckpointStore
 from mindrlhf.errors import UserError
-from mindrlhf.system.files import sync_tree
 from mindrlhf.training.checkpoints.parts import SHARDS, part_state
 from mindrlhf.training.checkpoints.shards import ShardCheckpoints
 from mindrlhf.training.team import Team
-
-
-@dataclass(frozen=True)
-class _Nodes:
-    """The ranks of each node, rank 0's first."""
-
-    ranks: Sequence[Sequence[int]]
-
-    @property
-    def firsts(self) -> list[int]:
-        return [ranks[0] for ranks in self.ranks]
-
-    def of(self, rank: int) -> int:
-        return next(node for node, ranks in enumerate(self.ranks) if rank in ranks)
 
 
 class NodeCheckpoints(ShardCheckpoints):
@@ -48,7 +31,7 @@ class NodeCheckpoints(ShardCheckpoints):
         nodes: the ranks of each machine, rank 0's first.
         store: of rank 0's node.
         writer: see :class:`ShardCheckpoints`.
-        is_cut: every rank holds a shard of the model; if not, the first rank of each node writes the whole.
+        is_sharded: every rank holds a shard of the model; if not, the first rank of each node writes the whole.
         parallel: `parallel_config` of this run.
     """
 
@@ -59,18 +42,18 @@ class NodeCheckpoints(ShardCheckpoints):
         store: CheckpointStore,
         writer: BackgroundWriter,
         *,
-        is_cut: bool,
+        is_sharded: bool,
         parallel: Mapping[str, Any],
     ):
         super().__init__(team, writer)
-        self._nodes = _Nodes(nodes)
+        self._ranks = nodes
+        self._firsts = [ranks[0] for ranks in nodes]
         self._store = store
-        self._is_cut = is_cut
+        self._is_sharded = is_sharded
         self._parallel = parallel
-        others = set(self._nodes.firsts[1:])
-        directories = [str(store.save_dir) if rank in others else "" for rank in range(team.world_size)]
-        held = team.call("keep_part", keep_last=store.keep_last, per_rank=[{"save_dir": one} for one in directories])
-        self._held = [store.steps(), *(held[rank].steps for rank in self._nodes.firsts[1:])]
+        directories = [str(store.save_dir) if rank in self._firsts[1:] else "" for rank in range(team.world_size)]
+        held = team.call("keep_part", keep_last=store.keep_last, per_rank=[{"save_dir": path} for path in directories])
+        self._held = [store.steps(), *(held[rank].steps for rank in self._firsts[1:])]
 
     def latest(self) -> Path:
         """Return the newest checkpoint of which every node holds its part whole; damaged ones are warnings.
@@ -80,10 +63,10 @@ class NodeCheckpoints(ShardCheckpoints):
         """
         for step in sorted(set.intersection(*map(set, self._held)), reverse=True):
             states = self._team.call("check_part", step=step)
-            states = [part_state(self._store.path(step)), *(states[rank] for rank in self._nodes.firsts[1:])]
-            damages = [f"node {node}: {one.damage}" for node, one in enumerate(states) if one.damage]
+            states = [part_state(self._store.path(step)), *(states[rank] for rank in self._firsts[1:])]
+            damages = [f"node {node}: {state.damage}" for node, state in enumerate(states) if state.damage]
             if not damages:
-                self._check_shards(self._store.path(step), [set(one.shards) for one in states])
+                self._check_shards(self._store.path(step), [set(state.shards) for state in states])
                 return self._store.path(step)
             for damage in damages:
                 print(f"warning: checkpoint {step} is skipped: {damage}", file=sys.stderr, flush=True)
@@ -102,9 +85,9 @@ class NodeCheckpoints(ShardCheckpoints):
         before = read_state(directory).config.get("parallel_config")
         is_same = before == self._parallel and num_ranks == self._team.world_size
         lines = []
-        for node, ranks in enumerate(self._nodes.ranks):
-            own = {name for name in everywhere if _rank_of(name) in ranks}
-            for name in sorted((own if is_same else everywhere) - held[node]):
+        for node, ranks in enumerate(self._ranks):
+            read = {name for name in everywhere if not is_same or _rank_of(name) in ranks}
+            for name in sorted(read - held[node]):
                 holder = next(other for other, names in enumerate(held) if name in names)
                 lines.append(f"copy {directory / name} of node {holder} to the same place on node {node}")
         if lines:
@@ -112,35 +95,32 @@ class NodeCheckpoints(ShardCheckpoints):
 
     def _begin_ranks(self, directory: Path, part: Mapping[str, Any], *, copies: bool) -> None:
         opened = self._team.call("open_part", **part)
-        paths = [str(directory), *(opened[rank].path for rank in self._nodes.firsts[1:])]
-        writers = [self._is_cut or rank in self._nodes.firsts for rank in range(self._team.world_size)]
-        own = [{"directory": paths[self._nodes.of(rank)] if one else ""} for rank, one in enumerate(writers)]
-        self._team.call("begin_saving", per_rank=own, copies=copies)
+        paths = [str(directory), *(opened[rank].path for rank in self._firsts[1:])]
+        ranks = range(self._team.world_size) if self._is_sharded else self._firsts
+        directories = [paths[self._node_of(rank)] if rank in ranks else "" for rank in range(self._team.world_size)]
+        self._team.call("begin_saving", per_rank=[{"directory": path} for path in directories], copies=copies)
 
     def _own_checksums(self, saved: Sequence[Mapping[str, str]]) -> dict[str, str]:
         return self._by_node(saved)[0]
 
-    def _prepare(self, directory: Path, saved: Sequence[Mapping[str, str]]) -> None:
+    def _close_parts(self, directory: Path, saved: Sequence[Mapping[str, str]]) -> None:
         checksums = self._by_node(saved)
         small = {name: path for name, path in list_files(directory).items() if name not in checksums[0]}
         files = {name: path.read_bytes() for name, path in small.items() if not SHARDS.fullmatch(name)}
         self._team.call(
-            "prepare_part",
-            per_rank=[{"checksums": checksums[self._nodes.of(rank)]} for rank in range(self._team.world_size)],
-            files={name: np.frombuffer(content, np.uint8) for name, content in files.items() if name != MANIFEST_NAME},
+            "close_part",
+            per_rank=[{"checksums": checksums[self._node_of(rank)]} for rank in range(self._team.world_size)],
+            files={name: np.frombuffer(content, np.uint8) for name, content in files.items()},
         )
-        write_manifest(directory, checksums[0])
-        sync_tree(directory)
-
-    def _finish(self, in_place: ExitStack) -> None:
-        self._team.call("finish_part")
-        in_place.close()
 
     def _by_node(self, saved: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-        found: list[dict[str, str]] = [{} for _ in self._nodes.ranks]
+        by_node: list[dict[str, str]] = [{} for _ in self._ranks]
         for rank, checksums in enumerate(saved):
-            found[self._nodes.of(rank)].update(checksums)
-        return found
+            by_node[self._node_of(rank)].update(checksums)
+        return by_node
+
+    def _node_of(self, rank: int) -> int:
+        return next(node for node, ranks in enumerate(self._ranks) if rank in ranks)
 
 
 def _rank_of(shards: str) -> int:

@@ -236,8 +236,8 @@ class RunCheckpoints:
         nodes = find_nodes(team.ranks)
         if len(nodes) == 1:
             return None
-        is_cut, parallel = isinstance(team, ReplicaTeam), self._config["parallel_config"]
-        return NodeCheckpoints(team.ranks, nodes, self._store, self._writer, is_cut=is_cut, parallel=parallel)
+        is_sharded, parallel = isinstance(team, ReplicaTeam), self._config["parallel_config"]
+        return NodeCheckpoints(team.ranks, nodes, self._store, self._writer, is_sharded=is_sharded, parallel=parallel)
 
     def _end_on_request(self, step: int) -> None:
         self.wait()

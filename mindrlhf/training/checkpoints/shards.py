@@ -95,8 +95,8 @@ class ShardCheckpoints:
     """The part of rank 0: at most one checkpoint is being written.
 
     Args:
-        team: who writes: all ranks, or replicas, or rank 0 alone; their workers have :class:`SavesState`.
-        writer: runs what rank 0 need not wait for: where it writes alone, everything.
+        team: the writers: all ranks, or replicas, or rank 0 alone; their workers have :class:`SavesState`.
+        writer: runs what rank 0 need not wait for; everything where it writes alone.
     """
 
     def __init__(self, team: ReplicaTeam | Team, writer: BackgroundWriter):
@@ -146,7 +146,7 @@ class ShardCheckpoints:
         if not wait and any(result.is_saving for result in self._team.call("is_saving")):
             return
         pending, self._pending = self._pending, None
-        self._finish(self._complete(pending))
+        self._writer.start(self._complete(pending).close)
 
     def _complete(self, pending: _Pending) -> contextlib.ExitStack:
         """Wait for what ranks write, and add the rest; the end of what is returned puts the checkpoint in place."""
@@ -154,7 +154,7 @@ class ShardCheckpoints:
             saved = [result.checksums for result in self._team.call("end_saving")]
             pending.checksums.update(self._own_checksums(saved))
             pending.write_rest(pending.directory)
-            self._prepare(pending.directory, saved)
+            self._close_parts(pending.directory, saved)
             return stack.pop_all()
 
     def _begin_ranks(self, directory: Path, part: Mapping[str, Any], *, copies: bool) -> None:
@@ -164,11 +164,8 @@ class ShardCheckpoints:
         """Return the checksums of what lies in rank 0's directory."""
         return {name: value for checksums in saved for name, value in checksums.items()}
 
-    def _prepare(self, directory: Path, saved: Sequence[Mapping[str, str]]) -> None:
-        """Do what has to be done before anything is put in place; an error removes the checkpoint."""
-
-    def _finish(self, in_place: contextlib.ExitStack) -> None:
-        self._writer.start(in_place.close)
+    def _close_parts(self, directory: Path, saved: Sequence[Mapping[str, str]]) -> None:
+        """Put in place what other nodes hold; an error removes the checkpoint."""
 
 
 def export_adapter(team: ReplicaTeam, model_dir: Path) -> None:
