@@ -80,7 +80,6 @@ MINDSPORE_PACKAGES = (
     "mindrlhf.training",
     "mindrlhf.dryrun.compile",
     "mindrlhf.cpu.training",
-    "mindrlhf.dryrun.execute",
 )
 HEAVY_PACKAGES = (*MINDSPORE_PACKAGES, *SERVER_PACKAGES)
 LIGHT_WITHIN = (

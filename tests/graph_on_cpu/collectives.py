@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from mindspore.train import mind_ir_pb2 as ir
 
-from mindrlhf.dryrun.execute.mindir import (
+from graph_on_cpu.mindir import (
     FLOAT32_TYPE_ID,
     INT32_TYPE_ID,
     Emitter,
@@ -122,7 +122,7 @@ def lower_all_to_all_v(emitter: Emitter, primitive: ir.PrimitiveProto, groups: G
     """Gather everything, keep the rows for this rank, in the order of their senders.
 
     The inputs are flat blocks, and how many of them go to each rank and come from each, which add up to no more than
-    the sizes that :mod:`mindrlhf.dryrun.execute.routing` has fixed.
+    the sizes that :mod:`graph_on_cpu.routing` has fixed.
     """
     (value, sent, received), output, ranks = inputs, emitter.output, _ranks(primitive)
     block, size = scalar(attribute(primitive, "block_size")), len(ranks)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from mindspore.train import mind_ir_pb2 as ir
 
-from mindrlhf.dryrun.execute.kernels import halves
-from mindrlhf.dryrun.execute.mindir import (
+from graph_on_cpu.kernels import halves
+from graph_on_cpu.mindir import (
     FLOAT32_TYPE_ID,
     INT32_TYPE_ID,
     INT64_TYPE_ID,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from mindspore.train import mind_ir_pb2 as ir
 
-from mindrlhf.dryrun.execute.mindir import CALL_PREFIX, LoweringError, Program, attribute, scalar
+from graph_on_cpu.mindir import CALL_PREFIX, LoweringError, Program, attribute, scalar
 
 
 @dataclass(frozen=True)

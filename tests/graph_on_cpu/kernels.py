@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mindrlhf.dryrun.execute.mindir import FLOAT32_TYPE_ID, Emitter, LoweringError, Value
+from graph_on_cpu.mindir import FLOAT32_TYPE_ID, Emitter, LoweringError, Value
 
 # What a hidden position adds to its score: far below any score, and finite, so that a row of hidden positions only
 # (padding) is no NaN.

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 from mindspore.train import mind_ir_pb2 as ir
 
-from mindrlhf.dryrun.execute.collectives import LOWER_COLLECTIVE, Groups
-from mindrlhf.dryrun.execute.expert_kernels import LOWER_EXPERT_KERNEL, read_what_was_written
-from mindrlhf.dryrun.execute.inline import inline_functions
-from mindrlhf.dryrun.execute.kernels import LOWER_KERNEL
-from mindrlhf.dryrun.execute.mindir import (
+from graph_on_cpu.collectives import LOWER_COLLECTIVE, Groups
+from graph_on_cpu.expert_kernels import LOWER_EXPERT_KERNEL, read_what_was_written
+from graph_on_cpu.inline import inline_functions
+from graph_on_cpu.kernels import LOWER_KERNEL
+from graph_on_cpu.mindir import (
     CALL_PREFIX,
     FLOAT32_TYPE_ID,
     HALF_TYPE_IDS,
@@ -35,7 +35,7 @@ from mindrlhf.dryrun.execute.mindir import (
     output_types,
     scalar,
 )
-from mindrlhf.dryrun.execute.routing import fix_routed_sizes
+from graph_on_cpu.routing import fix_routed_sizes
 
 _LOWER_KERNEL = LOWER_KERNEL | LOWER_EXPERT_KERNEL
 _CPU_COLLECTIVES = frozenset({"AllReduce", "AllGather"})

@@ -5,9 +5,9 @@ from math import prod
 import numpy as np
 from mindspore.train import mind_ir_pb2 as ir
 
-from mindrlhf.dryrun.execute.collectives import CPU_WORLD
-from mindrlhf.dryrun.execute.lower import lower_graph
-from mindrlhf.dryrun.execute.mindir import (
+from graph_on_cpu.collectives import CPU_WORLD
+from graph_on_cpu.lower import lower_graph
+from graph_on_cpu.mindir import (
     NUMPY_DTYPES,
     Attribute,
     Emitter,

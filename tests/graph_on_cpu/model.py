@@ -9,13 +9,13 @@ import mindspore as ms
 from mindspore import nn
 from mindspore.communication import create_group
 
+from graph_on_cpu.lower import LoweredGraph, lower_graph
+from graph_on_cpu.mindir import LOWERED_PREFIX, LoweringError
+from graph_on_cpu.run import SEED
 from mindrlhf.algorithms.optimizers import GLOBAL_STEP_NAME, GRAPH_NAMES
 from mindrlhf.algorithms.value_loss import VALUE_INPUTS
 from mindrlhf.checkpoint.state import CRITIC_NAME, CRITIC_OPTIMIZER_NAME
 from mindrlhf.config.training import ParallelSection
-from mindrlhf.dryrun.execute.lower import LoweredGraph, lower_graph
-from mindrlhf.dryrun.execute.mindir import LOWERED_PREFIX, LoweringError
-from mindrlhf.dryrun.execute.run import SEED
 from mindrlhf.layout.rows import updates_return_outputs
 from mindrlhf.models.causal_lm import build_model
 from mindrlhf.models.context import prepare_mindformers

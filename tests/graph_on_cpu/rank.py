@@ -1,8 +1,8 @@
 """Run compiled parallel graphs on CPU ranks: one rank's side, the program that ``msrun`` starts.
 
-    python -m mindrlhf.dryrun.execute.rank DIRECTORY
+    python -m graph_on_cpu.rank DIRECTORY
 
-The directory is one that :func:`mindrlhf.dryrun.execute.run.execute` has prepared. Rank 0 drives the step as in a run:
+The directory is one that :func:`graph_on_cpu.run.execute` has prepared. Rank 0 drives the step as in a run:
 through the product's team and policy it has the workers compute log-probabilities, update, publish, save and restore.
 """
 
@@ -22,10 +22,8 @@ import numpy as np
 from mindspore.communication import get_group_size, get_rank, init, release
 from safetensors.numpy import load_file, save_file
 
-from mindrlhf.config.training import FIRST_FIT, SHARED_PROMPTS
-from mindrlhf.data.packing import POSITIONS, PREFIX_IDS, PackedRows
-from mindrlhf.dryrun.execute.model import LoweredRank
-from mindrlhf.dryrun.execute.run import (
+from graph_on_cpu.model import LoweredRank
+from graph_on_cpu.run import (
     BATCHES_NAME,
     ENDED_PREFIX,
     EXPORT_NAME,
@@ -36,6 +34,8 @@ from mindrlhf.dryrun.execute.run import (
     SPEC_NAME,
     UPDATES_NAME,
 )
+from mindrlhf.config.training import FIRST_FIT, SHARED_PROMPTS
+from mindrlhf.data.packing import POSITIONS, PREFIX_IDS, PackedRows
 from mindrlhf.images.pixels import image_digest
 from mindrlhf.images.positions import NUM_IDS
 from mindrlhf.system.processes import die_with_launcher

@@ -11,7 +11,7 @@ from math import prod
 
 from mindspore.train import mind_ir_pb2 as ir
 
-from mindrlhf.dryrun.execute.mindir import (
+from graph_on_cpu.mindir import (
     CALL_PREFIX,
     LoweringError,
     Program,

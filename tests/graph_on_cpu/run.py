@@ -1,9 +1,9 @@
 """Run compiled parallel graphs on CPU ranks: the parent's side.
 
 Every rank is a real process of ``msrun`` that executes the graphs compiled for it, lowered by
-:mod:`mindrlhf.dryrun.execute.lower`, on its own shard and talks to the others through real collectives. What puts
+:mod:`graph_on_cpu.lower`, on its own shard and talks to the others through real collectives. What puts
 batches into the graphs, publishes, saves, restores and exports is the product's own worker, team and policy
-(:mod:`mindrlhf.dryrun.execute.rank`). So what a cluster would compute can be compared, number by number, with one
+(:mod:`graph_on_cpu.rank`). So what a cluster would compute can be compared, number by number, with one
 process that knows nothing of parallelism. The model and the batches must be small: this is the check of a layout, not a
 way to train.
 
@@ -30,6 +30,7 @@ from mindrlhf.specs.lora import AdaptedRules, LoraOptions
 from mindrlhf.weights.convert import export_hf
 from mindrlhf.weights.sharded import rank_file
 
+_IMPORT_PATH = [str(parent) for parent in Path(__file__).resolve().parents[1:3]]  # this package's and the product's
 MODEL_NAME = "model"
 BATCHES_NAME = "batches.safetensors"
 SPEC_NAME = "execution.json"
@@ -175,7 +176,9 @@ def execute(
     }
     (directory / SPEC_NAME).write_text(json.dumps(spec))
     environment = {"OMP_NUM_THREADS": "1", "MS_NODE_TIMEOUT": str(max(30, int(timeout_s)))}
-    command = ["-m", "mindrlhf.dryrun.execute.rank", str(directory)]
+    path = [*_IMPORT_PATH, os.environ.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    command = ["-m", "graph_on_cpu.rank", str(directory)]
     code = (start or _start_here)(command, world_size, directory / "logs", environment)
     if code != 0:
         raise RunFailure(f"executing {', '.join(job.name for job in jobs)} failed; logs: {directory / 'logs'}")

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from lowering_interpreter import FLOAT, INT32, UINT8, lower_for, one_node_program, run
 from mindspore.train import mind_ir_pb2 as ir
 
-from mindrlhf.dryrun.execute.lower import use_float32
-from mindrlhf.dryrun.execute.mindir import LoweringError, Program, attribute, scalar
+from graph_on_cpu.lower import use_float32
+from graph_on_cpu.lowering_interpreter import FLOAT, INT32, UINT8, lower_for, one_node_program, run
+from graph_on_cpu.mindir import LoweringError, Program, attribute, scalar
 
 WORLD = "hccl_world_group"
 BATCH, HEADS, KV_HEADS, LENGTH, KEYS, DIM = 2, 4, 2, 5, 7, 3

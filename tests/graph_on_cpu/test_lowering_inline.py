@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from lowering_interpreter import FLOAT, lower_for, run
 from mindspore.train import mind_ir_pb2 as ir
 
-from mindrlhf.dryrun.execute.mindir import Attribute, LoweringError, Program
+from graph_on_cpu.lowering_interpreter import FLOAT, lower_for, run
+from graph_on_cpu.mindir import Attribute, LoweringError, Program
 
 SHAPE = (2, 3)
 

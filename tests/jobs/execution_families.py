@@ -13,6 +13,7 @@ import execution_cases as cases
 import numpy as np
 from engines import accumulate, whole_engine
 from execution_cases import IS_LAST, KL_COEFFICIENT, MODEL, NOT_FINITE, NUM_ROWS, ROW_LENGTH, UNCUT_MODEL, VOCABULARY
+from graph_on_cpu.run import SEED
 from slow_tests import RUNS_SLOW_TESTS
 from tiny_vl import IMAGE, VISION_END, VISION_START, TinyVl, config_of
 
@@ -21,7 +22,6 @@ from mindrlhf.algorithms.value_loss import VALUE_INPUTS
 from mindrlhf.config.training import SHARED_PROMPTS
 from mindrlhf.data.packing import PackedRows, TokenSequence
 from mindrlhf.dryrun.compile.request import LOGPROBS, PAIR_UPDATE, SUPERVISED_UPDATE, UPDATE, VALUE_UPDATE, VALUES
-from mindrlhf.dryrun.execute.run import SEED
 from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.training.batch import Batch, RowOptions, make_batch
 from mindrlhf.training.vision.image_rows import ImageTokens

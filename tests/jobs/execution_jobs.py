@@ -10,11 +10,11 @@ from types import MappingProxyType
 import numpy as np
 import sanity_inputs
 from execution_cases import EPSILON, IS_LAST, KL_COEFFICIENT, LEARNING_RATE, NUM_ROWS, ROW_LENGTH, hf_weights
+from graph_on_cpu.run import ENDED_PREFIX, ExecutionJob, ExecutionResult, execute
 from machines import Machines
 
 from mindrlhf.config.training import ParallelSection
 from mindrlhf.dryrun.compile.request import GRADIENTS, UPDATE, CompileRequest, compile_ranks
-from mindrlhf.dryrun.execute.run import ENDED_PREFIX, ExecutionJob, ExecutionResult, execute
 
 
 def compile_and_execute(
@@ -44,11 +44,11 @@ def compile_and_execute(
         token_inputs: names of the token arrays that the update takes.
         computed_inputs: name of a layout -> that of them which its ranks compute under the initial weights.
         shared_prompts: the rows are of that kind.
-        images: of each call; see :func:`mindrlhf.dryrun.execute.run.execute`.
+        images: of each call; see :func:`graph_on_cpu.run.execute`.
         optimizer: `optimizer.type`.
         memory: keys of the section `memory`.
         after_token: of scoring models; see :class:`mindrlhf.training.engine.shards.Shards`.
-        lora: of adapters that are trained in place of the model; see :class:`mindrlhf.dryrun.execute.run.ExecutionJob`.
+        lora: of adapters that are trained in place of the model; see :class:`graph_on_cpu.run.ExecutionJob`.
     """
     compiled = (*cells, GRADIENTS) if cells[0] == UPDATE else cells
     own = {"shared_prompts": shared_prompts, "lora": lora, "optimizer": optimizer, "memory": dict(memory)}

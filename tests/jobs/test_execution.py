@@ -16,11 +16,11 @@ import pytest
 from execution_cases import IS_LAST, MODEL, NOT_FINITE, batches, hf_weights, mf_weights
 from execution_families import FAMILIES, LORA, OF_EVERY_DAY, executed_layouts, train_plainly
 from execution_jobs import compile_and_execute, execute_over_machines
+from graph_on_cpu.run import ExecutionResult
 from safetensors.numpy import load_file
 from slow_tests import SLOW
 
 from mindrlhf.config.rollout import COLLECTIVES, TCP
-from mindrlhf.dryrun.execute.run import ExecutionResult
 from mindrlhf.layout.rows import updates_return_outputs
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.fuse import split

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from graph_on_cpu.lower import lower_graph
+from graph_on_cpu.model import LoweredCell
 from slow_tests import RUNS_SLOW_TESTS
 from tiny_vl import TinyVl, config_of, weights_of, write_tiny_vl
 
 from mindrlhf.config.training import ParallelSection
 from mindrlhf.dryrun.compile.request import TOWER, CompileRequest, compile_ranks
-from mindrlhf.dryrun.execute.lower import lower_graph
-from mindrlhf.dryrun.execute.model import LoweredCell
 from mindrlhf.images.slots import fill_slots, slot_rows
 from mindrlhf.specs import find_spec
 

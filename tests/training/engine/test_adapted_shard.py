@@ -46,8 +46,8 @@ def base(request, tmp_path_factory):
 def make_ranks(base, layout, targets=()):
     """The shards of all ranks, loaded; B is not 0, as after some training."""
     import mindspore as ms
+    from graph_on_cpu.model import DescribedModel
 
-    from mindrlhf.dryrun.execute.model import DescribedModel
     from mindrlhf.models.lora.model import scale_name
     from mindrlhf.shards.sources import open_source
     from mindrlhf.training.engine.factory import layout_of, network_layouts
