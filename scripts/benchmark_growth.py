@@ -322,7 +322,7 @@ class Case:
 CASES = {
     "data build": Case("prompts", 2000, data_build, "tokenizing, one process"),
     "prompt stream": Case("prompts", 65_536, prompt_stream, "a sort of the epoch"),
-    "plan": Case("devices", 64, plan, "groups and memory of each rank"),
+    "plan": Case("devices", 64, plan, "memory of each rank"),
     **{
         f"rewards, {kind}": Case("samples", number, functools.partial(rewards, *RIGHT[kind]), limit)
         for kind, number, limit in (

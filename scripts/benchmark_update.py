@@ -10,9 +10,6 @@ exponent of growth against "base", log(seconds / base) / log(factor).
 
 MindSpore computes elementwise work on a second thread however few it is allowed, so a rank that may use any core takes
 up to 1.5 of them. With ``--any-core`` it may. Run nothing beside it.
-
-"predicted" is what `mindrlhf plan` would say: the kernels of the compiled graph replayed with this core's rates for
-products, memory and logits, which are measured, and the ratio of this to the processor seconds.
 """
 
 import argparse
@@ -26,23 +23,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindrlhf.cpu.training.vocabulary import (
-    MAX_KEPT_BYTES,
-    TOKEN_TILE,
-    VOCABULARY_TILE,
-    KeptPowers,
-    backward,
-    forward,
-)
-from mindrlhf.dryrun.compile.kernels import dump_kernels, read_kernels
-from mindrlhf.dryrun.plan.devices import Device
-from mindrlhf.dryrun.plan.replay import replay
+from mindrlhf.cpu.training.vocabulary import MAX_KEPT_BYTES
 from mindrlhf.launch.launch import launch
 
 PROMPT_LENGTH, RESPONSE_LENGTH, NUM_SAMPLES = 8, 64, 32
 NUM_WARM_UPS = 2
-# Of a kernel beside its work, as docs/performance.md has it.
-CALL_S = 26e-6
 
 
 @dataclass(frozen=True)
@@ -106,62 +91,8 @@ def arithmetic(case: Case, num_samples: int, response_length: int) -> float:
     return num_samples * (length * per_token + response_length * vocabulary) / 1e12
 
 
-def core_rates() -> Device:
-    """Measure this core: products of a layer's size, memory of a layer's size, and the call of a small kernel."""
-    import mindspore as ms
-    import numpy as np
-    from mindspore import ops
-
-    def seconds(operator, *shapes) -> float:
-        inputs = [ms.Tensor(np.ones(shape, np.float32)) for shape in shapes]
-        times = []
-        for _ in range(30):
-            start = time.process_time()
-            for _ in range(10):
-                operator(*inputs)
-            ms.runtime.synchronize()
-            times.append((time.process_time() - start) / 10)
-        return statistics.median(times)
-
-    rows, width, inner = 576, 512, 2048
-    product = 2 * rows * width * inner / seconds(ops.MatMul(), (rows, width), (width, inner))
-    memory = 12 * rows * inner / seconds(ops.Mul(), (rows, inner), (rows, inner))
-    free = {"launch_s": 0.0, "collective_s": 0.0, "reached": (1.0, 1.0, 1.0), "kernel_s": CALL_S}
-    return Device("core", product, memory, 1.0, 1, 1.0, 1.0, 1.0, **free)
-
-
-def logit_seconds(width: int, is_kept: bool) -> float:
-    """Measure what a logit costs in both passes of the vocabulary kernels, which are our own: of four tiles."""
-    import numpy as np
-
-    stream = np.random.default_rng(0)
-    hidden, weight = (
-        stream.standard_normal((size, width), np.float32) for size in (TOKEN_TILE, 4 * VOCABULARY_TILE)
-    )
-    labels = stream.integers(0, len(weight), len(hidden)).astype(np.int32)
-    ones, none = np.ones(len(hidden), np.float32), np.zeros(len(hidden), np.float32)
-    kept, gradient, times = KeptPowers() if is_kept else None, np.zeros_like(weight), []
-    for _ in range(10):
-        start = time.process_time()
-        _, entropy, log_normaliser = forward(hidden, weight, labels, ones, kept=kept)
-        backward(hidden, weight, labels, ones, entropy, log_normaliser, ones, none, gradient, kept=kept)
-        times.append(time.process_time() - start)
-    return statistics.median(times) / len(hidden) / len(weight)
-
-
-def predict(directory: Path, case: Case, num_calls: int, num_response_tokens: int, num_weights: int) -> float:
-    """Return the seconds of an update from the graph that was compiled, beside which are logits and AdamW."""
-    device, model = core_rates(), case.model
-    found = replay(read_kernels(directory, 1), device)
-    num_logits = num_response_tokens * model["vocab_size"]
-    logits = num_logits * logit_seconds(model["hidden_size"], 4 * num_logits / num_calls <= MAX_KEPT_BYTES)
-    # AdamW reads and writes a weight, a sum and two moments.
-    return num_calls * found.seconds + logits + 7 * 4 * num_weights / device.memory_rate
-
-
 def run_rank(directory: Path, case: Case, row: tuple[int, int, int], updates: int, any_core: bool) -> None:
     """Be one rank: write the measurements of its updates."""
-    dump_kernels(directory / "kernels")
     import numpy as np
 
     from mindrlhf.config.model import ModelSection
@@ -218,11 +149,6 @@ def run_rank(directory: Path, case: Case, row: tuple[int, int, int], updates: in
         measured["cpu"].append(time.process_time() - cpu)
     found = {name: statistics.median(times[NUM_WARM_UPS:]) for name, times in measured.items()}
     found |= {"memory": peak_rss_gb(), "norms": norms}
-    num_weights = sum(one.size for one in updater.network.trainable_params())
-    num_calls = -(-samples // case.micro_batch // num_ranks)
-    found["predicted"] = predict(
-        directory / "kernels", case, num_calls, samples // num_ranks * response_length, num_weights
-    )
     (directory / f"rank_{rank.index}.json").write_text(json.dumps(found))
 
 
@@ -246,7 +172,7 @@ def measure(name: str, row_name: str, updates: int, any_core: bool) -> dict:
 def print_case(name: str, rows: list[str], updates: int, any_core: bool) -> dict:
     """Measure and print the rows of one case."""
     print(f"\n{name}: {json.dumps(CASES[name].model)}, micro-batches of {CASES[name].micro_batch}")
-    columns = "update  gradients optimiser  processor predicted ratio    memory  exponent"
+    columns = "update  gradients optimiser  processor    memory  exponent"
     print(f"  row        ranks samples response    TFLOP    {columns}")
     results = {}
     for row in rows:
@@ -260,7 +186,7 @@ def print_case(name: str, rows: list[str], updates: int, any_core: bool) -> dict
         print(
             f"  {row:10s} {ranks:5d} {NUM_SAMPLES * samples:7d} {RESPONSE_LENGTH * length:8d} {work:8.3f} "
             f"{found['all']:7.3f} s {found['all'] - found['apply']:8.3f} s {found['apply']:7.3f} s "
-            f"{found['cpu']:8.3f} s {found['predicted']:7.3f} s {found['predicted'] / found['cpu']:5.2f} "
+            f"{found['cpu']:8.3f} s "
             f"{found['memory']:6.2f} GB {exponent}",
             flush=True,
         )

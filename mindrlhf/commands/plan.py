@@ -1,67 +1,39 @@
-"""`mindrlhf plan`: what a run computes, holds and sends on every rank, without a device."""
+"""`mindrlhf plan`: batches and memory of a run on every rank, without a device."""
 
 import argparse
 
 from mindrlhf.commands.vocabulary import add_cluster, add_overrides
-from mindrlhf.errors import UserError
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser("plan", help="batches, groups and memory of a run on a cluster, worked out here")
+    parser = subparsers.add_parser("plan", help="batches and memory of a run on a cluster, worked out here")
     parser.add_argument("config", help="YAML file of `mindrlhf train`; of the model only config.json is read")
     add_overrides(parser)
     add_cluster(parser)
     parser.add_argument("--device-memory", default="64GB", metavar="SIZE", help="of one device (default: 64GB)")
     parser.add_argument("--node-size", type=int, default=8, metavar="N", help="devices of a node (default: 8)")
     parser.add_argument(
-        "--link-speed",
-        default="25GB",
-        metavar="SIZE",
-        help="that a node sends and receives in a second over the network (default: 25GB)",
-    )
-    parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="print the plan as JSON, or write it to FILE too"
     )
-    parser.add_argument("--picture", metavar="FILE.svg", help="draw ranks x layers (-: to standard output)")
     parser.add_argument("--compile", action="store_true", help="ask MindSpore's memory planner too (minutes)")
-    parser.add_argument(
-        "--kernels",
-        action="store_true",
-        help="for --compile: count what MindSpore's back end launches instead, in one and two layers (minutes)",
-    )
     parser.add_argument(
         "--device", choices=("A2", "A3"), default="A2", help="whose rates give times (default: A2; A3: one die)"
     )
     parser.add_argument("--search", action="store_true", help="propose parallel_configs that fit")
-    parser.add_argument(
-        "--async", dest="schedules", action="store_true", help="compare sampling in step, off-policy and in segments"
-    )
-    parser.add_argument(
-        "--lengths",
-        metavar="LENGTHS",
-        help="of responses: a run's output directory, or lognormal:MEDIAN,SIGMA in tokens (default: a long tail)",
-    )
     parser.set_defaults(run=_run, says="planning")
 
 
 def _run(arguments: argparse.Namespace) -> int:
     from mindrlhf.dryrun.plan.report import PlanOptions, report_plan
 
-    if arguments.kernels and not arguments.compile:
-        raise UserError("--kernels is read by --compile alone: give both")
     options = PlanOptions(
         world_size=arguments.workers,
         device_memory=arguments.device_memory,
         node_size=arguments.node_size,
-        link_speed=arguments.link_speed,
         json_path=arguments.json,
-        picture_path=arguments.picture,
         compiles=arguments.compile,
-        kernels=arguments.kernels,
         device=arguments.device,
         searches=arguments.search,
-        schedules=arguments.schedules,
-        lengths=arguments.lengths,
     )
     text, fits = report_plan(arguments.config, arguments.overrides, options)
     print(text)

@@ -155,7 +155,6 @@ FULL = [
     ["report", "{run}", "--svg", "{full}"],
     ["view", "{run}", "--output", "{full}"],
     ["plan", "examples/grpo/qwen2_5_7b_8npu.yaml", "--workers", "8", "--json", "{full}"],
-    ["plan", "examples/grpo/qwen2_5_7b_8npu.yaml", "--workers", "8", "--picture", "{full}"],
     ["config", "import", "--from", "trl", "tests/config/imports/trl.yaml", "--output", "{full}"],
 ]
 

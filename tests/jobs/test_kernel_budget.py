@@ -9,13 +9,14 @@ import sys
 import pytest
 
 if __name__ == "__main__":
-    sys.path[:0] = [".", "tests/helpers"]
+    sys.path[:0] = [".", "tests", "tests/helpers"]
 
+from kernel_counts.compile import compile_kernels
+from kernel_counts.counts import KernelCounts, count_kernels, two_depths
 from layout_matrix import QWEN2, hf_config
 
-from mindrlhf.dryrun.compile.request import GRADIENTS, UPDATE, CompileRequest, compile_ranks
-from mindrlhf.dryrun.plan.devices import DEVICES
-from mindrlhf.dryrun.plan.kernels import KernelCounts, count_kernels, two_depths
+from mindrlhf.dryrun.compile.request import GRADIENTS, UPDATE, CompileRequest
+from mindrlhf.dryrun.plan.roofline import DEVICES, of_node
 
 pytestmark = [
     pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulation of CANN is x86-64 only"),
@@ -127,8 +128,8 @@ def request(name: str) -> CompileRequest:
 
 def measure(name: str) -> dict[str, float]:
     requests = two_depths(request(name))
-    reports = compile_ranks(requests, num_processes=1)
-    return table(count_kernels(requests[0], reports, reports, 2, DEVICES["A2"]))
+    reports = compile_kernels(requests)
+    return table(count_kernels(requests[0], reports, reports, 2, of_node(DEVICES["A2"], 8)))
 
 
 def table(counts: KernelCounts) -> dict[str, float]:

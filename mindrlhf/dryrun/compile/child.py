@@ -6,13 +6,11 @@ so every request has a process; they are forked after the import, which takes se
 of one that failed.
 """
 
-import atexit
 import contextlib
 import importlib
 import json
 import os
 import resource
-import shutil
 import sys
 import time
 import traceback
@@ -26,7 +24,6 @@ from mindrlhf.config.model import ModelSection
 from mindrlhf.config.training import OptimizerSection, ParallelSection
 from mindrlhf.dryrun.compile import ascend_stubs as simulation
 from mindrlhf.dryrun.compile.collectives import read_collectives
-from mindrlhf.dryrun.compile.kernels import dump_kernels, read_kernels
 from mindrlhf.dryrun.compile.request import (
     EXIT_USER_ERROR,
     GRADIENTS,
@@ -128,32 +125,15 @@ def compile_here(request: CompileRequest, directory: Path, simulated: bool) -> C
     world_size = stage_size * parallel.pipeline_stage
     strategy_file = Path(request.strategy_file or directory / f"strategy_{os.getpid()}.ckpt")
     simulation.set_rank(request.rank, world_size)
-    dumps = directory / f"kernels_{os.getpid()}"
-    if request.kernels:
-        dump_kernels(dumps)
-    _start_mindspore(request.rank, world_size, parallel, strategy_file, directory / "mindformers")
+    start_mindspore(request.rank, world_size, parallel, strategy_file, directory / "mindformers")
     step = build_cell(request, parallel)
-    if request.kernels and not request.even_experts:
-        # MindFormers takes every simulation for a dry run, and would give all experts as many tokens.
-        for _, cell in step.cells_and_names():
-            if hasattr(cell, "token_dispatcher"):
-                cell.token_dispatcher.is_dryrun = False
     inputs = example_inputs(request, parallel)
     from mindrlhf.dryrun.compile.graph import compile_graph, plan_memory, read_graph, read_shards, write_graph
     from mindrlhf.models.context import by_itself
 
-    planned_memory_bytes, collectives, kernels = 0, None, ()
+    planned_memory_bytes, collectives = 0, None
     if request.plan_memory:
-        try:
-            planned_memory_bytes = plan_memory(step, inputs)
-        except RuntimeError as error:
-            # All is compiled, but a plan of memory needs shapes, which experts know when they run.
-            if not request.kernels or "can not support dynamic shape" not in str(error):
-                raise
-        if request.kernels:
-            atexit._run_exitfuncs()  # MindSpore writes the order of launches as it ends, and nothing else is left to do
-            kernels = read_kernels(dumps, world_size)
-            shutil.rmtree(dumps)
+        planned_memory_bytes = plan_memory(step, inputs)
     else:
         with by_itself() if request.cell == TOWER else contextlib.nullcontext():
             message = compile_graph(step, inputs)
@@ -168,7 +148,6 @@ def compile_here(request: CompileRequest, directory: Path, simulated: bool) -> C
         num_layers=request.num_layers or find_spec(request.hf_config).dims(request.hf_config).num_layers,
         parameters=() if request.cell == TOWER else tuple(_parameters(step, read_shards(strategy_file))),
         collectives=collectives,
-        kernels=kernels,
         planned_memory_bytes=planned_memory_bytes,
         seconds=time.monotonic() - start,
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -176,7 +155,7 @@ def compile_here(request: CompileRequest, directory: Path, simulated: bool) -> C
     )
 
 
-def _start_mindspore(rank: int, world_size: int, parallel: ParallelSection, strategy_file: Path, log_dir: Path) -> None:
+def start_mindspore(rank: int, world_size: int, parallel: ParallelSection, strategy_file: Path, log_dir: Path) -> None:
     import mindspore as ms
     from mindspore.communication import init
 

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.specs import find_spec
@@ -47,9 +46,6 @@ class CompileRequest:
         recompute: recompute activations in the backward pass.
         memory: keys of the section `memory` that are not at their defaults.
         plan_memory: run MindSpore's memory planner too (simulation level 1); the report then has no collectives.
-        kernels: report the kernels of the back end, which are there with ``plan_memory`` only. Where shapes depend
-            on data, as those of experts may, there are neither an order of launches nor a plan of memory.
-        even_experts: with ``kernels``: tokens are split evenly among experts, as MindFormers does in simulation.
         beta: weight of the KL term; above 0 the reference log-probabilities enter the loss.
         epsilon: AdamW's, a constant of the graph.
         optimizer: `optimizer.type`.
@@ -78,8 +74,6 @@ class CompileRequest:
     recompute: bool = False
     memory: dict[str, int | str | tuple[str, ...]] = field(default_factory=dict)
     plan_memory: bool = False
-    kernels: bool = False
-    even_experts: bool = False
     beta: float = 0.04
     epsilon: float = 1e-8
     optimizer: str = "adamw"
@@ -132,30 +126,6 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """What a stream of a device is given: a kernel, or an event that it sends or waits for.
-
-    Attributes:
-        op: as MindSpore names it.
-        part: of the step; see :mod:`mindrlhf.dryrun.compile.kernels`.
-        stream: number of the stream; -1 where the order of launches is not known.
-        event: that ``StreamSend`` sends and ``StreamRecv`` waits for; -1 of kernels.
-        inputs, outputs: dtype and dimensions of each tensor; a dimension is -1 where only the run knows it.
-        ranks: of a collective's group.
-        role: what a collective carries, or that a cast is of a weight.
-    """
-
-    op: str
-    part: str
-    stream: int
-    event: int = -1
-    inputs: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    outputs: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    ranks: tuple[int, ...] = ()
-    role: str = ""
-
-
-@dataclass(frozen=True)
 class CompileReport:
     """What one compilation found.
 
@@ -168,7 +138,6 @@ class CompileReport:
             of over 2 GB).
         seconds: wall time of the compilation.
         peak_rss_bytes: peak memory of the compiling process.
-        kernels: of the back end, in the order of their launch; empty unless asked for.
         planned_memory_bytes: device memory MindSpore planned for the step, a lower bound (workspaces of CANN
             kernels and buffers of HCCL are not known in simulation); 0 unless asked for.
         simulated: whether CANN was simulated.
@@ -179,7 +148,6 @@ class CompileReport:
     num_layers: int
     parameters: tuple[CompiledParameter, ...]
     collectives: tuple[Collective, ...] | None = None
-    kernels: tuple[Kernel, ...] = ()
     seconds: float = 0.0
     peak_rss_bytes: int = 0
     planned_memory_bytes: int = 0
@@ -280,13 +248,7 @@ def _read_report(directory: Path, index: int, request: CompileRequest) -> Compil
         values["collectives"] = tuple(
             Collective(**{**item, "group_ranks": tuple(item["group_ranks"])}) for item in values["collectives"]
         )
-    values["kernels"] = tuple(_kernel(**item) for item in values["kernels"])
     return CompileReport(**values)
-
-
-def _kernel(inputs: list, outputs: list, ranks: list, **rest: Any) -> Kernel:
-    given, made = (tuple((kind, tuple(dims)) for kind, dims in side) for side in (inputs, outputs))
-    return Kernel(inputs=given, outputs=made, ranks=tuple(ranks), **rest)
 
 
 def _describe(request: CompileRequest) -> str:

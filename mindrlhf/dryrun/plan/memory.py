@@ -180,7 +180,7 @@ def _resident(inputs: MemoryInputs, stage: int) -> list[MemoryItem]:
         how = "as the parameters" if is_alike else " + ".join(f"{size // width:,} x {width} B" for size in sizes)
         items.append(MemoryItem("reference model" if len(sizes) == 1 else TEACHERS, sum(sizes), True, how))
     runtime = _CONTEXT_BYTES + number * _COMMUNICATOR_BYTES
-    groups = f"{number} groups (the world and those above) x {format_size(_COMMUNICATOR_BYTES)}"
+    groups = f"{number} groups (the world and those of the layout) x {format_size(_COMMUNICATOR_BYTES)}"
     how = f"{format_size(_CONTEXT_BYTES)} + {groups}"
     return [*items, MemoryItem(RUNTIME, runtime, False, how)]
 

@@ -16,9 +16,6 @@ from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.training import ParallelSection, trains_sharded
 from mindrlhf.dryrun.plan.activations import LayerWidths, model_widths
-from mindrlhf.dryrun.plan.cost import VisionPlan, plan_vision
-from mindrlhf.dryrun.plan.devices import DEVICES, Device
-from mindrlhf.dryrun.plan.groups import GroupKind, num_communicators, plan_groups
 from mindrlhf.dryrun.plan.memory import MemoryInputs, PhaseMemory, plan_memory
 from mindrlhf.dryrun.plan.parameters import (
     ADAPTER_BYTES,
@@ -27,13 +24,15 @@ from mindrlhf.dryrun.plan.parameters import (
     ParameterRow,
     StageState,
     StateKept,
+    active_parameters,
     count_parameters,
     parameter_rows,
     stage_states,
     untrained_names,
 )
 from mindrlhf.dryrun.plan.rollout import RolloutPlan, plan_rollout
-from mindrlhf.dryrun.plan.transfer import LINK_BYTES_PER_S, TransferPlan, plan_transfer
+from mindrlhf.dryrun.plan.roofline import DEVICES, Device, StepSeconds, of_node, roofline
+from mindrlhf.dryrun.plan.vision import VisionPlan, plan_vision
 from mindrlhf.errors import UserError
 from mindrlhf.layout.batch import BatchPlan
 from mindrlhf.layout.feasibility import check_feasible, check_model, check_num_ranks, check_rollout
@@ -43,26 +42,24 @@ from mindrlhf.layout.servers import place_servers
 from mindrlhf.specs import ModelDims, ModelSpec, find_spec
 from mindrlhf.specs.lora import LoraOptions
 from mindrlhf.specs.rules import VISION_PREFIX
+from mindrlhf.weights.convert import buffer_infos
 from mindrlhf.weights.hf import read_hf_config
+from mindrlhf.weights.publish.buffer import arrange_buckets
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The cluster a plan is for: ``world_size`` devices of ``device_bytes``, ``node_size`` of them per node.
-
-    A node sends and receives ``link_bytes_per_s`` over the network, at once.
-    """
+    """The cluster a plan is for: ``world_size`` devices of ``device_bytes``, ``node_size`` of them per node."""
 
     world_size: int
     device_bytes: int
     node_size: int
-    link_bytes_per_s: float = LINK_BYTES_PER_S
     kind: Device = DEVICES["A2"]
 
     @property
     def device(self) -> Device:
-        """One of the devices, in nodes as these are."""
-        return dataclasses.replace(self.kind, node_size=self.kind.node_size or self.node_size)
+        """A device with the links of these nodes."""
+        return of_node(self.kind, self.node_size)
 
     @property
     def num_nodes(self) -> int:
@@ -94,6 +91,11 @@ class Model:
         """The parameters that gradients do not change; see ``untrained_names``."""
         return untrained_names(self.known, self.dims)
 
+    @cached_property
+    def num_active(self) -> int:
+        """Parameters that one token meets."""
+        return active_parameters(self.known, self.dims)
+
     @property
     def num_experts(self) -> int:
         """Routed experts of a layer; 0 in a dense model."""
@@ -102,16 +104,17 @@ class Model:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that `mindrlhf plan` reports.
+    """Sizes of a run on a cluster.
 
     Attributes:
         num_parameters: elements of the whole model, without adapters.
         num_adapter_parameters: elements of its adapters; 0 where all of it is trained.
-        layouts: of every parameter.
         layer_stages: pipeline stage of every decoder layer.
         states: exact parameter and optimiser state of a rank, by pipeline stage.
         vision: the vision tower; None for a model of text.
         memory: every phase of the loop for every pipeline stage.
+        buffer_bytes: host memory of the weight buffer on each node.
+        seconds: roofline of a step.
     """
 
     config: GrpoConfig
@@ -120,15 +123,14 @@ class Plan:
     layout: Layout
     num_parameters: int
     num_adapter_parameters: int
-    layouts: tuple[ParameterLayout, ...]
     layer_stages: tuple[int, ...]
     batch: BatchPlan
-    groups: tuple[GroupKind, ...]
     states: tuple[StageState, ...]
     rows: tuple[ParameterRow, ...]
     rollout: RolloutPlan
     memory: tuple[PhaseMemory, ...]
-    transfer: TransferPlan
+    buffer_bytes: int
+    seconds: StepSeconds
     vision: VisionPlan | None
 
     @property
@@ -199,10 +201,17 @@ def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryI
         rollout=plan_rollout(
             config.rollout, model.known, model.dims, device_bytes=machine.device_bytes, row_length=batch.row_length
         ),
-        num_communicators=num_communicators(layout, layouts),
+        num_communicators=_num_communicators(layout, layouts),
     )
     references = tuple(_reference(inputs, path) for path in reference_paths(config) if not is_base(config, path))
     return dataclasses.replace(inputs, references=references), layouts
+
+
+def _num_communicators(layout: Layout, layouts: Sequence[ParameterLayout]) -> int:
+    """Return the communication groups that a rank is in: the world, one of each axis, one of each optimiser shard."""
+    axes = (layout.model_parallel, layout.context_parallel, layout.data_parallel, layout.pipeline_stage)
+    shards = {(each.optimizer_shard_size, each.optimizer_shard_step) for each in layouts} - {(1, 1), (1, 0)}
+    return 1 + sum(size > 1 for size in (*axes, layout.expert_parallel)) + len(shards)
 
 
 def _reference(inputs: MemoryInputs, path: str) -> MemoryInputs:
@@ -229,7 +238,7 @@ def accumulates(parallel: ParallelSection) -> bool:
 def _layouts(
     model: Model, layout: Layout, param_dtype: str, lora: LoraOptions | None
 ) -> tuple[list[ParameterLayout], list[ParameterLayout]]:
-    """How the parameters lie, and the factors of adapters; cached, since the search varies what it depends not on."""
+    """Layouts of parameters and of LoRA factors. Cached: the search changes only keys they do not depend on."""
     layouts = parameter_layouts(model.known, model.dims, layout, ELEMENT_BYTES[param_dtype])
     if lora is None:
         return layouts, []
@@ -252,20 +261,11 @@ def _kept(model: Model, lora: LoraOptions | None, optimizer: str) -> StateKept:
     return StateKept(optimizer, {rule.mf_name: rule.matrices(model.dims) for rule in rules})
 
 
-def transfer_of(
-    config: GrpoConfig, model: Model, machine: Machine, inputs: MemoryInputs, layouts: Sequence[ParameterLayout]
-) -> TransferPlan:
-    """Count the transfer of weights of a prepared run."""
-    return plan_transfer(
-        config,
-        model.known,
-        model.dims,
-        inputs.layout,
-        layouts,
-        rollout_rank_bytes=inputs.rollout.weights,
-        node_size=machine.node_size,
-        link_bytes_per_s=machine.link_bytes_per_s,
-    )
+def _buffer_bytes(config: GrpoConfig, model: Model) -> int:
+    """Host memory of the weight buffer on each node."""
+    infos = buffer_infos(model.known, model.dims, config.model.param_dtype, config.rollout.dtype)
+    _, bucket_sizes = arrange_buckets(infos, int(config.rollout.weight_buffer_gib * 2**30))
+    return sum(bucket_sizes)
 
 
 def make_plan(config: GrpoConfig, model: Model, machine: Machine) -> Plan:
@@ -279,19 +279,17 @@ def make_plan(config: GrpoConfig, model: Model, machine: Machine) -> Plan:
         model=model,
         layout=inputs.layout,
         num_parameters=count_parameters(layouts),
-        layouts=tuple(layouts),
         layer_stages=tuple(inputs.layer_stages),
         batch=inputs.batch,
-        groups=tuple(plan_groups(inputs.layout, layouts, machine.node_size)),
         states=tuple(inputs.states),
         num_adapter_parameters=count_parameters(factors),
         rows=tuple(parameter_rows(layouts, config.model.param_dtype, model.untrained, factors, kept)),
         rollout=inputs.rollout,
         memory=tuple(plan_memory(inputs)),
-        transfer=transfer_of(config, model, machine, inputs, layouts),
+        buffer_bytes=_buffer_bytes(config, model),
+        seconds=roofline(inputs, model.num_active, machine.device),
         vision=plan_vision(
             inputs,
-            count_parameters([one for one in layouts if one.name.startswith(VISION_PREFIX)]),
-            machine.device,
+            count_parameters([layout for layout in layouts if layout.name.startswith(VISION_PREFIX)]),
         ),
     )

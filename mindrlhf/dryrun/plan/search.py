@@ -1,23 +1,23 @@
 """Layouts that fit a number of devices, the best first."""
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.dryrun.plan.cost import Cost, divisors, estimate_cost
 from mindrlhf.dryrun.plan.memory import plan_memory
-from mindrlhf.dryrun.plan.parameters import active_parameters
-from mindrlhf.dryrun.plan.plan import Machine, Model, prepare, transfer_of
+from mindrlhf.dryrun.plan.plan import Machine, Model, prepare
+from mindrlhf.dryrun.plan.roofline import roofline
 from mindrlhf.dryrun.plan.verdict import try_keys, with_keys
 from mindrlhf.errors import UserError
 
 NUM_RESULTS = 5
 # From this row length on, sequences are worth splitting over ranks.
 LONG_ROW = 16_384
-# Candidates whose transfer of weights is counted.
-_NUM_COUNTED = 40
+# A device that fills up to the last byte fails at the first uneven batch: less free memory than this costs rank.
+WANTED_SLACK = 0.1
 # Pipeline micro-batches per stage that a pipeline is tried with: more idle less, but take a larger micro_batch_size.
 _MICRO_BATCHES_PER_STAGE = (1, 2, 4)
 
@@ -29,17 +29,24 @@ class Candidate:
     Attributes:
         keys: the config keys that make it.
         peak_bytes: of its fullest moment.
-        cost: by which it is ranked.
+        slack: share of the device that stays free.
+        seconds: roofline of a step.
     """
 
     keys: Mapping[str, Any]
     peak_bytes: int
-    cost: Cost
+    slack: float
+    seconds: float
+
+    @property
+    def score(self) -> tuple[float, int]:
+        """Seconds, raised by the share of the wanted slack that is missing, then bytes; lower is better."""
+        return self.seconds * (1 + max(0.0, WANTED_SLACK - self.slack)), self.peak_bytes
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What the search found: the best candidates, how many fit, were possible at all, and were tried."""
+    """Best candidates of a search, and how many layouts fit, were possible at all, and were tried."""
 
     best: tuple[Candidate, ...]
     num_fitting: int
@@ -51,7 +58,6 @@ def search(config: GrpoConfig, model: Model, machine: Machine) -> SearchResult:
     """Try every layout of the model over the machine; keep what the model allows and the memory holds."""
     candidates: list[Candidate] = []
     num_tried = num_feasible = 0
-    num_active = active_parameters(model.known, model.dims)
     for keys in _layouts(config, model, machine):
         num_tried += 1
         try:
@@ -62,12 +68,10 @@ def search(config: GrpoConfig, model: Model, machine: Machine) -> SearchResult:
         peak = max(phase.total for phase in plan_memory(inputs))
         if peak > machine.device_bytes or inputs.rollout.num_full_sequences < 1:
             continue
-        cost = estimate_cost(inputs, num_active, 1 - peak / machine.device_bytes, machine.device)
-        candidates.append(Candidate(keys, peak, cost))
-    candidates.sort(key=_rank)
-    # The transfer of a large model takes its time to count: those that are far behind stay so.
-    best = sorted((_with_transfer(one, config, model, machine) for one in candidates[:_NUM_COUNTED]), key=_rank)
-    return SearchResult(tuple(_distinct(best)), len(candidates), num_feasible, num_tried)
+        seconds = roofline(inputs, model.num_active, machine.device).seconds
+        candidates.append(Candidate(keys, peak, 1 - peak / machine.device_bytes, seconds))
+    candidates.sort(key=lambda candidate: candidate.score)
+    return SearchResult(tuple(_distinct(candidates)), len(candidates), num_feasible, num_tried)
 
 
 def starting_layout(config: GrpoConfig, model: Model, machine: Machine) -> dict[str, Any] | None:
@@ -81,19 +85,6 @@ def starting_layout(config: GrpoConfig, model: Model, machine: Machine) -> dict[
         if (found := search(with_keys(config, keys), model, machine)).best:
             return keys | dict(found.best[0].keys)
     return None
-
-
-def _rank(candidate: Candidate) -> tuple[float, int]:
-    return candidate.cost.score, candidate.peak_bytes
-
-
-def _with_transfer(candidate: Candidate, config: GrpoConfig, model: Model, machine: Machine) -> Candidate:
-    """Add an update's share of the step's transfer of weights between nodes."""
-    changed = with_keys(config, candidate.keys)
-    inputs, layouts = prepare(changed, model, machine)
-    transfer = transfer_of(changed, model, machine, inputs, layouts)
-    seconds = transfer.seconds / (config.training.num_minibatches * config.training.num_iterations)
-    return replace(candidate, cost=replace(candidate.cost, weights=seconds))
 
 
 def _distinct(candidates: list[Candidate]) -> list[Candidate]:
@@ -150,3 +141,9 @@ def _switches(config: GrpoConfig, layout_keys: dict[str, Any]) -> Iterator[dict[
             "training.micro_batch_size": num_micro_batches * rows,
             "model.recompute": recompute,
         }
+
+
+def divisors(value: int) -> list[int]:
+    """Return the divisors of a positive number, ascending."""
+    small = [size for size in range(1, math.isqrt(value) + 1) if value % size == 0]
+    return sorted({*small, *(value // size for size in small)})

@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Sequence
 
 from mindrlhf.dryrun.plan.compiled import PlannedStage
-from mindrlhf.dryrun.plan.cost import VisionPlan
-from mindrlhf.dryrun.plan.groups import describe_groups
 from mindrlhf.dryrun.plan.memory import PhaseMemory
 from mindrlhf.dryrun.plan.parameters import StageState
 from mindrlhf.dryrun.plan.plan import Plan
+from mindrlhf.dryrun.plan.roofline import PROMPT_SHARE, RESPONSE_SHARE, UNSEEN, StepSeconds
 from mindrlhf.dryrun.plan.search import Candidate, SearchResult
 from mindrlhf.dryrun.plan.verdict import Verdict
+from mindrlhf.dryrun.plan.vision import VisionPlan
 from mindrlhf.layout.batch import batch_lines
 from mindrlhf.system.sizes import format_size
 
@@ -21,17 +21,30 @@ def render_text(plan: Plan, verdict: Verdict) -> str:
     parts = [
         _heading(plan),
         section("Batch", columns(batch_lines(plan.config, plan.batch, plan.layout.data_parallel), "<><")),
-        section("Groups", _group_lines(plan)),
         section("Pipeline stages", _stage_lines(plan)),
         section("Memory of a rank", _memory_lines(plan)),
         section("Parameters", _parameter_lines(plan)),
         section("Rollout servers", _rollout_lines(plan)),
-        section("Weight transfer", _transfer_lines(plan)),
-        section("Verdict", verdict_lines(verdict)),
     ]
     if plan.vision is not None:
-        parts.insert(-1, section("Vision tower", _vision_lines(plan.vision)))
-    return "\n\n".join(parts)
+        parts.append(section("Vision tower", _vision_lines(plan.vision)))
+    if plan.config.run.device != "cpu":
+        parts.append(section("Time of a step", _time_lines(plan.seconds)))
+    return "\n\n".join([*parts, section("Verdict", verdict_lines(verdict))])
+
+
+def _time_lines(times: StepSeconds) -> list[str]:
+    low, high = times.tokens_per_s
+    rows = [("~ " + phase, f"{seconds:.1f} s") for phase, seconds in times.phases.items() if seconds]
+    return [
+        *columns([*rows, ("~ step", f"{times.seconds:.1f} s")], "<>"),
+        *wrap(
+            f"~ {low:,.0f} to {high:,.0f} tokens/s/NPU of prompts and responses: an estimate. The seconds are a "
+            f"roofline, which no run reaches. Published runs on Ascend took 3 to 35 times theirs, so the range goes to "
+            f"{UNSEEN:.0f} times. Responses are taken as {RESPONSE_SHARE:.0%} of the longest allowed, prompts as "
+            f"{PROMPT_SHARE:.0%}."
+        ),
+    ]
 
 
 def _vision_lines(vision: VisionPlan) -> list[str]:
@@ -40,7 +53,6 @@ def _vision_lines(vision: VisionPlan) -> list[str]:
         ("image tokens, at most", f"{vision.num_image_tokens:,}", "of a prompt that holds nothing else"),
         ("~ operations per image token", f"{vision.operations_per_token / 1e9:.2f} G", "forward only"),
         ("~ prompts seen per step", f"{vision.num_passes:,}", "each by every data-parallel rank with samples of it"),
-        ("~ time per step, at most", f"{vision.seconds:.1f} s", "a rate for ranking, not a prediction"),
         ("~ memory while it runs", format_size(vision.run_bytes), "for one image of that many tokens"),
     ]
     return columns(rows, "<><")
@@ -63,7 +75,7 @@ def verdict_lines(verdict: Verdict) -> list[str]:
     return lines
 
 
-def search_lines(result: SearchResult, plan: Plan) -> list[str]:
+def search_lines(result: SearchResult) -> list[str]:
     """Return the best layouts and how they were ranked."""
     lines = [
         f"{result.num_tried:,} layouts tried, {result.num_feasible:,} possible for this model, "
@@ -71,19 +83,10 @@ def search_lines(result: SearchResult, plan: Plan) -> list[str]:
     ]
     if not result.best:
         return [*lines, "None fits: use more devices, shorter sequences, or a smaller share for the generator."]
-    header = ("", "dp", "mp", "pp", "cp", "ep", "opt", "recompute", "micro", "peak", "free", "s/update")
-    rows = [header, *(_candidate_row(index, one) for index, one in enumerate(result.best, 1))]
+    header = ("", "dp", "mp", "pp", "cp", "ep", "opt", "recompute", "micro", "peak", "free", "~ s/step")
+    rows = [header, *(_candidate_row(index, candidate) for index, candidate in enumerate(result.best, 1))]
     lines += columns(rows, ">" * len(header))
-    lines += ["", "Seconds of an update by cause (as assumed of the devices, not measured):"]
-    causes = ("compute", "vector", "imbalance", "bubble", "tensor", "expert", "data", "state", "weights")
-    rows = [("", *causes)]
-    for index, one in enumerate(result.best, 1):
-        rows.append((str(index), *(f"{getattr(one.cost, cause):.1f}" for cause in causes)))
-    lines += columns(rows, ">" * 10)
-    lines += wrap(
-        f"{plan.machine.device.words}; weights of a step over {format_size(plan.machine.link_bytes_per_s)}/s for each "
-        "node; layouts with less than 10 % free memory rank lower. docs/performance.md#plan has the formulas."
-    )
+    lines += wrap("Ranked by the roofline of a step; layouts with less than 10 % free memory rank lower.")
     lines += ["", "The best, as overrides:"]
     words = [f"{key}={str(value).lower()}" for key, value in result.best[0].keys.items()]
     return lines + [f"  {word}" for word in words]
@@ -113,8 +116,8 @@ def wrap(text: str, indent: str = "") -> list[str]:
     return [*lines, line.rstrip()]
 
 
-def _candidate_row(index: int, one: Candidate) -> tuple[str, ...]:
-    keys = {key.rpartition(".")[2]: value for key, value in one.keys.items()}
+def _candidate_row(index: int, candidate: Candidate) -> tuple[str, ...]:
+    keys = {key.rpartition(".")[2]: value for key, value in candidate.keys.items()}
     axes = ("data_parallel", "model_parallel", "pipeline_stage", "context_parallel", "expert_parallel")
     return (
         str(index),
@@ -122,9 +125,9 @@ def _candidate_row(index: int, one: Candidate) -> tuple[str, ...]:
         "yes" if keys["enable_parallel_optimizer"] else "no",
         "yes" if keys["recompute"] else "no",
         str(keys["micro_batch_num"]),
-        format_size(one.peak_bytes),
-        f"{100 * one.cost.slack:.0f}%",
-        f"{one.cost.seconds:.1f}",
+        format_size(candidate.peak_bytes),
+        f"{100 * candidate.slack:.0f}%",
+        f"{candidate.seconds:.1f}",
     )
 
 
@@ -151,17 +154,6 @@ def _adapter_lines(plan: Plan) -> list[str]:
     number = plan.num_adapter_parameters
     share = number / plan.num_parameters
     return [f"trained: adapters of rank {plan.config.lora.rank}, {number:,} parameters ({share:.2%} more)"]
-
-
-def _group_lines(plan: Plan) -> list[str]:
-    if not plan.groups:
-        return ["one rank: no groups"]
-    lines = []
-    for kind in plan.groups:
-        place = "inside a node" if kind.max_nodes == 1 else f"over {kind.max_nodes} nodes"
-        lines.append(f"{kind.name}: {len(kind.groups)} of {kind.size} ranks, {place}; {kind.purpose}")
-        lines += wrap(describe_groups(kind), "  ")
-    return lines
 
 
 def _stage_lines(plan: Plan) -> list[str]:
@@ -261,28 +253,8 @@ def _rollout_lines(plan: Plan) -> list[str]:
             f"~ {rollout.num_full_sequences:,} sequences of {plan.batch.row_length:,} tokens at once; max_num_seqs is "
             f"{rollout.max_num_seqs:,}; {plan.batch.num_samples_per_replica:,} samples a step"
         ),
+        f"host memory of the weight buffer: {format_size(plan.buffer_bytes)} on each node",
     ]
-
-
-def _transfer_lines(plan: Plan) -> list[str]:
-    transfer = plan.transfer
-    rows = [("leg", "moved", "lower bound", "ratio")]
-    for step in transfer.steps:
-        ratio = f"{step.moved / step.bound:.2f}" if step.bound else "-"
-        rows.append((step.name, format_size(step.moved), format_size(step.bound), ratio))
-    buckets = f", in {transfer.num_buckets} buckets" if transfer.num_buckets > 1 else ""
-    lines = [
-        *columns(rows, "<>>>"),
-        f"host memory of the weight buffer: {format_size(transfer.buffer_bytes)} on each of {transfer.num_nodes} "
-        f"node{'s' if transfer.num_nodes > 1 else ''}{buckets}",
-    ]
-    if transfer.most_received:
-        speed = format_size(plan.machine.link_bytes_per_s)
-        lines.append(
-            f"a node receives up to {format_size(transfer.most_received)}: {transfer.seconds:,.1f} s at {speed}/s "
-            "(--link-speed)"
-        )
-    return lines
 
 
 def columns(rows: Sequence[Sequence[str]], alignment: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Whether a plan fits its devices, and if not, what to change: changes of the config, tried one by one."""
+"""Verdict of a plan: does it fit, and if not, which single change of the config makes it fit."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -33,10 +33,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The plan's answer.
+    """Answer of a plan.
 
     Attributes:
-        fits: whether the run fits.
+        fits: the run fits.
         reason: one sentence with the numbers.
         changes: what would make it fit, the mildest first; empty when it fits, or when no single change does.
         notes: what devices do not show.
@@ -105,9 +105,9 @@ def _reason(plan: Plan) -> str:
 def _notes(plan: Plan) -> tuple[str, ...]:
     notes = []
     config = plan.config
-    if plan.transfer.buffer_bytes > LARGE_BUFFER_BYTES:
+    if plan.buffer_bytes > LARGE_BUFFER_BYTES:
         notes.append(
-            f"the weight buffer takes {format_size(plan.transfer.buffer_bytes)} of every node's host memory: check "
+            f"the weight buffer takes {format_size(plan.buffer_bytes)} of every node's host memory: check "
             "that the nodes have it, or bound it by rollout.weight_buffer_gib"
         )
     if config.memory.offload_optimizer:

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 
 import pytest
 from plan_cases import EXAMPLES, ROOT, example
@@ -29,31 +28,14 @@ def test_examples_fit_their_machines(name, world_size, capsys, tmp_path):
     assert "\nFITS: " in text
     assert max(map(len, text.splitlines())) <= 100
     values = json.loads(out.read_text())
-    assert values["batch"].keys() >= {"num_pieces", "rows_per_piece"}, "the keys of the file stay as they are"
-    assert all(row.keys() >= {"shape", "slice_shape"} for row in values["parameters"])
+    assert all(row.keys() >= {"shape", "shard_shape"} for row in values["parameters"])
     assert values["verdict"]["fits"]
     assert values["machine"]["world_size"] == world_size
     assert f"{values['model']['num_parameters']:,} parameters" in text
     peak = max(phase["total"] for phase in values["memory"])
     assert peak < 64e9
     assert all(phase["total"] == sum(item["size_bytes"] for item in phase["items"]) for phase in values["memory"])
-    for kind in values["groups"]:
-        assert sorted(rank for group in kind["groups"] for rank in group) == list(range(world_size))
-
-
-@pytest.mark.parametrize("name, world_size", EXAMPLES.items())
-def test_picture_has_every_rank_once(name, world_size, tmp_path):
-    path = tmp_path / "plan.svg"
-    assert _plan(example(name), "--workers", world_size, "--picture", path) == 0
-    root = ElementTree.parse(path).getroot()
-    space = {"svg": "http://www.w3.org/2000/svg"}
-    titles = [title.text for title in root.iterfind(".//svg:rect/svg:title", space)]
-    assert [int(title.split()[1].rstrip(":")) for title in titles] == list(range(world_size))
-    width = float(root.get("width"))
-    for rect in root.iterfind(".//svg:rect", space):
-        assert 0 <= float(rect.get("x", 0)) <= float(rect.get("x", 0)) + float(rect.get("width")) <= width + 0.01
-        assert float(rect.get("height")) >= 0
-    assert any("fits" in (text.text or "") for text in root.iterfind(".//svg:text", space))
+    assert values["seconds"]["phases"].keys() >= {"sampling", "update"}
 
 
 def test_what_does_not_fit_ends_with_1(capsys):
@@ -106,7 +88,6 @@ BAD = {
     "rows": (["--workers", 8, "training.sequence_lengths=[4097]"], "set it to 4100"),
     "model": (["--workers", 8, "model.path=nowhere"], "nowhere"),
     "json": (["--workers", 8, "--json", "nowhere/plan.json"], "--json nowhere/plan.json cannot be written"),
-    "picture": (["--workers", 8, "--picture", "examples"], "--picture examples cannot be written"),
 }
 
 

@@ -45,7 +45,6 @@ def test_the_work_of_the_tower_by_hand():
     assert plan.vision.operations_per_token == operations
     # 512 prompts, each seen by the 4 replicas among which its 5 samples lie.
     assert plan.vision.num_passes == 512 * 4
-    assert plan.vision.seconds == pytest.approx(512 * 1024 * operations / (354e12 * 0.65))
 
 
 def test_trained_towers_are_not_planned():

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mindrlhf.dryrun.compile.request import COLLECTIVES, Kernel
+from mindrlhf.dryrun.compile.request import COLLECTIVES
 
 # The passes after which all is decided; the dump of all passes takes gigabytes.
 _LAST_PASS = "hwopt_comm_after_eliminate_nopnode"
@@ -47,6 +47,30 @@ _ATTRIBUTES = re.compile(r"\) (?=\{instance name|primitive_attrs: |cnode_attrs: 
 _GROUP = re.compile(r'rank_list: \(([\d, ]+)\)|group: "(?:[a-z]+-)?((?:\d+-)+\d+)"')
 _ORDER = re.compile(r"@kernel_graph\d+:([^{]+)\{\[0\]: ValueNode<Primitive> (\w+)")
 _PRIMITIVE = re.compile(r"^(PrimFunc|PrimAscend)_")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Item of a stream: a kernel, or an event that the stream sends or waits for.
+
+    Attributes:
+        op: as MindSpore names it.
+        part: of the step, one of ``PARTS``.
+        stream: number of the stream; -1 where the order of launches is not known.
+        event: that ``StreamSend`` sends and ``StreamRecv`` waits for; -1 of kernels.
+        inputs, outputs: dtype and dimensions of each tensor; a dimension is -1 where only the run knows it.
+        ranks: of a collective's group.
+        role: what a collective carries, or that a cast is of a weight.
+    """
+
+    op: str
+    part: str
+    stream: int
+    event: int = -1
+    inputs: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    outputs: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    ranks: tuple[int, ...] = ()
+    role: str = ""
 
 
 @dataclass(eq=False)

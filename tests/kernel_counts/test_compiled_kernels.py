@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mindrlhf.dryrun.compile.kernels import element_bytes, order_kernels, parse_graph, read_kernels, size_bytes
-from mindrlhf.dryrun.compile.request import Kernel
-from mindrlhf.dryrun.plan.replay import product_operations
+from kernel_counts.graph_text import Kernel, element_bytes, order_kernels, parse_graph, read_kernels, size_bytes
+from kernel_counts.replay import product_operations
 
 SCOPE = "Default/network-_VirtualDatasetCell/layers-CellList/0-TransformerLayer"
 F32, B16 = "Float32xDefaultFormat", "BFloat16xDefaultFormat"
@@ -160,7 +159,7 @@ def test_bytes_of_an_element(dtype, size):
 ON_A_CPU = """
 import sys
 from pathlib import Path
-from mindrlhf.dryrun.compile.kernels import dump_kernels
+from kernel_counts.graph_text import dump_kernels
 dump_kernels(Path(sys.argv[1]))
 import mindspore as ms
 import numpy as np
@@ -191,7 +190,7 @@ Gradients(Loss())(ms.Tensor(np.ones((4, 8), np.float32)))
 def test_graphs_of_a_cpu_are_read_alike(tmp_path):
     script, dumps = tmp_path / "cells.py", tmp_path / "dumps"  # MindSpore compiles what lies in a file
     script.write_text(ON_A_CPU)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    environment = {**os.environ, "PYTHONPATH": ":".join(map(str, Path(__file__).parents[1:3]))}
     subprocess.run([sys.executable, str(script), str(dumps)], check=True, timeout=300, env=environment)
     products = [kernel for kernel in read_kernels(dumps, 1) if kernel.op == "MatMul"]
     # x w, and x^T dy: the gradient of x is nobody's.

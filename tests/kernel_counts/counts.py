@@ -1,4 +1,4 @@
-"""`mindrlhf plan --compile --kernels`: what a device is given, counted in the graphs of one and of two layers.
+"""Kernels of a layer, counted in the graphs of one and of two layers.
 
 The difference of both is a layer; what is left is the embedding, the head and the loss.
 """
@@ -9,31 +9,21 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kernel_counts.compile import KernelReport, compile_kernels
+from kernel_counts.graph_text import FORWARD, PARTS, PRODUCTS, RECEIVE, SEND, STATE, WEIGHTS, size_bytes
+from kernel_counts.replay import replay
 from mindrlhf.config.training import ParallelSection
-from mindrlhf.dryrun.compile.kernels import FORWARD, PARTS, PRODUCTS, RECEIVE, SEND, STATE, WEIGHTS, size_bytes
-from mindrlhf.dryrun.compile.request import (
-    COLLECTIVES,
-    GRADIENTS,
-    LOGPROBS,
-    UPDATE,
-    CompileReport,
-    CompileRequest,
-    compile_ranks,
-)
+from mindrlhf.dryrun.compile.request import COLLECTIVES, CompileRequest
 from mindrlhf.dryrun.compile.strategy import shorten
 from mindrlhf.dryrun.plan.compiled import step_request
-from mindrlhf.dryrun.plan.devices import Device
 from mindrlhf.dryrun.plan.parameters import ELEMENT_BYTES
 from mindrlhf.dryrun.plan.plan import Plan
-from mindrlhf.dryrun.plan.replay import Replay, replay
-from mindrlhf.dryrun.plan.text import columns, wrap
+from mindrlhf.dryrun.plan.roofline import Device
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.specs import find_spec
-from mindrlhf.system.sizes import format_size
 
 # Of a pipeline: what is enough to see all its kernels.
 _COMPILED_STAGES, _COMPILED_MICRO_BATCHES = 2, 2
-_CALLS = {GRADIENTS: "a call before the last", UPDATE: "the last call", LOGPROBS: "a pass without gradients"}
 # Copies to the host; the host waits for what it copies.
 _HOST_SYNCS = ("MoveTo", "CopyToHost", "D2HCopy")
 
@@ -45,7 +35,6 @@ class CollectiveRow:
     Attributes:
         carries: weights, gradients, activations or state.
         layer_bytes, other_bytes: of the larger side.
-        hidden: share of their time in which the main stream had other work; see :mod:`mindrlhf.dryrun.plan.replay`.
     """
 
     op: str
@@ -56,7 +45,6 @@ class CollectiveRow:
     layer_bytes: float
     other_count: float
     other_bytes: float
-    hidden: float
 
 
 @dataclass(frozen=True)
@@ -73,10 +61,8 @@ class KernelCounts:
         weight_casts: casts of a layer's weights by part of the step.
         square_nodes: kernels of a layer with a tensor [.., length, length].
         host_syncs, dynamic_nodes: of a layer: copies that the host waits for, nodes whose shape is known when they run.
-        has_even_experts: whether times, memory and what is hidden are of MindFormers' dry run, in which experts get
-            equal shares of the tokens, since the graph that runs has shapes that depend on them.
-        seconds: of a call with all layers, as the device promises and as is assumed to be reached.
-        busy: seconds of the latter by cause, without waiting for each other.
+        seconds: of a call with all layers.
+        busy: seconds by cause, without waiting for each other.
         operations: of the products.
         planned_bytes: device memory of a call, extrapolated from MindSpore's plans for one and two layers.
     """
@@ -92,43 +78,35 @@ class KernelCounts:
     host_syncs: float
     dynamic_nodes: float
     collectives: tuple[CollectiveRow, ...]
-    has_even_experts: bool
-    seconds: tuple[float, float]
+    seconds: float
     busy: dict[str, float]
     operations: float
     planned_bytes: float
 
 
-def compile_kernels(plan: Plan) -> list[KernelCounts]:
-    """Compile the graphs of a step with one and with two layers to a pipeline stage, and count.
+def compile_cell(plan: Plan, cell: str) -> KernelCounts:
+    """Compile a graph of a plan's step with one and with two layers to a pipeline stage, and count.
 
     Of a pipeline two stages are compiled with two micro-batches, and the last stage, which has the head, is counted.
-
-    Raises:
-        UserError, RunFailure: as :func:`mindrlhf.dryrun.compile.request.compile_ranks`.
     """
-    return [compile_cell(plan, cell) for cell in (GRADIENTS, UPDATE, LOGPROBS)]
-
-
-def compile_cell(plan: Plan, cell: str) -> KernelCounts:
-    """See :func:`compile_kernels`; ``cell`` is a graph of :mod:`mindrlhf.dryrun.compile.request`."""
-    layout, given = plan.layout, plan.config.parallel_config.micro_batch_num
-    stages, micro_batches = min(layout.pipeline_stage, _COMPILED_STAGES), min(given, _COMPILED_MICRO_BATCHES)
+    layout, num_micro_batches = plan.layout, plan.config.parallel_config.micro_batch_num
+    stages = min(layout.pipeline_stage, _COMPILED_STAGES)
+    micro_batches = min(num_micro_batches, _COMPILED_MICRO_BATCHES)
     whole = step_request(plan, (stages - 1) * layout.stage_size)
     parallel = whole.parallel | {"pipeline_stage": stages, "micro_batch_num": micro_batches}
     requests = two_depths(dataclasses.replace(whole, cell=cell, parallel=parallel))
-    reports = timed = compile_ranks(requests)
+    reports = timed = compile_kernels(requests)
     if any(kernel.stream < 0 for report in reports for kernel in report.kernels):
-        timed = compile_ranks([dataclasses.replace(each, even_experts=True) for each in requests])
+        timed = compile_kernels(requests, even_experts=True)
     num_layers = max(plan.layer_stages.count(stage) for stage in range(layout.pipeline_stage))
     counts = count_kernels(requests[0], reports, timed, num_layers, plan.machine.device)
-    return _of_pipeline(counts, layout.pipeline_stage, given)
+    return _of_pipeline(counts, layout.pipeline_stage, num_micro_batches)
 
 
 def two_depths(request: CompileRequest) -> list[CompileRequest]:
     """Return the request of a graph's kernels with one and with two layers to a pipeline stage."""
     stages = int(request.parallel.get("pipeline_stage", 1))
-    whole = dataclasses.replace(request, plan_memory=True, kernels=True)
+    whole = dataclasses.replace(request, plan_memory=True)
     return [
         dataclasses.replace(whole, num_layers=number, hf_config=shorten(whole.hf_config, number))
         for number in (stages, 2 * stages)
@@ -139,14 +117,13 @@ def _of_pipeline(counts: KernelCounts, stages: int, micro_batches: int) -> Kerne
     """Extend a call to all micro-batches and stages: those before the last fill the pipeline and drain it."""
     state = counts.busy.get(STATE, 0.0)
     factor = (micro_batches + stages - 1) / counts.num_micro_batches
-    best, reached = (state + (seconds - state) * factor for seconds in counts.seconds)
-    return dataclasses.replace(counts, seconds=(best, reached))
+    return dataclasses.replace(counts, seconds=state + (counts.seconds - state) * factor)
 
 
 def count_kernels(
     request: CompileRequest,
-    reports: Sequence[CompileReport],
-    timed: Sequence[CompileReport],
+    reports: Sequence[KernelReport],
+    timed: Sequence[KernelReport],
     num_layers: int,
     device: Device,
 ) -> KernelCounts:
@@ -160,9 +137,7 @@ def count_kernels(
     micro_batches = int(request.parallel.get("micro_batch_num", 1))
     first, second = (_Totals(report, request.seq_length) for report in (one, two))
     per_part = {part: 1 if part == STATE else micro_batches for part in PARTS}
-    replays = [[replay(report.kernels, one) for report in timed] for one in (device.promised, device)]
-    ends = [_extend(*(found.seconds for found in pair), num_layers) for pair in replays]
-    real = replays[1]
+    shallow, deep = (replay(report.kernels, device) for report in timed)
     return KernelCounts(
         cell=request.cell,
         num_micro_batches=micro_batches,
@@ -178,13 +153,10 @@ def count_kernels(
         square_nodes=(second.square_nodes - first.square_nodes) / micro_batches,
         host_syncs=(second.host_syncs - first.host_syncs) / micro_batches,
         dynamic_nodes=(second.dynamic_nodes - first.dynamic_nodes) / micro_batches,
-        collectives=tuple(_collective_rows(first, second, real[1])),
-        has_even_experts=any(kernel.stream < 0 for kernel in two.kernels) and timed is not reports,
-        seconds=(ends[0], ends[1]),
-        busy={
-            cause: _extend(real[0].busy[cause], real[1].busy[cause], num_layers) for cause in sorted(real[1].busy)
-        },
-        operations=_extend(real[0].operations, real[1].operations, num_layers),
+        collectives=tuple(_collective_rows(first, second)),
+        seconds=_extend(shallow.seconds, deep.seconds, num_layers),
+        busy={cause: _extend(shallow.busy[cause], deep.busy[cause], num_layers) for cause in sorted(deep.busy)},
+        operations=_extend(shallow.operations, deep.operations, num_layers),
         planned_bytes=_extend(*(report.planned_memory_bytes for report in timed), num_layers),
     )
 
@@ -196,7 +168,7 @@ def _extend(one: float, two: float, num_layers: int) -> float:
 class _Totals:
     """Sums over the kernels of a graph."""
 
-    def __init__(self, report: CompileReport, length: int):
+    def __init__(self, report: KernelReport, length: int):
         self.kernels: Counter = Counter()
         self.memory: Counter = Counter()
         self.weight_casts: Counter = Counter()
@@ -232,18 +204,16 @@ def _layer_elements(request: CompileRequest) -> int:
     return sum(math.prod(one.shard_shape) for one in layouts if one.name.startswith(last))
 
 
-def _collective_rows(one: _Totals, two: _Totals, found: Replay) -> Iterable[CollectiveRow]:
+def _collective_rows(one: _Totals, two: _Totals) -> Iterable[CollectiveRow]:
     for key in sorted(two.collectives | one.collectives):
         count = two.collectives[key] - one.collectives[key]
         size = two.collective_bytes[key] - one.collective_bytes[key]
         op, carries, dtype, num_ranks = key
-        cause = f"{carries} {op}"
-        hidden = found.hidden[cause] / found.busy[cause] if found.busy[cause] else 0.0
         rest = one.collectives[key] - count, one.collective_bytes[key] - size
-        yield CollectiveRow(op, carries, dtype, num_ranks, count, size, *rest, hidden)
+        yield CollectiveRow(op, carries, dtype, num_ranks, count, size, *rest)
 
 
-def _logit_bytes(report: CompileReport, request: CompileRequest) -> float:
+def _logit_bytes(report: KernelReport, request: CompileRequest) -> float:
     """Bytes that kernels read and write of tensors as wide as a rank's share of the vocabulary, but for products.
 
     Per logit; 0 in a stage without a head. The head's weights have that width as well, times the hidden size.
@@ -264,64 +234,3 @@ def _logit_bytes(report: CompileReport, request: CompileRequest) -> float:
         elif kernel.part == FORWARD and is_logits(kernel.outputs[0][1]):
             logits += math.prod(kernel.outputs[0][1])
     return total / logits if logits else 0.0
-
-
-def kernel_rows(counts: KernelCounts) -> list[tuple[str, ...]]:
-    """Return a table of a layer's kernels: part of the step, kernels, bytes of memory, casts of weights."""
-    return [
-        ("a layer", "kernels", "GB of memory", "casts of weights"),
-        *(
-            (part, f"{counts.kernels[part]:.4g}", f"{counts.memory_bytes[part] / 1e9:.3f}", _casts(counts, part))
-            for part in PARTS
-        ),
-    ]
-
-
-def _casts(counts: KernelCounts, part: str) -> str:
-    return f"{counts.weight_casts.get(part, 0):.3g}" if part != STATE else "-"
-
-
-def collective_table(rows: Sequence[CollectiveRow]) -> list[tuple[str, ...]]:
-    """Return a table of collectives."""
-    return [
-        ("collective", "carries", "dtype", "ranks", "in a layer", "MB", "elsewhere", "MB", "hidden"),
-        *(
-            (
-                *(row.op, row.carries, row.dtype, str(row.num_ranks), f"{row.layer_count:.4g}"),
-                *(f"{row.layer_bytes / 1e6:.1f}", f"{row.other_count:.4g}", f"{row.other_bytes / 1e6:.1f}"),
-                f"{row.hidden:.0%}",
-            )
-            for row in rows
-        ),
-    ]
-
-
-def kernel_notes(counts: KernelCounts) -> list[str]:
-    """Return the numbers that stand beside the tables."""
-    best, reached = counts.seconds
-    notes = [
-        f"state: {counts.state_bytes:.0f} bytes of memory traffic for each element of a shard and call "
-        f"({counts.state_bytes / counts.num_micro_batches:.0f} a micro-batch); head: {counts.logit_bytes:.0f} bytes "
-        "for each logit, beside the products",
-        f"of a layer: {counts.host_syncs:.3g} copies that the host waits for, {counts.dynamic_nodes:.3g} nodes of "
-        f"dynamic shape, {counts.square_nodes:.3g} kernels with a tensor [.., length, length]",
-        f"a call: {1e3 * best:.0f} ms as the device promises, {1e3 * reached:.0f} ms as assumed; busy "
-        + ", ".join(f"{cause} {1e3 * seconds:.0f}" for cause, seconds in counts.busy.items() if seconds >= 5e-4),
-        f"memory that MindSpore plans for all layers: {format_size(counts.planned_bytes)}",
-    ]
-    if counts.has_even_experts:
-        notes.append(
-            "counts are of the graph that runs; shapes of its experts depend on data, so times, memory and what is "
-            "hidden are of MindFormers' dry run, which splits the tokens evenly"
-        )
-    return notes
-
-
-def kernel_lines(all_counts: Sequence[KernelCounts], device: Device) -> list[str]:
-    """Return the counts of every graph as text."""
-    lines: list[str] = []
-    for counts in all_counts:
-        tables = columns(kernel_rows(counts), "<>>>"), columns(collective_table(counts.collectives), "<<<>>>>>>")
-        lines += [f"{counts.cell}, {_CALLS[counts.cell]}:", *tables[0], "", *tables[1], ""]
-        lines += [line for note in kernel_notes(counts) for line in wrap(note)] + [""]
-    return [*lines, *wrap(device.words)]

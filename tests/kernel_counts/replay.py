@@ -1,4 +1,4 @@
-"""How long a device takes for kernels as MindSpore launches them: a replay of its streams and events.
+"""Replay of the streams and events of compiled graphs: a roofline of each kernel.
 
 A kernel takes as long as its memory traffic or its products need, whichever is more (the roofline of Williams et al.
 2009, doi:10.1145/1498765.1498785), a collective as long as its busiest rank sends. None of it was measured on a device.
@@ -6,12 +6,12 @@ A kernel takes as long as its memory traffic or its products need, whichever is 
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from mindrlhf.dryrun.compile.kernels import PRODUCTS, RECEIVE, SEND, size_bytes
-from mindrlhf.dryrun.compile.request import COLLECTIVES, Kernel
-from mindrlhf.dryrun.plan.devices import Device
+from kernel_counts.graph_text import PRODUCTS, RECEIVE, SEND, Kernel, size_bytes
+from mindrlhf.dryrun.compile.request import COLLECTIVES
+from mindrlhf.dryrun.plan.roofline import Device
 
 # FlashAttention's backward pass has five products, the forward pass two (Dao 2023, arXiv:2307.08691, section 3.1).
 _ATTENTION_BACKWARD = 2.5
@@ -24,44 +24,30 @@ class Replay:
     Attributes:
         seconds: from the first launch to the end of the last stream.
         busy: of kernels by part of the step, and of collectives by what they carry.
-        hidden: of collectives by what they carry, while the main stream had other work.
         operations: floating-point, of products.
     """
 
     seconds: float = 0.0
     busy: Counter = field(default_factory=Counter)
-    hidden: Counter = field(default_factory=Counter)
     operations: float = 0.0
 
 
 def replay(kernels: Iterable[Kernel], device: Device) -> Replay:
     """Run through kernels in the order of their launch, each stream at its own pace."""
-    found, launched, waits = Replay(), 0.0, {}
-    time: Mapping[int, float] = defaultdict(float)
-    work: Mapping[int, float] = defaultdict(float)  # of a stream so far, without waiting
-    last: dict[int, tuple[Kernel, float, float]] = {}  # the collective that a stream ran last: seconds, main work then
+    result, sent = Replay(), {}
+    time: dict[int, float] = defaultdict(float)
     for kernel in kernels:
-        stream = kernel.stream
         if kernel.op == SEND:
-            waits[kernel.event] = time[stream], last.pop(stream, None)
+            sent[kernel.event] = time[kernel.stream]
         elif kernel.op == RECEIVE:
-            ready, collective = waits.get(kernel.event, (0.0, None))
-            time[stream] = max(time[stream], ready)
-            if collective is not None and stream == 0:
-                sent, seconds, before = collective
-                found.hidden[_cause(sent)] += min(seconds, work[0] - before)
+            time[kernel.stream] = max(time[kernel.stream], sent.get(kernel.event, 0.0))
         else:
-            launched += device.launch_s
             seconds, operations = kernel_seconds(kernel, device)
-            time[stream] = max(time[stream], launched) + seconds
-            found.busy[_cause(kernel)] += seconds
-            found.operations += operations
-            if kernel.op in COLLECTIVES:
-                last[stream] = kernel, seconds, work[0]
-            else:
-                work[stream] += seconds
-    found.seconds = max(time.values(), default=0.0)
-    return found
+            time[kernel.stream] += seconds
+            result.busy[_cause(kernel)] += seconds
+            result.operations += operations
+    result.seconds = max(time.values(), default=0.0)
+    return result
 
 
 def _cause(kernel: Kernel) -> str:
@@ -72,9 +58,9 @@ def kernel_seconds(kernel: Kernel, device: Device) -> tuple[float, float]:
     """Return the seconds of a kernel, and its floating-point operations if it is a product."""
     if kernel.op in COLLECTIVES:
         return _collective_seconds(kernel, device), 0.0
-    seconds = (size_bytes(kernel.inputs) + size_bytes(kernel.outputs)) / device.memory_rate
+    seconds = (size_bytes(kernel.inputs) + size_bytes(kernel.outputs)) / device.memory
     operations = product_operations(kernel)
-    return device.kernel_s + max(seconds, operations / device.product_rate), operations
+    return max(seconds, operations / device.products), operations
 
 
 def _collective_seconds(kernel: Kernel, device: Device) -> float:
@@ -85,7 +71,7 @@ def _collective_seconds(kernel: Kernel, device: Device) -> float:
     moved = whole if kernel.op in ("Send", "Receive", "Broadcast") else whole * (size - 1) / size
     if kernel.op == "AllReduce":
         moved *= 2
-    return device.collective_s + moved / device.exchange_rate(kernel.ranks)
+    return moved / device.exchange_rate(kernel.ranks)
 
 
 def product_operations(kernel: Kernel) -> float:
