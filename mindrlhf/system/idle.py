@@ -10,7 +10,7 @@ _RUNNABLE, _WAITS_FOR_DISK = "R", "D"
 
 @dataclass(frozen=True)
 class Activity:
-    """CPU time and system calls of a group of processes at one moment."""
+    """CPU time and thread states of a group of processes at one moment."""
 
     cpu_time_s: float  # used so far, by all
     is_runnable: bool = False  # a thread runs, or waits for a processor
