@@ -27,8 +27,13 @@ REPOSITORY, SYSTEM_TESTS = TESTS.parent, TESTS / "jobs"
 _SHARED = {"MINDRLHF_GRAPH_CACHE": "graphs", "MINDRLHF_TEST_INPUTS": "inputs", "LOCAL_DEFAULT_PATH": "mindformers"}
 # How long an example takes depends on what else the machine does; the rest stays as the profile in force has it.
 _HEALTH_CHECKS = {*hypothesis.settings().suppress_health_check, hypothesis.HealthCheck.too_slow}
+# The same tree gives the same verdict: examples are random in the nightly tier alone.
 hypothesis.settings.register_profile(
-    "any_load", hypothesis.settings(), deadline=None, suppress_health_check=_HEALTH_CHECKS
+    "any_load",
+    hypothesis.settings(),
+    deadline=None,
+    suppress_health_check=_HEALTH_CHECKS,
+    derandomize=not RUNS_SLOW_TESTS,
 )
 hypothesis.settings.load_profile("any_load")
 

@@ -212,13 +212,19 @@ def plain_spelling(text: str) -> str:
 
 
 def _periodic(match: re.Match[str]) -> str:
-    """``0.1666...`` as ``0.1\\overline{6}``; digits without a period stay, with their dots."""
+    """Write ``0.1666...`` as ``0.1\\overline{6}``; digits without a period stay, with their dots.
+
+    Of several periods that the digits end with, the one that explains most of them is meant: 1000 in ``0.10001000...``.
+    """
     whole, digits = match[1], match[2]
+    covered, shortest = 0, ""
     for size in range(1, len(digits) // 2 + 1):
         period = digits[-size:]
-        num_repeats = len(re.search(f"(?:{period})+$", digits).group()) // size
-        if num_repeats >= (3 if size == 1 else 2):
-            return f"{whole}.{digits[: len(digits) - num_repeats * size]}\\overline{{{period}}}"
+        length = len(re.search(f"(?:{period})+$", digits).group())
+        if length > covered and length >= (3 if size == 1 else 2 * size):
+            covered, shortest = length, period
+    if covered:
+        return f"{whole}.{digits[: len(digits) - covered]}\\overline{{{shortest}}}"
     return f"{whole}.{digits}\\ldots"
 
 

@@ -5,7 +5,7 @@ import itertools
 from fractions import Fraction
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from mindrlhf.rewards.answers.equality import answers_equal
@@ -114,6 +114,9 @@ def test_chinese_numerals(number, shift):
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 99), st.text("0123456789", max_size=3), st.text("0123456789", min_size=1, max_size=4))
+@example(0, "", "1000")
+@example(3, "25", "9000")
+@example(0, "000", "0100")
 def test_repeating_decimals(whole, fixed, period):
     value = Fraction(
         int(f"{whole}{fixed}{period}") - int(f"{whole}{fixed}"), 10 ** len(fixed) * (10 ** len(period) - 1)
