@@ -9,7 +9,7 @@ from typing import Any
 from mindrlhf.commands.vocabulary import add_aliases, add_overrides, add_ranks, allow_json, write_text
 
 TASKS = ("train", "sft", "dpo", "reward-model")
-STACK_NAMES = ("mindspeed-rl", "mindrlhf", "verl", "trl", "openrlhf", "slime")
+STACK_NAMES = ("mindspeed-rl", "mindrlhf", "verl", "trl")
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -39,7 +39,10 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     taken = actions.add_parser("import", help="write another stack's config as one of ours")
     taken.add_argument("--from", dest="stack", required=True, choices=STACK_NAMES)
     taken.add_argument(
-        "file", type=Path, help="its YAML file, or the shell script that starts it (trl: or its program)"
+        "source",
+        nargs="+",
+        metavar="FILE | KEY=VALUE",
+        help="its resolved YAML or JSON, or the shell script that starts it; further keys as on its command line",
     )
     taken.add_argument("--output", default="-", metavar="FILE", help="where to write it (default: -, standard output)")
     ranks = taken.add_argument(
@@ -154,9 +157,14 @@ def _fitting_layout(text: str, choices: Any, device_memory: str) -> dict | None:
 
 
 def _import(arguments: argparse.Namespace) -> int:
+    from mindrlhf.commands.launch_script import commands_of
     from mindrlhf.config.imports.convert import convert
 
-    text, result = convert(arguments.stack, arguments.file, arguments.world_size)
+    first, *others = arguments.source
+    path, words = (None, arguments.source) if "=" in first and not Path(first).exists() else (Path(first), others)
+    text, result = convert(
+        arguments.stack, path, words, run_script=commands_of, num_processes=arguments.world_size
+    )
     write_text(arguments.output, text)
     for name, advice in result.for_user.items():
         print(f"mindrlhf config: {name}: {advice}", file=sys.stderr)

@@ -1,159 +1,92 @@
-"""TRL: the arguments of `GRPOConfig` (with those of transformers' `TrainingArguments`), `ModelConfig` and
-`ScriptArguments`: in YAML, on a command line, or in a program.
+"""TRL: arguments of `GRPOConfig` (with those of transformers' `TrainingArguments`), `ModelConfig`, `ScriptArguments`.
 
 Keys and defaults after trl/trainer/grpo_config.py of that project (1.x).
 """
 
 from typing import Any
 
-from mindrlhf.config.imports.rules import NoCounterpartError, Rule, Source, Values, by_hand, each, into, to, without
-from mindrlhf.config.imports.shared import (
-    LORA_KEYS,
-    MODEL_SAYS,
-    PROMPT_KEYS,
-    is_on,
-    lora,
-    only,
-    positive,
-    prompt_length,
-    prompts,
-    schedule,
-    template_option,
-    top_k,
-    trackers,
-    whole,
-)
+from mindrlhf.config.imports import shared
+from mindrlhf.config.imports.shared import is_on
+from mindrlhf.config.imports.tables import LeftToUserError, Source, Values, each, only, pairs, todo
 
-_AGGREGATIONS = {
-    "grpo": "sequence_mean",
-    "bnpo": "token_mean",
-    "dapo": "token_mean",
-    "dr_grpo": "sequence_sum",
-    "cispo": "token_mean",
-    "sapo": "sequence_mean",
-    "luspo": "sequence_sum",
-    "vespo": "token_mean",
-}
-NUM_PROCESSES = "num_processes"  # not of the file: given with the command
-
-
-def _samples_of_update(source: Source) -> int:
-    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    return int(source.get(names[0])) * int(source.get(names[1])) * int(source.get(NUM_PROCESSES, 1))
+_AGGREGATIONS = dict.fromkeys(("bnpo", "dapo", "cispo", "vespo"), "token_mean")
+_AGGREGATIONS |= {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "sequence_sum", "luspo": "sequence_sum"}
+NUM_PROCESSES = "num_processes"  # a flag of accelerate, or given with the command
 
 
 def _batch(value: Any, source: Source) -> Values:
-    size = _samples_of_update(source)
-    drawn = source.get("generation_batch_size")
-    if drawn is None:
-        steps = int(source.get("steps_per_generation") or source.get("gradient_accumulation_steps"))
-        drawn = size // int(source.get("gradient_accumulation_steps")) * steps
+    accumulated = int(source.get("gradient_accumulation_steps"))
+    size = int(value) * accumulated * int(source.get("nproc_per_node", source.get(NUM_PROCESSES)))
+    steps = int(source.get("steps_per_generation") or accumulated)
+    drawn = source.get("generation_batch_size") or size // accumulated * steps
+    groups = shared.whole(drawn, source.get("num_generations"), "samples of a step and of a group")
     return {
-        "training.micro_batch_size": int(source.get("per_device_train_batch_size")),
-        **prompts(whole(drawn, source.get("num_generations"), "samples of a step and of a group")),
-        "training.num_minibatches": whole(drawn, size, "samples of a step and of an update"),
+        "training.micro_batch_size": int(value),
+        **shared.prompts(groups, source),
+        "training.num_minibatches": shared.whole(drawn, size, "samples of a step and of an update"),
     }
 
 
 def _loss(value: Any, source: Source) -> Values:
-    if str(value) not in _AGGREGATIONS:
-        raise NoCounterpartError(f"no loss {value!r}: set algorithm.loss and algorithm.aggregation")
+    if value not in _AGGREGATIONS:
+        raise LeftToUserError(f"no loss {value!r}: set algorithm.loss and algorithm.aggregation")
     values: Values = {"algorithm.aggregation": _AGGREGATIONS[value]}
-    high = source.get("epsilon_high") or source.get("epsilon")
+    high = float(source.get("epsilon_high") or source.get("epsilon"))
     if value == "cispo":
-        return values | {"algorithm.loss": "cispo", "algorithm.clip_low": 1.0, "algorithm.clip_high": float(high) - 1}
-    values |= {"algorithm.clip_low": float(source.get("epsilon")), "algorithm.clip_high": float(high)}
+        return values | {"algorithm.loss": "cispo", "algorithm.clip_low": 1.0, "algorithm.clip_high": high - 1}
+    values |= {"algorithm.clip_low": float(source.get("epsilon")), "algorithm.clip_high": high}
     if value in ("sapo", "vespo"):
         return values | {"algorithm.loss": value}
-    if source.get("importance_sampling_level", "token") == "sequence":
+    if source.get("importance_sampling_level") == "sequence":
         return values | {"algorithm.loss": "gspo"}
     if value == "luspo":
-        raise NoCounterpartError("luspo with ratios of tokens: set importance_sampling_level to sequence")
+        raise LeftToUserError("luspo with ratios of tokens: set importance_sampling_level to sequence")
     if source.get("delta") is not None:  # bounds the ratio of bad tokens, as the second clip does
-        return values | {"algorithm.loss": "dual_clip", "algorithm.dual_clip": float(source.get("delta"))}
+        return values | {"algorithm.loss": "dual_clip", "algorithm.options.dual_clip": float(source.get("delta"))}
     return values | {"algorithm.loss": "ppo_clip"}
 
 
-def _scale(value: Any, source: Source) -> Values:
-    if value in (True, "group"):
-        return {"algorithm.scale_rewards": True}
-    if value in (False, "none"):
-        return {"algorithm.scale_rewards": False}
-    raise NoCounterpartError(f"{value!r} has no counterpart here: by batch is `algorithm.advantage` lite_ppo")
-
-
 def _correction(value: Any, source: Source) -> Values:
-    if not value or not source.get("use_vllm"):
+    if not is_on(value) or not is_on(source.get("use_vllm")):
         return {"correction.weight": "none"}
     level, _, kind = str(source.get("vllm_importance_sampling_mode")).partition("_")
     cap = float(source.get("vllm_importance_sampling_cap") or source.get("vllm_importance_sampling_clip_max"))
-    low = float(source.get("vllm_importance_sampling_clip_min", 0.0))
     if kind == "truncate":
         return {"correction.weight": level, "correction.max_weight": cap}
-    return {
-        "correction.weight": "none",
-        "correction.mask": level,
-        "correction.mask_low": low,
-        "correction.mask_high": cap,
-    }
-
-
-def _reference(value: Any, source: Source) -> Values:
-    if not is_on(value):
-        return {}
-    if float(source.get("ref_model_mixup_alpha")) != 1:
-        raise NoCounterpartError("the reference becomes a copy of the actor, no mixture: set algorithm.sync_ref_model")
-    return {
-        "algorithm.sync_ref_model": True,
-        "algorithm.ref_model_sync_steps": int(source.get("ref_model_sync_steps")),
-    }
+    low = float(source.get("vllm_importance_sampling_clip_min", 0.0))
+    values = {"correction.weight": "none", "correction.mask": level}
+    return values | {"correction.mask_low": low, "correction.mask_high": cap}
 
 
 def _evaluation(value: Any, source: Source) -> Values:
     if value not in ("steps", "epoch"):
         return {"evaluation.every_steps": 0}
-    values: Values = {"data.eval_file": "path/to/eval.mindrecord"}
+    values: Values = {"data.eval_file": shared.EVAL_FILE}
     if value == "steps":
         values["evaluation.every_steps"] = int(source.get("eval_steps") or source.get("logging_steps", 10))
-    raise NoCounterpartError("build it: mindrlhf data build --output eval.mindrecord; then set data.eval_file", values)
+    raise LeftToUserError("build it: mindrlhf data build --output eval.mindrecord; then set data.eval_file", values)
 
 
-def _saving(value: Any, source: Source) -> Values:
-    return {"checkpoint.every_steps": int(source.get("save_steps")) if value == "steps" else 0}
-
-
-def _low_rank(value: Any, source: Source) -> Values:
+def _low_rank(value: Any, source: Source) -> Values | None:
     if not is_on(value):
-        return {}
+        return None
     if is_on(source.get("use_dora")):
-        raise NoCounterpartError("use_dora has no counterpart: adapters are plain low-rank products (lora.rank)")
+        raise LeftToUserError("use_dora has no counterpart: adapters are plain low-rank products (lora.rank)")
     rank, alpha = source.get("lora_r", 16), source.get("lora_alpha", 32)
-    values: Values = {"lora.rank_stabilised": True} if is_on(source.get("use_rslora")) else {}
-    try:
-        return values | lora(rank, alpha, source.get("lora_target_modules", "all-linear"))
-    except NoCounterpartError as error:
-        raise NoCounterpartError(str(error), values | error.values) from None
+    return shared.lora(rank, alpha, source.get("lora_target_modules", "all-linear"))
 
 
-_SAMPLING = {"temperature": "rollout.temperature", "top_p": "rollout.top_p", "top_k": "rollout.top_k"}
+def _schedule(value: Any, source: Source) -> Values:
+    ours = shared.SCHEDULES[value]
+    return {"optimizer.lr_schedule": ours, **({} if ours == "constant" else {"optimizer.end_lr": 0.0})}
 
 
-def _sampling(value: Any, source: Source) -> Values:
-    if not isinstance(value, dict):
-        raise NoCounterpartError("set what you need of it in `rollout`")
-    values = {ours: value[theirs] for theirs, ours in _SAMPLING.items() if theirs in value}
-    if rest := sorted(set(map(str, value)) - set(_SAMPLING)):
-        raise NoCounterpartError(f"{', '.join(rest)}: set what you need of it in `rollout`", values)
-    return values
-
-
-def _entropy(value: Any, source: Source) -> Values:
-    if is_on(source.get("use_adaptive_entropy")):
-        raise NoCounterpartError("use_adaptive_entropy has no counterpart: set algorithm.entropy_coefficient")
-    return {"algorithm.entropy_coefficient": float(value)}
+def _saving(value: Any, source: Source) -> int:
+    return int(source.get("save_steps")) if value == "steps" else 0
 
 
 DEFAULTS = {
+    NUM_PROCESSES: 1,
     "learning_rate": 1e-6,
     "lr_scheduler_type": "linear",
     "weight_decay": 0.0,
@@ -175,191 +108,67 @@ DEFAULTS = {
     "vllm_importance_sampling_correction": True,
     "vllm_importance_sampling_mode": "sequence_mask",
     "vllm_importance_sampling_clip_max": 3.0,
-    "ref_model_mixup_alpha": 0.6,
-    "ref_model_sync_steps": 512,
     "gradient_checkpointing": True,
     "bf16": True,
 }
-
-_SERVER = "the run starts its own servers"
-_HUB = "nothing is uploaded"
-_BATCH = "goes with per_device_train_batch_size"
-
-RULES: dict[str, Rule] = {
-    NUM_PROCESSES: without("the command says it: --workers"),
-    "model_name_or_path": to("model.path"),
-    "model_revision": without("the directory is what it is"),
-    "dataset_name": by_hand("build it with mindrlhf data build --output train.mindrecord; set data.train_file"),
-    "dataset_*": without("decided when the data is built: docs/tutorial.md"),
-    "output_dir": to("run.output_dir"),
-    "seed": to("run.seed", int),
-    "data_seed": without("`run.seed` is for all"),
-    "learning_rate": to("optimizer.start_lr", float),
-    "lr_scheduler_type": into(
-        lambda value, source: {
-            "optimizer.lr_schedule": schedule(value),
-            **({} if schedule(value) == "constant" else {"optimizer.end_lr": 0.0}),
-        },
-        "optimizer.lr_schedule",
-        "optimizer.end_lr",
-    ),
-    "lr_scheduler_kwargs": by_hand("set optimizer.lr_schedule and optimizer.end_lr"),
-    "warmup_steps": to("optimizer.warmup_steps", int),
-    "warmup_ratio": by_hand("a share of all steps: set optimizer.warmup_steps to the number of updates"),
-    "weight_decay": to("optimizer.weight_decay", float),
-    "adam_beta1": to("optimizer.beta1"),
-    "adam_beta2": to("optimizer.beta2"),
-    "adam_epsilon": to("optimizer.epsilon", float),
-    "max_grad_norm": to("optimizer.max_grad_norm", float),
-    "optim": only(
-        "adamw_torch", "adamw_torch_fused", "adamw_hf", otherwise="the optimiser is AdamW with float32 moments"
-    ),
-    "num_train_epochs": to("training.epochs", int),
-    "max_steps": positive("run.max_steps"),
-    "per_device_train_batch_size": into(_batch, "training.micro_batch_size", "training.num_minibatches", *PROMPT_KEYS),
-    "gradient_accumulation_steps": without(_BATCH),
-    "generation_batch_size": without(_BATCH),
-    "steps_per_generation": without(_BATCH),
-    "per_device_eval_batch_size": without("vLLM batches by itself"),
-    "num_generations": to("algorithm.num_generations"),
-    "num_generations_eval": to("evaluation.num_samples"),
-    "max_completion_length": to("rollout.max_response_length"),
-    "max_prompt_length": into(prompt_length),
-    "shuffle_dataset": to("data.shuffle"),
-    "num_iterations": to("training.num_iterations"),
-    "temperature": to("rollout.temperature"),
-    "top_p": to("rollout.top_p"),
-    "top_k": to("rollout.top_k", top_k),
-    "min_p": by_hand("not there: set rollout.top_p or rollout.top_k"),
-    "repetition_penalty": only(1, otherwise="sampling is from the model's own distribution: a penalty biases training"),
-    "generation_kwargs": into(_sampling, *_SAMPLING.values()),
-    "generation_kwargs.temperature": to("rollout.temperature"),
-    "generation_kwargs.top_p": to("rollout.top_p"),
-    "generation_kwargs.top_k": to("rollout.top_k", top_k),
-    "generation_kwargs.*": by_hand("set what you need of it in `rollout`"),
-    "chat_template_kwargs*": template_option("chat_template_kwargs"),
-    "use_vllm": without("always vLLM"),
-    "vllm_tensor_parallel_size": to("rollout.tensor_parallel"),
-    "vllm_gpu_memory_utilization": to("rollout.gpu_memory_utilization"),
-    "vllm_importance_sampling_correction": into(
-        _correction,
-        "correction.weight",
-        "correction.max_weight",
-        "correction.mask",
-        "correction.mask_low",
-        "correction.mask_high",
-    ),
-    "vllm_importance_sampling_*": without("goes with vllm_importance_sampling_correction"),
-    "vllm_*": without(_SERVER),
-    "beta": into(
-        lambda value, source: {
-            "algorithm.beta": float(value),
-            "algorithm.kl_in": "loss",
-            "algorithm.kl_estimator": "k3",
-        },
-        "algorithm.beta",
-        "algorithm.kl_in",
-        "algorithm.kl_estimator",
-    ),
-    "use_bias_correction_kl": to("algorithm.kl_unbiased"),
-    "loss_type": into(
-        _loss,
-        "algorithm.loss",
-        "algorithm.aggregation",
-        "algorithm.clip_low",
-        "algorithm.clip_high",
-        "algorithm.dual_clip",
-    ),
-    "epsilon": without("goes with loss_type: `algorithm.clip_low`"),
-    "epsilon_high": without("goes with loss_type: `algorithm.clip_high`"),
-    "delta": without("goes with loss_type: `algorithm.dual_clip`"),
-    "importance_sampling_level": without("goes with loss_type: `algorithm.loss`"),
-    "sapo_temperature_pos": to("algorithm.sapo_tau_positive"),
-    "sapo_temperature_neg": to("algorithm.sapo_tau_negative"),
-    "vespo_k_pos": to("algorithm.vespo_k_positive"),
-    "vespo_lambda_pos": to("algorithm.vespo_lambda_positive"),
-    "vespo_k_neg": to("algorithm.vespo_k_negative"),
-    "vespo_lambda_neg": to("algorithm.vespo_lambda_negative"),
-    "scale_rewards": into(_scale, "algorithm.scale_rewards"),
-    "reward_funcs": by_hand("set reward.verifier_function: `mindrlhf rewards list`, or path/to/file.py:function"),
-    "reward_weights": to("reward.verifier_weight"),
-    "multi_objective_aggregation": only("sum_then_normalize", otherwise="set `algorithm.advantage` to gdpo"),
-    "mask_truncated_completions": to("algorithm.overlong_filter"),
-    "sync_ref_model": into(_reference, "algorithm.sync_ref_model", "algorithm.ref_model_sync_steps"),
-    "ref_model_*": without("goes with sync_ref_model"),
-    "top_entropy_quantile": only(1, otherwise="all tokens take part in the loss"),
-    "off_policy_mask_threshold": to("correction.off_policy_mask"),
-    "max_tool_calling_iterations": to("tools.max_turns"),
-    "eval_strategy": into(_evaluation, "evaluation.every_steps", "data.eval_file"),
-    "eval_steps": without("goes with eval_strategy"),
-    "save_strategy": into(_saving, "checkpoint.every_steps"),
-    "save_steps": without("goes with save_strategy"),
-    "save_total_limit": to("checkpoint.keep_last"),
-    "load_best_model_at_end": to("checkpoint.keep_best"),
-    "gradient_checkpointing": to("model.recompute"),
-    "gradient_checkpointing_kwargs": without("whole layers are recomputed"),
-    "gradient_checkpointing_kwargs.*": without("whole layers are recomputed"),
-    "bf16": into(
-        lambda value, source: (
-            {"model.compute_dtype": "bfloat16", "rollout.dtype": "bfloat16"}
-            if is_on(value) and not is_on(source.get("fp16"))
-            else {}
-        ),
-        "model.compute_dtype",
-        "rollout.dtype",
-    ),
-    "fp16": only(False, otherwise="float32 or bfloat16: model.compute_dtype"),
-    "use_peft": into(_low_rank, *LORA_KEYS, "lora.rank_stabilised"),
-    **each("", "lora_r lora_alpha lora_target_modules use_rslora use_dora", without("goes with use_peft")),
-    "lora_dropout": without("adapters have no dropout"),
-    "lora_*": without("adapters are on a layer's matrices: `lora.targets`"),
-    **each(
-        "", "load_in_8bit load_in_4bit", only(False, otherwise="weights are float32 or bfloat16: model.param_dtype")
-    ),
-    **each("", "bnb_* use_bnb_*", without("goes with load_in_4bit")),
-    "entropy_coef": into(_entropy, "algorithm.entropy_coefficient"),
-    **each("", "entropy_* use_adaptive_entropy", without("goes with entropy_coef")),
-    "router_aux_loss_coef": without("experts are not balanced by a loss"),
-    "vespo_*": without("settings of a loss that is not here"),
-    "pad_to_multiple_of": without("packed sequences have their own lengths"),
-    "trust_remote_code": without("no code of a model directory is run"),
-    "transformers_continuous_batching_config": without("always vLLM"),
-    "use_transformers_continuous_batching": without("always vLLM"),
-    "config": by_hand("keys of that YAML file: import it as well"),
-    "trl_*": without("the command says it"),
-    "ignore_bias_buffers": without("gradients are summed by MindSpore"),
-    "per_device_*": without(_BATCH),
-    "max_completion_*": without("`rollout.max_response_length`"),
-    "include_*": without("metrics are always the same"),
-    "auto_find_batch_size": without("`training.micro_batch_size` does not change the result"),
-    "use_cpu": to("run.device", lambda value: "cpu" if is_on(value) else "ascend"),
-    "resume_from_checkpoint": without("the command says it: --resume"),
-    "overwrite_output_dir": without("a run does not overwrite another"),
-    "do_train": without("the command says it: mindrlhf train"),
-    "do_eval": without("`evaluation.every_steps`"),
-    "attn_implementation": without("MindFormers' cells choose it"),
-    "dtype": without("`model.param_dtype` and `model.compute_dtype`"),
-    "torch_dtype": without("`model.param_dtype` and `model.compute_dtype`"),
-    "model_init_kwargs": without(MODEL_SAYS),
-    "disable_dropout": without("there is no dropout"),
-    "cast_lm_head_to_fp32": without("log-probabilities are computed in float32"),
-    "log_*": without("samples go to samples.jsonl: `observe.samples_per_step`"),
-    "logging_*": without("every step is logged"),
-    "num_completions_to_print": without("samples go to samples.jsonl"),
-    "report_to": into(trackers, "observe.sinks"),
-    "run_name": to("observe.run_name", str),
-    "project": to("observe.project", str),
-    "push_to_hub": without(_HUB),
-    "hub_*": without(_HUB),
-    "ddp_*": without("gradients are summed by MindSpore"),
-    "deepspeed": without("see `parallel_config`"),
-    "fsdp*": without("see `parallel_config`"),
-    "dataloader_*": without("prompts are read by the ranks"),
-    "remove_unused_columns": by_hand("rewards get the columns that mindrlhf data build --keep names"),
-    "ds3_gather_for_generation": without("weights reach vLLM through a weight buffer in shared memory"),
-    "use_transformers_paged": without("always vLLM"),
-    "cache_implementation": without("always vLLM"),
-    "use_liger_kernel": without("logits are never whole on CPU; kernels are MindFormers'"),
-    "torch_compile*": without("graphs are compiled whole"),
-    "tf32": without("a switch of GPUs"),
+_BFLOAT16 = {"model.compute_dtype": "bfloat16", "rollout.dtype": "bfloat16"}
+TABLE = {
+    **pairs("model", "model_name_or_path=path gradient_checkpointing=recompute"),
+    **each("bf16", {True: _BFLOAT16, False: None}),
+    **pairs("run", "output_dir seed"),
+    **pairs("run", "max_steps", shared.positive),
+    **pairs("run", "use_cpu=device", {True: "cpu", False: "ascend"}),
+    **pairs("optimizer", "learning_rate=start_lr warmup_steps weight_decay max_grad_norm"),
+    **pairs("optimizer", "adam_beta1=beta1 adam_beta2=beta2 adam_epsilon=epsilon"),
+    **pairs("optimizer", "lr_scheduler_type=lr_schedule", _schedule),
+    **each("warmup_ratio", shared.warmup_share),
+    **pairs("training", "num_train_epochs=epochs num_iterations"),
+    **pairs("training", "per_device_train_batch_size=micro_batch_size", _batch),
+    **pairs("algorithm", "num_generations use_bias_correction_kl=kl_unbiased entropy_coef=entropy_coefficient"),
+    **pairs("algorithm.options", "sapo_temperature_pos=sapo_tau_positive sapo_temperature_neg=sapo_tau_negative"),
+    **pairs("algorithm.options", "vespo_k_pos=vespo_k_positive vespo_lambda_pos=vespo_lambda_positive"),
+    **pairs("algorithm.options", "vespo_k_neg=vespo_k_negative vespo_lambda_neg=vespo_lambda_negative"),
+    **pairs("algorithm", "mask_truncated_completions=overlong_filter"),
+    **pairs("algorithm", "scale_rewards=advantage", {True: None, "group": None, False: "dr_grpo", "none": "dr_grpo"}),
+    **pairs("algorithm", "beta", shared.beta),
+    **pairs("algorithm", "loss_type=loss", _loss),
+    **pairs("correction", "off_policy_mask_threshold=off_policy_mask"),
+    **pairs("correction", "vllm_importance_sampling_correction=weight", _correction),
+    **pairs("rollout", "max_completion_length=max_response_length temperature top_p"),
+    **pairs("rollout", "vllm_tensor_parallel_size=tensor_parallel"),
+    **pairs("rollout", "vllm_gpu_memory_utilization=gpu_memory_utilization"),
+    **pairs("rollout", "top_k", shared.not_negative),
+    **pairs("data", "shuffle_dataset=shuffle"),
+    **each("max_prompt_length", shared.prompt_length),
+    **each("chat_template_kwargs.*", shared.template_option("chat_template_kwargs.")),
+    **pairs("evaluation", "num_generations_eval=num_samples"),
+    **pairs("evaluation", "eval_strategy=every_steps", _evaluation),
+    **pairs("checkpoint", "save_total_limit=keep_last load_best_model_at_end=keep_best"),
+    **pairs("checkpoint", "save_strategy=every_steps", _saving),
+    **pairs("lora", "use_peft=rank", _low_rank),
+    **pairs("lora", "use_rslora=rank_stabilised", shared.switch),
+    **pairs("tools", "max_tool_calling_iterations=max_turns"),
+    **pairs("observe", "report_to=sinks", shared.trackers),
+    **pairs("observe", "run_name project", shared.text),
+    **only("repetition_penalty", 1, otherwise="a penalty biases training: samples are of the model's own"),
+    **only("fp16", False, otherwise="float32 or bfloat16: model.compute_dtype"),
+    **only("load_in_8bit load_in_4bit", False, otherwise="weights are float32 or bfloat16: model.param_dtype"),
+    **only("multi_objective_aggregation", "sum_then_normalize", otherwise="set `algorithm.advantage` to gdpo"),
+    **todo("dataset_name", "build it with mindrlhf data build --output train.mindrecord; set data.train_file"),
+    **todo("generation_kwargs.*", "set what you need of it in `rollout`"),
+    **todo("reward_funcs", "set reward.verifier_function: `mindrlhf rewards list`, or path/to/file.py:function"),
+    **todo("reward_weights", "set reward.verifier_weight, a number for each function"),
+    **todo("sync_ref_model", "the reference becomes a copy of the actor, no mixture: set algorithm.sync_ref_model"),
 }
+WITHOUT = (
+    "num_processes config_file nproc_per_node num_gpus main_process_port model_revision dataset_* data_seed "
+    "gradient_accumulation_steps generation_batch_size steps_per_generation per_device_* use_vllm vllm_* epsilon "
+    "epsilon_high delta importance_sampling_level ref_model_* eval_steps save_steps gradient_checkpointing_kwargs* "
+    "use_dora lora_* bnb_* use_bnb_* entropy_* use_adaptive_entropy router_aux_loss_coef vespo_* pad_to_multiple_of "
+    "trust_remote_code transformers_continuous_batching_config use_transformers_* trl_* ignore_bias_buffers "
+    "max_completion_* include_* optim lr_scheduler_kwargs config min_p top_entropy_quantile remove_unused_columns "
+    "auto_find_batch_size resume_from_checkpoint overwrite_output_dir do_train do_eval "
+    "attn_implementation dtype torch_dtype model_init_kwargs* disable_dropout cast_lm_head_to_fp32 log_* logging_* "
+    "num_completions_to_print push_to_hub hub_* ddp_* deepspeed fsdp* dataloader_* ds3_gather_for_generation "
+    "cache_implementation use_liger_kernel torch_compile* tf32"
+)
