@@ -77,8 +77,6 @@ _EXPERTS = {
 _DISTILL = "examples/distill/config.yaml"
 _DISTILLATION = {
     "sampled word": (_DISTILL, ()),
-    "8 tokens": (_DISTILL, ("algorithm.distill_top_k=8",)),
-    "64 tokens": (_DISTILL, ("algorithm.distill_top_k=64",)),
     "rewards": (_QUICKSTART, ("run.max_steps=50", "evaluation.every_steps=10")),
 }
 _OPTIMIZERS = {**_GRPO, "Muon": (_QUICKSTART, (*_SHORT, "optimizer.type=muon"))}

@@ -11,9 +11,9 @@ import math
 import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
-from mindspore.ops.auto_generate import GatherDGradV2, InplaceScatterAdd
+from mindspore.ops.auto_generate import InplaceScatterAdd
 
-from mindrlhf.algorithms.head import LEAST_REST, HeadTile
+from mindrlhf.algorithms.head import HeadTile
 
 # A row's factor is taken to be at least so much of its label's: what is lost of the others' slopes is far below
 # rounding, and the quotient stays finite.
@@ -60,34 +60,24 @@ class ChunkedTokenLogProbs(nn.Cell):
                 self.total = ops.AllReduce(ops.ReduceOp.SUM, group)
                 self.largest = ops.AllReduce(ops.ReduceOp.MAX, group)
 
-    def construct(self, hidden, labels, mask, token_ids=None):
+    def construct(self, hidden, labels, mask):
         """Return log-probabilities and entropies, float32 [rows, length] each, 0 where ``mask`` is 0.
 
-        ``hidden`` is [rows, length, width]; ``labels`` int32 and ``mask`` float32 [rows, length]. With ``token_ids``,
-        int32 [rows, length, k], which are of models on one rank, their log-probabilities and that of all others
-        together come third, float32 [rows, length, k + 1].
+        ``hidden`` is [rows, length, width]; ``labels`` int32 and ``mask`` float32 [rows, length].
         """
         weight = self.cast(self.weight, hidden.dtype)
-        if token_ids is None:
-            outputs = self.on_each_rank(hidden, weight, labels, self.first_rows)
-            return self.mask(self._output(outputs, 0), mask), self.mask(self._output(outputs, 1), mask)
-        asked = ops.concat((ops.expand_dims(labels, -1), token_ids), -1)
-        outputs = self.on_each_rank(hidden, weight, asked, self.first_rows)
-        top_k_logprobs = with_rest(outputs[:, :, 3:]) * ops.expand_dims(mask, -1)
-        return self.mask(self._output(outputs, 0), mask), self.mask(self._output(outputs, 1), mask), top_k_logprobs
+        outputs = self.on_each_rank(hidden, weight, labels, self.first_rows)
+        return self.mask(self._output(outputs, 0), mask), self.mask(self._output(outputs, 1), mask)
 
     def _output(self, outputs, number):
         stop = (*outputs.shape[:2], number + 1)
         return self.squeeze(self.slice(outputs, (0, 0, number), stop, (1, 1, 1)))
 
     def _forward(self, hidden, weight, labels, first_row):
-        """Log-probability, entropy and log-normaliser of each token, float32 [rows, length, 3].
-
-        With ``labels`` [rows, length, 1 + k] the log-probabilities of the k tokens after the label come after these.
-        """
+        """Log-probability, entropy and log-normaliser of each token, float32 [rows, length, 3]."""
         shape, vocab_size = labels.shape, weight.shape[0]
         rows = _as_rows(hidden)
-        index = ops.reshape(labels - first_row, (rows.shape[0], -1))
+        index = ops.reshape(labels - first_row, (-1, 1))
         largest, sums, chosen, done = (), (), (), ()
         for start, stop in _spans(rows.shape[0], self.tile.positions):
             part, labelled = _cut(rows, start, stop), _cut(index, start, stop)
@@ -103,9 +93,7 @@ class ChunkedTokenLogProbs(nn.Cell):
         total, weighted, chosen = _column(parts, 0), _column(parts, 1), _column(parts, 2)
         log_total = ops.log(total)
         outputs = (chosen - log_total, log_total - weighted / total, highest + log_total)
-        if parts.shape[1] > 3:
-            outputs = outputs + (_columns_from(parts, 3) - log_total,)
-        return ops.reshape(ops.concat(outputs, -1), (shape[0], shape[1], parts.shape[1]))
+        return ops.reshape(ops.concat(outputs, -1), (*shape, 3))
 
     def _backward(self, hidden, weight, labels, first_row, outputs, slopes):
         """Gradients of the inputs.
@@ -114,7 +102,7 @@ class ChunkedTokenLogProbs(nn.Cell):
         d entropy / dz = -p (log p + entropy).
         """
         rows = _as_rows(hidden)
-        index = ops.reshape(labels - first_row, (rows.shape[0], -1))
+        index = ops.reshape(labels - first_row, (-1, 1))
         outputs, slopes = _as_rows(outputs), _as_rows(slopes)
         # What several ranks hold has, on each, a part of its gradient in MindSpore's graphs.
         if self.total is not None:
@@ -211,82 +199,6 @@ class HeadShard(nn.Cell):
         return ops.reshape(ops.ReduceSum()(products, -1), (count, 1))
 
 
-class ChunkedTopTokens(nn.Cell):
-    """The top-k tokens of each position on one rank, tile by tile, without gradients.
-
-    Args:
-        weight: output projection [vocabulary, width].
-        k: number of tokens.
-        vocab_size: which may be chosen: the first so many.
-        tile: how much is computed at a time.
-    """
-
-    def __init__(self, weight: ms.Parameter, k: int, vocab_size: int, tile: HeadTile):
-        super().__init__(auto_prefix=False)
-        self.weight = weight
-        self.k = k
-        self.vocab_size = vocab_size
-        self.tile = tile
-
-    def construct(self, hidden, labels, mask):
-        """Return what :class:`mindrlhf.algorithms.top_k.cells.TopTokens` does, of scaled hidden states."""
-        rows, index, weight = _as_rows(hidden), ops.reshape(labels, (-1, 1)), ops.cast(self.weight, hidden.dtype)
-        logprobs, token_ids, top_k_logprobs, done = (), (), (), ()
-        for start, stop in _spans(rows.shape[0], self.tile.positions):
-            part = ops.depend(_cut(rows, start, stop), done)
-            largest, sums, chosen = _tile_statistics(part, weight, _cut(index, start, stop), self.tile.vocabulary, ())
-            log_sum = ops.log(_column(sums, 0))
-            logits, best = self._best(part, ops.depend(weight, log_sum))
-            done = (chosen - largest - log_sum, best, with_rest(logits - largest - log_sum))
-            logprobs, token_ids, top_k_logprobs = logprobs + done[:1], token_ids + done[1:2], top_k_logprobs + done[2:]
-        shape, flat = labels.shape, ops.reshape(mask, (-1, 1))
-        logprobs = ops.reshape(ops.Concat()(logprobs) * flat, shape)
-        token_ids = ops.reshape(ops.Concat()(token_ids) * ops.cast(flat, ms.int32), (*shape, self.k))
-        return logprobs, token_ids, ops.reshape(ops.Concat()(top_k_logprobs) * flat, (*shape, self.k + 1))
-
-    def _best(self, rows, weight):
-        """The largest logits and their tokens, [n, k] each, in the order of the tokens."""
-        logits, token_ids = None, None
-        for first, last in _spans(self.vocab_size, self.tile.vocabulary):
-            table = _cut(weight, first, last)
-            if logits is not None:
-                table = ops.depend(table, logits)
-            found = _logits(rows, table)
-            numbers = ops.reshape(ops.cast(ops.range(first, last, 1), ms.int32), (1, -1))
-            numbers = ops.broadcast_to(ops.depend(numbers, found), found.shape)
-            if logits is not None:
-                found, numbers = ops.concat((logits, found), -1), ops.concat((token_ids, numbers), -1)
-            logits, token_ids = _largest(found, numbers, self.k)
-        return logits, token_ids
-
-
-def with_rest(logprobs):
-    """Return log-probabilities [..., k], float32, with that of all other tokens as the last of k + 1.
-
-    It has a gradient, but none where it is at ``LEAST_REST``.
-    """
-    rest = 1.0 - ops.ReduceSum(keep_dims=True)(ops.exp(logprobs), -1)
-    return ops.concat((logprobs, ops.log(ops.maximum(rest, ops.full_like(rest, LEAST_REST)))), -1)
-
-
-def _largest(logits, token_ids, k):
-    """The k largest logits and their tokens, in the order of columns; of equal ones at the edge, the first columns.
-
-    TopK says which values they are, but its CPU kernel (MindSpore 2.9.0) takes any of equal ones: so the columns are
-    chosen by a second one, of numbers that are all different.
-    """
-    if logits.shape[1] <= k:
-        return logits, token_ids
-    smallest = _column(ops.TopK()(logits, k)[0], k - 1)
-    above = ops.cast(logits > smallest, ms.float32)
-    equal = ops.cast(ops.equal(logits, smallest), ms.float32)
-    room = k - ops.ReduceSum(keep_dims=True)(above, -1)
-    kept = above + equal * ops.cast(ops.CumSum()(equal, 1) <= room, ms.float32)
-    columns = ops.reshape(ops.cast(ops.range(0, logits.shape[1], 1), ms.float32), (1, -1))
-    _, order = ops.TopK()(kept * (logits.shape[1] - columns), k)
-    return ops.gather_elements(logits, 1, order), ops.gather_elements(token_ids, 1, order)
-
-
 def _tile_statistics(rows, weight, index, num_columns, done):
     """Largest logit [n, 1]; sums of exp(z - largest) and of that times (z - largest) [n, 2]; the labels' logits [n, 1].
 
@@ -322,24 +234,10 @@ def _logit_gradients(rows, table, tokens, first_id):
     logprobs = _logits(rows, table) - _column(outputs, 2)
     # Or the labels' places in all tiles would be made first: as much as one whole of the logits.
     index = ops.depend(index, logprobs)
-    if index.shape[1] > 1:
-        return _gradients_of_several(logprobs, outputs, slopes, index - first_id, rows.dtype)
     factor = -grad_logprobs - grad_entropy * (logprobs + _column(outputs, 1))
     ids = ops.reshape(ops.range(first_id, first_id + table.shape[0], 1), (1, -1))
     is_label = ops.cast(ops.equal(index, ops.cast(ids, index.dtype)), ms.float32)
     return ops.cast(ops.exp(logprobs) * factor + is_label * grad_logprobs, rows.dtype)
-
-
-def _gradients_of_several(logprobs, outputs, slopes, index, dtype):
-    """The same where the slopes have columns from the fourth on for tokens that may be among the tile's too."""
-    grad_chosen = ops.concat((_column(slopes, 0), _columns_from(slopes, 3)), -1)
-    inside = ops.logical_and(index >= 0, index < logprobs.shape[-1])
-    index = ops.select(inside, index, ops.ZerosLike()(index))
-    # Several tokens of one position add up where they are the same: the label may be one of the others.
-    added = GatherDGradV2()(logprobs, 1, index, grad_chosen * ops.cast(inside, ms.float32))
-    total = ops.ReduceSum(keep_dims=True)(grad_chosen, -1)
-    factor = -total - _column(slopes, 1) * (logprobs + _column(outputs, 1))
-    return ops.cast(ops.exp(logprobs) * factor + added, dtype)
 
 
 def _shift(sums, old, new):
@@ -379,14 +277,8 @@ def _column(values, number):
     return ops.StridedSlice()(values, (0, number), (values.shape[0], number + 1), (1, 1))
 
 
-def _columns_from(values, number):
-    return ops.StridedSlice()(values, (0, number), (values.shape[0], values.shape[1]), (1, 1))
-
-
 def _outputs_shape(hidden_shape, weight_shape, labels_shape, first_row_shape):
-    if len(labels_shape) == 2:
-        return [*labels_shape, 3]
-    return [*labels_shape[:2], labels_shape[2] + 2]
+    return [*labels_shape, 3]
 
 
 def outputs_dtype(hidden_dtype, *others):

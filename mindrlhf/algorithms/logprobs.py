@@ -32,7 +32,6 @@ class GraphTokenLogProbs(nn.Cell):
         self.on_each_rank = self._local
         if max(splits) > 1:
             self.on_each_rank = _on_each_rank(self._local, splits[2])
-        self.several = ChunkedTokenLogProbs(weight, WHOLE_HEAD, splits)
         self.column = ops.StridedSlice().shard(((*splits, 1),))
         self.squeeze_column = ops.Squeeze(-1).shard(((*splits, 1),))
         self.max = ops.ReduceMax(keep_dims=True).shard(parts)
@@ -47,15 +46,11 @@ class GraphTokenLogProbs(nn.Cell):
         self.squeeze = ops.Squeeze(-1).shard(token)
         self.mask = ops.Mul().shard(tokens + tokens)
 
-    def construct(self, hidden, labels, mask, token_ids=None):
+    def construct(self, hidden, labels, mask):
         """Return log-probabilities and entropies, float32 [rows, length] each, 0 where ``mask`` is 0.
 
-        ``hidden`` is [rows, length, width]; ``labels`` int32 and ``mask`` float32 [rows, length]. With ``token_ids``,
-        int32 [rows, length, k], which are of models on one rank, their log-probabilities and that of all others
-        together come third, float32 [rows, length, k + 1].
+        ``hidden`` is [rows, length, width]; ``labels`` int32 and ``mask`` float32 [rows, length].
         """
-        if token_ids is not None:
-            return self.several(hidden, labels, mask, token_ids)
         weight = self.cast(self.weight, hidden.dtype)
         # Of each rank's part of the vocabulary, [rows, length, parts, 3].
         statistics = self.on_each_rank(hidden, weight, labels, self.first_rows)
@@ -134,14 +129,7 @@ class PolicyLogProbs(nn.Cell):
         All inputs are [rows, length] as in :class:`mindrlhf.data.packing.PackedRows`; the first has its
         ``model_inputs``.
         """
-        return self.of_labels(input_ids, segment_ids, labels, mask)
-
-    def scaled_hidden(self, input_ids, segment_ids):
-        """Return hidden states as the head takes them, [rows, length, width]."""
         # Scaling the hidden states scales the logits, at the width of the model instead of the vocabulary.
-        return self.scale(self.model(input_ids, segment_ids), self.inverse_temperature)
-
-    def of_labels(self, input_ids, segment_ids, labels, mask):
-        """Return what :meth:`construct` does, which a subclass may extend."""
-        outputs = self.token_logprobs(self.scaled_hidden(input_ids, segment_ids), labels, mask)
+        hidden = self.scale(self.model(input_ids, segment_ids), self.inverse_temperature)
+        outputs = self.token_logprobs(hidden, labels, mask)
         return outputs[0], outputs[1]

@@ -1,4 +1,4 @@
-"""The sections of the objective: `algorithm`, `distillation`, `correction` and `critic`, and their presets."""
+"""The sections of the objective: `algorithm`, `correction` and `critic`, and their presets."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -94,7 +94,6 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 }
 
 _CLIPPED = "algorithm.loss=" + "|".join(name for name in policy_losses.names() if policy_losses.traits(name).keys)
-OTHERS = "others"  # what metrics call all sources without a teacher of their own
 
 
 @dataclass(frozen=True)
@@ -108,12 +107,6 @@ class AlgorithmSection:
     )
     num_generations: int = key(8, "samples per prompt: the group that advantages compare", minimum=1)
     advantage: str = key("grpo", "advantage estimator", choices=advantages.names())
-    distill_top_k: int = key(
-        0,
-        "the teacher's top-k tokens, whose probabilities the student learns at each position; 0 learns from the "
-        "sampled token alone; see docs/algorithms.md",
-        minimum=0,
-    )
     loss: str = key("ppo_clip", "policy loss", choices=policy_losses.names())
     aggregation: str = key("token_mean", "how token losses become one number", choices=AGGREGATIONS)
     clip_low: float = key(
@@ -185,18 +178,6 @@ class AlgorithmSection:
 
 
 @dataclass(frozen=True)
-class DistillationSection:
-    """Several teachers, each for prompts of its own; see docs/algorithms.md."""
-
-    teachers: dict[str, str] = key(
-        {},
-        "Hugging Face directories of teachers, as `source: directory`; prompts of other sources have "
-        "`model.reference_path`, or are refused where that is empty",
-        is_model=True,
-    )
-
-
-@dataclass(frozen=True)
 class CorrectionSection:
     """Off-policy correction: the generator's kernels, types and, with `rollout.off_policy_steps`, weights differ."""
 
@@ -258,7 +239,7 @@ class CriticSection:
 
 
 def algorithm_rules(config: RunConfig) -> Rules:
-    """Rules of the sections `algorithm`, `distillation` and `correction`."""
+    """Rules of the sections `algorithm` and `correction`."""
     algorithm = config.algorithm
     yield from _estimator_rules(algorithm)
     yield from _shape_rules(algorithm)
@@ -312,17 +293,12 @@ def _shape_rules(algorithm: AlgorithmSection) -> Rules:
 
 def _teacher_rules(config: RunConfig) -> Rules:
     """There is a teacher where the advantages need one, it is heard, and it stays as it is."""
-    algorithm, teachers = config.algorithm, config.distillation.teachers
+    algorithm = config.algorithm
     name = algorithm.advantage
     if "teacher" not in advantages.find(name).NEEDS:
-        yield teachers, (
-            f"'distillation.teachers' is set, but algorithm.advantage is {name}, which has no teacher: set "
-            "algorithm.name to distill, or remove the teachers"
-        )
         return
-    yield not config.model.reference_path and not teachers, (
-        f"'algorithm.advantage' is {name}, but there is no teacher: set 'model.reference_path' to its directory, or "
-        "'distillation.teachers' to those of several"
+    yield not config.model.reference_path, (
+        f"'algorithm.advantage' is {name}, but there is no teacher: set 'model.reference_path' to its directory"
     )
     yield algorithm.beta == 0 or algorithm.kl_in != "reward" or algorithm.kl_estimator != "k1", (
         f"'algorithm.advantage' is {name}, whose advantage is the KL against the teacher: set algorithm.beta to 1, "
@@ -332,18 +308,6 @@ def _teacher_rules(config: RunConfig) -> Rules:
         f"'algorithm.num_generations' is {algorithm.num_generations}, but distill_reward_weight compares the samples "
         "of a group: set it to 2 or more"
     )
-    yield teachers and algorithm.sync_ref_model, (
-        "'algorithm.sync_ref_model' is true, which would copy the student over its teachers: set it to false"
-    )
-    for source, path in teachers.items():
-        yield not path, (
-            f"'distillation.teachers' has no directory for {source}: name one, or remove the source"
-        )
-        yield ":" in source or source == OTHERS, (
-            f"'distillation.teachers' has the source {source!r}: no source has a colon in its name, and {OTHERS} is "
-            "what metrics call those without a teacher of their own"
-        )
-
 
 def _kl_rules(algorithm: AlgorithmSection) -> Rules:
     if not algorithm.kl_unbiased:
@@ -363,7 +327,7 @@ def _level_rules(config: RunConfig) -> Rules:
     algorithm = config.algorithm
     by_turn = bool(config.tools.environment) and algorithm.advantage != "distill"
     per_token = advantages.find(algorithm.advantage).PER_TOKEN
-    penalised = algorithm.kl_in == "reward" and algorithm.beta > 0 and not algorithm.distill_top_k
+    penalised = algorithm.kl_in == "reward" and algorithm.beta > 0
     varies = per_token == "always" or (per_token == "penalised" and (penalised or by_turn))
     leaves_out = algorithm.options.get("clip_cov_ratio")
     varies |= bool(leaves_out)

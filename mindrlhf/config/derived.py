@@ -68,17 +68,9 @@ def is_corrected(config: RunConfig) -> bool:
     return masks or correction_weight(config) != "none"
 
 
-def reference_paths(config: RunConfig) -> tuple[str, ...]:
-    """Return the directories of the reference model or of all teachers, each once; () when the run has neither.
-
-    The teacher of sources without one of their own, ``model.reference_path``, comes first.
-    """
-    if config.algorithm.beta == 0:
-        return ()
-    model, teachers = config.model, config.distillation.teachers
-    if not teachers:
-        return (model.reference_path or model.path,)
-    return tuple(dict.fromkeys(filter(None, (model.reference_path, *teachers.values()))))
+def reference_path(config: RunConfig) -> str:
+    """Return the directory of the reference model or of the teacher; empty when the run has neither."""
+    return "" if config.algorithm.beta == 0 else config.model.reference_path or config.model.path
 
 
 def is_base(config: RunConfig, path: str) -> bool:
@@ -86,12 +78,9 @@ def is_base(config: RunConfig, path: str) -> bool:
     return config.lora.rank is not None and path == config.model.path
 
 
-def path_keys(config: RunConfig) -> dict[str, str]:
-    """Return the key that names each directory of ``reference_paths`` that the user has named."""
-    keys = {path: f"distillation.teachers.{source}" for source, path in config.distillation.teachers.items()}
-    if config.model.reference_path:
-        keys[config.model.reference_path] = "model.reference_path"
-    return {path: keys[path] for path in reference_paths(config) if path in keys}
+def names_reference(config: RunConfig) -> bool:
+    """Return whether the run reads the model that `model.reference_path` names."""
+    return config.algorithm.beta > 0 and bool(config.model.reference_path)
 
 
 def critic_optimizer(config: RunConfig) -> OptimizerSection:

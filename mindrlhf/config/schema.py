@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mindrlhf.config.algorithm import AlgorithmSection, CorrectionSection, CriticSection, DistillationSection
+from mindrlhf.config.algorithm import AlgorithmSection, CorrectionSection, CriticSection
 from mindrlhf.config.evaluation import EvaluationSection
 from mindrlhf.config.keys import section
 from mindrlhf.config.memory import MemorySection
@@ -29,7 +29,6 @@ class GrpoConfig:
     tools: ToolSection = section(ToolSection, "the tools", read_with="tools.names or tools.environment or tools.agent")
     sandbox: SandboxSection = section(SandboxSection, "the sandbox")
     algorithm: AlgorithmSection = section(AlgorithmSection, "the objective")
-    distillation: DistillationSection = section(DistillationSection, "the teachers")
     correction: CorrectionSection = section(CorrectionSection, "the off-policy correction")
     training: TrainingSection = section(TrainingSection, "the batches")
     optimizer: OptimizerSection = section(OptimizerSection, "the optimiser")

@@ -35,7 +35,6 @@ TASKS = tuple(RESPONSES)
 HEADER_SIZE_BYTES = 1 << 20
 MAX_HEADER_BYTES = 16 << 20  # MindRecord's default
 PAGE_SIZE_BYTES = 8 << 20
-_SOURCES = "SELECT DISTINCT substr(source_id_0, 1, instr(source_id_0, ':') - 1) FROM INDEXES"
 FORBIDDEN_IN_NAMES = set(r'\/:*?"<>|`&;' + "'")
 
 
@@ -257,11 +256,6 @@ class PromptFile:
         distinct = sorted(set(wanted))
         records = dict(zip(distinct, self._read_distinct(distinct), strict=True))
         return [records[index] for index in wanted]
-
-    def sources(self) -> list[str]:
-        """Return the distinct sources of all records, in order of name; MindRecord's index has them."""
-        with _open_index(self.path) as database:
-            return sorted(source for (source,) in database.execute(_SOURCES))
 
     def _read_distinct(self, indices: list[int]) -> list[Prompt]:
         from mindspore.dataset import MindDataset, SubsetSampler

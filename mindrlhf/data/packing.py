@@ -114,8 +114,7 @@ class PackedRows:
     segment_ids: np.ndarray  # int32 [rows, length]: 1, 2, ... per segment of the row, 0 = padding
     labels: np.ndarray  # int32 [rows, length]
     mask: np.ndarray  # float32 [rows, length]: 1 where the label is a response token that the model generated
-    # name -> float32 [rows, length]: a value per such token, at its position, else 0. With `algorithm.distill_top_k`
-    # also "teacher_tokens", int32 [rows, length, k], and "teacher_logprobs", float32 [rows, length, k + 1].
+    # name -> float32 [rows, length]: a value per such token, at its position, else 0
     tokens: dict[str, np.ndarray]
     # name -> int32 [rows, length]: what else the model reads of each token. Nothing in plain rows. With shared prompts
     # "prefix_ids", the segment that the token's own one continues (its own where that continues none), and
@@ -123,9 +122,6 @@ class PackedRows:
     # dtype and shape; see mindrlhf.training.routing.rows.
     context: dict[str, np.ndarray] = field(default_factory=dict)
     images: tuple[str, ...] = ()  # digests of the images that the rows look at, in the order of their rows
-    # Where there are several teachers: the number of each row's own, from 1, 0 for padding; and of those to be asked.
-    teachers: tuple[int, ...] = ()
-    asked: tuple[int, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -150,7 +146,6 @@ class TokenSequence:
     is_generated: np.ndarray | None = None  # bool [response], False where a tool wrote; None: all are the model's
     images: tuple[np.ndarray, ...] = ()  # uint8 [height, width, 3] each: those of the prompt
     experts: np.ndarray | None = None  # uint8 or uint16 [tokens - 1, layers with experts, active]: to be replayed
-    teacher: int = 0  # number of the teacher that judges it, from 1; 0 where there is one model for all
 
     @property
     def num_tokens(self) -> int:

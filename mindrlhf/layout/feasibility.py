@@ -44,11 +44,6 @@ def check_feasible(config: GrpoConfig, dims: ModelDims, layout: Layout) -> Batch
     Raises:
         UserError: heads, layers, vocabulary, rows or experts do not divide; or the loss cannot be split this way.
     """
-    if config.algorithm.distill_top_k and config.run.device != "cpu":
-        raise UserError(
-            f"'algorithm.distill_top_k' is {config.algorithm.distill_top_k}, but a sharded model, as all are on "
-            f"run.device={config.run.device}, learns from the sampled token alone: set it to 0, or train on a CPU"
-        )
     check_divisible(dims, layout)
     batch = plan_batch(config, layout.data_parallel)
     dims.check_window(batch.row_length)

@@ -10,7 +10,6 @@ from mindrlhf.config.training import FIRST_FIT, SHARED_PROMPTS
 from mindrlhf.data.packing import PackedRows, Row, TokenSequence, fill_rows, first_positions, padding_rows, plan_rows
 from mindrlhf.layout.packing import Piece, RowCost, cut, deal_rows, micro_batch_sizes, plan_best_fit
 from mindrlhf.system.records import last, merge, merged_by, record, result, union
-from mindrlhf.training.distillation.rows import asked_together, plan_by_teacher, with_teachers
 from mindrlhf.training.routing.rows import ReplayedExperts, with_experts
 from mindrlhf.training.vision.image_rows import ImageTokens, image_table, with_images
 
@@ -60,7 +59,7 @@ class RowOptions:
 
     def dressed(self, packed: PackedRows, sequences: Sequence[TokenSequence], rows: Sequence[Row]) -> PackedRows:
         """Return what `fill_rows` made of ``rows`` with what the model reads beside tokens."""
-        packed = with_teachers(with_images(packed, sequences, rows, self.image_tokens), sequences, rows)
+        packed = with_images(packed, sequences, rows, self.image_tokens)
         return with_experts(packed, sequences, rows, self.experts, share_prompts=self.shares_prompts)
 
 
@@ -183,8 +182,8 @@ def make_batch(sequences: Sequence[TokenSequence], options: RowOptions) -> Batch
     of the ranks; which sequences share a row does not depend on the number of ranks.
     """
     if options.packing == FIRST_FIT:
-        return batch_of_rows(sequences, plan_by_teacher(sequences, options.plan_first_fit), options)
-    rows = plan_by_teacher(sequences, options.plan_best_fit)
+        return batch_of_rows(sequences, options.plan_first_fit(sequences), options)
+    rows = options.plan_best_fit(sequences)
     builder = _Builder(sequences, options)
     costs = [options.cost.of(row.length, sum(sequences[item].num_generated for item in row.items)) for row in rows]
     if options.in_step:
@@ -270,9 +269,7 @@ class _Builder:
         num_tokens = sum(self._sequences[item].num_generated for item in self._placed)
         placed = tuple(self._placed[item] for item in sorted(self._placed))
         images = image_table([self._sequences[item] for item in sorted(self._placed)])
-        num_together = self.options.num_ranks if self.options.in_step else 1
-        micro_batches = asked_together(self.micro_batches, num_together)
-        return Batch(micro_batches, num_tokens, placed, tuple(self._ranks), images)
+        return Batch(tuple(self.micro_batches), num_tokens, placed, tuple(self._ranks), images)
 
 
 record(PackedRows)

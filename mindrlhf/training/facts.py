@@ -13,7 +13,7 @@ from typing import Any
 
 import mindrlhf
 from mindrlhf.algorithms import advantages
-from mindrlhf.config.derived import path_keys
+from mindrlhf.config.derived import names_reference
 from mindrlhf.config.schema import AnyConfig, GrpoConfig
 from mindrlhf.data.fingerprint import data_fingerprint
 from mindrlhf.launch.nodes.facts import MISSING, Fact
@@ -36,7 +36,6 @@ _PROBE_TIMEOUT_S = 60
 _EDGE_BYTES = 1 << 16
 _DIGEST_CHARS = 16
 _MODEL_KEYS = ("model.path", "model.reference_path", "critic.path", "reward.model_path")
-_TEACHERS = "distillation.teachers."
 _TEACHER_FILES = ("*.json", "*.safetensors")
 # What a run does around its graphs; a temperature is a constant of their cells.
 _NOT_OF_GRAPHS = ("run.", "data.", "reward.", "tools.", "sandbox.", "rollout.", "optimizer.", "evaluation.")
@@ -91,13 +90,12 @@ def graph_facts(config: AnyConfig) -> list[str]:
 
 
 def teacher_fingerprint(config: AnyConfig) -> dict[str, str]:
-    """Return what the directories of a run's teachers hold, by the keys that name them; {} when it has none."""
+    """Return a digest of the directory of a run's teacher by the key that names it; {} when it has none."""
     if not isinstance(config, GrpoConfig) or "teacher" not in advantages.find(config.algorithm.advantage).NEEDS:
         return {}
-    return {
-        key: "".join(tree_digest(Path(path), pattern) for pattern in _TEACHER_FILES)
-        for path, key in path_keys(config).items()
-    }
+    path = config.model.reference_path
+    digests = (tree_digest(Path(path), pattern) for pattern in _TEACHER_FILES)
+    return {"model.reference_path": "".join(digests)} if names_reference(config) else {}
 
 
 def check_resumes(config: AnyConfig) -> None:
@@ -185,7 +183,7 @@ def _models(values: Mapping[str, Any]) -> Iterator[Fact]:
 
 def _model_paths(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the directories of models by the keys that name them."""
-    return {key: values[key] for key in values if (key in _MODEL_KEYS or key.startswith(_TEACHERS)) and values[key]}
+    return {key: values[key] for key in _MODEL_KEYS if values.get(key)}
 
 
 def tree_digest(directory: Path, pattern: str) -> str:

@@ -76,9 +76,8 @@ def test_a_record_may_name_its_source(tokenizer_directory, tmp_path):
     records = prompts.read(range(3))
     assert [record.source for record in records] == [row["from"] for row in rows]
     assert records[2].source_id == "code:a.jsonl:3"
-    assert prompts.sources() == ["code", "openai/gsm8k"]
     build_prompts([path], tmp_path / "p.mindrecord", tokenizer_directory, handler="map_keys", key_map={"question": "q"})
-    assert PromptFile.open(tmp_path / "p.mindrecord").sources() == ["a.jsonl"]
+    assert {record.source for record in PromptFile.open(tmp_path / "p.mindrecord").read(range(3))} == {"a.jsonl"}
     _write_lines(path, [{"q": "one", "from": "a:b"}])
     with pytest.raises(UserError, match="the name of a source has no colon"):
         build_prompts([path], tmp_path / "q.mindrecord", tokenizer_directory, handler="map_keys", key_map=keys)

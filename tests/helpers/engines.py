@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 
-def whole_model(policy, likeliest=None):
+def whole_model(policy):
     """Return a model of log-probabilities or scores; see :class:`mindrlhf.training.engine.model.Model`."""
     from mindrlhf.training.engine.model import Model, Whole
     from mindrlhf.training.runtime import Rank
 
-    return Model(Whole(policy.model, Rank(0, 1)), policy, likeliest)
+    return Model(Whole(policy.model, Rank(0, 1)), policy)
 
 
 def whole_engine(loss, optimizer=None):

@@ -103,13 +103,10 @@ def test_every_key_that_names_a_model_takes_a_name(home, task):
     models = [dotted for dotted, field in fields.items() if field.metadata["is_model"]]
     said = [dotted for dotted, field in fields.items() if field.metadata["doc"].startswith("Hugging Face ")]
     assert models == said and {"model.path", "data.tokenizer_dir"} <= set(models)
-    mappings = {dotted for dotted in models if dotted == "distillation.teachers"}
-    given = [f"{dotted}={{math: {NAME}}}" if dotted in mappings else f"{dotted}={NAME}" for dotted in models]
-    config = read_content(task, {}, given).config
+    config = read_content(task, {}, [f"{dotted}={NAME}" for dotted in models]).config
     for dotted in models:
         section, _, name = dotted.partition(".")
-        found = getattr(getattr(config, section), name)
-        assert (found["math"] if dotted in mappings else found) == str(directory), dotted
+        assert getattr(getattr(config, section), name) == str(directory), dotted
 
 
 def test_commands_take_a_name(home):

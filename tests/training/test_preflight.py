@@ -148,37 +148,20 @@ def distill_config(config):
     return changed(config, "algorithm", name="distill", advantage="distill", beta=1.0, kl_in="reward")
 
 
-def test_every_source_needs_a_teacher_and_every_teacher_prompts(distill_config, inputs_dir, tmp_path):
-    model, wide, small = (str(inputs_dir / name) for name in ("model", "wide", "small_vocabulary"))
-    good = changed(distill_config, "distillation", teachers={"s": wide})
+def test_a_teacher_reads_the_actors_tokens(distill_config, inputs_dir, tmp_path):
+    wide, small = (str(inputs_dir / name) for name in ("wide", "small_vocabulary"))
+    good = changed(distill_config, "model", reference_path=wide)
     assert check_grpo_inputs(good).num_steps == 8
-    unused = changed(distill_config, "distillation", teachers={"s": wide, "maths": model})
-    assert_refused(unused, "'distillation.teachers'", "'maths'", "train.mindrecord has the sources 's'", "remove it")
-    assert_refused(changed(distill_config, "distillation", teachers={"s": small}), "small_vocabulary", "512")
-    assert_refused(changed(distill_config, "distillation", teachers={"s": "nowhere"}), "nowhere")
-    two = inputs_dir / "two_sources.mindrecord"
-    alone = changed(changed(good, "data", train_file=str(two)), "distillation", teachers={"s": wide})
-    assert_refused(alone, "'distillation.teachers' has no teacher for the sources 'other'", "model.reference_path")
-    assert check_grpo_inputs(changed(alone, "model", reference_path=model)).num_steps == 3
+    assert_refused(changed(good, "model", reference_path=small), "small_vocabulary", "512")
+    assert_refused(changed(good, "model", reference_path="nowhere"), "nowhere")
     for file in (*(inputs_dir / "model").iterdir(), *(inputs_dir / "tokenizer").iterdir()):
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    assert check_grpo_inputs(changed(good, "distillation", teachers={"s": str(tmp_path)})).num_steps == 8
+    good = changed(good, "model", reference_path=str(tmp_path))
+    assert check_grpo_inputs(good).num_steps == 8
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
     tokenizer["normalizer"] = {"type": "Lowercase"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    stranger = changed(good, "distillation", teachers={"s": str(tmp_path)})
-    assert_refused(stranger, "'distillation.teachers.s'", "another vocabulary", "the teacher reads the actor's tokens")
-
-
-def test_a_teachers_words_are_fewer_than_any_vocabulary(distill_config, inputs_dir):
-    wide = str(inputs_dir / "wide")
-    configs = [json.loads((inputs_dir / name / "config.json").read_text()) for name in ("model", "wide")]
-    good = changed(changed(distill_config, "distillation", teachers={"s": wide}), "algorithm", distill_top_k=8)
-    assert check_grpo_inputs(good).num_steps == 8
-    most = min(one["vocab_size"] for one in configs) - 1
-    assert check_grpo_inputs(changed(good, "algorithm", distill_top_k=most)).num_steps == 8
-    too_many = changed(good, "algorithm", distill_top_k=most + 1)
-    assert_refused(too_many, "'algorithm.distill_top_k' is", f"has {most + 1} tokens", f"set it to {most} or less")
+    assert_refused(good, "'model.reference_path'", "another vocabulary", "the reference model reads the actor's tokens")
 
 
 @pytest.fixture

@@ -40,18 +40,11 @@ class TiledTokenLogProbs(nn.Cell):
         # A list, since MindSpore cells do not take plain arrays as attributes that change.
         self.bound: list[np.ndarray] = []
         self.of_labels = _OfLabels(self.bound, self.weight_gradient)
-        self.of_given = _OfGiven(self.bound, self.weight_gradient)
 
-    def construct(self, hidden, labels, mask, token_ids=None):
-        """Return log-probabilities, entropies, log-normalisers, float32 [rows, length]; with ``token_ids`` theirs.
-
-        ``hidden`` is [rows, length, width], ``token_ids`` int32 [rows, length, k]; of these and of all others together
-        the log-probabilities are float32 [rows, length, k + 1].
-        """
-        if token_ids is None:
-            return self.of_labels(hidden, labels, mask)
-        logprobs, entropy, _, top_k_logprobs = self.of_given(hidden, labels, mask, token_ids)
-        return logprobs, entropy, top_k_logprobs
+    def construct(self, hidden, labels, mask):
+        """Return log-probabilities, entropies and log-normalisers, float32 [rows, length], of hidden states [rows,
+        length, width]."""
+        return self.of_labels(hidden, labels, mask)
 
     def bind(self) -> None:
         """Look up where the weight lies now. The kernels cannot: asking MindSpore from inside a run would deadlock."""
@@ -85,66 +78,6 @@ class _OfLabels(nn.Cell):
     def bprop(self, hidden, labels, mask, out, dout):
         grad_hidden = self.backward_kernel(hidden, labels, mask, out[1], out[2], dout[0], dout[1])
         return grad_hidden, ops.zeros_like(labels), ops.zeros_like(mask)
-
-
-class _OfGiven(nn.Cell):
-    def __init__(self, bound: list[np.ndarray], weight_gradient: np.ndarray | None):
-        super().__init__(auto_prefix=False)
-
-        def forward(hidden, labels, mask, token_ids):
-            found = vocabulary.forward(_rows(hidden), bound[0], labels.reshape(-1), mask.reshape(-1), _rows(token_ids))
-            return tuple(array.reshape(*labels.shape, *array.shape[1:]) for array in found)
-
-        def backward(hidden, labels, mask, token_ids, entropy, normaliser, found, grad_logprobs, grad_entropy, slopes):
-            of_tokens = (labels, mask, entropy, normaliser, grad_logprobs, grad_entropy)
-            flat, given = (array.reshape(-1) for array in of_tokens), tuple(map(_rows, (token_ids, found, slopes)))
-            return vocabulary.backward(_rows(hidden), bound[0], *flat, weight_gradient, given).reshape(hidden.shape)
-
-        self.forward_kernel = _kernel(
-            self,
-            forward,
-            lambda hidden, labels, mask, token_ids: (labels, labels, labels, [*token_ids[:-1], token_ids[-1] + 1]),
-            lambda hidden, *others: (hidden,) * 4,
-        )
-        self.backward_kernel = _kernel(self, backward)
-
-    def construct(self, hidden, labels, mask, token_ids):
-        return self.forward_kernel(hidden, labels, mask, token_ids)
-
-    def bprop(self, hidden, labels, mask, token_ids, out, dout):
-        results = (out[1], out[2], out[3], dout[0], dout[1], dout[3])
-        grad_hidden = self.backward_kernel(hidden, labels, mask, token_ids, *results)
-        return grad_hidden, ops.zeros_like(labels), ops.zeros_like(mask), ops.zeros_like(token_ids)
-
-
-class TiledTopTokens(nn.Cell):
-    """What :class:`mindrlhf.algorithms.chunked_head.ChunkedTopTokens` computes, without gradients.
-
-    Args:
-        head: of the model.
-        k: number of tokens.
-        vocab_size: which may be chosen: the first so many.
-    """
-
-    def __init__(self, head: TiledTokenLogProbs, k: int, vocab_size: int):
-        super().__init__(auto_prefix=False)
-        bound = head.bound
-
-        def forward(hidden, labels, mask):
-            flat = (_rows(hidden), bound[0], labels.reshape(-1), mask.reshape(-1))
-            found = vocabulary.top_tokens(*flat, k, vocab_size)
-            return tuple(array.reshape(*labels.shape, *array.shape[1:]) for array in found)
-
-        self.kernel = _kernel(
-            self,
-            forward,
-            lambda hidden, labels, mask: (labels, [*labels, k], [*labels, k + 1]),
-            lambda hidden, labels, mask: (hidden, labels, hidden),
-        )
-
-    def construct(self, hidden, labels, mask):
-        """Return the labels' log-probabilities, the tokens in the order of their numbers, and theirs."""
-        return self.kernel(hidden, labels, mask)
 
 
 def bind(cell: nn.Cell) -> None:

@@ -1,8 +1,7 @@
 """What a rank may ask: see :func:`mindrlhf.system.speed_ups.of_rank`.
 
-``TiledTokenLogProbs`` takes the place of :class:`mindrlhf.algorithms.logprobs.GraphTokenLogProbs`, ``TiledTopTokens``
-that of :class:`mindrlhf.algorithms.chunked_head.ChunkedTopTokens`, ``make_host_step`` that of
-:class:`mindrlhf.training.engine.cells.OptimizerStep`, and ``run_graph`` that of calling a cell.
+``TiledTokenLogProbs`` takes the place of :class:`mindrlhf.algorithms.logprobs.GraphTokenLogProbs`, ``make_host_step``
+that of :class:`mindrlhf.training.engine.cells.OptimizerStep`, and ``run_graph`` that of calling a cell.
 """
 
 import contextlib
@@ -11,12 +10,11 @@ from collections.abc import Iterator
 from mindspore.common.initializer import Normal
 
 from mindrlhf.cpu.training.graph_cache import open_graph_cache, run_graph
-from mindrlhf.cpu.training.heads import TiledTokenLogProbs, TiledTopTokens, bind, collect_gradients, in_graph
+from mindrlhf.cpu.training.heads import TiledTokenLogProbs, bind, collect_gradients, in_graph
 from mindrlhf.cpu.training.host_optimizer import make_host_step
 
 __all__ = [
     "TiledTokenLogProbs",
-    "TiledTopTokens",
     "bind",
     "collect_gradients",
     "in_graph",

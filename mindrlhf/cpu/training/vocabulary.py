@@ -8,8 +8,6 @@ whose mask is not 0 are computed.
 
 import numpy as np
 
-from mindrlhf.algorithms.head import LEAST_REST
-
 # Tile of logits: 512 x 1024 float32 = 2 MiB, about a core's share of cache.
 TOKEN_TILE = 512
 VOCABULARY_TILE = 1024
@@ -67,7 +65,6 @@ def forward(
     weight: np.ndarray,
     labels: np.ndarray,
     mask: np.ndarray,
-    token_ids: np.ndarray | None = None,
     kept: KeptPowers | None = None,
 ) -> tuple[np.ndarray, ...]:
     """Compute log p(label), the entropy of p and the log-normaliser, p = softmax(hidden @ weight.T).
@@ -77,104 +74,21 @@ def forward(
         weight: float32 [vocabulary, width].
         labels: int32 [tokens].
         mask: float32 [tokens]; 0 skips a position.
-        token_ids: int32 [tokens, k], of which the log-probabilities are asked too; those of a position all different.
         kept: takes what :func:`backward` would compute again.
 
     Returns:
-        float32 [tokens] each: log-probability, entropy (nats), log-normaliser; and where tokens are given float32
-        [tokens, k + 1], their log-probabilities and that of all others together. 0 at skipped positions.
+        float32 [tokens] each: log-probability, entropy (nats), log-normaliser; 0 at skipped positions.
     """
     outputs = [np.zeros(len(labels), np.float32) for _ in range(3)]
-    outputs += [] if token_ids is None else [np.zeros((len(token_ids), token_ids.shape[1] + 1), np.float32)]
     active = np.flatnonzero(mask)
     if kept is not None:
         kept.begin(active, len(labels), len(weight))
     for rows in _token_tiles(active):
-        given = None if token_ids is None else _GivenTokens(token_ids[rows])
         room = None if kept is None else kept.of(rows)
-        values = _forward_tile(hidden[rows], weight, labels[rows], given, room)
-        if given is not None:
-            values += (_with_rest(given.logits - values[2][:, None]),)
-        for output, found in zip(outputs, values, strict=True):
-            output[rows] = found
+        values = _forward_tile(hidden[rows], weight, labels[rows], room)
+        for output, computed in zip(outputs, values, strict=True):
+            output[rows] = computed
     return tuple(outputs)
-
-
-def top_tokens(
-    hidden: np.ndarray, weight: np.ndarray, labels: np.ndarray, mask: np.ndarray, k: int, vocab_size: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Find the ``k`` likeliest of the first ``vocab_size`` tokens at each position; the logits exist in tiles only.
-
-    Args:
-        hidden, weight, labels, mask: as of :func:`forward`.
-        k: at most ``vocab_size``.
-        vocab_size: which tokens may be chosen; all of the vocabulary share in the probability.
-
-    Returns:
-        Log-probability of the label, float32 [tokens]; the tokens in the order of their numbers, int32 [tokens, k]: of
-        tokens that are equally likely those of the smallest numbers; their log-probabilities and that of all others
-        together, float32 [tokens, k + 1]. 0 at skipped positions.
-    """
-    logprobs = np.zeros(len(labels), np.float32)
-    token_ids, top_k_logprobs = np.zeros((len(labels), k), np.int32), np.zeros((len(labels), k + 1), np.float32)
-    for rows in _token_tiles(np.flatnonzero(mask)):
-        best = _BestTokens(len(rows), k, vocab_size)
-        logprobs[rows], _, log_normaliser = _forward_tile(hidden[rows], weight, labels[rows], best)
-        token_ids[rows], top_k_logprobs[rows] = best.token_ids, _with_rest(best.logits - log_normaliser[:, None])
-    return logprobs, token_ids, top_k_logprobs
-
-
-class _GivenTokens:
-    """Takes the logits of given tokens, int32 [tokens, k], out of the tiles as they come by."""
-
-    def __init__(self, token_ids: np.ndarray):
-        self._token_ids = token_ids
-        self.logits = np.zeros(token_ids.shape, np.float32)
-
-    def see(self, start: int, tile: np.ndarray) -> None:
-        """Look at the logits [tokens, n] of the tokens from ``start``."""
-        rows, columns, inside = _places(self._token_ids, start, tile.shape[1])
-        self.logits[rows, columns] = tile[rows, inside]
-
-
-class _BestTokens:
-    """Keeps the ``k`` largest logits of the tiles as they come by, and their tokens, in the order of the tokens."""
-
-    def __init__(self, num_tokens: int, k: int, vocab_size: int):
-        self._k, self._vocab_size = k, vocab_size
-        self.token_ids = np.zeros((num_tokens, 0), np.int32)
-        self.logits = np.zeros((num_tokens, 0), np.float32)
-
-    def see(self, start: int, tile: np.ndarray) -> None:
-        """Look at the logits [tokens, n] of the tokens from ``start``."""
-        tile = tile[:, : max(self._vocab_size - start, 0)]
-        numbers = np.broadcast_to(np.arange(start, start + tile.shape[1], dtype=np.int32), tile.shape)
-        logits = np.concatenate([self.logits, tile], axis=1)
-        token_ids = np.concatenate([self.token_ids, numbers], axis=1)
-        if logits.shape[1] > self._k:
-            last = -np.partition(-logits, self._k - 1, axis=1)[:, self._k - 1, None]
-            above, equal = logits > last, logits == last
-            # Columns are in the order of the tokens: of the equal ones the first have the smallest numbers.
-            room = self._k - above.sum(axis=1, keepdims=True)
-            kept = above | (equal & (equal.cumsum(axis=1) <= room))
-            logits, token_ids = logits[kept].reshape(-1, self._k), token_ids[kept].reshape(-1, self._k)
-        self.token_ids, self.logits = token_ids, logits
-
-
-def _with_rest(logprobs: np.ndarray) -> np.ndarray:
-    """Return log-probabilities float64 [tokens, k] with that of all other tokens as the last of k + 1."""
-    rest = 1.0 - np.exp(logprobs).sum(axis=1, keepdims=True)
-    return np.concatenate([logprobs, np.log(np.maximum(rest, LEAST_REST))], axis=1)
-
-
-def _given_gradients(logprobs: np.ndarray, slopes: np.ndarray) -> np.ndarray:
-    """Return the gradients of tokens' log-probabilities, float32 [tokens, k], from those [tokens, k + 1] with the rest.
-
-    With r = 1 - sum p: d log r / d log p = -p / r, or 0 where r is at its least.
-    """
-    last = logprobs[:, -1:]
-    per_rest = np.where(last > np.float32(np.log(LEAST_REST)), slopes[:, -1:] * np.exp(-last), np.float32(0.0))
-    return slopes[:, :-1] - np.exp(logprobs[:, :-1]) * per_rest
 
 
 def _token_tiles(active: np.ndarray) -> list[np.ndarray]:
@@ -182,17 +96,10 @@ def _token_tiles(active: np.ndarray) -> list[np.ndarray]:
     return [active[start : start + TOKEN_TILE] for start in range(0, len(active), TOKEN_TILE)]
 
 
-def _places(token_ids: np.ndarray, start: int, num_columns: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return row and column of the ``token_ids`` that a tile has, and their columns in the tile."""
-    rows, columns = np.nonzero((token_ids >= start) & (token_ids < start + num_columns))
-    return rows, columns, token_ids[rows, columns] - start
-
-
 def _forward_tile(
     hidden: np.ndarray,
     weight: np.ndarray,
     labels: np.ndarray,
-    watch: _GivenTokens | _BestTokens | None = None,
     room: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> tuple[np.ndarray, ...]:
     num_tokens, vocabulary = len(hidden), len(weight)
@@ -208,8 +115,6 @@ def _forward_tile(
         tile = weight[start : start + VOCABULARY_TILE]
         z, e = logits[:, : len(tile)], (powers if room is None else room[0][number])[:, : len(tile)]
         np.matmul(hidden, tile.T, out=z)
-        if watch is not None:
-            watch.see(start, z)
         new_maximum = np.maximum(maximum, z.max(axis=1))
         rescale = np.exp(maximum - new_maximum)
         np.exp(np.subtract(z, new_maximum[:, None], out=e), out=e)
@@ -232,7 +137,6 @@ def backward(
     grad_logprobs: np.ndarray,
     grad_entropy: np.ndarray,
     grad_weight: np.ndarray | None,
-    given: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
     kept: KeptPowers | None = None,
 ) -> np.ndarray:
     """Return the gradient of :func:`forward` with respect to ``hidden``; add that of ``weight`` to ``grad_weight``.
@@ -244,7 +148,6 @@ def backward(
         entropy, log_normaliser: what :func:`forward` returned.
         grad_logprobs, grad_entropy: float32 [tokens], the gradients of the loss.
         grad_weight: float32 [vocabulary, width], changed in place; None for a weight that is not trained.
-        given: tokens that were, their results, and the gradients of these, float32 [tokens, k + 1].
         kept: what :func:`forward` has put there for these inputs; it is forgotten then.
 
     Returns:
@@ -252,11 +155,8 @@ def backward(
     """
     grad_hidden = np.zeros_like(hidden)
     has_gradient = (grad_logprobs != 0) | (grad_entropy != 0)
-    if given is not None:
-        grad_given = _given_gradients(*given[1:])
-        has_gradient |= (grad_given != 0).any(axis=1)
     for rows in _token_tiles(np.flatnonzero((mask != 0) & has_gradient)):
-        powers = None if kept is None or given is not None or grad_entropy[rows].any() else kept.of(rows)
+        powers = None if kept is None or grad_entropy[rows].any() else kept.of(rows)
         if powers is not None:
             grad_hidden[rows] = _backward_tile_of_powers(
                 hidden[rows], weight, labels[rows], log_normaliser[rows], grad_logprobs[rows], grad_weight, *powers
@@ -271,7 +171,6 @@ def backward(
             grad_logprobs[rows],
             grad_entropy[rows],
             grad_weight,
-            None if given is None else (given[0][rows], grad_given[rows]),
         )
     if kept is not None:
         kept.clear()
@@ -288,7 +187,7 @@ def _backward_tile_of_powers(
     powers: np.ndarray,
     maxima: np.ndarray,
 ) -> np.ndarray:
-    """What :func:`_backward_tile` does without entropy and tokens: a row of p is one of powers times a factor.
+    """What :func:`_backward_tile` does without entropy: a row of p is one of powers times a factor.
 
     The powers are changed: with 1 divided by that factor taken from the label's, a row is one of p - onehot(label).
     Labels for which that would be too large for a float32 are added by themselves.
@@ -332,14 +231,11 @@ def _backward_tile(
     grad_logprobs: np.ndarray,
     grad_entropy: np.ndarray,
     grad_weight: np.ndarray | None,
-    given: tuple[np.ndarray, np.ndarray] | None,
 ) -> np.ndarray:
     """Add to ``grad_weight`` in place and return the gradient of ``hidden`` for one tile of tokens."""
     grad_hidden = np.zeros_like(hidden)
-    is_dense = bool(grad_entropy.any()) or given is not None
-    # With g of each token: d sum g log p / dz = g - p sum g.
-    total = grad_logprobs if given is None else grad_logprobs + given[1].sum(axis=1)
-    # Without entropy and tokens the gradient of a row of logits is -grad_logprobs * p but for its label. That factor is
+    is_dense = bool(grad_entropy.any())
+    # Without entropy the gradient of a row of logits is -grad_logprobs * p but for its label. That factor is
     # applied to the narrow matrices, not to the tile.
     row_scale = np.ones((len(hidden), 1), np.float32) if is_dense else -grad_logprobs[:, None]
     scaled_hidden = hidden * row_scale
@@ -349,13 +245,10 @@ def _backward_tile(
         z = logits[:, : len(tile)]
         np.subtract(np.matmul(hidden, tile.T, out=z), log_normaliser[:, None], out=z)
         if is_dense:
-            scale = -total[:, None] - grad_entropy[:, None] * (z + entropy[:, None])
+            scale = -grad_logprobs[:, None] - grad_entropy[:, None] * (z + entropy[:, None])
             np.multiply(np.exp(z, out=z), scale, out=z)
         else:
             np.exp(z, out=z)
-        if given is not None:
-            rows, columns, inside = _places(given[0], start, len(tile))
-            z[rows, inside] += given[1][rows, columns]
         grad_hidden += z @ tile
         if grad_weight is not None:
             grad_weight[start : start + len(tile)] += z.T @ scaled_hidden

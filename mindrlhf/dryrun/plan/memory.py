@@ -27,7 +27,6 @@ START, ROLLOUT, OLD_LOGPROBS, UPDATE = "start", "rollout", "old log-probs", "upd
 STEP, TRANSFER = "optimizer step", "transfer"
 ASLEEP = "sleeping server"
 RUNTIME, GRADIENT_SUMS = "runtime and HCCL", "gradient sums"
-TEACHERS = "teachers"
 # CANN's context, operator binaries and streams of the trainer and of the generator, asleep or not.
 _CONTEXT_BYTES = 2_500_000_000
 # MindSpore works a graph off level by level, so that intermediate results of the optimiser's step exist for all
@@ -76,7 +75,7 @@ class MemoryInputs:
         layer_stages: pipeline stage of every decoder layer.
         states: by pipeline stage.
         num_communicators: communication groups that a rank is in.
-        references: the same of the reference model, or of each teacher, whose parameters alone are there.
+        reference: the same of the reference model or teacher, whose parameters alone are there.
     """
 
     config: GrpoConfig
@@ -88,7 +87,7 @@ class MemoryInputs:
     batch: BatchPlan
     rollout: RolloutPlan
     num_communicators: int
-    references: tuple["MemoryInputs", ...] = ()
+    reference: "MemoryInputs | None" = None
 
     @property
     def moments_name(self) -> str:
@@ -174,11 +173,10 @@ def _resident(inputs: MemoryInputs, stage: int) -> list[MemoryItem]:
             f"{state.accumulators // own_width:,} x {own_width} B: not sharded by the parallel optimizer",
         ),
     ]
-    if inputs.references:
-        sizes = [one.states[stage].parameters for one in inputs.references]
-        is_alike = sizes == [state.parameters]
-        how = "as the parameters" if is_alike else " + ".join(f"{size // width:,} x {width} B" for size in sizes)
-        items.append(MemoryItem("reference model" if len(sizes) == 1 else TEACHERS, sum(sizes), True, how))
+    if inputs.reference is not None:
+        size = inputs.reference.states[stage].parameters
+        how = "as the parameters" if size == state.parameters else f"{size // width:,} x {width} B"
+        items.append(MemoryItem("reference model", size, True, how))
     runtime = _CONTEXT_BYTES + number * _COMMUNICATOR_BYTES
     groups = f"{number} groups (the world and those of the layout) x {format_size(_COMMUNICATOR_BYTES)}"
     how = f"{format_size(_CONTEXT_BYTES)} + {groups}"
@@ -224,7 +222,7 @@ def _rollout_weights(inputs: MemoryInputs) -> MemoryItem:
 
 
 def _largest_forward(inputs: MemoryInputs, stage: int) -> list[MemoryItem]:
-    passes = [_forward_items(one, stage) for one in (inputs, *inputs.references)]
+    passes = [_forward_items(one, stage) for one in (inputs, inputs.reference) if one is not None]
     return max(passes, key=lambda items: sum(item.size_bytes for item in items))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-from mindrlhf.config.derived import is_base, reference_paths
+from mindrlhf.config.derived import is_base, reference_path
 from mindrlhf.config.memory import check_num_layers
 from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.config.schema import GrpoConfig
@@ -203,8 +203,9 @@ def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryI
         ),
         num_communicators=_num_communicators(layout, layouts),
     )
-    references = tuple(_reference(inputs, path) for path in reference_paths(config) if not is_base(config, path))
-    return dataclasses.replace(inputs, references=references), layouts
+    path = reference_path(config)
+    reference = _reference(inputs, path) if path and not is_base(config, path) else None
+    return dataclasses.replace(inputs, reference=reference), layouts
 
 
 def _num_communicators(layout: Layout, layouts: Sequence[ParameterLayout]) -> int:

@@ -13,7 +13,6 @@ from mindrlhf.models.context import give_back_memory
 from mindrlhf.system import heartbeat
 from mindrlhf.training.batch import Batch, PolicyUpdateResult, ProcessStatistics
 from mindrlhf.training.checkpoints.shards import SavesState
-from mindrlhf.training.distillation.models import FrozenModel
 from mindrlhf.training.engine.cell_dump import CellDump
 from mindrlhf.training.engine.engine import Engine
 from mindrlhf.training.engine.model import Model, Placement
@@ -28,25 +27,22 @@ class Actor(SavesState, ServingWorker):
 
     Args:
         engine: of the policy.
-        reference: the reference model, or the teachers as one; None when beta is 0.
+        reference: the reference model or the teacher; None when beta is 0.
         saves_reference: the reference changes during the run, so checkpoints must hold it.
-        asks_top_k: the reference is asked for its top-k tokens too.
     """
 
     def __init__(
         self,
         engine: Engine,
-        reference: FrozenModel | None = None,
+        reference: Model | None = None,
         *,
         saves_reference: bool = False,
-        asks_top_k: bool = False,
     ):
         SavesState.__init__(self)
         ServingWorker.__init__(self, engine.model)
         self.engine = engine
         self.reference = reference
         self._saves_reference = saves_reference
-        self._asks_top_k = asks_top_k
         self._reward_model: Model | None = None
         self._cell_dump: CellDump | None = None
         self._batches: list[Batch] = []  # this rank's part of the updates of a step
@@ -91,10 +87,7 @@ class Actor(SavesState, ServingWorker):
         return list(self._batches[batch].micro_batches)
 
     def compute_logprobs(self, name: str, batch: int) -> list[np.ndarray]:
-        """Fill in ``name`` ("old_logprobs" or "reference_logprobs") for received batch number ``batch``; return it.
-
-        Where the reference is asked for its top-k tokens, they stay here: it is this rank's update that reads them.
-        """
+        """Fill in ``name`` ("old_logprobs" or "reference_logprobs") for received batch number ``batch``; return it."""
         model, micro_batches = self._model_of(name), self._batches[batch].micro_batches
         if self._cell_dump is not None:
             stage = "old_log_prob" if name == "old_logprobs" else "reference"
@@ -191,7 +184,7 @@ class Actor(SavesState, ServingWorker):
         self.engine.count_compile(name, rows)
         # The reference model has other weights: what the policy's generator chose says nothing of its experts.
         rows = without_experts(rows)
-        return self.reference.top_tokens(rows) if self._asks_top_k else {name: self.reference.logprobs(rows)}
+        return {name: self.reference.logprobs(rows)}
 
     def _published_model(self, name: str) -> Placement:
         return self.model.placement
@@ -201,11 +194,11 @@ class Actor(SavesState, ServingWorker):
 
         return broadcast.open_broadcast(ranks, root, num_words)
 
-    def _model_of(self, name: str) -> FrozenModel:
+    def _model_of(self, name: str) -> Model:
         return self.model if name == "old_logprobs" else self.reference
 
 
-def _is_known_ahead(model: FrozenModel) -> bool:
+def _is_known_ahead(model: Model) -> bool:
     """Whether the shapes of a model's graphs are those of its rows; a tower that is trained waits for the images."""
     images = model.network.images
     return images is None or not images.shape_of(())

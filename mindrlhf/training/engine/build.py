@@ -1,6 +1,6 @@
 """The worker of a rank, put together from the config of its run: models, losses and engines, whole or sharded."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from mindrlhf.algorithms.losses import CoefficientLoss, Loss, SupervisedLoss
 from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.algorithms.value_loss import ValueLoss
 from mindrlhf.checkpoint.state import CRITIC_NAME, CRITIC_OPTIMIZER_NAME, MODEL_NAME, OPTIMIZER_NAME
-from mindrlhf.config.derived import critic_optimizer, is_base, needs_critic, reference_is_base, reference_paths
+from mindrlhf.config.derived import critic_optimizer, is_base, needs_critic, reference_is_base, reference_path
 from mindrlhf.config.memory import WHOLE, MemorySection
 from mindrlhf.config.model import LoraSection
 from mindrlhf.config.observe import CELL_LEVEL
@@ -26,14 +26,13 @@ from mindrlhf.data.packing import PackedRows, padding_rows
 from mindrlhf.debugging.dump_files import dump_dir
 from mindrlhf.models.load import has_random_weights, load_model, load_scorer
 from mindrlhf.specs import scorer_config
-from mindrlhf.training.distillation.models import as_one
 from mindrlhf.training.engine.actor import Actor
 from mindrlhf.training.engine.cell_dump import CellDump
 from mindrlhf.training.engine.critic import NO_TURNS, ActorCritic, Turns
 from mindrlhf.training.engine.engine import Engine, WholeUpdater
 from mindrlhf.training.engine.model import Model, Whole
 from mindrlhf.training.engine.offline import OfflineWorker
-from mindrlhf.training.engine.policy_loss import build_policy_logprobs, build_policy_loss, build_top_tokens
+from mindrlhf.training.engine.policy_loss import build_policy_logprobs, build_policy_loss
 from mindrlhf.training.runtime import Rank, start_parallel
 from mindrlhf.training.vision.image_rows import ImageTokens, with_images
 from mindrlhf.weights.hf import read_hf_config
@@ -58,24 +57,14 @@ def build_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: Rank) ->
         scorer = models.scores(config.reward.model_path, after_token=True)[1]
     if needs_critic(config):
         critic = _build_critic(models, config)
-    head, engine = build_policy_engine(models, config.model.path, config.lora)
-    model, references = engine.model, []
-    for path in reference_paths(config):
-        if is_base(config, path):
-            own, frozen = head, Model(model.placement, model.graph, is_base=True)
-        else:
-            own, frozen = models.policy(path, frozen=True)
-            if model.network.images is not None and path == config.model.path and config.model.train_vision == "none":
-                frozen.network.images.borrow(model.network.images)
-        frozen.likeliest = build_top_tokens(config, own, model.network.dims.vocab_size)
-        references.append(frozen)
+    engine = build_policy_engine(models, config.model.path, config.lora)[1]
+    reference = _build_reference(models, config, engine.model)
     models.make_ready()
-    parts: dict = {"reference": as_one(references), "saves_reference": config.algorithm.sync_ref_model}
-    parts["asks_top_k"] = config.algorithm.distill_top_k > 0
+    parts: dict = {"reference": reference, "saves_reference": config.algorithm.sync_ref_model}
     if critic is None:
         actor = Actor(engine, **parts)
     else:
-        actor = ActorCritic(critic, _turns(models, engine, critic, references), engine, **parts)
+        actor = ActorCritic(critic, _turns(models, engine, critic, reference), engine, **parts)
     if scorer is not None:
         actor.use_reward_model(scorer)
     if config.msprobe.enabled and config.msprobe.level == CELL_LEVEL:
@@ -92,6 +81,18 @@ def build_policy_engine(
     return head, models.engine(model, build_policy_loss(config, head), config.optimizer)
 
 
+def _build_reference(models: "Models", config: GrpoConfig, policy: Model) -> Model | None:
+    path = reference_path(config)
+    if not path:
+        return None
+    if is_base(config, path):
+        return Model(policy.placement, policy.graph, is_base=True)
+    reference = models.policy(path, frozen=True)[1]
+    if policy.network.images is not None and path == config.model.path and config.model.train_vision == "none":
+        reference.network.images.borrow(policy.network.images)
+    return reference
+
+
 def _build_critic(models: "Models", config: GrpoConfig) -> Engine:
     lora = replace(config.lora, path="")  # that adapter is the actor's
     head, model = models.scores(config.critic.path, lora, after_token=False, memory=config.memory)
@@ -99,12 +100,12 @@ def _build_critic(models: "Models", config: GrpoConfig) -> Engine:
     return models.engine(model, ValueLoss(head, config.critic.clip_range), critic_optimizer(config), names)
 
 
-def _turns(models: "Models", engine: Engine, critic: Engine, references: Sequence[Model]) -> Turns:
+def _turns(models: "Models", engine: Engine, critic: Engine, reference: Model | None) -> Turns:
     """Have actor and critic take turns on the device where each is whole there, and nothing else moves state."""
     memory = models.config.memory
     if is_split(models.config.parallel_config) or memory.offload_optimizer or memory.swap_moments:
         return NO_TURNS
-    frozen = [parameter for one in references for parameter in one.network.get_parameters()]
+    frozen = [] if reference is None else reference.network.get_parameters()
     of_actor = [*engine.state_parameters(), *frozen]
     return Turns(models.config.run.device, {"actor": of_actor, "critic": critic.state_parameters()})
 

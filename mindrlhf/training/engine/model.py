@@ -9,9 +9,6 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 
-from mindrlhf.algorithms.head import likeliest_first
-from mindrlhf.algorithms.top_k.cells import TopTokens
-from mindrlhf.algorithms.top_k.loss import TEACHER_LOGPROBS, TEACHER_TOKENS
 from mindrlhf.checkpoint.manifest import below
 from mindrlhf.checkpoint.state import StateWriter
 from mindrlhf.data.packing import PackedRows
@@ -175,17 +172,13 @@ class Model:
     Args:
         placement: of its parameters.
         graph: over them: log-probabilities, or scores.
-        likeliest: of a teacher that is asked for its top-k tokens: what finds them.
         is_base: it is the reference model of a policy with adapters: without these, in the same memory.
     """
 
-    def __init__(
-        self, placement: Placement, graph: Callable, likeliest: TopTokens | None = None, *, is_base: bool = False
-    ):
+    def __init__(self, placement: Placement, graph: Callable, *, is_base: bool = False):
         self.placement = placement
         self.network = placement.network
         self.graph = graph
-        self.likeliest = likeliest
         self._turned_off = placement.without_adapters if is_base else contextlib.nullcontext
 
     def see(self, images: Sequence[np.ndarray]) -> None:
@@ -195,15 +188,6 @@ class Model:
         """See :meth:`Whole.outputs`."""
         with self._turned_off():
             return self.placement.outputs(self.graph, rows)
-
-    def top_tokens(self, rows: PackedRows) -> dict[str, np.ndarray]:
-        """See :meth:`mindrlhf.training.distillation.models.FrozenModel.top_tokens`."""
-        assert self.likeliest is not None, "nothing was built that finds the top-k tokens"
-        with self._turned_off():
-            found = self.placement.run(self.likeliest, rows)
-        logprobs, token_ids, of_given = (output.asnumpy() for output in found)
-        token_ids, of_given = likeliest_first(token_ids, of_given)
-        return {"reference_logprobs": logprobs.copy(), TEACHER_TOKENS: token_ids, TEACHER_LOGPROBS: of_given}
 
 
 def frozen_tensors(network: CausalLM) -> dict[str, str]:

@@ -15,7 +15,6 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.rollout.samples import Sample
 from mindrlhf.training.batch import RowOptions, make_update_batch
-from mindrlhf.training.distillation.assignment import TeacherAssignment
 from mindrlhf.training.loop.signals import clipped, each_role, reward_parts, steps_of
 from mindrlhf.training.loop.step import Step
 
@@ -34,7 +33,6 @@ class Objective:
         self._bypass = config.correction.bypass
         self.is_corrected = is_corrected(config)
         self._estimator = advantages.find(config.algorithm.advantage)
-        self._teachers = TeacherAssignment(config)
         self.kl = KlController(config.algorithm.beta, config.algorithm.kl_target)
         # A single update computes the log-probabilities before it changes the weights: they are the old ones.
         self.needs_old_logprobs = not self._bypass and (not is_on_policy(config) or self.kl_in_reward)
@@ -57,12 +55,7 @@ class Objective:
     @property
     def kl_in_reward(self) -> bool:
         """Whether the KL term is a part of the reward."""
-        return self.needs_reference and self._algorithm.kl_in == "reward" and not self.learns_top_k
-
-    @property
-    def learns_top_k(self) -> bool:
-        """Whether the loss has a KL of its own, against a teacher's top-k tokens."""
-        return self._algorithm.distill_top_k > 0
+        return self.needs_reference and self._algorithm.kl_in == "reward"
 
     @property
     def advantages_wait(self) -> bool:
@@ -101,7 +94,7 @@ class Objective:
         """
         samples, penalties = step.samples.used, None
         if self.kl_in_reward:
-            estimates, kl = self.divergences(samples, step.old_logprobs, step.reference_logprobs)
+            estimates, kl = self.divergences(step.old_logprobs, step.reference_logprobs)
             penalties = [self.kl.coefficient * part for part in estimates]
             step.metrics |= kl
         step.advantages = self.advantages(samples, penalties=penalties, baselines=step.baselines, values=step.values)
@@ -144,7 +137,7 @@ class Objective:
                 values["old_logprobs"] = sample.completion.logprobs
             if advantages is not None:
                 values["advantages"] = advantages[index]
-            more = (sample.images, sample.completion.experts, self._teachers.number(sample.prompt.source))
+            more = (sample.images, sample.completion.experts)
             own, start = [], 0
             for prompt_ids, token_ids, is_generated in sample.completion.sequences(sample.prompt.prompt_ids):
                 stop = start + (len(token_ids) if is_generated is None else int(is_generated.sum()))
@@ -155,12 +148,12 @@ class Objective:
         return sequences
 
     def divergences(
-        self, samples: Sequence[Sample], logprobs: Sequence[np.ndarray], reference_logprobs: Sequence[np.ndarray]
+        self, logprobs: Sequence[np.ndarray], reference_logprobs: Sequence[np.ndarray]
     ) -> tuple[list[np.ndarray], dict[str, float]]:
         """Return estimates of the KL at each sampled token, float64 [response] each, and their means as metrics."""
         estimator = self._algorithm.kl_estimator
         estimates = [kl_estimate(*pair, estimator) for pair in zip(logprobs, reference_logprobs)]
-        return estimates, {"kl": float(np.concatenate(estimates).mean()), **self._teachers.metrics(samples, estimates)}
+        return estimates, {"kl": float(np.concatenate(estimates).mean())}
 
     def advantages(
         self,

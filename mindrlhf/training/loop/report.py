@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mindrlhf.algorithms.losses import POLICY_STATISTICS
-from mindrlhf.algorithms.top_k.loss import TOP_K_STATISTICS
 from mindrlhf.checkpoint.algorithm_state import KlState
 from mindrlhf.config.derived import has_older_samples
 from mindrlhf.config.schema import GrpoConfig
@@ -200,8 +199,7 @@ def update_metrics(config: GrpoConfig, objective: Objective, step: Step) -> dict
     counts = [batches[position % len(batches)].num_computed for position in range(len(updates))]
     means = [_per_token(update.statistics, count) for update, count in zip(updates, counts)]
     loss, *per_token = np.mean(means, axis=0)
-    further = TOP_K_STATISTICS if objective.learns_top_k else ()
-    names = dict(zip((*POLICY_STATISTICS[1:], *further), per_token, strict=True))
+    names = dict(zip(POLICY_STATISTICS[1:], per_token, strict=True))
     metrics = {
         "loss": loss,
         "clip_fraction/low": names["clipped_low"],
@@ -216,11 +214,7 @@ def update_metrics(config: GrpoConfig, objective: Objective, step: Step) -> dict
     if objective.is_corrected:
         metrics["correction/weight"] = names["correction"]
         metrics["correction/changed"] = names["corrected"]
-    if objective.learns_top_k:
-        metrics["distill/topk_kl"] = names["topk_kl"]
-        metrics["distill/teacher_mass"] = names["teacher_mass"]
-        metrics["distill/student_mass"] = names["student_mass"]
-    if not objective.needs_reference or objective.kl_in_reward or objective.learns_top_k:
+    if not objective.needs_reference or objective.kl_in_reward:
         del metrics["kl"]  # the loss computed none, and 0 would claim otherwise
     if config.algorithm.kl_target is not None:
         metrics["kl_coefficient"] = objective.kl.coefficient

@@ -156,9 +156,6 @@ class Trainer(Steps):
 
     def _report(self, step: Step) -> dict[str, float]:
         """Write the step down, have the guards look at it, and return its metrics."""
-        if self.objective.learns_top_k:
-            kl = self.objective.divergences(step.samples.used, step.train_logprobs, step.reference_logprobs)[1]
-            step.metrics |= kl
         timings = self.timer.finish_step()
         self.sampling.end_step()
         metrics = self.report.write(step, timings, self.sampling.metrics(timings))

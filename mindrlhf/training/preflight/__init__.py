@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindrlhf.config.derived import needs_critic, path_keys
+from mindrlhf.config.derived import names_reference, needs_critic
 from mindrlhf.config.memory import MemorySection, check_num_layers
 from mindrlhf.config.model import ModelSection
 from mindrlhf.config.run import DataSection, RunSection
@@ -36,8 +36,6 @@ from mindrlhf.training.preflight.features import (
     check_offline_vision,
     check_replay,
     check_rows_in_window,
-    check_sources,
-    check_top_k,
     check_vision,
     model_dims,
 )
@@ -121,7 +119,6 @@ def check_grpo_inputs(
     check(read_order, config.rollout.replay_order)
     num_steps = 0
     if files.training is not None:
-        check(check_sources, config, files.training)
         check(check_curriculum, config.algorithm.curriculum, files.training)
         per_step = config.training.chunk_size * config.training.num_rollouts
         num_steps = _num_steps(len(files.training) * config.training.epochs, per_step, config.run.max_steps)
@@ -136,8 +133,8 @@ def check_grpo_inputs(
     for file in files.present:
         check(check_columns, config.tools.environment, file.header.columns, f"prompts of {file.path}")
         check(check_images, config.model.path, file, needs=["model.path"])
-        for path, key in path_keys(config).items():
-            check(check_images, path, file, needs=[key])
+        if names_reference(config):
+            check(check_images, config.model.reference_path, file, needs=["model.reference_path"])
     mistakes.raise_if_any()
     files.tokenizer.end_at(end_ids(config.model.path))
     seen = image_tokens(config.model.path)
@@ -154,8 +151,10 @@ def _check_lengths(
     is_whole = config.run.device != "cpu" or config.training.packing == FIRST_FIT
     longest = row_lengths[-1] if is_whole else _longest_sample(config, present)
     check(check_positions, config.model.path, longest, needs=["model.path"])
-    critic = {config.critic.path: "critic.path"} if needs_critic(config) else {}
-    for path, key in {config.model.path: "model.path", **critic, **path_keys(config)}.items():
+    keys = {config.model.path: "model.path"}
+    keys |= {config.critic.path: "critic.path"} if needs_critic(config) else {}
+    keys |= {config.model.reference_path: "model.reference_path"} if names_reference(config) else {}
+    for path, key in keys.items():
         check(check_rows_in_window, path, row_lengths[-1], needs=[key])
 
 
@@ -265,12 +264,10 @@ def _check_models(config: GrpoConfig, tokenizer: Tokenizer | None, num_steps: in
     check, model = mistakes.check, config.model
     check(_check_model, model, model.path, tokenizer, needs=["model.path"])
     check(_check_lora, config, model.path, False, needs=["model.path"])
-    check(check_top_k, config, needs=["model.path", *path_keys(config).values()])
-    for path, key in path_keys(config).items():
+    if names_reference(config):
+        key, path = "model.reference_path", model.reference_path
         check(_check_model, model, path, tokenizer, needs=[key])
-        if config.distillation.teachers:
-            check(_check_reads_alike, config, path, key, "teacher", tokenizer, needs=[key])
-    if config.algorithm.beta > 0 and model.reference_path:
+        check(_check_reads_alike, config, path, key, "reference model", tokenizer, needs=[key])
         check(_check_reference, config, needs=["model.path", "model.reference_path"])
     if needs_critic(config):
         check(_check_critic, config, tokenizer, num_steps, needs=["critic.path"])
@@ -324,12 +321,7 @@ def _check_lora(config: AnyConfig, path: str, is_scorer: bool) -> None:
     if is_scorer:
         hf_config = scorer_config(hf_config)
     spec = find_spec(hf_config)
-    found = adapters(spec, spec.dims(hf_config), lora.options)
-    if device != "cpu" and any(one.base.expert_axis is not None for one in found):
-        raise UserError(
-            f"'lora.targets' includes experts, which have no adapters on run.device={device}: set lora.targets to "
-            "attention, mlp, or both"
-        )
+    adapters(spec, spec.dims(hf_config), lora.options)
     if lora.path:
         check_adapter(lora.path, hf_config, lora.options)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mindrlhf.config.derived import is_base, needs_critic, reference_paths
+from mindrlhf.config.derived import is_base, needs_critic, reference_path
 from mindrlhf.config.schema import AnyConfig, GrpoConfig
 from mindrlhf.config.starting import Facts
 from mindrlhf.data.mindrecord import PromptFile
@@ -195,11 +195,12 @@ def host_memory(config: GrpoConfig, row_length: int, max_model_len: int, num_ran
     _, dims = _model(config.model.path)
     num_parameters, num_trained = _num_parameters(config)
     weights = num_parameters * _FLOAT_BYTES
-    references = [path for path in reference_paths(config) if not is_base(config, path)]
+    reference = reference_path(config)
+    num_copies = 2 if reference and not is_base(config, reference) else 1
     tokens = config.training.micro_batch_size * row_length
     widths = 14 * dims.hidden_size + 3 * dims.intermediate_size + 2 * dims.num_heads * row_length
     per_token = widths * (1 if config.model.recompute else dims.num_layers)
-    trainer = TRAINER_BASE_BYTES + weights * (1 + len(references)) + 3 * num_trained * _FLOAT_BYTES
+    trainer = TRAINER_BASE_BYTES + weights * num_copies + 3 * num_trained * _FLOAT_BYTES
     trainer += tokens * per_token * _FLOAT_BYTES
     element = 2 if config.rollout.dtype == "bfloat16" else _FLOAT_BYTES
     cache = int(cpu_cache_gib(config.rollout, config.model.path, max_model_len) * GIB)

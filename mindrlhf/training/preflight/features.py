@@ -3,7 +3,7 @@
 Each check raises a UserError: one line that names the key and its fix.
 """
 
-from mindrlhf.config.derived import needs_critic, reference_paths
+from mindrlhf.config.derived import needs_critic
 from mindrlhf.config.observe import CELL_LEVEL
 from mindrlhf.config.refusals import DEEP_IMAGES, ELASTIC, IMAGES, REPLAY, SHARDED, SPANNING, refusal_rules
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, OfflineConfig, RewardModelConfig, SftConfig
@@ -16,8 +16,6 @@ from mindrlhf.specs import ModelDims, find_spec, scorer_config
 from mindrlhf.training.routing.rows import replayed_experts
 from mindrlhf.training.vision.image_rows import image_tokens
 from mindrlhf.weights.hf import read_hf_config
-
-_MOST_LISTED = 5
 
 
 def check_vision(config: GrpoConfig) -> None:
@@ -93,37 +91,6 @@ def check_replay(config: GrpoConfig) -> None:
         )
 
 
-def check_sources(config: GrpoConfig, file: PromptFile) -> None:
-    """Check that every prompt of the training file has a teacher, and every teacher prompts."""
-    teachers = config.distillation.teachers
-    if not teachers:
-        return
-    sources = file.sources()
-    if unused := sorted(teachers.keys() - sources):
-        raise UserError(
-            f"'distillation.teachers' names the source {unused[0]!r}, but {file.path} has {_listed(sources)}: write it "
-            "as it is there, or remove it"
-        )
-    alone = [source for source in sources if source not in teachers]
-    if alone and not config.model.reference_path:
-        raise UserError(
-            f"'distillation.teachers' has no teacher for {_listed(alone)} of {file.path}: add one, or set "
-            "model.reference_path to a teacher for all other sources"
-        )
-
-
-def check_top_k(config: GrpoConfig) -> None:
-    """Check that student and teachers have tokens beyond those of `algorithm.distill_top_k`."""
-    k = config.algorithm.distill_top_k
-    for path in (config.model.path, *reference_paths(config)) if k else ():
-        vocab_size = model_dims(path).vocab_size
-        if k >= vocab_size:
-            raise UserError(
-                f"'algorithm.distill_top_k' is {k}, but the model in {path} has {vocab_size} tokens, of which at least "
-                f"one must be left that is not among the top-k: set it to {vocab_size - 1} or less (64 is plenty)"
-            )
-
-
 def check_msprobe(config: GrpoConfig) -> None:
     """Check that cells of the run can be dumped one by one where that is asked, and that a dump can be written."""
     section = config.msprobe
@@ -134,11 +101,6 @@ def check_msprobe(config: GrpoConfig) -> None:
             config.run.device != "cpu",
             f"cells of a sharded model, as all are on run.device={config.run.device}, cannot be run one by one: set it "
             "to debug, or debug a smaller model on a CPU",
-        ),
-        (
-            len(reference_paths(config)) > 1,
-            "the cells of one reference model are dumped, and 'distillation.teachers' are several: set it to debug, or "
-            "debug with one teacher",
         ),
         (
             config.lora.rank is not None,
@@ -176,11 +138,6 @@ def model_dims(path: str, *, as_scorer: bool = False) -> ModelDims:
     hf_config = scorer_config(hf_config) if as_scorer else hf_config
     return find_spec(hf_config).dims(hf_config)
 
-
-def _listed(sources: list[str]) -> str:
-    shown = ", ".join(repr(source) for source in sources[:_MOST_LISTED])
-    rest = len(sources) - _MOST_LISTED
-    return f"the sources {shown}" + (f" and {rest} more" if rest > 0 else "")
 
 
 def check_curriculum(column: str, prompts: PromptFile) -> None:

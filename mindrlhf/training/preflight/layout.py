@@ -4,7 +4,7 @@ import dataclasses
 import math
 from pathlib import Path
 
-from mindrlhf.config.derived import needs_critic, reference_paths
+from mindrlhf.config.derived import needs_critic, reference_path
 from mindrlhf.config.schema import GrpoConfig, OfflineConfig
 from mindrlhf.errors import UserError
 from mindrlhf.layout.feasibility import check_feasible, check_model, check_num_ranks, check_rollout, check_rows
@@ -29,7 +29,7 @@ def check_layout(config: GrpoConfig, row_lengths: tuple[int, ...], world_size: i
     check_num_ranks(world_size)
     if needs_critic(config):
         check_model(model_dims(config.critic.path, as_scorer=True), layout)
-    for path in dict.fromkeys((config.model.path, *reference_paths(config))):
+    for path in dict.fromkeys(filter(None, (config.model.path, reference_path(config)))):
         dims = model_dims(path)
         for length in row_lengths:  # that the plan would have, and that may have come from the data
             training = dataclasses.replace(config.training, sequence_lengths=(length,))

@@ -1,4 +1,4 @@
-"""What a plan says of teachers: each in memory beside the student, and the largest pass of any of them."""
+"""The teacher in a plan: in memory beside the student, and the larger pass of the two."""
 
 import json
 
@@ -7,7 +7,6 @@ from plan_cases import DEVICE_BYTES, ROOT, example
 
 from mindrlhf.config.load import load_grpo_config
 from mindrlhf.dryrun.plan.plan import Machine, make_plan, read_model
-from mindrlhf.errors import UserError
 
 HIDDEN, MLP, LAYERS, VOCABULARY = 2048, 8192, 10, 152064
 
@@ -34,34 +33,28 @@ def phases(*overrides):
     return {one.phase: {item.name: item.size_bytes for item in one.items} for one in plan.memory}
 
 
-def test_every_teacher_is_in_memory_once(teacher):
+def test_a_teacher_is_in_memory_beside_the_student(teacher):
     distill = ["algorithm.name=distill", "model.reference_path=another"]
     one = phases(*distill)["update"]
     assert one["reference model"] == one["parameters"]  # nothing of it is here: as the student
-    both = phases(*distill, f"distillation.teachers={{math: {teacher}, proofs: {teacher}}}")["update"]
+    two = phases("algorithm.name=distill", f"model.reference_path={teacher}")["update"]
     # By hand, of four ranks: queries, keys and values with biases, and the MLP, are split; norms are not.
     qkv, head = (16 + 2 * 4) * 128, VOCABULARY * HIDDEN
     layer = (qkv * (HIDDEN + 1) + HIDDEN * HIDDEN + 3 * MLP * HIDDEN) // 4 + 2 * HIDDEN
     elements = LAYERS * layer + 2 * head // 4 + HIDDEN  # embedding and head apart
-    assert both["teachers"] == one["parameters"] + 4 * elements
-    assert both["parameters"] == one["parameters"] and "reference model" not in both
+    assert two["reference model"] == 4 * elements
+    assert two["parameters"] == one["parameters"]
 
 
-def test_a_sharded_model_learns_from_the_sampled_word_alone(teacher):
-    distill = ["algorithm.name=distill", "model.reference_path=another", "algorithm.distill_top_k=8"]
-    with pytest.raises(UserError, match="'algorithm.distill_top_k' is 8, but a sharded model.*: set it to 0"):
-        phases(*distill)
-
-
-def test_the_pass_of_the_largest_teacher_counts(teacher):
+def test_the_larger_pass_of_student_and_teacher_counts(teacher):
     student = phases("algorithm.name=distill", "model.reference_path=another")["old log-probs"]
     config = ["algorithm.name=distill", f"model.path={teacher}", f"model.reference_path={teacher}"]
     alone = phases(*config)["old log-probs"]
     names = ("one layer's activations", "gathered weights and casts", "logits")
-    larger = phases("algorithm.name=distill", f"distillation.teachers={{math: {teacher}}}")["old log-probs"]
+    larger = phases("algorithm.name=distill", f"model.reference_path={teacher}")["old log-probs"]
     assert {name: larger.get(name) for name in names} == {name: student.get(name) for name in names}
     path = ROOT / load("qwen2_5_7b_8npu").model.path
-    own = ["algorithm.name=distill", f"model.path={teacher}", f"distillation.teachers={{math: {path}}}"]
+    own = ["algorithm.name=distill", f"model.path={teacher}", f"model.reference_path={path}"]
     below = phases(*own)["old log-probs"]
     assert {name: below.get(name) for name in names} == {name: student.get(name) for name in names}
     assert {name: alone.get(name) for name in names} != {name: student.get(name) for name in names}

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from mindrlhf.config.algorithm import AlgorithmSection, DistillationSection
+from mindrlhf.config.algorithm import AlgorithmSection
 from mindrlhf.config.model import ModelSection
 from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import GrpoConfig
@@ -68,29 +68,27 @@ def test_the_digest_of_a_tree_sees_names_sizes_beginnings_and_ends(tmp_path):
 
 
 def test_teachers_are_known_by_what_their_directories_hold(tmp_path):
-    for name in ("student", "one", "two"):
+    for name in ("student", "teacher"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
     config = GrpoConfig(
-        model=ModelSection(path=str(tmp_path / "student"), reference_path=str(tmp_path / "one")),
+        model=ModelSection(path=str(tmp_path / "student"), reference_path=str(tmp_path / "teacher")),
         data=DataSection(train_file="t", tokenizer_dir="t"),
         algorithm=AlgorithmSection(name="distill", advantage="distill", beta=1.0, kl_in="reward"),
-        distillation=DistillationSection({"math": str(tmp_path / "two")}),
     )
     first = teacher_fingerprint(config)
-    assert set(first) == {"model.reference_path", "distillation.teachers.math"}
-    (tmp_path / "two" / "README.md").write_text("read me")
+    assert set(first) == {"model.reference_path"}
+    (tmp_path / "teacher" / "README.md").write_text("read me")
     (tmp_path / "student" / "model.safetensors").write_bytes(b"0")
     assert teacher_fingerprint(config) == first
-    (tmp_path / "two" / "model.safetensors").write_bytes(b"0")
-    changed = teacher_fingerprint(config)
-    assert [key for key in first if changed[key] != first[key]] == ["distillation.teachers.math"]
+    (tmp_path / "teacher" / "model.safetensors").write_bytes(b"0")
+    assert teacher_fingerprint(config) != first
     assert teacher_fingerprint(dataclasses.replace(config, algorithm=AlgorithmSection(beta=0.1))) == {}
     # Nodes compare each directory; compiled graphs depend on the models' configs, wherever they lie.
-    two = tmp_path / "two" / "config.json"
+    teacher = tmp_path / "teacher" / "config.json"
     facts = graph_facts(config)
     assert not any(str(tmp_path) in fact for fact in facts)
-    two.write_text('{"rope_theta": 5}')
+    teacher.write_text('{"rope_theta": 5}')
     assert set(graph_facts(config)) - set(facts) == {'{"rope_theta": 5}'}
 
 

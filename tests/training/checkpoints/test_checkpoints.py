@@ -112,15 +112,14 @@ def test_a_checkpoint_brings_back_everything(tmp_path, asynchronous):
     np.testing.assert_array_equal(leftover.completion.token_ids, [0, 1, 2])
 
 
-def test_a_run_goes_on_with_the_teachers_that_it_began_with(tmp_path):
-    names = ("model.reference_path", "distillation.teachers.code")
-    run = Run(tmp_path, teachers=dict(zip(names, ("abc", "def"))))
+def test_a_run_goes_on_with_the_teacher_that_it_began_with(tmp_path):
+    run = Run(tmp_path, teachers={"model.reference_path": "abc"})
     run.step()
     run.checkpoints.save(run.progress)
     run.checkpoints.wait()
-    assert Run(tmp_path, teachers=dict(zip(names, ("abc", "def")))).checkpoints.resume().step == 1
-    with pytest.raises(UserError, match="what distillation.teachers.code names holds another model than the run began"):
-        Run(tmp_path, teachers=dict(zip(names, ("abc", "xyz")))).checkpoints.resume()
+    assert Run(tmp_path, teachers={"model.reference_path": "abc"}).checkpoints.resume().step == 1
+    with pytest.raises(UserError, match="what model.reference_path names holds another model than the run began"):
+        Run(tmp_path, teachers={"model.reference_path": "xyz"}).checkpoints.resume()
 
 
 def test_a_checkpoint_is_resumed_on_its_own_data_only(tmp_path):

@@ -172,25 +172,3 @@ def test_fine_tuning_learns_to_tell_pictures_apart(model_dir):
     for _ in range(90):
         worker.train(right.part_of(0, 1), lr=3e-3)
     assert probabilities(right).min() > 0.8 and probabilities(wrong).max() < 0.2
-
-
-def test_a_teachers_likeliest_words_depend_on_the_images(model_dir, tmp_path):
-    changes = ("algorithm.name=distill", f"model.reference_path={model_dir}", "algorithm.distill_top_k=5")
-    actor = actor_maker(model_dir, tmp_path, *changes)()
-    found = []
-    for first in (FIRST, draw(3, 56, 84)):
-        batch = batch_of(actor, [(first,), (SECOND,)])
-        receive(actor, batch)
-        actor.compute_logprobs("reference_logprobs", 0)
-        rows = actor.held_rows(0)
-        found.append(batch.responses([one.tokens["teacher_logprobs"] for one in rows]))
-    before, after = found
-    assert all(np.abs(one - other).max() > 1e-3 for one, other in zip(before[:4], after[:4]))
-    for one, other in zip(before[4:], after[4:]):
-        np.testing.assert_allclose(one, other, atol=1e-5)
-    result = actor.update(0, lr=0.0, kl_coefficient=1.0)
-    named = dict(zip(actor.engine.updater.loss.statistics, result.statistics, strict=True))
-    # The student is the teacher: it sees the same images, and there is nothing to learn.
-    assert named["topk_kl"] == pytest.approx(0.0, abs=1e-4)
-    assert named["student_mass"] == pytest.approx(named["teacher_mass"], rel=1e-5)
-    assert 0 < named["teacher_mass"] < batch.num_tokens

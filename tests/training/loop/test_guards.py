@@ -345,30 +345,6 @@ def test_rows_that_share_prompts_are_saved_with_what_the_model_reads(tmp_path):
         load_skipped(tmp_path / "half")
 
 
-def test_rows_with_a_teachers_tokens_are_saved_with_them(tmp_path):
-    values = {"advantages": np.zeros(2, np.float32)}
-    ids = np.array([1, 2], np.int32)
-    batch = make_batch([TokenSequence(ids, ids + 2, values)], RowOptions((8,), 2, 1, True))
-    (rows,) = batch.part_of(0, 1).micro_batches
-    rows.tokens["teacher_tokens"] = np.arange(2 * 8 * 3, dtype=np.int32).reshape(2, 8, 3)
-    rows.tokens["teacher_logprobs"] = -np.arange(2 * 8 * 4, dtype=np.float32).reshape(2, 8, 4)
-    saved = SkippedBatch(
-        step=1, update=1, num_micro_batches=1, num_tokens=2, kl_coefficient=1.0, loss="nan", grad_norm="nan",
-        weights="", placed=[list(place) for place in batch.placed],
-        samples=[{"prompt": "q", "completion": "c", "reward": 1.0}], config={},
-    )  # fmt: skip
-    save_skipped(tmp_path / "batch", saved, saved_arrays([rows], [rows.mask]))
-    _, (found,), _ = load_skipped(tmp_path / "batch")
-    assert found.tokens.keys() == rows.tokens.keys()
-    for name, array in rows.tokens.items():
-        assert found.tokens[name].dtype == array.dtype
-        np.testing.assert_array_equal(found.tokens[name], array)
-    rows.tokens["teacher_tokens"] = rows.tokens["teacher_tokens"][:, :7]
-    save_skipped(tmp_path / "short", saved, saved_arrays([rows], [rows.mask]))
-    with pytest.raises(UserError, match="a packed sequence is missing or wrong"):
-        load_skipped(tmp_path / "short")
-
-
 @pytest.mark.parametrize("damage", ["no directory", "no info", "cut info", "other version", "cut arrays", "lacks one"])
 def test_damaged_batches_are_refused(open_guards, step, tmp_path, damage):
     open_guards().review(step.record(1, np.nan), 0.0)

@@ -10,7 +10,7 @@ import pytest
 from fakes import LocalTeam
 
 from mindrlhf.checkpoint.algorithm_state import GuardsState
-from mindrlhf.config.algorithm import AlgorithmSection, CorrectionSection, DistillationSection
+from mindrlhf.config.algorithm import AlgorithmSection, CorrectionSection
 from mindrlhf.config.evaluation import EvaluationSection
 from mindrlhf.config.model import ModelSection
 from mindrlhf.config.observe import CheckpointSection, ObserveSection
@@ -307,7 +307,6 @@ def make_config(**options):
     classes = {
         "run": RunSection,
         "algorithm": AlgorithmSection,
-        "distillation": DistillationSection,
         "correction": CorrectionSection,
         "training": TrainingSection,
         "optimizer": OptimizerSection,

@@ -1,6 +1,5 @@
 """The algorithm's parts in the loop over scripted samples: where they take their numbers from and send them."""
 
-import dataclasses
 
 import numpy as np
 import pytest
@@ -30,55 +29,15 @@ def test_kl_in_the_reward_asks_for_old_logprobs_and_lowers_early_tokens_most(wor
     np.testing.assert_allclose(sorted(advantages_of(run)), sorted(expected), rtol=1e-5)
 
 
-def test_teachers_are_told_apart_by_the_source_of_the_prompt():
+def test_a_teacher_gives_the_advantage_of_each_token():
     run = Run(
         num_prompts=2,
         algorithm={"name": "distill", "advantage": "distill", "beta": 1.0, "kl_in": "reward", "kl_estimator": "k1"},
-        distillation={"teachers": {"s": "one", "elsewhere": "two"}},
     )
     metrics = run()[1]
-    rows = [rows for update in run.ranks[0].updates for rows in update[2]]
-    assert {(each.teachers, each.asked) for each in rows} == {((1, 1, 1, 0), (1,))}
-    # Both prompts, of 3 samples each: -1.25 under the student and -1.75 under their teacher.
-    assert {name: metrics[name] for name in metrics if name.startswith("teacher/")} == {
-        "teacher/s/kl": pytest.approx(0.5),
-        "teacher/s/samples": 6.0,
-    }
+    # -1.25 under the student and -1.75 under the teacher.
+    assert metrics["kl"] == pytest.approx(0.5)
     assert advantages_of(run) == pytest.approx([-0.5] * 12)
-
-
-@pytest.mark.parametrize("reward_weight", [0.0, 0.5])
-def test_a_teachers_words_are_learnt_by_the_loss_and_rewards_by_the_advantages(reward_weight):
-    algorithm = {"name": "distill", "advantage": "distill", "beta": 1.0, "kl_in": "reward", "kl_estimator": "k1"}
-    algorithm |= {"distill_top_k": 3, "options": {"distill_reward_weight": reward_weight}}
-    run = Run(num_prompts=2, world_size=2, algorithm=algorithm, distillation={"teachers": {"s": "one", "t": "two"}})
-    for rank in run.ranks:
-        rank.update = with_words(rank.update)
-    run.trainer.warm_up()
-    metrics = run()[1]
-    assert "warm_up [8, 16] 4 ['reference_logprobs']" in run.journal
-    work = [entry for entry in run.journal if entry.startswith(("old", "reference", "update 0"))]
-    assert work == ["reference_logprobs 0", "update 0"]
-    # The sampled words: -1.5 under the student, as the update says, and -1.75 under the teacher.
-    assert metrics["kl"] == metrics["teacher/s/kl"] == pytest.approx(0.25)
-    assert metrics["distill/topk_kl"] == pytest.approx(0.4)
-    assert metrics["distill/teacher_mass"] == pytest.approx(0.9)
-    assert metrics["distill/student_mass"] == pytest.approx(0.8)
-    # Prompt 0 earns the same for all; prompt 1 has 2.5, 4.5 and 6.5 for responses of 1, 2 and 3 tokens.
-    expected = [0.0] * 6 + [reward_weight * difference for difference in (-2, 0, 0, 2, 2, 2)]
-    np.testing.assert_allclose(sorted(advantages_of(run)), sorted(expected), atol=1e-6)
-
-
-def with_words(update):
-    """An update whose statistics have what the loss of a teacher's words adds to them."""
-
-    def extended(**arguments):
-        result = update(**arguments)
-        count = result.statistics[5]  # the correction is 1 for each token
-        added = np.array([0.4, 0.9, 0.8]) * count
-        return dataclasses.replace(result, statistics=np.concatenate([result.statistics, added]))
-
-    return extended
 
 
 def test_remax_samples_one_greedy_response_for_each_prompt():
