@@ -41,8 +41,8 @@ class LoraSection:
     rank_stabilised: bool = key(False, "multiply by alpha / sqrt(rank) instead (rsLoRA)")
     targets: tuple[str, ...] = key(
         (),
-        "which matrices of a layer have adapters: attention, mlp (dense layers and shared experts), experts (routed "
-        "ones); empty means all that the model has",
+        "which matrices of a layer have adapters: attention, mlp (dense layers and shared experts); empty means all "
+        "that the model has",
         choices=ROLES,
     )
     path: str = key("", "adapter of `model.path`, in PEFT's format, to begin with; empty begins anew", is_path=True)

@@ -80,7 +80,7 @@ class Router(nn.Cell):
 
 
 class Experts(nn.Cell):
-    """Gated MLPs side by side; the parameters of MindFormers' FFNGroupedGEMM, and adapters."""
+    """Gated MLPs side by side; the parameters of MindFormers' FFNGroupedGEMM."""
 
     def __init__(self, config):
         super().__init__()
@@ -94,21 +94,16 @@ class Experts(nn.Cell):
         self.matmul = ops.MatMul()
         self.exchange_axes = ExchangeAxes()
         self.split = ops.Split(1, 2)
-        self.gate_up_adapter = self.down_adapter = None  # of mindrlhf.models.lora.cpu_cells
 
     def construct(self, rows, weights):
         """rows `[N, H]`, weights `[N, E]` -> `[N, H]`."""
         stacked = ops.reshape(self.weight1, (1, self.num_experts, self.hidden_size, 2 * self.size))
         side_by_side = ops.reshape(self.exchange_axes(stacked), (self.hidden_size, -1))
-        gate_up = ops.reshape(self.matmul(rows, side_by_side), (-1, 2 * self.size))
-        if self.gate_up_adapter is not None:
-            gate_up = gate_up + self.gate_up_adapter(rows)
-        gate, up = self.split(gate_up)
+        gate, up = self.split(ops.reshape(self.matmul(rows, side_by_side), (-1, 2 * self.size)))
         products = gate * ops.sigmoid(gate) * up * ops.reshape(weights, (-1, 1))
         # The last product also sums over the experts.
         products = ops.reshape(products, (-1, self.num_experts * self.size))
-        output = self.matmul(products, self.weight2)
-        return output if self.down_adapter is None else output + self.down_adapter(products)
+        return self.matmul(products, self.weight2)
 
 
 class ExpertMlp(nn.Cell):

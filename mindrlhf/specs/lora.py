@@ -14,7 +14,7 @@ from mindrlhf.specs.model import ModelSpec
 from mindrlhf.specs.rules import LAYERS, ParameterRule
 from mindrlhf.specs.scoring import SCORE_NAME
 
-ROLES = ("attention", "mlp", "experts")
+ROLES = ("attention", "mlp")
 DOWN, UP = "lora_A", "lora_B"
 # What the parameters begin with that hold the factor s in graphs, one for each pipeline stage: they are no weights.
 SCALE_NAME = "lora_scale"
@@ -49,7 +49,7 @@ class Adapter:
     Attributes:
         base: the rule of the parameter.
         down: the rule of A: the factors of its Hugging Face matrices stacked, [parts * rank, in].
-        up: the rule of B, fused as the rows of the parameter, [out, rank]; of experts stacked.
+        up: the rule of B, fused as the rows of the parameter, [out, rank].
     """
 
     base: ParameterRule
@@ -69,7 +69,7 @@ def adapters(spec: ModelSpec, dims: ModelDims, options: LoraOptions) -> list[Ada
         UserError: the model has no matrix of a role that ``targets`` names.
     """
     rules = [(role_of(rule, dims), rule) for rule in spec.rules(dims)]
-    present = {role for role, _ in rules if role}
+    present = {role for role, _ in rules if role in ROLES}
     for role in options.targets:
         if role not in present:
             raise UserError(
@@ -81,7 +81,7 @@ def adapters(spec: ModelSpec, dims: ModelDims, options: LoraOptions) -> list[Ada
 
 
 def role_of(rule: ParameterRule, dims: ModelDims) -> str | None:
-    """Return what a matrix does in its layer, one of ``ROLES``; None for what has no adapters."""
+    """Return the role of a matrix in its layer: one of ``ROLES``, or "experts" without adapters; else None."""
     if not rule.mf_name.startswith(LAYERS) or len(rule.shape(dims)[0]) != 2:
         return None
     part = rule.mf_name.removeprefix(LAYERS).partition(".")[2]
@@ -122,7 +122,6 @@ def module_names(names: Sequence[str]) -> list[str]:
 
 def _adapter(base: ParameterRule, rank: int) -> Adapter:
     modules = module_names(base.hf_names)
-    is_stacked = base.expert_axis is not None
     down = replace(
         base,
         hf_names=tuple(f"{name}.{DOWN}.weight" for name in modules),
@@ -137,7 +136,6 @@ def _adapter(base: ParameterRule, rank: int) -> Adapter:
         base,
         hf_names=tuple(f"{name}.{UP}.weight" for name in modules),
         mf_name=f"{_stem(base)}.{UP}",
-        transform="stack" if is_stacked else base.transform,
         shape=lambda dims: tuple((rows, rank) for rows, _ in base.shape(dims)),
         shard_axis=0 if base.shard_axis == 0 else None,
         keeps_whole=True,
@@ -147,5 +145,5 @@ def _adapter(base: ParameterRule, rank: int) -> Adapter:
 
 
 def _stem(base: ParameterRule) -> str:
-    """Of `...linear_qkv.weight` and `...experts.weight1`, what the names of the factors begin with."""
+    """The beginning of the names of the factors: `...linear_qkv` of `...linear_qkv.weight`."""
     return base.mf_name.removesuffix(".weight")

@@ -1,8 +1,9 @@
 """Run by the rollout interpreter: adapters of random transformers models, in PEFT's format, and what they compute.
 
 Usage: transformers_adapters.py OUT_DIR CONFIGS_JSON, the second a JSON object of config by name of sub-directory. Each
-gets the base model, `adapter/` with random factors of every matrix of the layers, and in `expected.npz`, computed
-in float64 with W + s B A in the place of W, the logits and the gradients of the factors by PEFT's names.
+gets the base model, `adapter/` with random factors of every matrix of the layers but those of routed experts, and in
+`expected.npz`, computed in float64 with W + s B A in the place of W, the logits and the gradients of the factors by
+PEFT's names.
 """
 
 import json
@@ -30,10 +31,11 @@ def write_adapted(out_dir: Path, options: dict) -> None:
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if "norm" in name else 0.0))
     model.save_pretrained(out_dir)
     model = model.double()
-    weights = {piece: array for name, one in model.named_parameters() for piece, array in pieces(name, one.detach())}
+    weights = {name: one.detach() for name, one in model.named_parameters()}
     factors = {}
     for name, weight in weights.items():
-        if name.startswith("model.layers.") and weight.dim() == 2 and not name.endswith("mlp.gate.weight"):
+        is_routed = ".experts." in name or name.endswith("mlp.gate.weight")
+        if name.startswith("model.layers.") and weight.dim() == 2 and not is_routed:
             module = PREFIX + name.removesuffix(".weight")
             factors[f"{module}.lora_A.weight"] = torch.randn(RANK, weight.shape[1]).mul(0.2)
             factors[f"{module}.lora_B.weight"] = torch.randn(weight.shape[0], RANK).mul(0.2)
@@ -47,7 +49,7 @@ def write_adapted(out_dir: Path, options: dict) -> None:
             return weights[name]
         return weights[name] + scale * leaves[f"{module}.lora_B.weight"] @ leaves[f"{module}.lora_A.weight"]
 
-    parameters = {name: together(name, one.shape, adapted) for name, one in model.named_parameters()}
+    parameters = {name: adapted(name) for name in weights}
     input_ids = torch.randint(0, model.config.vocab_size, (2, 12))
     logits = torch.func.functional_call(model, parameters, (input_ids,)).logits
     logits.square().mean().backward()
@@ -69,29 +71,6 @@ def write_peft(directory: Path, factors: dict, is_stabilised: bool) -> None:
         "lora_dropout": 0.05,  # of no account outside of training
     }
     (directory / "adapter_config.json").write_text(json.dumps(config))
-
-
-def pieces(name: str, array: torch.Tensor) -> list:
-    """A parameter by names of checkpoint files: experts, which transformers stacks, one by one."""
-    prefix, is_expert, part = name.partition(".experts.")
-    if not is_expert or array.dim() == 2:
-        return [(name, array)]
-    names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
-    return [
-        (f"{prefix}.experts.{expert}.{short}.weight", piece)
-        for expert, stacked in enumerate(array)
-        for short, piece in zip(names, stacked.chunk(len(names)))
-    ]
-
-
-def together(name: str, shape: torch.Size, read) -> torch.Tensor:
-    """The inverse of ``pieces``."""
-    names = [piece for piece, _ in pieces(name, torch.empty(shape))]
-    if len(names) == 1:
-        return read(names[0])
-    per_expert = len(names) // shape[0]
-    blocks = [names[start : start + per_expert] for start in range(0, len(names), per_expert)]
-    return torch.stack([torch.cat([read(piece) for piece in block]) for block in blocks])
 
 
 torch.set_num_threads(1)

@@ -64,16 +64,6 @@ def test_adapters_are_taken_with_layouts_that_shard_the_model(npu_config, world_
     assert check_grpo_inputs(config, world_size).row_lengths == (32,)
 
 
-def test_adapters_of_experts_on_devices_are_refused(npu_config, tmp_path):
-    experts = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 8, "num_experts": 4}
-    model = {**MODEL, **experts, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    export_hf(random_hf_weights(model, 0), model, tmp_path / "experts")
-    config = changed(npu_config, "model", path=str(tmp_path / "experts"))
-    config = changed(config, "parallel_config", model_parallel=2)
-    assert "'lora.targets' includes experts" in refused(changed(config, "lora", rank=4), 2)
-    assert check_grpo_inputs(changed(config, "lora", rank=4, targets=("attention",)), 2).row_lengths == (32,)
-
-
 @pytest.mark.parametrize(("world_size", "parallel"), FITTING)
 def test_layouts_that_fit_are_taken_whatever_the_row_length(npu_config, world_size, parallel):
     """The row length comes from the data here: a plan could not know it."""

@@ -123,10 +123,12 @@ def test_peft_is_told_the_ends_of_names_unless_others_end_alike():
         roles: adapter_config(spec, dims, LoraOptions(2, 4.0, roles), "base")["target_modules"]
         for roles in [(), ("attention",), ("mlp",)]
     }
-    assert told[()] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    of_mlp = [f"model.layers.1.mlp.{part}_proj" for part in ("down", "gate", "up")]
     assert told["attention",] == ["k_proj", "o_proj", "q_proj", "v_proj"]
     # Experts have projections of these names too.
-    assert told["mlp",] == [f"model.layers.1.mlp.{part}_proj" for part in ("down", "gate", "up")]
+    assert told["mlp",] == of_mlp
+    of_attention = [f"model.layers.{layer}.self_attn.{part}_proj" for layer in (0, 1) for part in "koqv"]
+    assert told[()] == sorted(of_mlp + of_attention)
     scorer = scorer_config(DENSE)
     config = adapter_config(find_spec(scorer), find_spec(scorer).dims(scorer), OPTIONS, "base")
     assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])

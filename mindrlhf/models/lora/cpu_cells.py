@@ -65,52 +65,6 @@ class GateUpAdapter(nn.Cell):
         return self.matmul_transpose_b(gate, gate_up), self.matmul_transpose_b(up, up_up)
 
 
-class ExpertGateUpAdapter(nn.Cell):
-    """The adapters of the first matrices of experts, each of which sees every row: `[N, H]` -> `[N * E, 2 * I]`."""
-
-    def __init__(self, adapter: Adapter, dims: ModelDims, scale: Parameter):
-        super().__init__(auto_prefix=False)
-        self.down = _parameter(adapter.down, dims)
-        self.up = _parameter(adapter.up, dims)
-        self.scale = scale
-        self.num_matrices = len(adapter.base.hf_names)
-        self.rank = adapter.down.shape(dims)[0][0]
-        self.size = adapter.up.shape(dims)[0][0]
-        self.matmul_transpose_b = ops.MatMul(transpose_b=True)
-        self.expert_matmul = ops.BatchMatMul(transpose_b=True)
-
-    def construct(self, rows):
-        """rows `[N, H]` -> `[N * E, 2 * I]`, experts of a row side by side."""
-        latent = ops.reshape(self.matmul_transpose_b(rows, self.down), (-1, self.num_matrices, self.rank))
-        up = ops.reshape(self.up * self.scale, (self.num_matrices, self.size, self.rank))
-        added = self.expert_matmul(ops.transpose(latent, (1, 0, 2)), up)
-        return ops.reshape(ops.transpose(added, (1, 0, 2)), (-1, 2 * self.size))
-
-
-class ExpertDownAdapter(nn.Cell):
-    """The adapters of the last matrices of experts, summed over these: `[N, E * I]` -> `[N, H]`."""
-
-    def __init__(self, adapter: Adapter, dims: ModelDims, scale: Parameter):
-        super().__init__(auto_prefix=False)
-        self.down = _parameter(adapter.down, dims)
-        self.up = _parameter(adapter.up, dims)
-        self.scale = scale
-        self.num_experts = len(adapter.base.hf_names)
-        self.rank, self.size = adapter.down.shape(dims)[0]
-        self.hidden_size = adapter.up.shape(dims)[0][0]
-        self.matmul = ops.MatMul()
-        self.expert_matmul = ops.BatchMatMul(transpose_b=True)
-
-    def construct(self, products):
-        """products `[N, E * I]`, already weighted by the router -> `[N, H]`."""
-        by_expert = ops.transpose(ops.reshape(products, (-1, self.num_experts, self.size)), (1, 0, 2))
-        down = ops.reshape(self.down, (self.num_experts, self.rank, self.size))
-        latent = ops.transpose(self.expert_matmul(by_expert, down), (1, 0, 2))
-        up = ops.reshape(self.up * self.scale, (self.num_experts, self.hidden_size, self.rank))
-        side_by_side = ops.reshape(ops.transpose(up, (0, 2, 1)), (self.num_experts * self.rank, self.hidden_size))
-        return self.matmul(ops.reshape(latent, (-1, self.num_experts * self.rank)), side_by_side)
-
-
 def _parameter(rule, dims: ModelDims) -> Parameter:
     # Filled in when the weights are loaded.
     return Parameter(ms.Tensor(np.zeros(rule.mf_shape(dims), np.float32)), name=rule.mf_name)

@@ -108,17 +108,13 @@ _CELL_OF = {
     "qkv": cpu_cells.LowRankAdapter,
     "gate_up": cpu_cells.GateUpAdapter,
     "halves": cpu_cells.GateUpAdapter,
-    "expert_gate_up": cpu_cells.ExpertGateUpAdapter,
-    "expert_down": cpu_cells.ExpertDownAdapter,
 }
 
 
 def _attach_on_cpu(network: nn.Cell, adapter: Adapter, scale: ms.Parameter) -> nn.Cell:
     """Give an adapter to the cell that multiplies by its parameter; return what holds the factors."""
     low_rank = _CELL_OF[adapter.base.transform](adapter, network.dims, scale)
-    path, _, weight = adapter.base.mf_name.rpartition(".")
-    kind = {"weight": "adapter", "weight1": "gate_up_adapter", "weight2": "down_adapter"}[weight]
-    setattr(_cell_at(network, path), kind, low_rank)
+    _cell_at(network, adapter.base.mf_name.removesuffix(".weight")).adapter = low_rank
     return low_rank
 
 
