@@ -48,7 +48,7 @@ def is_on_policy(config: RunConfig) -> bool:
 def skips_zero_advantages(config: RunConfig) -> bool:
     """Return whether updates leave out samples whose advantages are all 0: these have no gradient then.
 
-    A term of the loss without advantages has one, a critic learns from all, and whoever dumps a step wants it whole.
+    A term of the loss without advantages has one, a critic learns from all.
     """
     algorithm = config.algorithm
     return (
@@ -57,7 +57,6 @@ def skips_zero_advantages(config: RunConfig) -> bool:
         and algorithm.beta == 0
         and algorithm.entropy_coefficient == 0
         and not needs_critic(config)
-        and not config.msprobe.enabled
     )
 
 

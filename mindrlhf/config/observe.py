@@ -5,10 +5,7 @@ from dataclasses import dataclass
 from mindrlhf.config.keys import key
 from mindrlhf.errors import Rules
 
-# In the order in which a step runs them: the first that differs between two dumps is where they parted.
-STAGES = ("rollout", "old_log_prob", "reference", "update")
 SINKS = ("tensorboard", "wandb", "swanlab", "mlflow", "prometheus")
-DEBUG_LEVEL, CELL_LEVEL = "debug", "L0"  # as msprobe calls them
 
 
 @dataclass(frozen=True)
@@ -75,22 +72,13 @@ class ObserveSection:
 
 @dataclass(frozen=True)
 class MsprobeSection:
-    """Precision debugging: what chosen steps computed, in msprobe's files; see docs/debugging.md."""
+    """Precision debugging; see docs/debugging.md."""
 
-    enabled: bool = key(False, "dump the steps below; needs the package mindstudio-probe")
-    dump_dir: str = key("", "where the dump goes; empty means `dump` in `run.output_dir`", is_path=True)
-    stages: tuple[str, ...] = key(STAGES, "stages of a step that are dumped", choices=STAGES)
-    first_step: int = key(1, "first step that is dumped", minimum=1)
-    last_step: int = key(1, "last step that is dumped", minimum=1)
-    level: str = key(
-        DEBUG_LEVEL,
-        "debug: samples, log-probabilities, advantages, loss; L0: the cells of the model and the gradients as well",
-        choices=(DEBUG_LEVEL, CELL_LEVEL),
-    )
-    task: str = key(
-        "statistics",
-        "statistics: type, shape, extremes, mean, norm and checksum of each tensor; tensor: its values as well",
-        choices=("statistics", "tensor"),
+    config_path: str = key(
+        "",
+        "config.json of msprobe, of level L2: the kernels of the steps that it names are dumped into `dump` in "
+        "`run.output_dir`; empty: nothing is dumped",
+        is_path=True,
     )
 
 
@@ -160,15 +148,6 @@ def tracker_rules(observe: ObserveSection, given: frozenset[str]) -> Rules:
             f"'{name}' is set, but no tracker has a use for it: add one of {', '.join(trackers)} to observe.sinks, or "
             "remove it"
         )
-
-
-def msprobe_rules(section: MsprobeSection) -> Rules:
-    """Rules of the section `msprobe`."""
-    yield section.last_step < section.first_step, (
-        f"'msprobe.last_step' is {section.last_step}, before msprobe.first_step = {section.first_step}: raise the one "
-        "or lower the other"
-    )
-    yield not section.stages, "'msprobe.stages' is empty: name at least one, or set msprobe.enabled to false"
 
 
 def profiler_rules(

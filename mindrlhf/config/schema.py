@@ -41,7 +41,7 @@ class GrpoConfig:
     guard: GuardSection = section(GuardSection, "the guards")
     observe: ObserveSection = section(ObserveSection, "the reports")
     profiler: ProfilerSection = section(ProfilerSection, "where time goes", read_with="profiler.steps")
-    msprobe: MsprobeSection = section(MsprobeSection, "precision debugging", read_with="msprobe.enabled")
+    msprobe: MsprobeSection = section(MsprobeSection, "precision debugging")
 
 
 @root_config

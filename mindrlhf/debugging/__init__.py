@@ -1,1 +1,1 @@
-"""Precision debugging: what the stages of chosen steps computed, written as msprobe dumps and compared."""
+"""Precision debugging: where two runs part, and msprobe's dump of the kernels of chosen steps."""

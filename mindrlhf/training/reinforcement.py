@@ -17,7 +17,6 @@ from mindrlhf.config.training import trains_sharded
 from mindrlhf.data.metadata import add_generation
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.stream import PromptStream
-from mindrlhf.debugging.dump_files import dump_dir
 from mindrlhf.evaluation.comparison import summary_text, write_summary
 from mindrlhf.evaluation.heldout import HeldOut, accuracy_verifier
 from mindrlhf.layout.packing import row_cost
@@ -45,7 +44,6 @@ from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.checkpoints.shards import export_adapter
 from mindrlhf.training.loop.difficulty import difficulty_stream
-from mindrlhf.training.loop.dump import StepDump
 from mindrlhf.training.loop.guards import Guards, Observers
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.reward_model import RewardModel
@@ -254,9 +252,7 @@ class ReinforcementTraining(life_cycle.Training):
         stack.callback(guards.close)
         fingerprint = FingerprintWriter(self._output_dir / FINGERPRINT_NAME, first_step=first_step)
         stack.callback(fingerprint.close)
-        msprobe = config.msprobe
-        dump = StepDump(msprobe, dump_dir(msprobe, config.run), self._policy) if msprobe.enabled else None
-        return Observers(guards, samples, fingerprint, dump)
+        return Observers(guards, samples, fingerprint)
 
 
 def _server_settings(config: GrpoConfig, inputs: RunInputs, log_dir: Path) -> dict[str, Any]:

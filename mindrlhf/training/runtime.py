@@ -3,8 +3,7 @@
 import os
 import signal
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,18 +115,6 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
             if speed_ups.of_rank(run.device) is None:
                 print(speed_ups.MISSING, flush=True)
     return Rank(index, world_size)
-
-
-@contextmanager
-def run_eagerly() -> Iterator[None]:
-    """Have cells that the body calls run operator by operator; compiled graphs stay as they are."""
-    import mindspore as ms
-
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    try:
-        yield
-    finally:
-        ms.set_context(mode=ms.GRAPH_MODE)
 
 
 def start_parallel(parallel: ParallelSection, rank: Rank, strategy_file: Path) -> None:

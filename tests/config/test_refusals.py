@@ -45,7 +45,6 @@ NEEDED = {
     "memory.offload_optimizer": ["run.device=ascend"],
     "parallel_config.pipeline_stage": ["run.device=ascend", "parallel_config.micro_batch_num=2"],
     "profiler.vllm": ["profiler.steps=[1]"],
-    "msprobe.level": ["msprobe.enabled=true"],
 }
 DEVICES = "rollout.env={ASCEND_RT_VISIBLE_DEVICES: 8}"
 

@@ -152,11 +152,11 @@ def lora(rank: Any, alpha: Any, modules: Any) -> Values:
     if not names or names & {"all-linear", "all", "all_linear"}:
         return values
     roles = [role for role, known in (("attention", _ATTENTION), ("mlp", _MLP)) if names & known]
-    if len(roles) == 1:  # with both roles, those of experts as well: all that the model has
+    if len(roles) == 1:  # with both roles all that the model has
         values["lora.targets"] = roles
     if names != set().union(*(whole_role for whole_role in _WHOLE_ROLES if whole_role <= names)):
         shown = ", ".join(sorted(names))
-        text = f"adapters on {shown}: here a whole role has them (attention, mlp, experts); check lora.targets"
+        text = f"adapters on {shown}: here a whole role has them (attention, mlp); check lora.targets"
         raise LeftToUserError(text, values)
     return values
 

@@ -2,18 +2,17 @@
 
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from mindrlhf.checkpoint.state import REFERENCE_NAME, StateWriter
 from mindrlhf.data.packing import PackedRows
+from mindrlhf.debugging.kernel_dump import KernelDump
 from mindrlhf.models.context import give_back_memory
 from mindrlhf.system import heartbeat
 from mindrlhf.training.batch import Batch, PolicyUpdateResult, ProcessStatistics
 from mindrlhf.training.checkpoints.shards import SavesState
-from mindrlhf.training.engine.cell_dump import CellDump
 from mindrlhf.training.engine.engine import Engine
 from mindrlhf.training.engine.model import Model, Placement
 from mindrlhf.training.nodes import ServingWorker
@@ -44,7 +43,7 @@ class Actor(SavesState, ServingWorker):
         self.reference = reference
         self._saves_reference = saves_reference
         self._reward_model: Model | None = None
-        self._cell_dump: CellDump | None = None
+        self._kernel_dump: KernelDump | None = None
         self._batches: list[Batch] = []  # this rank's part of the updates of a step
         self._old_logprobs: dict[int, list[np.ndarray]] = {}  # of the step, by batch
 
@@ -62,6 +61,8 @@ class Actor(SavesState, ServingWorker):
 
     def receive(self, batches: list[Batch]) -> None:
         """Take this rank's part of the updates of a step, with all that is known of them before it computes."""
+        if self._kernel_dump is not None:
+            self._kernel_dump.begin_step()
         self._batches, self._old_logprobs = batches, {}
         # An image that several updates look at is one.
         images = {digest: image for batch in batches for digest, image in batch.images.items()}
@@ -70,8 +71,6 @@ class Actor(SavesState, ServingWorker):
 
     def see(self, images: tuple[np.ndarray, ...]) -> None:
         """Show the models the images, uint8 [height, width, 3] each, of this rank's rows of a step."""
-        if self._cell_dump is not None:
-            self._cell_dump.show(images)
         self.model.see(images)
         if self.reference is not None:
             self.reference.see(images)
@@ -88,10 +87,7 @@ class Actor(SavesState, ServingWorker):
 
     def compute_logprobs(self, name: str, batch: int) -> list[np.ndarray]:
         """Fill in ``name`` ("old_logprobs" or "reference_logprobs") for received batch number ``batch``; return it."""
-        model, micro_batches = self._model_of(name), self._batches[batch].micro_batches
-        if self._cell_dump is not None:
-            stage = "old_log_prob" if name == "old_logprobs" else "reference"
-            self._cell_dump.forward(stage, model.graph, micro_batches)
+        micro_batches = self._batches[batch].micro_batches
         for rows in micro_batches:
             rows.tokens.update(self._computed(name, rows))
         computed = [rows.tokens[name] for rows in micro_batches]
@@ -110,8 +106,6 @@ class Actor(SavesState, ServingWorker):
         own = self._batches[batch]
         if not self.engine.updater.returns_outputs and batch not in self._old_logprobs:
             self._old_logprobs[batch] = [self.model.logprobs(rows) for rows in own.micro_batches]
-        if self._cell_dump is not None:
-            self._cell_dump.forward("update", self.model.graph, own.micro_batches)
         done = self.engine.update(own, lr, kl_coefficient)
         logprobs = self._old_logprobs[batch] if done.outputs is None else done.outputs
         return PolicyUpdateResult(done.statistics, done.grad_norm, self.process_statistics(), tuple(logprobs))
@@ -129,18 +123,9 @@ class Actor(SavesState, ServingWorker):
             self.engine.count_compile("reward_model", rows)
         return [self._reward_model.logprobs(rows) for rows in batch.micro_batches]
 
-    def use_cell_dump(self, cell_dump: CellDump) -> None:
-        """Take what writes the cells of the steps between ``begin_dump`` and ``end_dump``; for whole models."""
-        self._cell_dump = cell_dump
-        self.engine.updater.watch = partial(cell_dump.gradients, self.model.graph)
-
-    def begin_dump(self, step: int) -> None:
-        """Write the cells of what follows, as those of a step, from 1."""
-        self._cell_dump.begin(step)
-
-    def end_dump(self) -> None:
-        """Write no more cells."""
-        self._cell_dump.end()
+    def use_kernel_dump(self, kernel_dump: KernelDump) -> None:
+        """Take the dump of kernels, which begins a step when its batches come."""
+        self._kernel_dump = kernel_dump
 
     def publish(self, version: int, bucket: int = 0, purpose: str = PUBLISH) -> Published:
         """See :meth:`PublishingWorker.publish`; what follows is the generator's turn."""

@@ -12,7 +12,6 @@ from mindrlhf.checkpoint.state import CRITIC_NAME, CRITIC_OPTIMIZER_NAME, MODEL_
 from mindrlhf.config.derived import critic_optimizer, is_base, needs_critic, reference_is_base, reference_path
 from mindrlhf.config.memory import WHOLE, MemorySection
 from mindrlhf.config.model import LoraSection
-from mindrlhf.config.observe import CELL_LEVEL
 from mindrlhf.config.schema import AnyConfig, DpoConfig, GrpoConfig, OfflineConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.training import (
     SHARED_PROMPTS,
@@ -23,11 +22,10 @@ from mindrlhf.config.training import (
     trains_sharded,
 )
 from mindrlhf.data.packing import PackedRows, padding_rows
-from mindrlhf.debugging.dump_files import dump_dir
+from mindrlhf.debugging.kernel_dump import KernelDump
 from mindrlhf.models.load import has_random_weights, load_model, load_scorer
 from mindrlhf.specs import scorer_config
 from mindrlhf.training.engine.actor import Actor
-from mindrlhf.training.engine.cell_dump import CellDump
 from mindrlhf.training.engine.critic import NO_TURNS, ActorCritic, Turns
 from mindrlhf.training.engine.engine import Engine, WholeUpdater
 from mindrlhf.training.engine.model import Model, Whole
@@ -51,6 +49,9 @@ def build_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: Rank) ->
     Raises:
         UserError: a model cannot be placed this way, or its weights do not fit.
     """
+    kernel_dump = None
+    if config.msprobe.config_path:
+        kernel_dump = KernelDump(config.msprobe.config_path, Path(config.run.output_dir) / "dump")
     models = Models(config, row_lengths, config.training.micro_batch_size, rank)
     scorer = critic = None
     if config.reward.model_path:
@@ -67,8 +68,8 @@ def build_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: Rank) ->
         actor = ActorCritic(critic, _turns(models, engine, critic, reference), engine, **parts)
     if scorer is not None:
         actor.use_reward_model(scorer)
-    if config.msprobe.enabled and config.msprobe.level == CELL_LEVEL:
-        actor.use_cell_dump(CellDump(config.msprobe, dump_dir(config.msprobe, config.run), rank.index))
+    if kernel_dump is not None:
+        actor.use_kernel_dump(kernel_dump)
     return actor
 
 

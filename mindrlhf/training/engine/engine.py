@@ -121,11 +121,9 @@ class WholeUpdater:
     Attributes:
         inputs: names of the token arrays that the loss takes, in order.
         returns_outputs: updates return what the model said of their rows before.
-        watch: is shown the gradients of each update.
     """
 
     returns_outputs = True
-    watch: Callable[[Iterator[tuple[str, np.ndarray]]], None] | None = None
 
     def __init__(self, placement: Whole, loss: Loss, optimizer: OptimizerSection, rank: Rank, device: str):
         self.placement = placement
@@ -180,8 +178,6 @@ class WholeUpdater:
             statistics, computed = self.add(rows, batch.num_tokens, kl_coefficient)
             total += statistics
             outputs.append(computed)
-        if self.watch is not None:
-            self.watch(self.gradients())
         return Updated(total, self.apply(lr, loss=float(total[0])), tuple(outputs))
 
     def apply(self, lr: float, loss: float = 0.0) -> float:

@@ -21,7 +21,6 @@ from mindrlhf.observe.fingerprint import FingerprintWriter
 from mindrlhf.observe.samples import SampleWriter
 from mindrlhf.rollout.samples import Sample, verifier_names
 from mindrlhf.training.loop.alarms import Condition, Events, LearningAlarm, warn
-from mindrlhf.training.loop.dump import StepDump
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.skipped_batches import SkippedBatch, save_skipped, saved_arrays
 from mindrlhf.training.loop.step import Step
@@ -180,16 +179,11 @@ class GradientSpikes:
 
 @dataclass(frozen=True)
 class Observers:
-    """Post-step observers: guards, sample writer, fingerprint writer.
-
-    Attributes:
-        dump: dumps chosen steps; None when there are none.
-    """
+    """Post-step observers: guards, sample writer, fingerprint writer."""
 
     guards: "Guards"
     samples: SampleWriter
     fingerprint: FingerprintWriter
-    dump: StepDump | None = None
 
 
 class Guards:

@@ -117,9 +117,3 @@ class Policy:
     def publish(self, version: int, load: Callable[[int, int], None] | None = None) -> str:
         """Put the weights where the generator finds them; see :meth:`WeightPublisher.publish`."""
         return self._publisher.publish(version, load)
-
-    def begin_dump(self, step: int) -> None:
-        self._team.call("begin_dump", step=step)
-
-    def end_dump(self) -> None:
-        self._team.call("end_dump")

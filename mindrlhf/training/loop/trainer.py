@@ -68,7 +68,6 @@ class Trainer(Steps):
 
     def step(self) -> dict[str, float]:
         """Do one step and return its metrics; see ``Steps.step``."""
-        dump = self._begin_dump()
         step = self._sample()
         with self.timer.stage("pack"):
             self.objective.make_batches(step, self.parts.rows)  # with their advantages, unless these have to wait
@@ -81,9 +80,6 @@ class Trainer(Steps):
             self._finish_advantages(step)
         if step.number > self.num_critic_steps:
             self._update(step)
-        if dump:
-            with self.timer.stage("dump"):
-                dump.finish(step)
         self.sampling.free_buffer(step.number)
         with self.timer.stage("reshard_to_infer"):
             self.publish()
@@ -229,14 +225,6 @@ class Trainer(Steps):
 
     def close(self) -> None:
         self.sampling.close()
-
-    def _begin_dump(self):
-        """Begin the dump of the step if it is among the chosen ones."""
-        dump, number = self.parts.observers.dump, self.progress.step + 1
-        if not (dump and dump.is_due(number)):
-            return None
-        dump.begin(number)
-        return dump
 
 
 def open_scheduler(

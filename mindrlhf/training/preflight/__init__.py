@@ -16,6 +16,7 @@ from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
 from mindrlhf.data.packing import choose_row_length
 from mindrlhf.data.tokenizer_config import end_ids
 from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
+from mindrlhf.debugging.kernel_dump import check_dump
 from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.evaluation.heldout import accuracy_verifier
 from mindrlhf.rewards.selection import Selection
@@ -32,7 +33,6 @@ from mindrlhf.training.loop.sampling.order import read_order
 from mindrlhf.training.preflight.features import (
     check_curriculum,
     check_images,
-    check_msprobe,
     check_offline_vision,
     check_replay,
     check_rows_in_window,
@@ -115,7 +115,8 @@ def check_grpo_inputs(
                 check(selection.check_prompts, file, accuracy)
                 check(selection.check_answers, file)
     check(conversation_template, config.tools, files.present, files.tokenizer)
-    check(check_msprobe, config)
+    if config.msprobe.config_path:
+        check(check_dump, config.msprobe.config_path, config.run.device)
     check(read_order, config.rollout.replay_order)
     num_steps = 0
     if files.training is not None:

@@ -4,12 +4,10 @@ Each check raises a UserError: one line that names the key and its fix.
 """
 
 from mindrlhf.config.derived import needs_critic
-from mindrlhf.config.observe import CELL_LEVEL
 from mindrlhf.config.refusals import DEEP_IMAGES, ELASTIC, IMAGES, REPLAY, SHARDED, SPANNING, refusal_rules
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, OfflineConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.training import is_split, trains_sharded
 from mindrlhf.data.mindrecord import PromptFile
-from mindrlhf.debugging.dump_files import check_dump, dump_dir
 from mindrlhf.errors import Rules, UserError, refuse
 from mindrlhf.layout.servers import spans_nodes
 from mindrlhf.specs import ModelDims, find_spec, scorer_config
@@ -91,30 +89,6 @@ def check_replay(config: GrpoConfig) -> None:
         )
 
 
-def check_msprobe(config: GrpoConfig) -> None:
-    """Check that cells of the run can be dumped one by one where that is asked, and that a dump can be written."""
-    section = config.msprobe
-    if not section.enabled:
-        return
-    refused = (
-        (
-            config.run.device != "cpu",
-            f"cells of a sharded model, as all are on run.device={config.run.device}, cannot be run one by one: set it "
-            "to debug, or debug a smaller model on a CPU",
-        ),
-        (
-            config.lora.rank is not None,
-            "a reference model that is the policy without its adapters has no cells of its own: set it to debug, or "
-            "train without lora.rank",
-        ),
-    )
-    refuse(
-        (section.level == CELL_LEVEL and is_asked, f"'msprobe.level' is {CELL_LEVEL}, but {why}")
-        for is_asked, why in refused
-    )
-    check_dump(dump_dir(section, config.run))
-
-
 def check_elastic(config: GrpoConfig, num_ranks: int, num_nodes: int) -> None:
     """Refuse what nodes that come and go do not do.
 
@@ -137,7 +111,6 @@ def model_dims(path: str, *, as_scorer: bool = False) -> ModelDims:
     hf_config = read_hf_config(path)
     hf_config = scorer_config(hf_config) if as_scorer else hf_config
     return find_spec(hf_config).dims(hf_config)
-
 
 
 def check_curriculum(column: str, prompts: PromptFile) -> None:

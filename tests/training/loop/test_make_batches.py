@@ -8,7 +8,7 @@ from made_samples import make_sample, with_reward
 from mindrlhf.config.algorithm import AlgorithmSection
 from mindrlhf.config.derived import skips_zero_advantages
 from mindrlhf.config.model import ModelSection
-from mindrlhf.config.observe import MsprobeSection, ObserveSection
+from mindrlhf.config.observe import ObserveSection
 from mindrlhf.config.reward import RewardSection
 from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import GrpoConfig
@@ -36,7 +36,7 @@ SAMPLES = [
 ALL = [True] * len(SAMPLES)
 
 
-def config_with(training=None, observe=None, msprobe=False, **algorithm) -> GrpoConfig:
+def config_with(training=None, observe=None, **algorithm) -> GrpoConfig:
     return GrpoConfig(
         model=ModelSection(path="model"),
         data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
@@ -44,7 +44,6 @@ def config_with(training=None, observe=None, msprobe=False, **algorithm) -> Grpo
         algorithm=AlgorithmSection(**algorithm),
         training=TrainingSection(**(training or {})),
         observe=ObserveSection(**(observe or {})),
-        msprobe=MsprobeSection(enabled=msprobe),
     )
 
 
@@ -75,10 +74,9 @@ def test_groups_of_equal_rewards_are_left_out_and_their_tokens_counted():
         config_with(entropy_coefficient=0.01),
         config_with(loss="kimi"),
         config_with(advantage="gae"),
-        config_with(msprobe=True),
     ],
 )
-def test_all_are_computed_where_something_else_has_a_gradient_or_is_looked_at(config):
+def test_all_are_computed_where_something_else_has_a_gradient(config):
     assert not skips_zero_advantages(config)
     rows = rows_of(config)
     np.testing.assert_array_equal(rows.computed, ALL)

@@ -138,7 +138,7 @@ def test_kl_in_the_reward():
     assert with_kl.needs_reference and with_kl.needs_old_logprobs and with_kl.kl_in_reward
     old = [each.completion.logprobs for each in SAMPLES]
     reference = [part - 0.5 for part in old]
-    estimates, metrics = with_kl.divergences(SAMPLES, old, reference)
+    estimates, metrics = with_kl.divergences(old, reference)
     assert metrics == {"kl": pytest.approx(0.5)}
     penalties = [with_kl.kl.coefficient * part for part in estimates]
     for part in penalties:

@@ -63,7 +63,6 @@ def config_of(directory, model: str, *changes):
         ("dense", [], "has no experts"),
         ("experts", ["run.device=ascend"], "take none"),
         ("experts", ["rollout.tensor_parallel=2"], "one process"),
-        ("experts", ["msprobe.enabled=true", "msprobe.level=L0"], "single cells"),
     ],
 )
 def test_what_replay_does_not_do_is_refused(directory, model, changes, message):
