@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from mindrlhf.config.parse import dotted_keys
-from mindrlhf.config.renamed import current_names
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.errors import UserError
 
@@ -56,7 +55,7 @@ DECAY_KEYS = frozenset({"run.max_steps", "training.epochs", "supervised.epochs",
 
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return the dotted keys whose values differ or that only one config has, sorted; lists equal tuples."""
-    return _differences(dict(_leaves(current_names(old))), dict(_leaves(current_names(new))))
+    return _differences(dict(_leaves(old)), dict(_leaves(new)))
 
 
 def defaults() -> dict[str, Any]:
@@ -88,7 +87,7 @@ def check_resumable(old: Mapping[str, Any], new: Mapping[str, Any], compared: Co
         UserError: they differ in a key that changes what is computed; the message names each such key and both
             values.
     """
-    before, now = dict(_leaves(current_names(old))), dict(_leaves(current_names(new)))
+    before, now = dict(_leaves(old)), dict(_leaves(new))
     before = {key: value for key, value in defaults().items() if key in now} | before
     decays = "constant" not in (before.get("optimizer.lr_schedule"), now.get("optimizer.lr_schedule"))
     free = (FREE_KEYS - DECAY_KEYS if decays else FREE_KEYS).union(compared)

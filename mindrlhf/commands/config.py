@@ -71,8 +71,6 @@ def _check(arguments: argparse.Namespace) -> int:
     task = arguments.kind or next(iter(tasks_of(read_yaml(path))), "train")
     sizes = {"num_ranks": num_ranks, "num_nodes": num_nodes}
     checked = check_run(task, path, arguments.overrides, **sizes, is_elastic=arguments.elastic)
-    if checked.renaming:
-        print(f"mindrlhf config: {checked.renaming}", file=sys.stderr)
     mistakes = checked.mistakes.messages
     obstacles = [one for one in checked.obstacles.messages if one not in mistakes]
     if arguments.json:

@@ -171,10 +171,6 @@ def _still_limit_s(config: Any) -> float:
 
 def _tell(checked: "CheckedRun") -> None:
     """Say what the user may want to know of a config that is right."""
-    import sys
-
-    if checked.renaming:
-        print(f"mindrlhf: {checked.renaming}", file=sys.stderr, flush=True)
     for remark in checked.remarks:
         print(f"mindrlhf: {remark}", flush=True)
 

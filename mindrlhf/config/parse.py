@@ -1,6 +1,7 @@
 """YAML and ``key=value`` overrides into frozen dataclasses, with one-line errors."""
 
 import contextlib
+import copy
 import dataclasses
 import difflib
 import functools
@@ -16,7 +17,6 @@ from typing import Any, TypeVar
 import yaml
 
 from mindrlhf.config.keys import MAX_INTEGER, MAX_NUMBER, MAX_SECONDS, MIN_NUMBER, nearest_choice
-from mindrlhf.config.renamed import RENAMED, both_given, current_names, old_names
 from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.hub.cache import local_directory
 from mindrlhf.system.files import write_file
@@ -70,7 +70,6 @@ class Reading:
     config: Any
     given: frozenset[str]  # dotted names of the keys that were given
     mistakes: Mistakes
-    old_names: tuple[str, ...] = ()  # of the keys that were given by their old name
 
     @property
     def changed(self) -> frozenset[str]:
@@ -95,14 +94,11 @@ def read(cls: type, content: dict, overrides: Iterable[str] = ()) -> Reading:
         Every mistake of a single key is noted; such a key has its default, or "" when it is required.
     """
     mistakes, given = Mistakes(), set()
-    found = old_names(content)
-    content = current_names(content, mistakes=mistakes)
-    overridden: set[str] = set()
+    content = copy.deepcopy(content)
     types_of = {dotted: hint for dotted, _, hint in dotted_keys(cls)}
     for override in overrides:
-        mistakes.check(_apply_override, content, override, overridden, types_of)
-    found += sorted(overridden & RENAMED.keys())
-    return Reading(_build(cls, content, "", given, mistakes), frozenset(given), mistakes, tuple(found))
+        mistakes.check(_apply_override, content, override, types_of)
+    return Reading(_build(cls, content, "", given, mistakes), frozenset(given), mistakes)
 
 
 def load(cls: type[Config], path: str | Path, overrides: Iterable[str] = ()) -> tuple[Config, frozenset[str]]:
@@ -125,13 +121,8 @@ def write_config(config: Any, output_dir: Path) -> None:
     write_file(output_dir / "config.yaml", yaml.safe_dump(plain, sort_keys=False))
 
 
-def _apply_override(content: dict, override: str, overridden: set[str], types_of: Mapping[str, Any]) -> None:
-    """Set one key in ``content``.
-
-    Args:
-        overridden: the names of those before it, as they were written.
-        types_of: the type of each key. Nothing behind the sign is the empty text, list or mapping where it is one.
-    """
+def _apply_override(content: dict, override: str, types_of: Mapping[str, Any]) -> None:
+    """Set one key in ``content``; nothing behind the sign is the empty text, list or mapping, by its type."""
     dotted, separator, text = override.partition("=")
     if not separator or not dotted.strip():
         near = nearest_key(dotted.strip().rpartition(".")[2])
@@ -143,14 +134,10 @@ def _apply_override(content: dict, override: str, overridden: set[str], types_of
         raise UserError(f"override {_quoted(override)}: {error}") from None
     except YAML_ERRORS:
         raise UserError(f"override {_quoted(override)}: the value is not valid YAML; quote it") from None
-    overridden.add(dotted.strip())
-    current = RENAMED.get(dotted.strip(), dotted.strip())
-    for old, new in RENAMED.items():
-        if new == current and {old, new} <= overridden:
-            raise UserError(both_given(old))
-    *parents, last = current.split(".")
+    name = dotted.strip()
+    *parents, last = name.split(".")
     if value is None and not text.strip():
-        value = _empty(types_of.get(current, types_of.get(".".join(parents))), is_entry=current not in types_of)
+        value = _empty(types_of.get(name, types_of.get(".".join(parents))), is_entry=name not in types_of)
     target = content
     for parent in parents:
         target = target.setdefault(parent, {})
@@ -173,7 +160,7 @@ def build(cls: type[Config], content: Mapping[str, Any], where: str = "") -> Con
         UserError: as ``load``.
     """
     mistakes = Mistakes()
-    config = _build(cls, current_names(content, where, mistakes), where, set(), mistakes)
+    config = _build(cls, content, where, set(), mistakes)
     mistakes.raise_if_any()
     return config
 

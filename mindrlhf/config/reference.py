@@ -6,7 +6,6 @@ import typing
 
 from mindrlhf.algorithms import advantages, clip_cov, policy_losses
 from mindrlhf.config.parse import type_name
-from mindrlhf.config.renamed import RENAMED
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 
 _HEAD = """# Configuration reference
@@ -62,7 +61,7 @@ def _section(name: str, cls: type) -> str:
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         hint = type_name(hints[field.name])
-        lines.append(f"| `{field.name}` | {hint} | {_default(field)} | {_meaning(field)}{_formerly(name, field)} |")
+        lines.append(f"| `{field.name}` | {hint} | {_default(field)} | {_meaning(field)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -79,11 +78,6 @@ def _default(field: dataclasses.Field) -> str:
     if value in ("", ()):
         return "empty"
     return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
-
-
-def _formerly(section: str, field: dataclasses.Field) -> str:
-    old = [old.partition(".")[2] for old, new in RENAMED.items() if new == f"{section}.{field.name}"]
-    return f"; formerly {', '.join(f'`{name}`' for name in old)}" if old else ""
 
 
 def _meaning(field: dataclasses.Field) -> str:

@@ -10,7 +10,6 @@ import numpy as np
 
 from mindrlhf.checkpoint.resume import config_differences
 from mindrlhf.config.parse import read_yaml
-from mindrlhf.config.renamed import current_names
 from mindrlhf.errors import UserError
 from mindrlhf.observe.fingerprint import FINGERPRINT_NAME, PARTS
 from mindrlhf.observe.records import read_jsonl
@@ -125,7 +124,7 @@ def _config_lines(first: Path, second: Path) -> Iterator[str]:
     paths = [Path(run_dir) / "config.yaml" for run_dir in (first, second)]
     if not all(path.is_file() for path in paths):
         return
-    one, other = (current_names(read_yaml(path)) for path in paths)
+    one, other = (read_yaml(path) for path in paths)
     for name in config_differences(one, other):
         if name != "run.output_dir":
             yield f"config {name}: {_look_up(one, name)} and {_look_up(other, name)}"

@@ -208,18 +208,6 @@ def test_a_sandbox_that_is_too_weak_is_told_by_config_check(contents, run, monke
     assert code == 0 and len(found) == 1 and "sandbox.allow_weak" in found.pop()
 
 
-def test_the_command_that_runs_tells_new_names_of_old_keys(contents, run):
-    old = {**contents["sft"], "supervised": {"epochs": 1, "batch_size": 2, "row_lengths": [64]}}
-    line = (
-        "'supervised.batch_size' is now 'supervised.micro_batch_size', 'supervised.row_lengths' is now "
-        "'supervised.sequence_lengths': change it in the config; the old name is still read"
-    )
-    for command in (["sft"], ["config", "check"]):
-        code, found = run(command, old)
-        assert code == 0 and {one.partition(": ")[2] for one in found} == {line}
-    assert run(["sft"], contents["sft"]) == (0, set())
-
-
 def test_other_nodes_than_the_first_judge_the_same_config(contents, tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(contents["sft"]))

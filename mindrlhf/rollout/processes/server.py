@@ -164,7 +164,6 @@ class ServerProcess:
 
         Its temporary files lie there too: vLLM leaves some behind when it is killed. The lock goes on to the server:
         the directory is in use while either lives, and the next start of anybody removes it when both were killed.
-        Earlier releases took other names, without a lock: theirs are left alone.
         """
         path, self._lock = take_directory(Path(tempfile.gettempdir()), processes.SERVER_PREFIX)
         self.private_dir = str(path)

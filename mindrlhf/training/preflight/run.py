@@ -7,7 +7,6 @@ from pathlib import Path
 
 from mindrlhf.checkpoint.store import check_space
 from mindrlhf.config.load import read_config
-from mindrlhf.config.renamed import renaming
 from mindrlhf.config.schema import AnyConfig, GrpoConfig
 from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.launch.machine import check_launcher, check_ranks, has_npus
@@ -36,7 +35,6 @@ class CheckedRun:
     remarks: tuple[str, ...]
     memory: HostMemory | None = None  # of a run on CPUs against verifiers, where nothing is wrong
     outlook: tuple[str, ...] = ()  # what will happen, a line each, where nothing is wrong
-    renaming: str = ""  # what the keys that the config gives by an old name are called today; empty when none
 
     def raise_if_any(self) -> None:
         """Raise everything that keeps the run from starting here.
@@ -109,7 +107,7 @@ def check_run(
         obstacles.check(_refuse_taken, config, resume)
         remarks += (obstacles.check(_check_room, config),) if not mistakes.messages else ()
     remarks = tuple(filter(None, remarks))
-    return CheckedRun(config, mistakes, obstacles, remarks, memory, outlook, renaming(reading.old_names))
+    return CheckedRun(config, mistakes, obstacles, remarks, memory, outlook)
 
 
 def _is_prepared(config: AnyConfig) -> bool:
