@@ -10,15 +10,15 @@ import os
 import shutil
 import sqlite3
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mindrlhf.data.mindrecord_checksum import read_checksum, verify_checksums, write_checksums
+from mindrlhf.data.mindrecord_checksum import SLOT, checksums, verify_checksums
 from mindrlhf.data.pictures.columns import SCHEMA, ImageHeader, image_columns, image_files, parse_image_header
 from mindrlhf.errors import NotThere, UserError
 from mindrlhf.images.pixels import decode_png
@@ -34,6 +34,7 @@ TASKS = tuple(RESPONSES)
 # MindRecord's defaults (16 MiB and 32 MiB) make small files large: a page table of 1 MiB serves some 5,000 pages.
 HEADER_SIZE_BYTES = 1 << 20
 MAX_HEADER_BYTES = 16 << 20  # MindRecord's default
+_LENGTH = struct.Struct("<Q")
 PAGE_SIZE_BYTES = 8 << 20
 FORBIDDEN_IN_NAMES = set(r'\/:*?"<>|`&;' + "'")
 
@@ -94,11 +95,20 @@ class PromptFileHeader:
     look: dict = field(default_factory=dict)  # counts of what stands out in the data as a whole: see ``build``
 
 
-def write_prompt_file(path: Path, header: PromptFileHeader, batches: Iterable[Sequence[Prompt]]) -> None:
-    """Write ``header`` and the records of ``batches`` to ``path`` and ``path.db``.
+def write_prompt_file(
+    path: Path,
+    schema: Mapping[str, dict],
+    batches: Iterable[Sequence[Prompt]],
+    header: Callable[[], PromptFileHeader],
+) -> PromptFileHeader:
+    """Write the records of ``batches`` and a header to ``path`` and ``path.db``; return the header.
 
     Either both files are there and whole afterwards, or the error leaves what was there before. A machine
     that dies between the two renames leaves a file without index, which ``PromptFile.open`` refuses.
+
+    Args:
+        schema: the columns, see ``columns``.
+        header: called once all records are written, when what it counts is known.
 
     Raises:
         UserError: MindRecord takes no such name, or cannot write there.
@@ -107,10 +117,10 @@ def write_prompt_file(path: Path, header: PromptFileHeader, batches: Iterable[Se
     with scratch_directory(path.parent, ".mindrecord-") as directory:
         # MindRecord stores the name, so the temporary part is the directory.
         temporary = directory / path.name
-        num_written = _write(temporary, header, batches)
-        assert num_written == header.num_kept, f"wrote {num_written} records, the header says {header.num_kept}"
-        write_checksums(temporary, index_path(temporary), HEADER_SIZE_BYTES)
+        written = _write_records(temporary, schema, batches, header)
+        _write_header(temporary, written)
         _publish(temporary, path)
+    return written
 
 
 def check_output_path(path: Path) -> None:
@@ -129,62 +139,68 @@ def check_output_path(path: Path) -> None:
         )
 
 
-def _write(path: Path, header: PromptFileHeader, batches: Iterable[Sequence[Prompt]]) -> int:
+def columns(task: str, *, verifier: bool = False, extra: bool = False, images: bool = False) -> dict[str, dict]:
+    """Return the schema of a file of a task: with verifiers that records choose, kept columns, or images.
+
+    MindDataset reads an empty array as garbage, so prompts have no response column.
+    """
+    ids, text = {"type": "int32", "shape": [-1]}, {"type": "string"}
+    schema = {"prompt_ids": ids, **{f"{name}_ids": ids for name in RESPONSES[task]}, "answer": text, "source_id": text}
+    schema |= {name: text for name, is_there in (("verifier", verifier), ("extra", extra)) if is_there}
+    return schema | SCHEMA if images else schema
+
+
+def _write_records(
+    path: Path,
+    schema: Mapping[str, dict],
+    batches: Iterable[Sequence[Prompt]],
+    header: Callable[[], PromptFileHeader],
+) -> PromptFileHeader:
     from mindspore.mindrecord import FileWriter
 
-    columns = _columns(header)
     writer = FileWriter(str(path), shard_num=1)
     writer.set_header_size(HEADER_SIZE_BYTES)
     writer.set_page_size(PAGE_SIZE_BYTES)
-    writer.add_schema(columns, json.dumps({"format": FORMAT, **_description(header)}))
+    writer.add_schema(dict(schema), FORMAT)
     writer.add_index(["source_id"])
     num_written = 0
     for batch in batches:
-        rows = [_row(record, columns) for record in batch]
+        rows = [_row(record, schema) for record in batch]
         if rows:  # MindRecord refuses an empty list
             with _one_line_errors(f"MindRecord cannot write {path.name}"):
                 writer.write_raw_data(rows)
             num_written += len(rows)  # rows that do not fit the schema were taken out, with a mere warning
+    written = header()
+    assert num_written == written.num_kept, f"wrote {num_written} records, the header says {written.num_kept}"
     with _one_line_errors(f"MindRecord cannot write {path.name}"):
         writer.commit()
-    return num_written
+    return written
 
 
-def _row(record: Prompt, columns: Mapping[str, object]) -> dict[str, object]:
-    values = {name: getattr(record, name) for name in columns if name not in SCHEMA}
-    if "extra" in columns:
+def _row(record: Prompt, schema: Mapping[str, dict]) -> dict[str, object]:
+    values = {name: getattr(record, name) for name in schema if name not in SCHEMA}
+    if "extra" in schema:
         values["extra"] = json.dumps(record.extra)
-    return values | (image_columns(record.image_files) if SCHEMA.keys() <= columns.keys() else {})
+    return values | (image_columns(record.image_files) if SCHEMA.keys() <= schema.keys() else {})
 
 
-def _description(header: PromptFileHeader) -> dict:
-    """Return the header's fields. Files without what came later stay readable by older releases."""
-    values = asdict(header)
-    for name in ("verifier_choices", "images", "columns", "template_options", "template_source", "look"):
-        if not values[name]:
-            del values[name]
-    return values
+def _write_header(path: Path, header: PromptFileHeader) -> None:
+    """Put our header into MindRecord's, as the description of its schema, and the checksums behind it.
 
-
-def _columns(header: PromptFileHeader) -> dict:
-    """Return the schema. MindDataset reads an empty array as garbage, so prompts have no response column."""
-    columns = {
-        "prompt_ids": {"type": "int32", "shape": [-1]},
-        "response_ids": {"type": "int32", "shape": [-1]},
-        "answer": {"type": "string"},
-        "source_id": {"type": "string"},
-        "rejected_ids": {"type": "int32", "shape": [-1]},
-        "verifier": {"type": "string"},
-        "extra": {"type": "string"},
-    }
-    for name in ("response", "rejected"):
-        if name not in RESPONSES[header.task]:
-            del columns[f"{name}_ids"]
-    if not header.verifier_choices:
-        del columns["verifier"]
-    if not header.columns:
-        del columns["extra"]
-    return columns if header.images is None else columns | SCHEMA
+    A MindRecord file starts with the length of its own header (uint64, little endian) and the header (JSON).
+    """
+    with path.open("r+b") as file:
+        layout = json.loads(file.read(*_LENGTH.unpack(file.read(_LENGTH.size))))
+        layout["schema"][0]["desc"] = json.dumps({"format": FORMAT, **asdict(header)})
+        text = json.dumps(layout, separators=(",", ":")).encode()
+        if _LENGTH.size + len(text) + SLOT.size > HEADER_SIZE_BYTES:
+            raise UserError(f"{path.name} has too many pages for its header: build several files")
+        file.seek(0)
+        file.write((_LENGTH.pack(len(text)) + text).ljust(HEADER_SIZE_BYTES, b"\0"))
+        file.flush()
+        slot = checksums(path, index_path(path), HEADER_SIZE_BYTES)
+        file.seek(HEADER_SIZE_BYTES - SLOT.size)
+        file.write(slot)
 
 
 def _publish(temporary: Path, path: Path) -> None:
@@ -225,9 +241,12 @@ class PromptFile:
             UserError: absent, empty, truncated, damaged, renamed or foreign file, or another tokenizer's.
         """
         path = Path(path)
-        header, header_size_bytes = _read_headers(path)
-        _check_index(path, header)
+        description, header_size_bytes = _read_description(path)
+        if not index_path(path).is_file():
+            raise UserError(f"{path} has no index {path.name}.db: copy it along, or build the file again")
         verify_checksums(path, index_path(path), header_size_bytes)
+        header = _parsed(path, description)
+        _check_name(path)
         if tokenizer_fingerprint is not None and tokenizer_fingerprint != header.tokenizer_fingerprint:
             raise UserError(
                 f"{path} was built with tokenizer {header.tokenizer_fingerprint[:12]}, this run has "
@@ -284,15 +303,14 @@ def read_identity(path: Path) -> tuple[PromptFileHeader, str]:
     Raises:
         UserError: absent, empty, truncated or foreign file, or one of another version.
     """
-    header, header_size_bytes = _read_headers(path)
-    return header, read_checksum(path, header_size_bytes)
+    description, header_size_bytes = _read_description(path)
+    with path.open("rb") as file:
+        file.seek(header_size_bytes - SLOT.size)
+        return _parsed(path, description), SLOT.unpack(file.read(SLOT.size))[1].hex()
 
 
-def _read_headers(path: Path) -> tuple[PromptFileHeader, int]:
-    """Return our header, and the size in bytes of the page that holds it, without MindSpore.
-
-    A MindRecord file starts with the length of its own header (uint64, little endian) and the header
-    (JSON), which holds our description, the page size and the table of pages.
+def _read_description(path: Path) -> tuple[dict[str, Any], int]:
+    """Return our header, and the size in bytes of the page that holds it, without MindSpore; see ``_write_header``.
 
     Raises:
         UserError: absent, empty, truncated or foreign file, or one of another version.
@@ -304,12 +322,14 @@ def _read_headers(path: Path) -> tuple[PromptFileHeader, int]:
         raise UserError(f"{path} is empty: build it again with 'mindrlhf data build'")
     try:
         with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            layout = json.loads(file.read(length)) if length <= min(size_bytes, MAX_HEADER_BYTES) else None
-            description = json.loads(layout["schema"][0]["desc"])
-            is_ours = description.pop("format") == FORMAT
-            end_bytes = max(_page_ends(layout))
-            header_size_bytes = int(layout["header_size"])
+            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            layout = json.loads(file.read(min(length, MAX_HEADER_BYTES)))
+        description = json.loads(layout["schema"][0]["desc"])
+        is_ours = description.pop("format") == FORMAT
+        header_size_bytes = int(layout["header_size"])
+        ends = [page["page_id"] * layout["page_size"] + page["page_size"] for page in layout["page"]]
+        end_bytes = header_size_bytes + max(ends)
+        is_ours = is_ours and SLOT.size <= header_size_bytes <= MAX_HEADER_BYTES
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except (struct.error, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
@@ -321,49 +341,27 @@ def _read_headers(path: Path) -> tuple[PromptFileHeader, int]:
         raise UserError(f"{path} has format version {version}, this release reads {FORMAT_VERSION}: build it again")
     if size_bytes < end_bytes:
         raise UserError(f"{path} is truncated ({size_bytes} of {end_bytes} bytes): build it again")
-    kinds = {known.name: known.type for known in fields(PromptFileHeader)}
-    for name in ("verifier_choices", "columns"):
-        found = description.get(name, [])
-        description[name] = tuple(found) if isinstance(found, list) else found
-        kinds[name] = tuple
-    description["images"] = _parsed_images(path, description.get("images"))
-    description = {"template_options": {}, "template_source": "", "look": {}, **description}
-    if description.keys() != kinds.keys():
-        raise UserError(f"{path} has an incomplete header: build it again")
-    for name, kind in kinds.items():
-        if not isinstance(description[name], kind):
-            raise UserError(f"{path} has a damaged header ({name} is {description[name]!r}): build it again")
-    return PromptFileHeader(**description), header_size_bytes
+    return description, header_size_bytes
 
 
-def _parsed_images(path: Path, value: object) -> ImageHeader | None:
+def _parsed(path: Path, description: dict[str, Any]) -> PromptFileHeader:
     try:
-        return None if value is None else parse_image_header(value)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path} has a damaged header (images: {error}): build it again") from error
+        images = description.get("images")
+        lists = {name: tuple(description.get(name, ())) for name in ("verifier_choices", "columns")}
+        return PromptFileHeader(**description | lists | {"images": images and parse_image_header(images)})
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path} has a damaged header ({error}): build it again") from error
 
 
-def _page_ends(layout: dict) -> Iterator[int]:
-    """Yield where the used part of each page ends, in bytes from the start of the file."""
-    for page in layout["page"]:
-        yield layout["header_size"] + page["page_id"] * layout["page_size"] + page["page_size"]
-
-
-def _check_index(path: Path, header: PromptFileHeader) -> None:
-    """Raise ``UserError`` unless the index beside ``path`` belongs to it."""
-    index = index_path(path)
-    if not index.is_file():
-        raise UserError(f"{path} has no index {index.name}: copy it along, or build the file again")
+def _check_name(path: Path) -> None:
+    """Raise ``UserError`` if a file was renamed: MindRecord keeps the name in the index."""
     try:
         with _open_index(path) as database:
             ((name,),) = database.execute("SELECT NAME FROM SHARD_NAME")
-            ((num_records,),) = database.execute("SELECT COUNT(*) FROM INDEXES")
     except (sqlite3.Error, ValueError) as error:
-        raise UserError(f"the index {index} is damaged ({error}): build the file again") from error
+        raise UserError(f"the index {index_path(path)} is damaged ({error}): build the file again") from error
     if name != path.name:
         raise UserError(f"{path} was renamed: MindRecord needs its first name, so rename both files to {name}[.db]")
-    if num_records != header.num_kept:
-        raise UserError(f"the index {index} has {num_records} records, the file {header.num_kept}: build it again")
 
 
 def _open_index(path: Path) -> closing[sqlite3.Connection]:

@@ -13,82 +13,42 @@ import xxhash
 from mindrlhf.errors import UserError
 
 # Magic, checksum of the data file without these bytes, checksum of the index.
-_SLOT = struct.Struct("<8s16s16s")
+SLOT = struct.Struct("<8s16s16s")
 _MAGIC = b"MRLXXH3\x01"
 _BLOCK_BYTES = 4 << 20
 
 
-def write_checksums(path: Path, index: Path, header_size_bytes: int) -> None:
-    """Put the checksums into a finished file.
-
-    Args:
-        header_size_bytes: where the first page of data starts.
-
-    Raises:
-        UserError: the header leaves no room.
-    """
-    position = header_size_bytes - _SLOT.size
-    with path.open("r+b") as file:
-        file.seek(position)
-        if file.read(_SLOT.size) != bytes(_SLOT.size):
-            raise UserError(f"{path.name} has too many pages for its header: build several files")
-        slot = _SLOT.pack(_MAGIC, _data_checksum(path, position), _checksum(index))
-        file.seek(position)
-        file.write(slot)
+def checksums(path: Path, index: Path, header_size_bytes: int) -> bytes:
+    """Return the bytes that stand at the end of the header page of a whole file; reads both files once."""
+    return SLOT.pack(_MAGIC, _checksum(path, header_size_bytes), _checksum(index))
 
 
 def verify_checksums(path: Path, index: Path, header_size_bytes: int) -> None:
-    """Compare a file and its index with the checksums; reads both once, some GB/s from the page cache.
+    """Compare a file and its index with the checksums.
 
     Raises:
         UserError: either is damaged, or they are not of one build.
     """
-    position = header_size_bytes - _SLOT.size
     try:
         with path.open("rb") as file:
-            file.seek(position)
-            magic, data_checksum, index_checksum = _SLOT.unpack(file.read(_SLOT.size))
-        if magic != _MAGIC or _data_checksum(path, position) != data_checksum:
-            raise UserError(f"{path} is damaged: copy it again, or build it again")
-        if _checksum(index) != index_checksum:
-            raise UserError(f"the index {index} is damaged or of another build: copy both again, or build again")
+            file.seek(header_size_bytes - SLOT.size)
+            saved = file.read(SLOT.size)
+        now = checksums(path, index, header_size_bytes)
     except OSError as error:
         raise UserError(f"cannot read {error.filename or path}: {error.strerror}") from error
-    except (struct.error, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path} is damaged: copy it again, or build it again") from error
+    if saved[:24] != now[:24]:
+        raise UserError(f"{path} is damaged: copy it again, or build it again")
+    if saved != now:
+        raise UserError(f"the index {index} is damaged or of another build: copy both again, or build again")
 
 
-def read_checksum(path: Path, header_size_bytes: int) -> str:
-    """Return what the file says its own checksum is, in hex; ``verify_checksums`` says whether that is true.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            file.seek(header_size_bytes - _SLOT.size)
-            return _SLOT.unpack(file.read(_SLOT.size))[1].hex()
-    except (OSError, ValueError, struct.error) as error:
-        raise UserError(f"{path} is damaged ({error}): copy it again, or build it again") from error
-
-
-def _data_checksum(path: Path, slot_position: int) -> bytes:
-    return _checksum(path, slot_position, slot_position + _SLOT.size)
-
-
-def _checksum(path: Path, gap_start: int = 0, gap_end: int = 0) -> bytes:
-    """XXH3-128 of a file without the bytes from ``gap_start`` to ``gap_end``."""
+def _checksum(path: Path, header_size_bytes: int = 0) -> bytes:
+    """XXH3-128 of a file, without the slot where it has a header page."""
     digest = xxhash.xxh3_128()
-    block = memoryview(bytearray(_BLOCK_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while gap_start > file.tell():
-            size_bytes = file.readinto(block[: min(_BLOCK_BYTES, gap_start - file.tell())])
-            if not size_bytes:
-                break
-            digest.update(block[:size_bytes])
-        file.seek(gap_end)
-        while size_bytes := file.readinto(block):
-            digest.update(block[:size_bytes])
+    with path.open("rb") as file:
+        if header_size_bytes:
+            digest.update(file.read(header_size_bytes - SLOT.size))
+            file.seek(header_size_bytes)
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
     return digest.digest()

@@ -144,12 +144,11 @@ def test_first_bad_record_ends_the_build_and_leaves_nothing(tokenizer_directory,
     assert os.listdir(tmp_path / "out") == []
 
 
-@pytest.mark.parametrize("name", ["_spool", "write_prompt_file"])
-def test_a_disk_that_refuses_is_one_line_and_leaves_nothing(tokenizer_directory, tmp_path, monkeypatch, name):
+def test_a_disk_that_refuses_is_one_line_and_leaves_nothing(tokenizer_directory, tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSPC, "Arrow's own words")
 
-    monkeypatch.setattr(build, name, refuse)
+    monkeypatch.setattr(build, "write_prompt_file", refuse)
     _write_lines(tmp_path / "a.jsonl", [_problem(1)])
     (tmp_path / "out").mkdir()
     output = tmp_path / "out" / "a.mindrecord"
@@ -281,14 +280,6 @@ def test_an_answer_may_be_put_together_from_several_fields(tokenizer_directory, 
     build_prompts([path], tmp_path / "o.mindrecord", tokenizer_directory, **options)
     (record,) = PromptFile.open(tmp_path / "o.mindrecord").read(range(1))
     assert json.loads(record.answer) == {"test": row["test"], "entry_point": "f"}
-
-
-def test_files_without_choices_are_as_they_were_before_there_were_any(tokenizer_directory, tmp_path):
-    path = _write_lines(tmp_path / "r.jsonl", [json.dumps({"q": "question", "v": ""})])
-    options = {"handler": "map_keys", "key_map": {"question": "q", "verifier": "v"}, "template": "plain"}
-    build_prompts([path], tmp_path / "o.mindrecord", tokenizer_directory, **options)
-    assert b"verifier" not in (tmp_path / "o.mindrecord").read_bytes()
-    assert PromptFile.open(tmp_path / "o.mindrecord").header.verifier_choices == ()
 
 
 def test_sft_without_responses_says_so(tokenizer_directory, tmp_path):

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from prompt_files import write_with_header
 
 from mindrlhf.data.fingerprint import check_same_data, data_fingerprint
-from mindrlhf.data.mindrecord import Prompt, PromptFileHeader, write_prompt_file
+from mindrlhf.data.mindrecord import Prompt, PromptFileHeader
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.errors import UserError
 
@@ -36,7 +37,7 @@ def write(path: Path, num_records: int = 3, answer: str = "42", **header) -> str
         Prompt(np.arange(1 + i, dtype=np.int32), np.zeros(0, np.int32), answer, f"r{i}")
         for i in range(num_records)
     ]
-    write_prompt_file(path, replace(HEADER, num_read=num_records, num_kept=num_records, **header), [records])
+    write_with_header(path, replace(HEADER, num_read=num_records, num_kept=num_records, **header), [records])
     return str(path)
 
 

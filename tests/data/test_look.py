@@ -13,8 +13,8 @@ from mindrlhf.commands.data import look_warnings, print_report
 from mindrlhf.data import build
 from mindrlhf.data.build import build_prompts
 from mindrlhf.data.encoding import EncodedChunk
-from mindrlhf.data.look import MAX_NAMES, OTHERS, DataLook, count_bounded, quantiles
-from mindrlhf.data.mindrecord import Prompt, PromptFile
+from mindrlhf.data.look import MAX_NAMES, OTHERS, BuildTotals, count_bounded, quantiles
+from mindrlhf.data.mindrecord import Prompt, PromptFile, no_ids
 from mindrlhf.errors import UserError
 from mindrlhf.rewards.selection import Selection
 
@@ -54,11 +54,11 @@ def test_contradictory_answers_are_named_and_not_taken_for_duplicates(tmp_path):
     rows = [{"problem": "p", "answer": "1"}, {"problem": "q", "answer": "1"}, {"problem": "p", "answer": "2"}]
     report = build_rows(tmp_path, rows, deduplicate=True)
     assert report.header.num_kept == 3
-    assert report.header.look["contradictory"] == {"prompts": 1, "example": "a.jsonl:1 says '1', a.jsonl:3 says '2'"}
+    assert report.header.look["contradictory"] == {"prompts": 1, "example": "a.jsonl:1 and a.jsonl:3"}
     (warning,) = look_warnings(report.header.look)
     assert warning == (
-        "prompts with answers that contradict each other, or are spelled in two ways: 1, such as a.jsonl:1 says '1', "
-        "a.jsonl:3 says '2'"
+        "prompts with answers that contradict each other, or are spelled in two ways: 1, such as a.jsonl:1 and "
+        "a.jsonl:3"
     )
 
 
@@ -142,30 +142,35 @@ RECORDS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2), st.integers(0
 @settings(deadline=None)
 @given(RECORDS, st.integers(1, 7), st.booleans())
 def test_repeats_are_those_of_a_plain_count(records, chunk_size, drops):
-    look = DataLook(drops)
-    kept = []
+    totals = BuildTotals(drops)
+    kept, sources = [], []
     for start in range(0, len(records), chunk_size):
         made = [
-            Prompt(np.array([prompt], np.int32), np.zeros(0, np.int32), str(answer), f"a:{start}", extra={"x": extra})
-            for prompt, answer, extra in records[start : start + chunk_size]
+            Prompt(np.array([prompt], np.int32), no_ids(), str(answer), f"a:{start + index}", extra={"x": extra})
+            for index, (prompt, answer, extra) in enumerate(records[start : start + chunk_size])
         ]
-        chunk = look.add(EncodedChunk(made, [()] * len(made)))
-        kept += [(int(one.prompt_ids[0]), one.answer, one.extra["x"]) for one in chunk.records]
+        chunk = totals.add(EncodedChunk(made, [()] * len(made)))
+        kept += [(int(record.prompt_ids[0]), record.answer, record.extra["x"]) for record in chunk.records]
+        sources += [record.source_id for record in chunk.records]
     wanted = [(prompt, str(answer), extra) for prompt, answer, extra in records]
     assert kept == (list(dict.fromkeys(wanted)) if drops else wanted)
-    assert look.num_dropped == len(records) - len(kept)
-    found = look.repeats()
+    assert totals.num_dropped == len(records) - len(kept)
+    repeats = totals.repeats()
     counts, answers = Counter(prompt for prompt, _, _ in kept), defaultdict(set)
     for prompt, answer, _ in kept:
         answers[prompt].add(answer)
-    assert found.num_duplicates == len(kept) - len(set(kept))
-    assert found.num_prompts == sum(count > 1 for count in counts.values())
-    assert found.num_records == sum(count for count in counts.values() if count > 1)
-    assert found.most == max(counts.values()) and counts[kept[found.most_at][0]] == found.most
-    assert kept[found.most_at][0] not in [prompt for prompt, _, _ in kept[: found.most_at]]
-    assert found.num_contradictory == sum(len(own) > 1 for own in answers.values())
-    if found.num_contradictory:
-        first, second = (kept[place] for place in found.contradiction)
+    assert repeats["duplicates"] == len(kept) - len(set(kept))
+    repeated = {prompt: count for prompt, count in counts.items() if count > 1}
+    if repeated:
+        first = next(place for place, row in enumerate(kept) if counts[row[0]] == max(counts.values()))
+        most = {"most": max(repeated.values()), "first": sources[first]}
+        assert repeats["repeated"] == {"prompts": len(repeated), "records": sum(repeated.values()), **most}
+    else:
+        assert repeats["repeated"] == {}
+    num_contradictory = sum(len(own) > 1 for own in answers.values())
+    assert repeats["contradictory"].get("prompts", 0) == num_contradictory
+    if num_contradictory:
+        first, second = (kept[sources.index(source)] for source in repeats["contradictory"]["example"].split(" and "))
         assert first[0] == second[0] and first[1] != second[1]
 
 

@@ -44,7 +44,7 @@ def make_prompt_file(directory: Path) -> Path:
     )  # fmt: skip
     path = directory / "train.mindrecord"
     with mock.patch.multiple(mindrecord, HEADER_SIZE_BYTES=16 << 10, PAGE_SIZE_BYTES=32 << 10):
-        mindrecord.write_prompt_file(path, header, [records])
+        mindrecord.write_prompt_file(path, mindrecord.columns("prompts"), [records], lambda: header)
     return path
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from preflight_cases import NUM_PROMPTS
+from prompt_files import write_with_header
 
 from mindrlhf.config.model import ModelSection
 from mindrlhf.config.reward import RewardSection
@@ -15,7 +16,7 @@ from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.training import TrainingSection
-from mindrlhf.data.mindrecord import Prompt, PromptFileHeader, write_prompt_file
+from mindrlhf.data.mindrecord import Prompt, PromptFileHeader
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.weights.convert import export_hf, random_hf_weights
 
@@ -93,7 +94,7 @@ def write_prompts(
         longest_response=max(responses, default=0),
         columns=columns,
     )
-    write_prompt_file(path, header, [records])
+    write_with_header(path, header, [records])
 
 
 @pytest.fixture
