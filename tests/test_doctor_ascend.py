@@ -49,9 +49,8 @@ def statuses(checks):
 
 def test_the_table_of_devices_and_processes_is_read():
     info = npu_info(used=41000, processes=BUSY)
-    assert info.driver_version == "25.2.0"
     assert info.chips == (Chip(0, 0, "910B3", "OK", 3401, 65536), Chip(1, 0, "910B3", "OK", 41000, 65536))
-    assert info.processes == (DeviceProcess(1, 0, 1333928, "python3", 37709), DeviceProcess(1, 0, 1333929, "", 132))
+    assert info.processes == (DeviceProcess(1, 0, 1333928, 37709), DeviceProcess(1, 0, 1333929, 132))
 
 
 def test_npus_of_two_chips_and_boards_without_the_column_are_read():
@@ -74,7 +73,7 @@ def test_devices_that_are_free_busy_held_and_ill():
     assert (free.status, free.finding) == ("ok", "2 of 910B3, 121 of 128 GiB free")
     busy = ascend.check_devices(npu_info(used=41000, processes=BUSY))
     assert statuses(busy) == {"devices": "ok", "on the devices": "warning"}
-    assert "1333928 (python3, NPU 1, 37709 MB), 1333929 (no name, NPU 1, 132 MB)" in busy[1].finding
+    assert "1333928 (NPU 1, 37709 MB), 1333929 (NPU 1, 132 MB)" in busy[1].finding
     held = ascend.check_devices(npu_info(used=41000))
     assert statuses(held) == {"devices": "ok", "device memory": "warning"}
     assert "NPU 1 41000 of 65536 MB" in held[1].finding
@@ -123,36 +122,12 @@ def test_expandable_segments(value, status):
     assert check.status == status
 
 
-def test_weights_stay_out_of_the_layout_that_cannot_be_reloaded():
-    from mindrlhf.rollout.vllm_options import _DEVICE_VARIABLES
-
-    assert _DEVICE_VARIABLES["ascend"]["VLLM_ASCEND_ENABLE_NZ"] == "0", "what the finding says"
-    assert ascend.check_weight_format({}).finding == "off for the rollout server"
-    assert "=1 of this shell does not reach it" in ascend.check_weight_format({"VLLM_ASCEND_ENABLE_NZ": "1"}).finding
-
-
-RANGE = "HCCL_HOST_SOCKET_PORT_RANGE"
-
-
 @pytest.mark.parametrize(
-    ("environment", "ephemeral", "reserved", "listening", "status", "words"),
-    [
-        ({RANGE: ""}, "32768\t60999", "", (), "warning", "ip_local_reserved_ports=60000-60031"),
-        ({RANGE: ""}, "32768\t60999", "8080,60000-60031", (22,), "ok", ""),
-        ({RANGE: ""}, "32768\t60999", "60000-60015", (), "warning", "=60000-60031"),
-        ({RANGE: ""}, "32768\t60999", "60000-60031", (60007,), "error", "HCCL_IF_BASE_PORT"),
-        ({RANGE: "", "HCCL_IF_BASE_PORT": "20000"}, "32768\t60999", "", (60007,), "ok", ""),
-        ({RANGE: "", "HCCL_IF_BASE_PORT": "80"}, "", "", (), "error", "between 1024 and 65520"),
-        ({}, "32768\t60999", "", (60007,), "ok", ""),
-        ({RANGE: "60000-60050"}, "32768\t60999", "", (60007,), "ok", ""),
-        ({RANGE: "60000-60031"}, "32768\t60999", "", (60007,), "error", "32 free ports"),
-        ({RANGE: "sixty"}, "32768\t60999", "", (), "error", "32 free ports"),
-        ({RANGE: "auto"}, "32768\t60999", "", (60007,), "ok", ""),
-    ],
+    ("value", "status"), [(None, "ok"), ("auto", "ok"), ("", "warning"), ("60000-60050", "warning")]
 )
-def test_the_ports_by_which_ranks_meet(environment, ephemeral, reserved, listening, status, words):
-    check = ascend.check_hccl_ports(environment, ephemeral, ascend.parse_ports(reserved), listening)
-    assert check.status == status and words in check.fix
+def test_the_ports_by_which_ranks_meet(value, status):
+    environment = {} if value is None else {"HCCL_HOST_SOCKET_PORT_RANGE": value}
+    assert ascend.check_hccl_ports(environment).status == status
 
 
 @pytest.mark.parametrize(
@@ -172,14 +147,6 @@ def test_the_interface_by_which_machines_meet(wanted, interfaces, status):
     assert ascend.check_interfaces(environment, interfaces).status == status
 
 
-def test_where_checkpoints_go():
-    mounts = "overlay / overlay rw 0 0\nserver:/x /mnt/shared nfs4 rw 0 0\ntmpfs /mnt/shared/fast tmpfs rw 0 0\n"
-    assert ascend.check_storage(Path("/mnt/shared/runs"), mounts).status == "ok"
-    local = ascend.check_storage(Path("/mnt/shared/fast/runs"), mounts)
-    assert local.status == "warning" and "is on tmpfs" in local.finding and "checkpoint.save_dir" in local.fix
-    assert "is on overlay" in ascend.check_storage(Path("/srv/me"), mounts).finding
-
-
 def test_all_of_it_on_a_machine_whatever_it_has(monkeypatch, tmp_path):
     program = write(tmp_path / "npu-smi", "#!/bin/sh\n[ $1 = info ] && cat table\n")
     program.chmod(0o755)
@@ -188,7 +155,7 @@ def test_all_of_it_on_a_machine_whatever_it_has(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     checks = ascend.ascend_checks({})
     assert statuses(checks)["devices"] == "ok"
-    assert len(checks) == 8 and all(check.fix for check in checks if check.status != "ok")
+    assert len(checks) == 6 and all(check.fix for check in checks if check.status != "ok")
 
 
 SOUND = {"failures": {}, "built_for": "A2", "soc": 223}

@@ -43,7 +43,7 @@ def _climb(arguments: argparse.Namespace) -> int:
     if arguments.npus < 0:
         raise UserError(f"--npus {arguments.npus}: give the number of devices to try, at least 1")
     python = find_rollout_python()
-    num_devices = count_devices(arguments.device, arguments.npus, python)
+    num_devices = count_devices(arguments.device, arguments.npus)
     if directory.exists():
         raise UserError(f"--output {arguments.output} is there already: remove it, or give another directory")
     directory.mkdir(parents=True)
@@ -53,7 +53,6 @@ def _climb(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print((directory / "doctor.json").read_text(encoding="utf-8"))
     is_sound = climbed[-1].status != "failed"
-    say(
-        f"{'All that was tried holds.' if is_sound else 'It breaks there.'} Report to send: {directory / 'doctor.html'}"
-    )
+    outcome = "All that was tried holds." if is_sound else "It breaks there."
+    say(f"{outcome} Report to send: {directory / 'doctor.json'}")
     return 0 if is_sound else 1

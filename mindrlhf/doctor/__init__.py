@@ -1,1 +1,1 @@
-"""What `mindrlhf doctor` looks at."""
+"""Checks of `mindrlhf doctor`, and its trial of the devices."""

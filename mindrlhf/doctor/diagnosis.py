@@ -1,4 +1,4 @@
-"""What `mindrlhf doctor` looks at: the two environments and the devices, each finding with the command that mends it.
+"""Findings of `mindrlhf doctor` on environments and devices, each with the command that mends it.
 
 The module needs the standard library only, and asks the interpreters from outside, so that it works when what it
 looks for is broken.
@@ -156,7 +156,7 @@ def diagnose(
 
 
 def has_npus() -> bool:
-    """Whether the driver shows an NPU to this machine or container."""
+    """Look for an NPU that the driver shows to this machine or container."""
     return any(Path("/dev").glob("davinci[0-9]*"))
 
 

@@ -1,6 +1,5 @@
 """`mindrlhf doctor --device`: the rungs one after the other, up to the first that breaks, and a report to send."""
 
-import html
 import json
 import os
 import platform
@@ -110,7 +109,7 @@ def _try(ground: Ground, number: int, name: str) -> Climbed:
 
 
 def write_report(directory: Path, ground: Ground, climbed: Sequence[Climbed]) -> None:
-    """Write ``doctor.json`` and ``doctor.html``."""
+    """Write ``doctor.json``, for a colleague or an issue."""
     head = {
         "mindrlhf": mindrlhf.__version__,
         "machine": f"{platform.machine()}, {platform.release()}",
@@ -121,43 +120,13 @@ def write_report(directory: Path, ground: Ground, climbed: Sequence[Climbed]) ->
     }
     document = {"head": head, "rungs": [asdict(one) for one in climbed]}
     (directory / "doctor.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    rows = "".join(_row(one) for one in climbed)
-    facts = "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>" for name, text in head.items())
-    (directory / "doctor.html").write_text(_PAGE.format(facts=facts, rows=rows), encoding="utf-8")
-
-
-def _row(one: Climbed) -> str:
-    words = [f"{name}: {_shown(value)}" for name, value in one.found.items() if value != []]
-    words += [f"{word}: {text}" for word, text in (("cause", one.cause), ("fix", one.fix)) if text]
-    said = "".join(f"<li>{html.escape(word)}</li>" for word in words)
-    cells = f"<td>{one.number}</td><td class={one.status}>{one.status}</td><td>{html.escape(one.name)}</td>"
-    return f"<tr>{cells}<td>{one.seconds:.0f} s</td><td>{html.escape(one.what)}<ul>{said}</ul></td></tr>"
 
 
 def _shown(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-_PAGE = """<!doctype html><html lang=en><meta charset=utf-8><title>mindrlhf doctor --device</title>
-<meta name=viewport content="width=device-width"><style>
-:root {{ color-scheme: light dark; --line: light-dark(#ddd, #444); }}
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }}
-table {{ border-collapse: collapse; width: 100%; }}
-td:nth-child(4) {{ white-space: nowrap; }}
-td, th {{ border-top: 1px solid var(--line); padding: .5rem .6rem; text-align: left; vertical-align: top; }}
-dl {{ display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; overflow-wrap: anywhere; }}
-dt {{ opacity: .7; }} dd {{ margin: 0; }} ul {{ margin: .3rem 0 0; padding-left: 1.1rem; overflow-wrap: anywhere; }}
-.ok {{ color: light-dark(#107040, #60d090); }} .failed {{ color: light-dark(#b02020, #ff8080); font-weight: 600; }}
-.skipped {{ opacity: .6; }}
-</style><h1>mindrlhf doctor --device</h1><dl>{facts}</dl>
-<table><tr><th>#<th>result<th>rung<th>time<th>what was tried, and found</tr>{rows}</table></html>
-"""
-
-
-_COUNT = "import torch, torch_npu; print(torch.npu.device_count())"
-
-
-def count_devices(device: str, wanted: int, python: str) -> int:
+def count_devices(device: str, wanted: int) -> int:
     """Return how many devices to try: ``wanted``, or when it is 0 all NPUs of this machine, or two ranks on a CPU.
 
     Raises:
@@ -165,16 +134,11 @@ def count_devices(device: str, wanted: int, python: str) -> int:
     """
     if device == "cpu":
         return wanted or 2
-    try:
-        ended = subprocess.run([python, "-c", _COUNT], capture_output=True, text=True, timeout=300)
-        seen = int(ended.stdout.split()[-1]) if ended.returncode == 0 and ended.stdout.strip() else 0
-    except (OSError, subprocess.TimeoutExpired):
-        seen = 0
-    there = seen or len(list(Path("/dev").glob("davinci[0-9]*")))
+    there = len(list(Path("/dev").glob("davinci[0-9]*")))
     if not there:
         raise UserError(
-            "no NPU on this machine: there is no /dev/davinci0, and the rollout environment sees none either; "
-            "mindrlhf doctor says what is missing, and --device cpu tries the same on the CPU"
+            "no NPU on this machine: there is no /dev/davinci0; mindrlhf doctor says what is missing, and --device cpu "
+            "tries the same on the CPU"
         )
     if wanted > there:
         raise UserError(f"--npus {wanted}: this machine has {there}")

@@ -1,4 +1,4 @@
-"""What `npu-smi info` prints, read.
+"""Parser of what `npu-smi info` prints.
 
 The format is that of Huawei's npu-smi command reference, "Querying basic information": for each NPU a line with its
 name and health, then one for each of its chips with bus id and memory in use, then a table of the processes. Boards for
@@ -8,10 +8,9 @@ training add the column HBM-Usage(MB), which is then the last one.
 import re
 from dataclasses import dataclass
 
-_VERSION = re.compile(r"^\|\s*npu-smi\s.*Version:\s*(\S+)\s*\|", re.MULTILINE)
 _NPU = re.compile(r"^\|\s*(\d+)\s+([A-Za-z0-9_-]*[A-Za-z][\w-]*)\s*\|\s*(\w+)\s*\|")
 _CHIP = re.compile(r"^\|\s*(\d+)(?:\s+\d+)?\s*\|\s*(?:[0-9A-Fa-f]{4}:\S+|NA)\s*\|.*?(\d+)\s*/\s*(\d+)\s*\|$")
-_PROCESS = re.compile(r"^\|\s*(\d+)\s+(\d+)\s*\|\s*(\d+)\s*\|\s*(.*?)\s*\|\s*(\d+)\s*\|$")
+_PROCESS = re.compile(r"^\|\s*(\d+)\s+(\d+)\s*\|\s*(\d+)\s*\|.*?\|\s*(\d+)\s*\|$")
 
 
 @dataclass(frozen=True)
@@ -33,15 +32,13 @@ class DeviceProcess:
     npu: int
     chip: int
     pid: int
-    name: str  # may be empty: a process of another container has none
     memory_mb: int
 
 
 @dataclass(frozen=True)
 class NpuInfo:
-    """Everything that was printed."""
+    """Devices and their processes."""
 
-    driver_version: str  # empty when it was not said
     chips: tuple[Chip, ...]
     processes: tuple[DeviceProcess, ...]
 
@@ -51,11 +48,9 @@ def parse_npu_info(text: str) -> NpuInfo:
     chips, processes, npu = [], [], None
     for line in map(str.rstrip, text.splitlines()):
         if found := _PROCESS.match(line):
-            number, chip, pid, name, memory_mb = found.groups()
-            processes.append(DeviceProcess(int(number), int(chip), int(pid), name, int(memory_mb)))
+            processes.append(DeviceProcess(*map(int, found.groups())))
         elif found := _NPU.match(line):
             npu = found.groups()
         elif npu is not None and (found := _CHIP.match(line)):
             chips.append(Chip(int(npu[0]), int(found[1]), npu[1], npu[2], int(found[2]), int(found[3])))
-    version = _VERSION.search(text)
-    return NpuInfo(version[1] if version else "", tuple(chips), tuple(processes))
+    return NpuInfo(tuple(chips), tuple(processes))

@@ -4,14 +4,13 @@ A rung tries one thing that a run does, with nothing of a run above it, and says
 it. On a CPU the same rungs try the same things, so that they are tested where there is no NPU.
 """
 
-import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mindrlhf.doctor import toy
-from mindrlhf.launch.launch import find_free_port, launch
+from mindrlhf.launch.launch import launch
 
 FOUND_MARK = "mindrlhf-rung:"
 # A log-probability of vLLM against transformers in float32; an NPU multiplies float32 in fewer bits.
@@ -34,12 +33,12 @@ _GIB = 1 << 30
 
 
 class RungFailed(Exception):
-    """What a rung found out; the arguments are the cause and what to do, a line each."""
+    """Failure of a rung; the arguments are the cause and what to do, a line each."""
 
 
 @dataclass(frozen=True)
 class Ground:
-    """What rungs stand on: a directory of their own, "ascend" or "cpu", devices of this machine, vLLM's interpreter."""
+    """Inputs of all rungs: their directory, "ascend" or "cpu", devices of this machine, vLLM's interpreter."""
 
     directory: str
     device: str
@@ -95,46 +94,20 @@ def graph(ground: Ground) -> dict[str, Any]:
     return found
 
 
-# A process of the rollout environment in a group over all devices, until its standard input ends.
-_TORCH_RANK = """
-import sys
-import torch
-import torch.distributed as dist
-device, rank, size, port = sys.argv[1], *map(int, sys.argv[2:])
-place, backend = "cpu", "gloo"
-if device == "ascend":
-    import torch_npu
-    torch.npu.set_device(rank)
-    place, backend = f"npu:{rank}", "hccl"
-dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-total = torch.full((1024,), float(rank + 1), device=place)
-dist.all_reduce(total)
-print("sum", total[0].item(), flush=True)
-sys.stdin.read()
-"""
-
-
 def collectives(ground: Ground) -> dict[str, Any]:
-    """All devices add up, alone and beside a group of the rollout environment's processes."""
+    """All devices add up."""
     if ground.num_devices == 1:
         return {"skipped": "one device has no collectives"}
-    found = {"alone": _all_reduce(ground, "alone")}
-    with _torch_ranks(ground):
-        found["beside vLLM's library"] = _all_reduce(ground, "beside")
-    return found
-
-
-def _all_reduce(ground: Ground, name: str) -> str:
-    log_dir = Path(ground.directory) / f"collectives_{name}"
+    log_dir = Path(ground.directory) / "collectives"
     command = ["-m", "mindrlhf.doctor.rungs", "all-reduce-rank", json.dumps(asdict(ground)), str(log_dir)]
     with open(os.devnull, "w") as nowhere:
         code = launch(command, ground.num_devices, log_dir, out=nowhere, computes_on_cpu=ground.device == "cpu")
     if code or not (log_dir / "found.json").exists():
         raise RungFailed(
-            f"{ground.num_devices} ranks cannot add up {name}; logs: {log_dir}",
+            f"{ground.num_devices} ranks cannot add up; logs: {log_dir}",
             "look for HCCL's error code there; are HCCL_HOST_SOCKET_PORT_RANGE and HCCL_NPU_SOCKET_PORT_RANGE unset?",
         )
-    return f"{json.loads((log_dir / 'found.json').read_text())['gb_per_s']:.2f} GB/s"
+    return {"all-reduce": f"{json.loads((log_dir / 'found.json').read_text())['gb_per_s']:.2f} GB/s"}
 
 
 def all_reduce_rank(ground: Ground, log_dir: str) -> None:
@@ -158,34 +131,6 @@ def all_reduce_rank(ground: Ground, log_dir: str) -> None:
     seconds = (time.perf_counter() - start) / rounds
     if get_rank() == 0:
         (Path(log_dir) / "found.json").write_text(json.dumps({"gb_per_s": value.nbytes / seconds / 1e9}))
-
-
-@contextlib.contextmanager
-def _torch_ranks(ground: Ground) -> Iterator[None]:
-    from mindrlhf.rollout.vllm_options import VllmOptions, server_environment
-
-    environment = server_environment(VllmOptions(ground.python, "", "", device=ground.device), ground.directory)
-    environment.pop("TMPDIR")
-    common = [ground.python, "-c", _TORCH_RANK, ground.device]
-    size, port = str(ground.num_devices), str(find_free_port())
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    ranks = [
-        subprocess.Popen([*common, str(rank), size, port], env=environment, text=True, **pipes)
-        for rank in range(ground.num_devices)
-    ]
-    try:
-        for rank in ranks:
-            said = rank.stdout.readline().split()
-            expected = ground.num_devices * (ground.num_devices + 1) / 2
-            if said[:1] != ["sum"] or float(said[1]) != expected:
-                last = (rank.stderr.read().strip().splitlines() or ["no message"])[-1]
-                raise RungFailed(f"the rollout environment's processes cannot add up: {last}", "see the log")
-        yield
-    finally:
-        for rank in ranks:
-            rank.stdin.close()
-        for rank in ranks:
-            rank.wait(60)
 
 
 def server(ground: Ground) -> dict[str, Any]:
@@ -269,7 +214,7 @@ def same_numbers(ground: Ground) -> dict[str, Any]:
 
 
 def speed(ground: Ground) -> dict[str, Any]:
-    """How fast the second step of the toy was, to compare machines by."""
+    """Speed of the toy's second step, to compare machines by."""
     line = _metrics(Path(ground.directory) / "train")[-1]
     names = {
         "vllm_tps": "tokens/s sampled",
@@ -379,7 +324,7 @@ class _Server:
 
 
 def _memory_of(log: Path) -> list[tuple[str, list[float]]]:
-    """What a server wrote of its NPUs' free memory at each hand-over, in GiB."""
+    """Read from a server's log its NPUs' free memory at each hand-over, in GiB."""
     found = _MEMORY.findall(log.read_text(encoding="utf-8", errors="replace"))
     return [(state, [float(part.split()[0]) for part in parts.split(", ")]) for state, parts in found]
 

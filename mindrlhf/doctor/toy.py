@@ -1,4 +1,4 @@
-"""What the rungs of ``doctor --device`` run: random models of about a million parameters, a tokenizer, prompts."""
+"""Inputs of the rungs of ``doctor --device``: random models of about a million parameters, a tokenizer, prompts."""
 
 import json
 import random
