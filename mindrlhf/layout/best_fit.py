@@ -17,7 +17,7 @@ _FEW = 256
 
 @dataclass(frozen=True)
 class Piece:
-    """What one sample takes in a row: ``size`` places, and ``prefix_size`` more in a row without its group."""
+    """Size of a sample in a row: ``size`` places, and ``prefix_size`` more in a row without its group."""
 
     size: int
     prefix_size: int = 0
@@ -346,7 +346,7 @@ class _Others:
         return self._rows[self._by_room.values[self._by_room.keys[place]][0]]
 
     def may_take(self, row: _OpenRow, row_lengths: Sequence[int]) -> bool:
-        """Whether other rows could take enough of a row: most are full, few pieces fit."""
+        """True when other rows could take enough of a row: most are full, few pieces fit."""
         excess = row.used - max((length for length in row_lengths if length < row.length), default=0)
         rooms, numbers = self._by_room.keys, self._by_room.values
         is_alone = row.room == rooms[-1] and len(numbers[rooms[-1]]) == 1

@@ -1,4 +1,4 @@
-"""Whether a model can be sharded by a config, checked before anything is compiled; each refusal names the fix."""
+"""Checks, before anything is compiled, that a config can shard a model; each refusal names the fix."""
 
 from mindrlhf.algorithms import policy_losses
 from mindrlhf.config.derived import correction_weight
@@ -87,7 +87,7 @@ def check_model(dims: ModelDims, layout: Layout) -> None:
 
 
 def can_compile(num_ranks: int) -> bool:
-    """Whether MindSpore shards graphs for this many ranks (`CheckDeviceConfig` of its device manager)."""
+    """True when MindSpore shards graphs for this many ranks (`CheckDeviceConfig` of its device manager)."""
     return num_ranks in (1, 2, 4) or num_ranks % 8 == 0
 
 

@@ -1,4 +1,4 @@
-"""Which rank holds which shard of which parameter, in plain Python.
+"""Shards of every parameter on every rank, in plain Python.
 
 Terms are MindSpore's. The ranks of one pipeline stage form a *device matrix*, last axis innermost; a *tensor map* says
 for each axis of a tensor which axis of the matrix splits it, counted from the right (0 is the last), -1 for none. What
@@ -45,7 +45,7 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is sharded over ranks. Ranks count stage by stage; in a stage data, context, model (innermost).
+    """Sharding of a model over ranks. Ranks count stage by stage; in a stage data, context, model (innermost).
 
     Attributes:
         data_parallel: replicas of the model.

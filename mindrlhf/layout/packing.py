@@ -1,4 +1,4 @@
-"""Which samples share a row, and which rank computes which rows: packing by length and by cost.
+"""Packing of samples into rows, and of rows onto ranks, by length and by cost.
 
 Rows are filled by best fit, the largest first (Johnson et al. 1974, "Worst-case performance bounds for simple
 one-dimensional packing algorithms"): with whole groups of samples, whose prompt a row holds once, then with parts of

@@ -1,4 +1,4 @@
-"""How one parameter lies on the ranks: which shard each holds, in MindSpore's terms, in plain Python."""
+"""Layout of one parameter: the shard of each rank, in MindSpore's terms, in plain Python."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ MAX_RANKS = 1 << 20
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """How one parameter lies on the ranks.
+    """Layout of one parameter on the ranks.
 
     Attributes:
         name: MindFormers (mcore) name.

@@ -1,4 +1,4 @@
-"""Which rows of a graph's inputs and outputs belong to a rank.
+"""Rows of a graph's inputs and outputs that belong to a rank.
 
 Graphs are compiled for the rows of all data-parallel ranks. They split them into pipeline micro-batches first
 (without a pipeline, the micro-batches whose gradients they accumulate) and these into halves that overlap, if the
@@ -23,7 +23,7 @@ def num_update_micro_batches(parallel: ParallelSection) -> int:
 
 
 def updates_return_outputs(parallel: ParallelSection) -> bool:
-    """Whether the graph of an update returns what the model says of its rows, so that no other pass need ask for it.
+    """True when the graph of an update returns the model's outputs of its rows, which saves another pass.
 
     Not where gradients are accumulated without a pipeline: MindSpore 2.10.0 finds no order for it ("Graph cycle
     exists").

@@ -1,4 +1,4 @@
-"""What the devices of a rollout server hold of each Hugging Face tensor: how vLLM cuts models for tensor parallelism.
+"""Shards of Hugging Face tensors on the devices of a rollout server: vLLM's cuts for tensor parallelism.
 
 Queries, keys, values, gates and up projections are cut along their rows, output and down projections along their
 columns, the vocabulary along its words; experts like dense layers. Of fewer key-value heads than devices each device
@@ -32,7 +32,7 @@ def workspace_bytes(dims: ModelDims, max_num_seqs: int) -> int:
 
 
 def is_sharded(rule: ParameterRule) -> bool:
-    """Whether tensor parallelism cuts a parameter in the server: vLLM cuts every expert, the shared ones too."""
+    """True when tensor parallelism cuts a parameter in the server: vLLM cuts every expert, the shared ones too."""
     return _axis(rule, 0) is not None
 
 

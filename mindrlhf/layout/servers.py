@@ -1,4 +1,4 @@
-"""Which nodes each rollout server lies on: within one, or over several whole ones."""
+"""Nodes of each rollout server: within one, or over several whole ones."""
 
 from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.errors import UserError
@@ -43,5 +43,5 @@ def place_servers(rollout: RolloutSection, num_nodes: int, node_size: int) -> Pl
 
 
 def spans_nodes(rollout: RolloutSection, num_nodes: int, node_size: int) -> bool:
-    """Whether a server has more devices than a node; on one machine a server's processes all lie on it."""
+    """True when a server has more devices than a node; on one machine all its processes lie on it."""
     return num_nodes > 1 and rollout.tensor_parallel > node_size

@@ -77,7 +77,7 @@ class AdapterSource:
         return fuse(rule, self._dims, parts), {one: checksum(part) for one, part in zip(rule.hf_names, parts)}
 
     def read_shard(self, layout: ParameterLayout, rank: int) -> np.ndarray:
-        """What ``rank`` holds of an array."""
+        """Return the shard of an array on ``rank``."""
         return np.ascontiguousarray(self.read(layout.name)[0][layout.shard_of(rank)])
 
     def release(self, name: str) -> None:

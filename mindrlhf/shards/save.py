@@ -74,7 +74,7 @@ def plan_saving(
 
 
 def step_layout(layout: Layout) -> ParameterLayout:
-    """How an optimiser's step count lies on the ranks: whole on each."""
+    """Layout of an optimiser's step count: whole on each rank."""
     return ParameterLayout(GLOBAL_STEP_NAME, (1,), tuple(range(layout.pipeline_stage)), layout.device_matrix, (-1,))
 
 
@@ -152,5 +152,5 @@ def held_shards(layouts: Iterable[ParameterLayout], rank: int) -> list[Parameter
 def state_layouts(
     layouts: Iterable[ParameterLayout], kinds: Mapping[str, Sequence[str]]
 ) -> list[ParameterLayout]:
-    """How an optimiser's state lies on the ranks: like the trained parameters, of which ``kinds`` has names of it."""
+    """Layouts of an optimiser's state: those of the trained parameters; ``kinds`` are the names of its parts."""
     return [replace(one, name=f"{kind}.{one.name}") for one in layouts for kind in kinds.get(one.name, ())]

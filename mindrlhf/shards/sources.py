@@ -30,7 +30,7 @@ from mindrlhf.weights.tensors import STORAGE_DTYPES, convert_dtype
 
 
 class ArraySource(Protocol):
-    """Where whole arrays come from.
+    """Source of whole arrays.
 
     Attributes:
         directory: config.json and tokenizer files are copied from here.
@@ -54,7 +54,7 @@ class ArraySource(Protocol):
         """A whole array in MindFormers' layout, and the checksums of the Hugging Face tensors it was made of."""
 
     def read_shard(self, layout: ParameterLayout, rank: int) -> np.ndarray:
-        """What ``rank`` holds of the array ``layout.name`` under that layout, in the dtype of the source."""
+        """Return the shard of ``layout.name`` on ``rank``, in the dtype of the source."""
 
     def release(self, name: str) -> None:
         """Give back the memory that maps what an array was read from."""

@@ -34,7 +34,7 @@ DESCRIPTION_NAME = "strategy.json"
 MERGED_NAME = "merged.ckpt"
 STAGES_NAME = "stages"
 FORMAT_VERSION = 1
-# What is optional of a model and yet described where it is not there; everything else came later.
+# Optional sizes that are described where they are None too.
 _ALWAYS_DESCRIBED = ("experts", "latent", "yarn")
 # MindSpore's own prefixes of optimiser state and gradient accumulators: laid out like the parameters they belong to.
 _STATES = dict.fromkeys((*STATE_NAMES, *GRAPH_NAMES.values()))
@@ -63,7 +63,7 @@ def identifying_dims(dims: "ModelDims") -> dict[str, Any]:
 
 
 def stage_path(directory: str | os.PathLike, stage: int) -> Path:
-    """Where the strategy file of a pipeline stage lies in a strategy directory."""
+    """Path of a pipeline stage's strategy file in a strategy directory."""
     return Path(directory) / STAGES_NAME / f"strategy_stage_{stage}.ckpt"
 
 

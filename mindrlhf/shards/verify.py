@@ -23,7 +23,7 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Verification:
-    """What was proved.
+    """Result of a verification.
 
     Attributes:
         num_ranks: rank directories.

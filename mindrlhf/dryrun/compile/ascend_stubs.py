@@ -218,7 +218,7 @@ def _missing_symbols(library_dir: Path) -> tuple[set[str], list[str]]:
 
 
 def _body_of(symbol: str) -> str:
-    """Which body of :data:`mindrlhf.dryrun.compile.elf.BODIES` a symbol gets: most return 0, objects come out empty.
+    """Return the body of :data:`mindrlhf.dryrun.compile.elf.BODIES` for a symbol: most return 0, objects are empty.
 
     Mangled names of the graph engine's namespace (`2ge`) tell what they return.
     """

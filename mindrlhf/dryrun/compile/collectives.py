@@ -53,7 +53,7 @@ def read_collectives(
 
 
 def _count_calls(graphs: dict[str, "GraphProto"], root: str) -> Counter:
-    """How often each graph runs. A backward graph is returned by its forward graph, and runs as often."""
+    """Count the runs of each graph. A backward graph is returned by its forward graph, and runs as often."""
     references = {name: Counter(_references(graph.node, graphs)) for name, graph in graphs.items()}
     calls: Counter = Counter()
 

@@ -18,7 +18,7 @@ _CODE_SLOT = 32
 
 @dataclass(frozen=True)
 class DynamicSymbols:
-    """What a library needs and offers.
+    """Imported and exported symbols of a library.
 
     Attributes:
         needed: names of the libraries it is linked against.

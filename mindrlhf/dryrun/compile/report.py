@@ -17,7 +17,7 @@ from mindrlhf.weights.hf import read_hf_config
 
 @dataclass(frozen=True)
 class StrategyReport:
-    """What `mindrlhf strategy` has compiled, and where it is."""
+    """Result of `mindrlhf strategy`."""
 
     compiled: CompiledStrategy
     layout: Layout

@@ -87,7 +87,7 @@ class CompileRequest:
 
 @dataclass(frozen=True)
 class CompiledParameter:
-    """How one rank holds a parameter, as MindSpore's compiler decided.
+    """Layout of a parameter on one rank, as MindSpore's compiler decided.
 
     Attributes:
         name: MindFormers name; state and gradients have prefixes (`adam_m.`, `adam_v.`, `grad.`, `accu_grads.`).
@@ -127,7 +127,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What one compilation found.
+    """Result of one compilation.
 
     Attributes:
         rank: the rank compiled.

@@ -45,7 +45,7 @@ _LAYER_MARK = "decoder.layers."
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStrategy:
-    """What was compiled.
+    """Reports of a compiled strategy.
 
     Attributes:
         reports: one for each distinct pipeline stage, by the stage of the layout that it stands for.

@@ -54,7 +54,7 @@ class MemoryItem:
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """What a rank of pipeline stage ``stage`` has in memory in one phase of the loop."""
+    """Memory of a rank of pipeline stage ``stage`` in one phase of the loop."""
 
     phase: str
     stage: int
@@ -68,7 +68,7 @@ class PhaseMemory:
 
 @dataclass(frozen=True)
 class MemoryInputs:
-    """What the estimate needs.
+    """Inputs of the estimate.
 
     Attributes:
         widths: of every decoder layer, in order.
@@ -113,12 +113,12 @@ class MemoryInputs:
         return [layer for layer, place in enumerate(self.layer_stages) if place == stage]
 
     def recomputes(self, layer: int) -> bool:
-        """Whether all of a layer is computed again in the backward pass."""
+        """True when all of a layer is recomputed in the backward pass."""
         return self.config.model.recompute or layer in self.config.memory.layers
 
 
 def needs_logprobs(inputs: MemoryInputs) -> bool:
-    """Whether log-probabilities of the policy have a pass of their own, which one update returns by itself."""
+    """True when log-probabilities of the policy take a pass of their own; a single update returns them itself."""
     config = inputs.config
     is_apart = trains_sharded(config) and not updates_return_outputs(config.parallel_config)
     return inputs.batch.num_updates > 1 or is_apart
@@ -152,7 +152,7 @@ def _phase(name: str, stage: int, resident: list[MemoryItem], items: list[Memory
 
 
 def _resident(inputs: MemoryInputs, stage: int) -> list[MemoryItem]:
-    """What the trainer keeps on the device in every phase."""
+    """Memory that the trainer holds on the device in every phase."""
     state = inputs.states[stage]
     width = ELEMENT_BYTES[inputs.config.model.param_dtype]
     num_trained = state.gradient_sums // GRADIENT_SUM_BYTES
@@ -202,7 +202,7 @@ def _rollout_items(inputs: MemoryInputs) -> list[MemoryItem]:
 
 
 def _asleep(inputs: MemoryInputs) -> MemoryItem:
-    """What a server keeps while it sleeps, as vLLM's sleep takes weights and cache alone: recorded graphs, kernels,
+    """Memory of a sleeping server: vLLM's sleep frees weights and cache alone, not recorded graphs, kernels,
     and HCCL's buffers where several devices make a server (its group, and the world of its workers)."""
     rollout = inputs.config.rollout
     groups = 2 if rollout.tensor_parallel > 1 and not rollout.sleep_extra_cleanup else 0
@@ -256,7 +256,7 @@ def _update_items(inputs: MemoryInputs, stage: int) -> list[MemoryItem]:
 
 
 def _step_item(inputs: MemoryInputs, state: StageState) -> MemoryItem:
-    """What the optimiser computes on the way: of a bucket's parameters, and of matrices that it gathers for them."""
+    """Temporaries of the optimiser: of a bucket's parameters, and matrices that it gathers for them."""
     elements, how = _of_bucket(state.gradient_sums // GRADIENT_SUM_BYTES, state.largest_elements)
     size, how = NUM_STEP_COPIES * elements * 4, f"{NUM_STEP_COPIES} x {how} x 4 B"
     if state.gathered_matrices:
@@ -272,7 +272,7 @@ def _of_bucket(elements: int, largest: int) -> tuple[int, str]:
 
 
 def _activations(inputs: MemoryInputs, stage: int) -> MemoryItem:
-    """What a stage keeps for the backward pass.
+    """Activations of a stage for the backward pass.
 
     Under 1F1B a stage has at most as many micro-batches in flight as there are stages from it to the last
     (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1).

@@ -21,7 +21,7 @@ ADAPTER_BYTES = 4
 
 @dataclass(frozen=True)
 class StageState:
-    """What each rank of one pipeline stage keeps between steps, in bytes unless named otherwise.
+    """State of each rank of one pipeline stage between steps, in bytes unless named otherwise.
 
     Attributes:
         num_elements: elements of its parameter shards, optimiser sharding included.
@@ -83,7 +83,7 @@ class ParameterRow:
 
 @dataclass(frozen=True)
 class StateKept:
-    """What an optimiser keeps of the trained parameters.
+    """State of an optimiser for the trained parameters.
 
     Attributes:
         optimizer: value of `optimizer.type`.
@@ -98,7 +98,7 @@ class StateKept:
         return MOMENT_BYTES * len(OPTIMIZERS[self.optimizer].state_of(self.matrices.get(name) is not None))
 
     def gathered_elements(self, layout: ParameterLayout) -> int:
-        """Of a parameter, what a rank gathers in the optimiser's step."""
+        """Elements of a parameter that a rank gathers in the optimiser's step."""
         matrices, optimizer = self.matrices.get(layout.name), OPTIMIZERS[self.optimizer]
         if matrices is None or optimizer.matrix_state == optimizer.other_state:
             return 0

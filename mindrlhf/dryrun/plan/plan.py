@@ -140,7 +140,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every phase fits the device, with room for one sequence per generator."""
+        """True when every phase fits the device, with room for one sequence per generator."""
         return self.peak.total <= self.machine.device_bytes and self.rollout.num_full_sequences >= 1
 
 
@@ -231,7 +231,7 @@ _frozen = lru_cache(maxsize=8)(read_model)
 
 
 def accumulates(parallel: ParallelSection) -> bool:
-    """Whether the compiler adds up the gradients of pipeline micro-batches, which takes memory of its own."""
+    """True when the compiler adds up gradients of pipeline micro-batches, in memory of their own."""
     return parallel.pipeline_stage > 1 or parallel.micro_batch_num > 1
 
 

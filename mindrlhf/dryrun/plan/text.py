@@ -196,7 +196,7 @@ def _memory_lines(plan: Plan) -> list[str]:
 
 
 def _calculations(shown: Sequence[PhaseMemory], names: Sequence[str]) -> list[tuple[str, str]]:
-    """How the size of each item was worked out; where phases differ, for each."""
+    """Calculation of the size of each item, one for each phase where they differ."""
     rows = []
     for name in names:
         hows = {phase.phase: item.how for phase in shown for item in phase.items if item.name == name}
