@@ -6,6 +6,7 @@ import typing
 
 from mindrlhf.algorithms import advantages, clip_cov, policy_losses
 from mindrlhf.config.parse import type_name
+from mindrlhf.config.refusals import refusal_table
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 
 _HEAD = """# Configuration reference
@@ -36,6 +37,7 @@ def render() -> str:
             if field.name not in described:
                 parts.append(_section(field.name, field.metadata["section"]))
                 described.add(field.name)
+    parts.append("## What does not go together\n\n" + "\n".join(refusal_table()) + "\n")
     return "\n".join(parts)
 
 

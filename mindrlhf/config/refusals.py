@@ -1,4 +1,4 @@
-"""What does not go together, each with its reason: the one table of which the checks and docs/async.md are made.
+"""What does not go together, each with its reason: the one table of which the checks and docs/config.md are made.
 
 What is not in it goes together: tools, environments, agents, adapters, dynamic sampling, reward models, critics, ReMax
 and nodes for rollout only, in step, off-policy, by segments and asynchronously.
@@ -92,7 +92,7 @@ def _shown(config: RunConfig, feature: str) -> str | None:
 
 
 def refusal_table() -> Iterator[str]:
-    """Yield the lines of the table in Markdown, as docs/async.md has it."""
+    """Yield the lines of the table in Markdown, as docs/config.md has it."""
     yield "| not together | because | instead |"
     yield "|---|---|---|"
     for features, reason, fix in REFUSALS:

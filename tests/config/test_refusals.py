@@ -16,7 +16,6 @@ from mindrlhf.config.refusals import (
     SHARDED,
     SPANNING,
     refusal_rules,
-    refusal_table,
 )
 from mindrlhf.errors import UserError
 from mindrlhf.rollout.agents import protocols
@@ -108,11 +107,6 @@ FEATURES = (
 def test_every_schedule_goes_with_every_feature(schedule, feature, load):
     config = load(*schedule, *feature)
     assert not [text for is_broken, text in refusal_rules(config, {ELASTIC}) if is_broken], "also on rollout nodes"
-
-
-def test_the_page_has_the_table():
-    text = PAGE.read_text()
-    assert "\n".join(refusal_table()) in text, "mindrlhf.config.refusals.refusal_table() is the table of docs/async.md"
 
 
 def test_what_is_refused_with_agents_is_on_their_page_in_five_lines_at_most():
