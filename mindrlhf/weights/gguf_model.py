@@ -70,8 +70,7 @@ class GgufModel(TensorDirectory):
         return list(self._names)
 
     def info(self, name: str) -> TensorInfo:
-        tensor = self.file.tensors[self._names[name]]
-        return TensorInfo(name, tensor.dtype, tensor.shape)
+        return self.file.tensors[self._names[name]]._replace(name=name)
 
     def read(self, name: str) -> np.ndarray:
         array = self.file.read(self._names[name])

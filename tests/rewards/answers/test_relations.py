@@ -32,11 +32,11 @@ def made_identities() -> list[str]:
         made += [f"{squares}=1", f"3\\sin^2 {u}=3-3\\cos^2 {u}", f"{squares}=3", f"{squares}+{u}={u}+1"]
         made += [f"\\tan {u}=\\frac{{\\sin {u}}}{{\\cos {u}}}", f"\\sin(2{u})=2\\sin {u}\\cos {u}"]
         made += [
-            f"({u}+3)^2={u}^2+6{u}+9",
+            f"({u}+3)^2=({u})^2+6({u})+9",
             f"{u}={u}",
             f"{u}={u}+2",
             f"0{u}=0",
-            f"(\\sqrt{{5}}+{u})^2={u}^2+2\\sqrt{{5}}{u}+5",
+            f"(\\sqrt{{5}}+{u})^2=({u})^2+2\\sqrt{{5}}({u})+5",
         ]
         made += [f"{squares}{sign}{bound}" for sign in ("<", ">", "\\le ", "\\ge ", "\\ne ") for bound in (1, 2)]
     for number in (2, 3, 5):
