@@ -59,8 +59,9 @@ def convert(
         raise UserError(f"{path or 'the arguments'}: no key of {stack} is there: is it one of {others}?")
     for name, value in _PLACEHOLDERS.items():
         if not result.values.get(name):
-            result.values[name] = value
-            result.origins[name] = [_NEEDED]
+            has_tokenizer = name == "data.tokenizer_dir" and result.origins["model.path"] != [_NEEDED]
+            result.values[name] = result.values["model.path"] if has_tokenizer else value
+            result.origins[name] = ["of the model"] if has_tokenizer else [_NEEDED]
     _leave_out_unused(result)
     return _render(stack, path, result), result
 

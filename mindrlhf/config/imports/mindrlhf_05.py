@@ -69,7 +69,7 @@ _OF_GENERATION = (
     pairs("rollout", "parallel_config.data_parallel=num_replicas sampling_config.temperature=temperature"),
     pairs("rollout", "sampling_config.top_p=top_p sampling_config.max_tokens=max_response_length"),
     pairs("rollout", "sampling_config.top_k=top_k", shared.not_negative),
-    each("max_prompt_length", shared.prompt_length),
+    each("max_prompt_length", shared.prompt_length("", "rl_config.packing")),
     only("sampling_config.repetition_penalty", 1, otherwise="a penalty would bias training"),
     todo("sampling_config.min_p sampling_config.min_tokens", "not there: set rollout.top_p or rollout.top_k"),
 )

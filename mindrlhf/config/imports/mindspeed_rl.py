@@ -72,6 +72,10 @@ def _sequence_parallel(value: Any, source: Source) -> bool | None:
     return bool(value) if int(_of_model(source, "tensor_model_parallel_size", 1)) > 1 else None
 
 
+def _servers(value: Any, source: Source) -> Values:
+    return shared.servers(value, source.given.get("rl_config.actor_resource.num_npus", ""))
+
+
 def _low_rank(value: Any, source: Source) -> Values:
     return shared.lora(value, _of_model(source, "lora_alpha", 32), _of_model(source, "lora_target_modules"))
 
@@ -148,14 +152,15 @@ _OF_RL = (
     pairs("observe", "wandb_project=project swanlab_project=project", shared.text),
     pairs("observe", "wandb_exp_name=run_name swanlab_exp_name=run_name", shared.text),
     pairs("tools", "max_tool_calls=max_calls max_tool_response_length=max_response_tokens"),
-    each("max_prompt_length", shared.prompt_length),
+    each("max_prompt_length", shared.prompt_length(f"{_SAMPLING}max_tokens", "rl_config.use_dynamic_bsz")),
     only("rule_reward", True, otherwise="set reward.model_path"),
     only("partial_rollout_max_split", 0, 1, otherwise="a step waits for all its samples: `rollout`"),
     only("multi_turn_enable", False, otherwise=shared.TOOLS),
     todo("tool_*", shared.TOOLS),
 )
 _OF_GENERATION = (
-    pairs("rollout", "max_num_seqs dtype gpu_memory_utilization infer_tensor_parallel_size=tensor_parallel"),
+    pairs("rollout", "max_num_seqs dtype gpu_memory_utilization"),
+    pairs("rollout", "infer_tensor_parallel_size=tensor_parallel", _servers),
     pairs("rollout", "sampling_config.max_tokens=max_response_length sampling_config.top_p=top_p"),
     pairs("rollout", "sampling_config.temperature=temperature"),
     pairs("rollout", "sampling_config.top_k=top_k", shared.not_negative),

@@ -1,5 +1,6 @@
 """Conversions that several stacks need: functions of a value and a `Source`, see `tables`."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -85,8 +86,29 @@ def warmup_share(value: Any, source: Source) -> None:
         raise LeftToUserError("a share of all steps: set optimizer.warmup_steps to the number of updates")
 
 
-def prompt_length(value: Any, source: Source) -> None:
-    raise LeftToUserError(f"give it to mindrlhf data build: --max-prompt-length {value}")
+def prompt_length(response: str, packed: str = "") -> Convert:
+    """The longest prompt: a matter of the data, and with the longest response a sequence where none are packed.
+
+    Args:
+        response: their key of the longest response.
+        packed: their key that says that sequences are packed to a length of its own.
+    """
+
+    def convert(value: Any, source: Source) -> None:
+        values: Values = {}
+        if not is_on(source.given.get(packed)) and str(source.get(response)).isdecimal():
+            values["training.sequence_lengths"] = [int(value) + int(source.get(response))]
+        raise LeftToUserError(f"give it to mindrlhf data build: --max-prompt-length {value}", values)
+
+    return convert
+
+
+def servers(tensor_parallel: Any, *counts: Any) -> Values:
+    """Servers of ``tensor_parallel`` devices each, as many as there are devices for: the product of ``counts``."""
+    values = {"rollout.tensor_parallel": int(tensor_parallel)}
+    if all(str(count).isdecimal() for count in counts):
+        values["rollout.num_replicas"] = max(math.prod(map(int, counts)) // int(tensor_parallel), 1)
+    return values
 
 
 def template_option(prefix: str) -> Convert:

@@ -139,7 +139,7 @@ TABLE = {
     **pairs("rollout", "vllm_gpu_memory_utilization=gpu_memory_utilization"),
     **pairs("rollout", "top_k", shared.not_negative),
     **pairs("data", "shuffle_dataset=shuffle"),
-    **each("max_prompt_length", shared.prompt_length),
+    **each("max_prompt_length", shared.prompt_length("max_completion_length")),
     **each("chat_template_kwargs.*", shared.template_option("chat_template_kwargs.")),
     **pairs("evaluation", "num_generations_eval=num_samples"),
     **pairs("evaluation", "eval_strategy=every_steps", _evaluation),

@@ -102,6 +102,14 @@ def _sequence_parallel(value: Any, source: Source) -> bool | None:
     return is_on(value) if int(source.get(f"{_ACTOR}.megatron.tensor_model_parallel_size", 1)) > 1 else None
 
 
+def _servers(value: Any, source: Source) -> Values:
+    """Servers beside the ranks, unless they have devices of their own."""
+    if any(name.startswith(("async_training.", "rollout.n", "actor_rollout_ref.rollout.nn")) for name in source.given):
+        return {"rollout.tensor_parallel": int(value)}
+    counts = source.given.get("trainer.nnodes", 1), source.given.get("trainer.n_gpus_per_node", 8)
+    return shared.servers(value, *counts)
+
+
 def _low_rank(alpha: str, default: int, modules: str) -> Convert:
     return lambda value, source: shared.lora(
         value, source.get(f"{_MODEL}.{alpha}", default), source.get(f"{_MODEL}.{modules}")
@@ -141,8 +149,7 @@ def _distillation(value: Any, source: Source) -> Values | None:
         return None
     values: Values = {"algorithm.name": "distill", "algorithm.advantage": "distill"}
     teachers = [given for name, given in source.given.items() if name.endswith(".model_path") and "teacher" in name]
-    if len(teachers) == 1:
-        values["model.reference_path"] = str(teachers[0])
+    values["model.reference_path"] = str(teachers[0]) if len(teachers) == 1 else "path/to/teacher"
     if is_on(source.get("distillation.distillation_loss.use_task_rewards", True)):
         values["algorithm.options.distill_reward_weight"] = 1.0
     raise LeftToUserError("here one teacher, model.reference_path, and a loss of its own: docs/algorithms.md", values)
@@ -154,7 +161,7 @@ def _scale(value: Any, source: Source) -> str | None:
 
 DEFAULTS = {
     "algorithm": {"adv_estimator": "gae", "gamma": 1.0, "lam": 1.0},
-    "data": {"train_batch_size": 1024, "max_response_length": 512},
+    "data": {"train_batch_size": 1024, "max_prompt_length": 512, "max_response_length": 512},
     "actor_rollout_ref": {
         "actor": {
             "optim": {"lr": 1e-6, "betas": [0.9, 0.999]},
@@ -165,6 +172,7 @@ DEFAULTS = {
             "loss_agg_mode": "token-mean",
             "use_kl_loss": False,
             "fsdp_config": {"dtype": "bfloat16"},
+            "megatron": {"use_distributed_optimizer": True},
         },
         "rollout": {"n": 1, "dtype": "bfloat16", "val_kwargs": {"temperature": 0}},
     },
@@ -177,7 +185,7 @@ _DATA = (
     pairs("rollout", "max_response_length"),
     pairs("evaluation", "val_max_samples=max_prompts", shared.not_negative),
     each("train_batch_size", shared.prompts),
-    each("max_prompt_length", shared.prompt_length),
+    each("max_prompt_length", shared.prompt_length("data.max_response_length", f"{_ACTOR}.use_dynamic_bsz")),
     each("apply_chat_template_kwargs.*", shared.template_option("data.apply_chat_template_kwargs.")),
     todo("train_files", f"{_BUILD} train.mindrecord; then set data.train_file"),
     todo("val_files", f"{_BUILD} eval.mindrecord; then set data.eval_file", {"data.eval_file": shared.EVAL_FILE}),
@@ -227,7 +235,7 @@ _OF_ACTOR = (
 )
 _OF_ROLLOUT = (
     pairs("rollout", "temperature top_p dtype gpu_memory_utilization max_num_seqs response_length=max_response_length"),
-    pairs("rollout", "tensor_model_parallel_size=tensor_parallel"),
+    pairs("rollout", "tensor_model_parallel_size=tensor_parallel", _servers),
     pairs("rollout", "top_k", shared.not_negative),
     pairs("algorithm", "n=num_generations"),
     pairs("evaluation", "val_kwargs.temperature=temperature val_kwargs.n=num_samples"),

@@ -84,6 +84,7 @@ def test_mindspeed_rl_by_hand(tmp_path):
     assert (layout.model_parallel, layout.pipeline_stage, layout.micro_batch_num) == (4, 2, 2)
     assert (layout.use_seq_parallel, layout.enable_parallel_optimizer) == (True, True)
     assert (config.rollout.tensor_parallel, config.rollout.max_response_length, config.rollout.top_k) == (4, 2048, 0)
+    assert config.rollout.num_replicas == 16 // 4
     assert config.reward.verifier_function == ("base_acc",) and config.reward.timeout_s == 120
     assert "data build" in result.for_user["megatron_training.data_path"]
 
@@ -152,6 +153,7 @@ def test_a_script_of_verl(tmp_path):
         "  data.train_batch_size=${bs} actor_rollout_ref.actor.ppo_mini_batch_size=32 "
         "actor_rollout_ref.model.path=models/qwen algorithm.use_kl_in_reward=True +trainer.made_up=3 "
         "data.val_files=$HOME/test.parquet trainer.test_freq=5 trainer.default_local_dir=$HOME/x "
+        "data.max_response_length=1024 actor_rollout_ref.rollout.tensor_model_parallel_size=2 trainer.nnodes=2 "
         "trainer.total_training_steps=$2 $@ > logs/log.txt 2>&1 &\n"
     )
     config, result, text = loaded(tmp_path, "verl", script, name="run.sh")
@@ -159,6 +161,10 @@ def test_a_script_of_verl(tmp_path):
     assert (config.training.chunk_size, config.training.num_minibatches) == (128, 4)
     assert (config.algorithm.kl_in, config.algorithm.kl_estimator, config.algorithm.beta) == ("reward", "k1", 0.001)
     assert result.unknown == ["trainer.made_up"] and "trainer.made_up" in text
+    # 512 tokens of a prompt are verl's default, as are 8 devices of a node; 16 of them hold 8 servers of 2.
+    assert config.training.sequence_lengths == (512 + 1024,) and config.data.tokenizer_dir == "models/qwen"
+    assert (config.rollout.tensor_parallel, config.rollout.num_replicas) == (2, 8)
+    assert config.parallel_config.enable_parallel_optimizer
     # A path that only the shell knows has a placeholder, and keys that count beside it stay.
     assert (config.data.eval_file, config.evaluation.every_steps) == ("path/to/eval.mindrecord", 5)
     assert config.evaluation.temperature == 0
