@@ -266,11 +266,10 @@ class Held:
 def messages(num_replicas: int, num_ranks: int, num_rows: int) -> Measured:
     """Rank 0 gives all ranks their rows, as before an update: six arrays of 4,096 places; bytes that leave it."""
     from mindrlhf.layout.layout import Layout
-    from mindrlhf.training import relay
+    from mindrlhf.training import team as teams
     from mindrlhf.training.replica_team import ReplicaTeam
-    from mindrlhf.training.team import Star, Team, serve
 
-    sent, laid = [0], relay.lay_out
+    sent = [0]
 
     class Counted(socket.socket):
         def sendmsg(self, *arguments):
@@ -278,24 +277,16 @@ def messages(num_replicas: int, num_ranks: int, num_rows: int) -> Measured:
             sent[0] += number
             return number
 
-    def lay_out(arrays):
-        if threading.current_thread() is threading.main_thread():  # rank 0's
-            sent[0] += sum(array.nbytes for array in arrays.values())
-        return laid(arrays)
+    def share(ranks, layout, arrays):  # in place of the collective
+        sent[0] += sum(array.nbytes for array in arrays.values()) * (ranks[0] == 0 and bool(arrays))
+        return {name: np.zeros(shape, dtype) for name, dtype, shape in layout}
 
-    relay.lay_out = lay_out
-    world_size = num_replicas * num_ranks
-    pairs = [socket.socketpair() for _ in range(world_size - 1)]
-    relays = [relay.Relay(rank, [0]) for rank in range(world_size)]
-    star = Star(Counted(fileno=ours.detach()) for ours, _ in pairs)
-    star.relay, star.places = relays[0], {rank: one.place for rank, one in enumerate(relays)}
-    threads = [
-        threading.Thread(target=serve, args=(Held(), theirs, one), daemon=True)
-        for (_, theirs), one in zip(pairs, relays[1:])
-    ]
+    teams._share = share
+    pairs = [socket.socketpair() for _ in range(num_replicas * num_ranks - 1)]
+    threads = [threading.Thread(target=teams.serve, args=(Held(), theirs), daemon=True) for _, theirs in pairs]
     for thread in threads:
         thread.start()
-    team = Team(Held(), star)
+    team = teams.Team(Held(), [Counted(fileno=ours.detach()) for ours, _ in pairs])
     replicas = ReplicaTeam(team, Layout(data_parallel=num_replicas, model_parallel=num_ranks))
     rows = [np.zeros((num_rows // num_replicas, 4096), np.int32) for _ in range(6)]
 

@@ -32,7 +32,7 @@ LAYERS = (
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 # The same within training, by folder or module: the loop drives ranks, whose models know nothing of it.
 TRAINING_LAYERS = (
-    ("broadcast", "relay", "runtime", "vision", "routing", "optimizers"),
+    ("broadcast", "runtime", "vision", "routing", "optimizers"),
     ("team", "batch"),
     ("replica_team", "nodes", "profiling"),
     ("preflight",),

@@ -325,8 +325,6 @@ def test_nothing_listens_but_ranks_and_between_nodes_node_0():
         ("mindrlhf/system/ports.py", ".bind(("),
         ("mindrlhf/training/team.py", "listen("),
         # Each rank of more than two, for the rank that passes rows on to it: from other machines, and from its own.
-        ("mindrlhf/training/relay.py", "listen("),
-        ("mindrlhf/training/relay.py", "AF_UNIX"),
         # With --nodes: the launcher of node 0, and rank 0 while the other nodes' rollout servers are connected.
         ("mindrlhf/launch/nodes/first.py", "create_server("),
         ("mindrlhf/training/nodes.py", "listen("),

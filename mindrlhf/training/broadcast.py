@@ -1,7 +1,10 @@
 """Broadcasts between ranks as compiled graphs: over HCCL, and so RoCE, on Ascend."""
 
 import hashlib
+import math
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
+from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -16,6 +19,8 @@ from mindspore.communication import (
 
 from mindrlhf.models.context import by_itself
 from mindrlhf.weights.publish.collective import WORD
+
+SHARED_WORDS = 1 << 18  # of a bucket of rows: one graph whatever their size
 
 
 class BroadcastCell(nn.Cell):
@@ -60,6 +65,37 @@ class BucketBroadcast:
                 ms.runtime.synchronize()  # or buckets that wait to be sent would fill the device
             return None
         return received.asnumpy()
+
+
+def broadcast_arrays(
+    ranks: tuple[int, ...], layout: Sequence[Sequence[Any]], arrays: Mapping[str, np.ndarray] | None
+) -> dict[str, np.ndarray]:
+    """Return the arrays of the first of ``ranks`` on all of them; all call it at the same time.
+
+    Args:
+        ranks: ascending.
+        layout: name, dtype and shape of each array.
+        arrays: on the first rank; None on the others.
+    """
+    ends = np.cumsum([0, *(_num_words(dtype, shape) for _, dtype, shape in layout)]).tolist()
+    words = np.zeros(-(-ends[-1] // SHARED_WORDS) * SHARED_WORDS, WORD)
+    parts = {
+        name: words[start:end].view(np.uint8)[: math.prod(shape) * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
+        for (name, dtype, shape), start, end in zip(layout, ends, ends[1:])
+    }
+    for name, part in parts.items() if arrays is not None else ():
+        part[...] = arrays[name]
+    share = open_broadcast(ranks, ranks[0], SHARED_WORDS)
+    for start in range(0, len(words), SHARED_WORDS):
+        received = share(words[start : start + SHARED_WORDS] if arrays is not None else None)
+        if received is not None:
+            words[start : start + SHARED_WORDS] = received
+    return parts
+
+
+def _num_words(dtype: str, shape: Sequence[int]) -> int:
+    """Words of an array, up to the next multiple of 8 bytes, at which any dtype is aligned."""
+    return -(-math.prod(shape) * np.dtype(dtype).itemsize // 8) * 2
 
 
 @cache

@@ -158,7 +158,7 @@ def run_rank(config: AnyConfig, training: Training, *, resume: bool) -> None:
         if rank.is_rank_0:
             _run_rank_0(config, training, worker, connections, stack, resume, start_s)
         else:
-            serve(worker, connections[0], connections.relay)
+            serve(worker, connections[0])
 
 
 def _run_rank_0(

@@ -5,6 +5,7 @@ and results as JSON and plain NumPy arrays, and it closes the moment a process d
 """
 
 import contextlib
+import hmac
 import secrets
 import socket
 import time
@@ -19,26 +20,14 @@ from mindrlhf.system.handshake import keep_alive, receive_hello
 from mindrlhf.system.ports import listen
 from mindrlhf.system.records import decode, encode
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, rank_0_host, receive_message, send_message
-from mindrlhf.training.relay import RELAYED_BYTES, Relay, is_admitted, route_of
 from mindrlhf.training.runtime import Rank
 
 _ADMISSION_TIMEOUT_S = 60.0
 _HELLO_TIMEOUT_S = 5.0  # an unauthenticated peer that says nothing keeps the ranks waiting no longer than this
 _TOKEN_WORDS = 4
+BROADCAST_BYTES = 1 << 16  # smaller messages are sent to each rank
 
 Results = list[Any]  # the records that the ranks returned from one call, by rank; None where they return nothing
-
-
-class Star(list[socket.socket]):
-    """The connections of a rank: on rank 0 to each other rank in order, elsewhere the one to rank 0.
-
-    Attributes:
-        relay: by which ranks pass on what several are given alike; None where there are two or fewer.
-        places: of the relays, by rank; on rank 0.
-    """
-
-    relay: Relay | None = None
-    places: Mapping[int, Any] = {}
 
 
 class Team:
@@ -50,7 +39,7 @@ class Team:
 
     def __init__(self, worker: Any, connections: Sequence[socket.socket] = ()):
         self.rank_0 = worker
-        self._connections = connections if isinstance(connections, Star) else Star(connections)
+        self._connections = list(connections)
 
     @property
     def world_size(self) -> int:
@@ -74,20 +63,20 @@ class Team:
             method: a public method of the worker; it takes records, arrays and JSON values by name, and returns a
                 record (:mod:`mindrlhf.training.batch`) or nothing.
             per_rank: arguments of their own for each rank; arrays of what is the same object for several ranks leave
-                rank 0 once (:mod:`mindrlhf.training.relay`).
+                rank 0 once, if they are large: their first rank broadcasts them to the others.
             common: arguments that all ranks get.
 
         Raises:
             RunFailure: a rank died or failed; the message names it.
         """
-        own = per_rank or [{}] * self.world_size
+        arguments = per_rank or [{}] * self.world_size
         alike: dict[int, list[int]] = {}
-        for rank, arguments in enumerate(own):
-            alike.setdefault(id(arguments), []).append(rank)
-        for ranks in alike.values():
+        for rank, of_rank in enumerate(arguments):
+            alike.setdefault(id(of_rank), []).append(rank)
+        for ranks in reversed(alike.values()):  # those of rank 0, which takes part in their broadcast, last
             if ranks != [0]:
-                self._send(ranks, method, {**common, **own[ranks[0]]})
-        results = [getattr(self.rank_0, method)(**{**common, **own[0]})]
+                self._send(ranks, method, {**common, **arguments[ranks[0]]}, may_broadcast=per_rank is not None)
+        results = [getattr(self.rank_0, method)(**{**common, **arguments[0]})]
         with timeline.span("waiting for the other ranks", method=method):
             results += [self._result_of(rank) for rank in range(1, self.world_size)]
         heartbeat.tick()
@@ -99,30 +88,25 @@ class Team:
             with contextlib.suppress(ConnectionClosed, OSError):  # a rank that is gone need not be told
                 send_message(connection, {"method": "close", "values": {}})
             connection.close()
-        if self._connections.relay:
-            self._connections.relay.close()
-        self._connections = Star()
+        self._connections = []
 
-    def _send(self, ranks: Sequence[int], method: str, arguments: Mapping[str, Any]) -> None:
+    def _send(self, ranks: Sequence[int], method: str, arguments: Mapping[str, Any], *, may_broadcast: bool) -> None:
         """Send ranks a call whose arguments are the same for all of them; rank 0 among them has them already."""
         encoded, arrays = encode(arguments)
         header = {"method": method, "values": encoded}
-        size_bytes = sum(array.nbytes for array in arrays.values())
-        relay, places = self._connections.relay, self._connections.places
         others = [rank for rank in ranks if rank]
-        if not relay or len(others) < 2 or size_bytes < RELAYED_BYTES:
+        size_bytes = sum(array.nbytes for array in arrays.values())
+        if not may_broadcast or len(others) < 2 or size_bytes < BROADCAST_BYTES:
             for rank in others:
                 self._guard(rank, send_message, self._connections[rank - 1], header, arrays)
             return
-        order = route_of(ranks, places)
-        after = [*([rank, places[rank]] for rank in order[1:]), None]
-        for before, rank, following in zip([None, *order], order, after):
-            if rank:
-                own, own_arrays = (header, arrays) if before is None else ({"method": method}, {})
-                own = own | {"route": {"before": before, "after": following}}
-                self._guard(rank, send_message, self._connections[rank - 1], own, own_arrays)
-        if order[0] == 0:
-            relay.pass_on(encoded, arrays, after[0])
+        layout = [[name, array.dtype.str, list(array.shape)] for name, array in arrays.items()]
+        header["broadcast"] = {"ranks": list(ranks), "layout": layout}
+        for rank in others:
+            is_root = rank == ranks[0]
+            self._guard(rank, send_message, self._connections[rank - 1], header, arrays if is_root else {})
+        if ranks[0] == 0:
+            _share(ranks, layout, arrays)
 
     def _result_of(self, rank: int) -> Any:
         header, values = self._guard(rank, _receive, self._connections[rank - 1])
@@ -138,7 +122,7 @@ class Team:
             raise RunFailure(f"rank {rank} died ({error}); see worker_{rank}.log in the log directory") from None
 
 
-def serve(worker: Any, connection: socket.socket, relay: Relay | None = None) -> None:
+def serve(worker: Any, connection: socket.socket) -> None:
     """Do what rank 0 asks until it closes the team; the loop of every other rank.
 
     Raises:
@@ -152,10 +136,9 @@ def serve(worker: Any, connection: socket.socket, relay: Relay | None = None) ->
             connection.close()
             return
         try:
-            values = header.get("values")
-            if "route" in header:
-                values, arrays = relay.take(header, arrays, connection)
-            result = getattr(worker, header["method"])(**decode(values, arrays))
+            if shared := header.get("broadcast"):
+                arrays = _share(shared["ranks"], shared["layout"], arrays)
+            result = getattr(worker, header["method"])(**decode(header["values"], arrays))
         except Exception as error:
             message = " ".join(str(error).split()) or type(error).__name__
             with contextlib.suppress(ConnectionClosed, OSError):  # what went wrong here matters more
@@ -171,32 +154,29 @@ def _with_rank_0(function: Any, *arguments: Any) -> Any:
         raise RunFailure(f"rank 0 died ({error}); see worker_0.log in the log directory") from None
 
 
-def connect(rank: Rank) -> Star:
-    """Open the star.
+def connect(rank: Rank) -> list[socket.socket]:
+    """Return the connections of a rank: of rank 0 to each other rank in order, of others the one to rank 0.
 
     The address of rank 0 and a random token travel by a device broadcast, so only the ranks of this run can join.
     """
     if rank.world_size == 1:
-        return Star()
+        return []
     if rank.is_rank_0:
         return _admit(rank)
     port, *token = _broadcast(np.zeros(1 + _TOKEN_WORDS, np.int32))
     connection = socket.create_connection((rank_0_host(), int(port)), timeout=_ADMISSION_TIMEOUT_S)
     connection.settimeout(None)
     keep_alive(connection)
-    star, words = Star([connection]), [int(word) for word in token]
-    star.relay = Relay(rank.index, words) if rank.world_size > 2 else None
-    send_message(connection, {"rank": rank.index, "token": words, "place": star.relay and star.relay.place})
-    return star
+    send_message(connection, {"rank": rank.index, "token": [int(word) for word in token]})
+    return [connection]
 
 
-def _admit(rank: Rank) -> Star:
+def _admit(rank: Rank) -> list[socket.socket]:
     token = [secrets.randbits(31) for _ in range(_TOKEN_WORDS)]
     with listen(rank_0_host(), backlog=rank.world_size) as listener:
         _broadcast(np.array([listener.getsockname()[1], *token], np.int32))
         end_s = time.monotonic() + _ADMISSION_TIMEOUT_S  # for all of them: unauthenticated peers may come without end
         connections: dict[int, socket.socket] = {}
-        places = {}
         while len(connections) < rank.world_size - 1:
             listener.settimeout(max(0.001, end_s - time.monotonic()))
             connection = _accept(listener, rank.world_size - 1 - len(connections))
@@ -204,15 +184,11 @@ def _admit(rank: Rank) -> Star:
                 header = receive_hello(connection, _HELLO_TIMEOUT_S)
             except (ConnectionClosed, ProtocolError, TimeoutError):
                 header = {}
-            if not is_admitted(header, token):  # an unauthenticated peer
+            if not _is_admitted(header, token):  # an unauthenticated peer
                 connection.close()
                 continue
-            connections[header["rank"]], places[header["rank"]] = connection, header.get("place")
-    star = Star(connections[index] for index in range(1, rank.world_size))
-    if rank.world_size > 2:
-        star.relay = Relay(0, token)
-        star.places = places | {0: star.relay.place}
-    return star
+            connections[header["rank"]] = connection
+    return [connections[index] for index in range(1, rank.world_size)]
 
 
 def _accept(listener: socket.socket, num_missing: int) -> socket.socket:
@@ -226,6 +202,11 @@ def _accept(listener: socket.socket, num_missing: int) -> socket.socket:
     return connection
 
 
+def _is_admitted(header: Mapping[str, Any], token: Sequence[int]) -> bool:
+    """Return whether a first message is of a rank of this run; the time tells nothing about where it differs."""
+    return hmac.compare_digest(repr(header.get("token")).encode(errors="replace"), repr(list(token)).encode())
+
+
 def _broadcast(words: np.ndarray) -> np.ndarray:
     """Return rank 0's int32 ``words`` on every rank."""
     import mindspore as ms
@@ -233,6 +214,13 @@ def _broadcast(words: np.ndarray) -> np.ndarray:
     from mindrlhf.training.broadcast import BroadcastCell
 
     return BroadcastCell(root=0)(ms.Tensor(words)).asnumpy()
+
+
+def _share(ranks: Sequence[int], layout: list[list[Any]], arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the arrays that the first of ``ranks`` has, on each of them; all call it at the same time."""
+    from mindrlhf.training.broadcast import broadcast_arrays
+
+    return broadcast_arrays(tuple(ranks), layout, arrays or None)
 
 
 def _send(connection: socket.socket, header: Mapping[str, Any], values: Mapping[str, Any]) -> None:

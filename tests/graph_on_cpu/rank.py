@@ -75,7 +75,7 @@ def main(directory: Path) -> None:
             _Rank0(spec, job, lowered, ranks, own_directory, load_file(directory / BATCHES_NAME)).run()
             ranks.close()
         else:
-            serve(lowered.actor, connections[0], connections.relay)
+            serve(lowered.actor, connections[0])
         report = {
             "losses": lowered.update.losses,
             "written_bytes": _written_bytes(lowered.actor),
