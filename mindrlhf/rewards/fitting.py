@@ -1,4 +1,4 @@
-"""Which verifier fits the prompts of a file, told from their reference answers: what `mindrlhf config new` writes."""
+"""Choice of a verifier for the prompts of a file by their reference answers, for `mindrlhf config new`."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What can be wrong with a reward function, found by running it: `mindrlhf rewards check`."""
+"""Checks of a reward function by running it: `mindrlhf rewards check`."""
 
 import time
 from collections import Counter, defaultdict

@@ -91,12 +91,12 @@ class RewardPool:
 
     @property
     def compares(self) -> bool:
-        """Whether a verifier reads ``RewardInput.completions``."""
+        """Return whether a verifier reads ``RewardInput.completions``."""
         return any(COMPLETIONS in reads.context for reads in self._reads)
 
     @property
     def reads_steps(self) -> bool:
-        """Whether a verifier reads the texts of turns or of tokens."""
+        """Return whether a verifier reads the texts of turns or of tokens."""
         return any(name in reads.context for reads in self._reads for name in STEP_TEXTS)
 
     def take_counts(self) -> dict[str, float]:

@@ -41,7 +41,7 @@ _registered: dict[str, Callable[..., float]] = {}
 
 @dataclass(frozen=True)
 class Reads:
-    """What a verifier, or several together, read of a sample beside its completion and answer."""
+    """Fields of a sample that verifiers read beside completion and answer."""
 
     context: tuple[str, ...] = ()  # of CONTEXT_KEYWORDS
     columns: tuple[str, ...] = ()  # that it names, if the prompt has them
@@ -324,7 +324,7 @@ def declared_reads(specification: str, options: Container[str]) -> Reads | None:
 
 
 def needs_answer(name: str) -> bool:
-    """Whether a built-in verifier has nothing to go by without an answer: its code reads it, and it asks no judge."""
+    """Return whether a built-in verifier needs an answer: its code reads it, and it asks no judge."""
     function = _registered.get(name) if name in built_in_names() else None
     if function is None or ".judges." in function.__module__:
         return False

@@ -1,4 +1,4 @@
-"""Which verifiers score a run's samples, and how their parts make up the reward."""
+"""The verifiers of a run, and the reward made up of their parts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

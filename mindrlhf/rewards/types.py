@@ -50,7 +50,7 @@ class Task:
 
     @property
     def may_travel(self) -> bool:
-        """Whether another node may score it: what has failed here is tried again here."""
+        """Return whether another node may score it: what has failed here is tried again here."""
         return not self.is_suspect and not self.failures
 
     def read_by(self, reads: Any) -> list[Any]:

@@ -29,7 +29,7 @@ MAX_SHOWN_CHARS = 80
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What a worker is told before the first sample; lists are by position of the verifier."""
+    """Settings of a worker, sent before the first sample; lists are by position of the verifier."""
 
     verifiers: list[str]
     options: list[dict[str, str]]

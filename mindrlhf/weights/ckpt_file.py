@@ -136,7 +136,7 @@ def _fields(data: memoryview, start: int, stop: int, known: set[int]) -> Iterato
 
 
 def _read_field(data: memoryview, position: int, end: int, known: set[int]) -> tuple[int, tuple[int, int, int]]:
-    """Where the field ends, and its key with the (start, stop) of its content."""
+    """Return the end of the field, and its key with the (start, stop) of its content."""
     key = data[position]
     if key not in known:
         raise ValueError(f"byte {position} begins no known field")

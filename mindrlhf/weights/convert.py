@@ -71,7 +71,7 @@ def check_checkpoint(source: TensorDirectory, spec: ModelSpec, dims: ModelDims) 
 
 
 def count_draft_tensors(source: TensorDirectory, dims: ModelDims) -> int:
-    """How many tensors of a checkpoint belong to multi-token prediction layers."""
+    """Count the tensors of a checkpoint that belong to multi-token prediction layers."""
     return sum(name.startswith(ignored_names(dims).prefixes) for name in source.names())
 
 
@@ -146,7 +146,7 @@ def hf_tensor_infos(model, dtype: str | None = None) -> list[TensorInfo]:
 
 
 def buffer_infos(spec: ModelSpec, dims: ModelDims, own: str, read: str) -> list[TensorInfo]:
-    """What `hf_tensor_infos` returns, of a model that is not there; ``own`` is the dtype of its parameters."""
+    """As `hf_tensor_infos`, for a model that is not there; ``own`` is the dtype of its parameters."""
     return [
         TensorInfo(name, buffer_dtype(rule, file_dtype(rule, own), read), shape)
         for rule in spec.rules(dims)

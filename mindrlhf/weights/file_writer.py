@@ -23,7 +23,7 @@ Content = np.ndarray | Iterable[np.ndarray]
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Where everything stands in a file.
+    """Positions of everything in a file.
 
     Attributes:
         frames: (position, bytes) of what stands around the data.

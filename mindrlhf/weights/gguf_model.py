@@ -147,7 +147,7 @@ def _config(file: GgufFile) -> dict:
 
 
 def _gemma3(file: GgufFile, value, config: dict) -> dict:
-    """What Gemma 3 has of its own. llama.cpp knows the rest by heart: every sixth layer attends to all, the others turn
+    """Settings of Gemma 3 alone. llama.cpp knows the rest by heart: every sixth layer attends to all, the others turn
     by base 10,000, and scores of the model with 62 layers alone are scaled by the width that a head would have.
     """
     if value("attn_logit_softcapping") or value("final_logit_softcapping"):

@@ -8,7 +8,7 @@ from mindrlhf.weights.sharded import ShardedDirectory
 
 
 def is_sharded(model_dir: str | os.PathLike) -> bool:
-    """Whether `mindrlhf weights shard`, or the ranks of a run, wrote a directory."""
+    """Return whether `mindrlhf weights shard`, or the ranks of a run, wrote a directory."""
     return (Path(model_dir) / SHARDED_NAME).is_file()
 
 

@@ -39,7 +39,7 @@ STRATEGY_NAME = "strategy"
 
 
 def rank_file(directory: Path, rank: int, file_format: str) -> Path:
-    """Where the shards of a rank lie: where `transform_checkpoints` looks for them."""
+    """Path of the shards of a rank, where `transform_checkpoints` looks for them."""
     return directory / f"rank_{rank}" / f"checkpoint_{rank}.{file_format}"
 
 
@@ -90,7 +90,7 @@ class ShardedManifest:
     tensors: dict[str, tuple[str, str]]
 
     def infos_of_rank(self, rank: int) -> dict[str, TensorInfo]:
-        """What the file of a rank holds, by name."""
+        """Arrays in the file of a rank, by name."""
         return {
             name: array.shard_info
             for name, array in self.arrays.items()
@@ -318,7 +318,7 @@ class ShardedDirectory(TensorDirectory):
             )
 
     def read_shard(self, rank: int, name: str) -> np.ndarray:
-        """What a rank holds of an array; for safetensors a view of the mapped file.
+        """Return a rank's shard of an array; for safetensors a view of the mapped file.
 
         Raises:
             UserError: it differs from its checksum, or the rank's directory is elsewhere.
@@ -341,7 +341,7 @@ class ShardedDirectory(TensorDirectory):
         self._files[rank].release(name)
 
     def shard_entry(self, rank: int, name: str) -> dict[str, Any]:
-        """What the rank's manifest says of a shard: offset, shape and checksum."""
+        """Entry of a shard in its rank's manifest: offset, shape and checksum."""
         return self._shards[rank][name]
 
     def rules(self) -> Iterator:

@@ -1,4 +1,4 @@
-"""What a tensor is, apart from its numbers: the one record of name, dtype and shape, the dtypes, places in memory.
+"""Descriptions of tensors: name, dtype and shape; the dtypes of files; alignment in memory.
 
 Needs the standard library and NumPy only: both interpreters (training and rollout) import it.
 """

@@ -83,12 +83,12 @@ def stated_choice(text: str) -> str | None:
 
 
 def states_choice(text: str) -> bool:
-    """Whether running text says of a letter that it is the answer, the option or the choice."""
+    """Return whether running text says of a letter that it is the answer, the option or the choice."""
     return _STATED.search(text[-MAX_TAIL_CHARS:]) is not None
 
 
 def _is_listing(text: str, matches: list[re.Match[str]]) -> bool:
-    """Whether the last letter only ends a list of the options: it follows the one before it, a line apart at most."""
+    """Return whether the last letter only ends a list of options, a line behind the letter before it at most."""
     if len(matches) < 2:
         return False
     letters = [next(letter for letter in match.groups() if letter).upper() for match in matches[-2:]]

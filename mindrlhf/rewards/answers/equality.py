@@ -1,4 +1,4 @@
-"""Whether two written answers mean the same: cheaply for the common forms, exactly for all.
+"""Comparison of two written answers by meaning: cheap for the common forms, exact for all.
 
 Lists, sets, tuples, intervals and equations are taken apart here (``forms``, ``relations``); the values in them are
 numbers, quantities, words or LaTeX expressions, which ``expressions`` compares through math-verify's grammar.
@@ -44,7 +44,7 @@ _MAX_DEPTH = 4
 
 
 def answers_equal(prediction: str, reference: str, tolerance: float = 0.0) -> bool:
-    """Whether ``prediction`` means the same as ``reference``.
+    """Return whether ``prediction`` means the same as ``reference``.
 
     Spelling does not matter (``spelling``). By the first of these rules that applies:
 
@@ -223,7 +223,7 @@ class _Comparison:
         return _matched_one_to_one(parts, list(references), equal)
 
     def _agree(self, value: str, last: str) -> bool:
-        """Whether two constants of one chain are equal, up to the rounding of the second."""
+        """Return whether two constants of one chain are equal, up to the rounding of the second."""
         number = parse_number(last)
         value = _for_computing(value)
         if expressions_equal(value, _for_computing(last)):
@@ -245,7 +245,7 @@ def _matched_one_to_one(parts: Sequence[str], references: list[str], equal: Call
 
 
 def _in_order(prediction: str, reference: str) -> bool | None:
-    """Whether two dates, times, remainders, measures in units or counts of things are the same; None of others."""
+    """Return whether two dates, times, remainders, measures or counts of things are the same; None of others."""
     verdict = times_equal(prediction, reference)
     if verdict is not None:
         return verdict
@@ -261,7 +261,7 @@ def _in_order(prediction: str, reference: str) -> bool | None:
 
 
 def _sets_equal(prediction: str, reference: str) -> bool | None:
-    """Whether both are the same set of real numbers; None when one of them is none."""
+    """Return whether both are the same set of real numbers; None when one of them is none."""
     found, wanted = real_set(prediction), real_set(reference)
     if found is None or wanted is None:
         return None

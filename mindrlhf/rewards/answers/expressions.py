@@ -1,4 +1,4 @@
-"""Whether two LaTeX expressions have the same value: parsed as a whole by math-verify's grammar, compared exactly.
+"""Comparison of two LaTeX expressions by value: parsed as a whole by math-verify's grammar, compared exactly.
 
 math-verify (github.com/huggingface/Math-Verify, Apache-2.0) brings the grammar, ``latex2sympy2_extended``; it reads
 LaTeX only and evaluates no Python. The tree is made without evaluation, so that its size is known before anything is
@@ -52,7 +52,7 @@ def refusal(expression: str) -> str | None:
 
 
 def expressions_equal(prediction: str, reference: str, tolerance: float = 0.0) -> bool:
-    """Whether both are one expression, or matrix, with the same value.
+    """Return whether both are one expression, or matrix, with the same value.
 
     ``tolerance`` is the relative error that constants may have. Neither is evaluated when it is too large
     (``limits``); what cannot be read is equal to nothing.
@@ -112,7 +112,7 @@ def constant(expression: str):
 
 
 def proportional(prediction: str, reference: str, only_positive: bool) -> bool:
-    """Whether one formula is the other times a number other than 0, which ``only_positive`` asks to be positive.
+    """Return whether one formula is the other times a number other than 0, which ``only_positive`` asks to be positive.
 
     Of formulas that have one value everywhere, only those are that are so with functions as variables: an identity
     is proportional to its own rearrangements, and to no other identity.

@@ -77,7 +77,7 @@ class Found(NamedTuple):
 
 
 def prefilled(prompt: str) -> str:
-    """What the chat template has written at the end of ``prompt`` as the beginning of the response: ``<think>``.
+    """Return the beginning of the response that the chat template wrote at the end of ``prompt``: ``<think>``.
 
     Words before the first tag ("Let me think.") are no part of it.
     """
@@ -96,7 +96,7 @@ def response_text(completion: str, prompt: str = "") -> str:
 
 
 def behind_thoughts(completion: str, prompt: str = "") -> str:
-    """What stands in a response behind its thoughts; nothing when a thought is not closed.
+    """Return the part of a response behind its thoughts; nothing when a thought is not closed.
 
     A closing mark without an opening one closes too: the template may have opened the thought in a prompt that is not
     known. Without any marks it is the whole response.
@@ -130,12 +130,12 @@ def last_boxed(text: str) -> str | None:
 
 
 def has_box(text: str) -> bool:
-    """Whether a box is opened in ``text``, closed or not."""
+    """Return whether a box is opened in ``text``, closed or not."""
     return any(box in text for box in _BOXES)
 
 
 def is_marked(text: str) -> bool:
-    """Whether ``text`` marks an answer: behind ``#### ``, in ``<answer>...</answer>`` or in a box, closed or not."""
+    """Return whether ``text`` marks an answer: ``#### ``, ``<answer>...</answer>`` or a box, closed or not."""
     return "#### " in text or bool(_answer_tags(text)) or has_box(text)
 
 
@@ -164,7 +164,7 @@ def boxed_answer(text: str) -> str | None:
 
 
 def answer_line(text: str) -> str | None:
-    """What follows the last ``Answer:`` up to the end of its line, out of its box if it is in one; or None.
+    """Return what follows the last ``Answer:`` up to the end of its line, out of its box if it is in one; or None.
 
     With nothing on that line it is the next one with text. Emphasis and case do not matter. Only the end of the text
     is searched, ``MAX_BOXED_CHARS`` of it. What stands behind it must not say otherwise.

@@ -79,7 +79,7 @@ def read_form(text: str) -> Form:
 
 
 def is_name(text: str) -> bool:
-    """Whether ``text`` only names what an equation gives the value of: ``x``, ``f(2)``, ``m+n``, ``|AB|``, words.
+    """Return whether ``text`` names the quantity of an equation: ``x``, ``f(2)``, ``m+n``, ``|AB|``, words.
 
     ``2x``, ``x^2``, ``\\sqrt{x}`` and ``-x`` are no names: their value is not that of x.
     """
@@ -95,7 +95,7 @@ def is_name(text: str) -> bool:
 
 
 class Equation(NamedTuple):
-    """What is said to be equal: the name of it, if any, and the values given, exact ones before approximate ones."""
+    """An equation: the name on its left, if any, and the values given, exact ones before approximate ones."""
 
     name: str | None
     values: tuple[str, ...]
@@ -139,7 +139,7 @@ def _bare_decimal(text: str) -> str:
 
 
 def is_constant(text: str) -> bool:
-    """Whether ``text`` has no variables, as far as its letters show."""
+    """Return whether ``text`` has no variables, as far as its letters show."""
     text = _WORDS_AROUND.sub("", text)
     text = re.sub(r"\\(?:frac|sqrt|pi|times|cdot|div|binom|circ|ast|log|ln|exp|sin|cos|tan)(?![A-Za-z])", "", text)
     return re.search(r"[A-Za-wyzA-WYZ\\]|(?<![0-9] )[xX]|[xX](?! ?[0-9(])", text) is None

@@ -17,7 +17,7 @@ _LIST = re.compile(r"\[\s*([\"']).*\1\s*\]", re.DOTALL)
 def is_correct(
     prediction: str | None, answer: str, tolerance: float = 0.0, prompt: str = "", *, is_marked: bool = True
 ) -> bool:
-    """Whether ``prediction`` (None: there is none) means the same as ``answer``, or is a sentence that states it.
+    """Return whether ``prediction`` (None: none) means the same as ``answer``, or is a sentence that states it.
 
     It must be a result too, not the question again (``restated.is_result``, with ``prompt`` and ``is_marked``).
     ``tolerance`` is the relative error that numbers may have.
@@ -42,7 +42,7 @@ def is_correct(
 
 
 def answers_right(completion: str, answer: str, *, prompt: str, finish_reason: str, tolerance: float) -> bool:
-    """Whether a response ends with the right answer, marked or not.
+    """Return whether a response ends with the right answer, marked or not.
 
     A response without a mark that was cut (``finish_reason`` "length") has none.
 

@@ -1,4 +1,4 @@
-"""What is too large to be computed, found by the size of an expression before anything is evaluated.
+"""Bounds on what is computed, checked by the size of an expression before anything is evaluated.
 
 SymPy computes exactly: ``9^{9^9}`` would fill the memory, ``\\binom{10^9}{10^8}`` and most integrals would take all of
 a sample's time. ``check_text`` judges the LaTeX, ``check_tree`` what is made of it without evaluation; both raise

@@ -102,7 +102,7 @@ def _parse_composed(text: str) -> Number | None:
 
 
 def numbers_equal(a: Number, b: Number) -> bool:
-    """Whether two numbers are the same, under the reading of per cent signs given above."""
+    """Return whether two numbers are the same, under the reading of per cent signs given above."""
     if a.value == b.value:
         return True
     if a.is_percentage == b.is_percentage:
@@ -112,7 +112,7 @@ def numbers_equal(a: Number, b: Number) -> bool:
 
 
 def is_near(number: Number, reference: Number, tolerance: float) -> bool:
-    """Whether a number is within the relative error ``tolerance`` of another, both with a per cent sign or neither."""
+    """Return whether two numbers, both with a per cent sign or neither, differ by ``tolerance`` relatively at most."""
     if not tolerance or number.is_percentage != reference.is_percentage:
         return False
     return abs(number.value - reference.value) <= Fraction(tolerance) * abs(reference.value)

@@ -166,7 +166,7 @@ def stated_value(text: str) -> str | None:
 
 
 def states_value(text: str) -> bool:
-    """Whether the last number of ``text`` stands in "the answer is ..."."""
+    """Return whether the last number of ``text`` stands in "the answer is ..."."""
     tail = text[-_MAX_BEHIND_CHARS:]
     last_digit = max(tail.rfind(digit) for digit in "0123456789")
     sentence = _SENTENCE_END.split(tail[: last_digit + 1])[-1]
@@ -183,7 +183,7 @@ def other_value(behind: str) -> str | None:
 
 
 def is_denied(before: str) -> bool:
-    """Whether the text in front of an answer says that it is not the answer."""
+    """Return whether the text in front of an answer says that it is not the answer."""
     line = re.sub(r"<answer>\s*$", "", before[-_MAX_DENIAL_CHARS:]).rpartition("\n")[2]
     return _DENIAL.search(line) is not None
 
@@ -198,12 +198,12 @@ def value_beside(before: str) -> str | None:
 
 
 def denies(behind: str) -> bool:
-    """Whether the text behind an answer begins with saying that it is wrong."""
+    """Return whether the text behind an answer begins with saying that it is wrong."""
     return _DENIES.match(behind[:_MAX_BEHIND_CHARS]) is not None
 
 
 def stated_answer(text: str) -> str | None:
-    """What a short answer in words states: "The answer is 42." or "42 apples are left": 42; None when unclear."""
+    """Return what a short answer states, 42 of "The answer is 42." or "42 apples are left"; None when unclear."""
     if len(text) > MAX_SENTENCE_CHARS or not re.search(r"[A-Za-z]{2,}[\s:]", text):
         return None
     text = plain_unicode(text)
@@ -363,7 +363,7 @@ def _is_mathematical(token: str) -> bool:
 
 
 def _continues(tokens: list[str], place: int) -> bool:
-    """Whether the token belongs to the expression beside it."""
+    """Return whether the token belongs to the expression beside it."""
     token, following = tokens[place], tokens[place + 1] if place + 1 < len(tokens) else ""
     previous = tokens[place - 1] if place else ""
     if token.isalpha() and len(token) > 1 and previous[:1].isdigit() and token not in _FUNCTIONS:

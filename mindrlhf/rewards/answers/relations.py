@@ -34,7 +34,7 @@ _TURNED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "\\ne": "\\ne", "
 
 
 def is_set_like(text: str) -> bool:
-    """Whether ``text`` may be a set of numbers that is written otherwise elsewhere."""
+    """Return whether ``text`` may be a set of numbers that is written otherwise elsewhere."""
     return _SET_LIKE.search(text) is not None
 
 
@@ -48,7 +48,7 @@ def real_set(text: str) -> tuple[str | None, Any] | None:
 
 
 def relations_equal(prediction: str, reference: str) -> bool:
-    """Whether two equations or inequalities say the same: their differences of sides are in proportion."""
+    """Return whether two equations or inequalities say the same: their differences of sides are in proportion."""
     sides = []
     for text in (prediction, reference):
         parts = split(text, _SIGN)

@@ -1,4 +1,4 @@
-"""Whether an answer is a result, or says again what was asked: ``14 + 7`` is no answer to "What is 14 + 7?".
+"""Results told from repetitions of the question: ``14 + 7`` is no answer to "What is 14 + 7?".
 
 Answers are equal by value (``equality``), which cannot tell the two apart: a policy that repeats the question would be
 paid. So a question for a number is answered by a number. The grader of PRM800K has the same rule for integers (Lightman
@@ -100,7 +100,7 @@ _OPERAND_BEHIND = re.compile(
 
 
 def is_result(prediction: str, reference: str, prompt: str = "", *, is_marked: bool = True) -> bool:
-    """Whether ``prediction``, which is equal to ``reference``, states a result.
+    """Return whether ``prediction``, which is equal to ``reference``, states a result.
 
     It does not when it still is to be computed where the reference is a number, or a list, tuple or set of numbers: a
     sum, difference or product of numbers, or a quotient that is no fraction of two. Of an answer that nothing marks
@@ -126,7 +126,7 @@ def is_result(prediction: str, reference: str, prompt: str = "", *, is_marked: b
 
 
 def restates(text: str, prompt: str = "") -> bool:
-    """Whether the last number of ``text``, which marks no answer, is an operand, or copied with its words.
+    """Return whether the last number of ``text``, which marks no answer, is an operand, or copied with its words.
 
     An operand in words: "14 plus 7", "half of 42". Copied: the words beside it stand in ``prompt`` in the same order.
     """
@@ -154,7 +154,7 @@ def restates(text: str, prompt: str = "") -> bool:
 
 
 def _is_list_mark(text: str, number: re.Match[str]) -> bool:
-    """Whether a number counts an item that nothing follows: the ``2.`` behind ``1. 14 + 7``."""
+    """Return whether a number counts an item that nothing follows: the ``2.`` behind ``1. 14 + 7``."""
     mark = re.fullmatch(r"\s*[.):]\s*", text[number.end() :])
     if mark is None or not number.group().isdigit() or text[: number.start()].rpartition("\n")[2].strip():
         return False
@@ -164,7 +164,7 @@ def _is_list_mark(text: str, number: re.Match[str]) -> bool:
 
 
 def _copies_numbers(text: str, prompt: str) -> bool:
-    """Whether ``text`` names several numbers, all of the prompt, and concludes nothing: "a = 14 and b = 7"."""
+    """Return whether ``text`` names several numbers, all of the prompt, and concludes nothing: "a = 14 and b = 7"."""
     named = {_plain_token(one) for one in _NUMBER.findall(text)}
     if len(named) < 2 or _CONCLUSION.search(text):
         return False
@@ -181,7 +181,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _has_result(part: str, is_marked: bool, is_integer: bool) -> bool:
-    """Whether one of the values that are said to be equal in ``part`` is computed."""
+    """Return whether one of the values that are said to be equal in ``part`` is computed."""
     values = [value for value in split(part, _EQUALS) if value]
     named = [value for value in values if not is_name(value)] or values
     return any(_is_computed(value, is_marked, is_integer) for value in named)
@@ -207,7 +207,7 @@ def _num_operations(text: str) -> int:
 
 
 def _stands_in(prompt: str, prediction: str, reference: str) -> bool:
-    """Whether ``prediction`` stands in ``prompt`` as an expression of its own, and is not ``reference`` as written."""
+    """Return whether ``prediction`` is an expression of ``prompt``, and is not ``reference`` as written."""
     tokens = _tokens(prediction)
     if not tokens or _same_writing(prediction, reference):
         return False
@@ -222,7 +222,7 @@ def _stands_in(prompt: str, prediction: str, reference: str) -> bool:
 
 
 def _same_writing(prediction: str, reference: str) -> bool:
-    """Whether both are written alike; decimals may have zeros behind, numbers signs of currency, per cent or units."""
+    """Return whether both are written alike, but for zeros behind decimals, signs of currency, per cent and units."""
     if _tokens(prediction) == _tokens(reference):
         return True
     quantities = parse_quantity(prediction), parse_quantity(reference)

@@ -107,12 +107,12 @@ def parse_quantity(text: str) -> Quantity | None:
 
 
 def units_fit(unit: str | None, other: str | None) -> bool:
-    """Whether two answers may have these units, under the rules above."""
+    """Return whether two answers may have these units, under the rules above."""
     return not unit or not other or unit == other
 
 
 def is_measure(words: str) -> bool:
-    """Whether ``words`` name a unit of measure that is known here; ``a``, ``in`` and the like are words of prose."""
+    """Return whether ``words`` name a known unit of measure; ``a``, ``in`` and the like are words of prose."""
     return words.lower() not in _PROSE and measure(words) is not None
 
 

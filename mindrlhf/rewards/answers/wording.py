@@ -132,7 +132,7 @@ def standard_form(text: str) -> str:
 
 
 def is_algebra(text: str) -> bool:
-    """Whether ``text`` may be read as algebra, where letters are variables and stand for factors.
+    """Return whether ``text`` may be read as algebra, where letters are variables and stand for factors.
 
     It is not when two letters in a row are a word or a unit, when a number follows a letter or another number
     (``7 R 2``), or when it is a chain of letters (``A-B-C``) or of symbols with numbers (``H_2O``).
@@ -221,7 +221,7 @@ def counts(text: str) -> dict[str, Hashable] | None:
 
 
 def times_equal(prediction: str, reference: str) -> bool | None:
-    """Whether both are the same time of day (``3:30 p.m.``, ``15:30``); None when neither shows that it is one."""
+    """Return whether both are the same time of day (``3:30 p.m.``, ``15:30``); None when neither is clearly one."""
     found = [_time(text) for text in (prediction, reference)]
     if not any(time is not None and time[2] for time in found):
         return None

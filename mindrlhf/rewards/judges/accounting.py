@@ -1,4 +1,4 @@
-"""What the scoring of a sample took, counted in the worker that did it and summed by its pool."""
+"""Costs of scoring a sample, counted in its worker and summed by the pool."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""What verifiers share that compare the responses to one prompt with each other."""
+"""Shared parts of verifiers that compare the responses to one prompt with each other."""
 
 import hashlib
 import re

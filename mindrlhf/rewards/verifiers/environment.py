@@ -1,4 +1,4 @@
-"""What did the environment give?"""
+"""The reward that the environment gave."""
 
 import math
 

@@ -19,7 +19,7 @@ PREFIX = "reasoning-gym:"
 
 @register
 def reasoning_gym_score(completion: str, answer: str, *, prompt: str = "") -> float:
-    """What reasoning-gym's scorer of the task gives the final answer, from 0 to 1.
+    """Return the score of the final answer by reasoning-gym's own scorer of the task, from 0 to 1.
 
     The final answer is the last ``<answer>...</answer>``, or else the last box, or all of it behind the thoughts.
     An answer that the scorer cannot read earns nothing.

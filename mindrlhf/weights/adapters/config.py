@@ -1,4 +1,4 @@
-"""What `adapter_config.json` of an adapter in PEFT's format says, as far as it matters here."""
+"""The settings of `adapter_config.json`, in PEFT's format, that matter here."""
 
 import logging
 from dataclasses import replace

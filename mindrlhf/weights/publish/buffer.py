@@ -171,12 +171,12 @@ class WeightBuffer:
 
     @property
     def num_buckets(self) -> int:
-        """How many buckets share the memory, one after the other."""
+        """Number of buckets that share the memory, one after the other."""
         return len(self._buckets)
 
     @property
     def num_places(self) -> int:
-        """How many buckets the memory holds at once."""
+        """Number of buckets that the memory holds at once."""
         return len(self._place_sizes)
 
     @property
@@ -187,7 +187,7 @@ class WeightBuffer:
 
     @property
     def bucket(self) -> int:
-        """Which bucket of the version readers see, from 0: the one written last, or what ``turn_to`` said."""
+        """Index of the bucket that readers see, from 0: the one written last, or what ``turn_to`` said."""
         return self._visible()[1] if self._bucket_read is None else self._bucket_read
 
     def turn_to(self, bucket: int) -> None:
@@ -211,7 +211,7 @@ class WeightBuffer:
         return self.infos[self._index[name]]
 
     def wants(self, name: str) -> bool:
-        """Whether the tensor ``name`` belongs to the bucket that is being written."""
+        """Return whether the tensor ``name`` belongs to the bucket that is being written."""
         return self._index.get(name) in self._buckets[self._bucket_in_progress]
 
     def write(self, name: str, array: np.ndarray, index: Index | None = None) -> None:
@@ -253,7 +253,7 @@ class WeightBuffer:
         return is_there
 
     def written(self) -> list[WrittenSlice]:
-        """What this process has written since ``begin``, as JSON-able values."""
+        """Slices that this process has written since ``begin``, as JSON-able values."""
         return [one for own in self._written.values() for one in own]
 
     def commit(self, written: Iterable[WrittenSlice] | None = None, required: RequiredSlices | None = None) -> None:
@@ -510,7 +510,7 @@ def _read_slices(fd: int, offset: int, infos: Sequence[TensorInfo]) -> dict[str,
 
 
 def _is_slice(bounds: Any, shape: Sequence[int]) -> bool:
-    """Whether a value that was read is a slice of a tensor of this shape."""
+    """Return whether a value that was read is a slice of a tensor of this shape."""
     return (
         isinstance(bounds, list)
         and len(bounds) == len(shape)

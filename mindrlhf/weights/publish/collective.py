@@ -57,7 +57,7 @@ class BucketSlice:
 
 @dataclass(frozen=True)
 class Bucket:
-    """What one broadcast carries.
+    """Content of one broadcast.
 
     Attributes:
         root: the rank that sends.

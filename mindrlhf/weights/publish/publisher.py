@@ -30,14 +30,14 @@ Transport = TcpTransport | CollectiveTransport
 
 @result
 class BufferPath:
-    """Where the ranks of a node find its weight buffer; empty where a rank made none."""
+    """Path of each node's weight buffer, for its ranks; empty where a rank made none."""
 
     path: str = merged_by(last)
 
 
 @result
 class Published:
-    """What a rank wrote to the weight buffer of its node: by node, see ``WrittenSlice``."""
+    """Slices that a rank wrote to the weight buffer of its node: by node, see ``WrittenSlice``."""
 
     written: dict[str, list] = merged_by(join)
 
@@ -199,7 +199,7 @@ class PublishingWorker:
 
 
 class Ranks(Protocol):
-    """What is needed of :class:`mindrlhf.training.team.Team` here."""
+    """The part of :class:`mindrlhf.training.team.Team` that is used here."""
 
     world_size: int
     rank_0: Any

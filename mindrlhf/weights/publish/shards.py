@@ -1,4 +1,4 @@
-"""Which rank writes which part of which logical tensor to the weight buffer.
+"""Plans of the parts of logical tensors that each rank writes to the weight buffer.
 
 A shard of a fused MindFormers parameter is a handful of slices of Hugging Face tensors, so every rank writes what it
 holds where it belongs, without a gather: between them the ranks move each byte exactly once, the least that
@@ -57,7 +57,7 @@ def plan_publication(
     rank: int,
     ranks: Sequence[int] | None = None,
 ) -> dict[str, list[PublishedShard]]:
-    """What ``rank`` writes, by MindFormers name; the plans of all ranks cover each element exactly once.
+    """Return what ``rank`` writes, by MindFormers name; the plans of all ranks cover each element exactly once.
 
     ``ranks`` are those that share its buffer, None for all; see :func:`choose_writers`.
     """
@@ -141,7 +141,7 @@ def _expert_shards(rule: ParameterRule, dims: ModelDims, rows: slice, columns: s
 def wanted_shards(
     publication: Mapping[str, Sequence[PublishedShard]], buffer: WeightBuffer
 ) -> dict[str, list[PublishedShard]]:
-    """What of a publication belongs to the bucket that is being written, by MindFormers name."""
+    """Parts of a publication in the bucket that is being written, by MindFormers name."""
     wanted = {name: [part for part in parts if buffer.wants(part.hf_name)] for name, parts in publication.items()}
     return {name: parts for name, parts in wanted.items() if parts}
 

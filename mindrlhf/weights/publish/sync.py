@@ -38,14 +38,14 @@ Address = tuple[str, int]
 
 @result
 class LeaderAddress:
-    """Where the first rank of a node waits for those of the others: host and port by node; empty on other ranks."""
+    """Host and port, by node, at which its first rank waits for the others; empty on other ranks."""
 
     places: dict[str, Any] = merged_by(union)
 
 
 @result
 class Received:
-    """What crossed between nodes, as it lies in memory there: by node, see ``WrittenSlice``.
+    """Slices that crossed between nodes, as they lie in memory there: by node, see ``WrittenSlice``.
 
     Attributes:
         slices: what came to the node; where several of its ranks got parts of a slice, their sums add up.

@@ -67,7 +67,7 @@ class TcpTransport:
 
     @property
     def address(self) -> Address:
-        """Where the other nodes reach this one."""
+        """Address at which the other nodes reach this one."""
         return self._listener.getsockname()[:2]
 
     def connect(
@@ -287,7 +287,7 @@ def _buffered(view: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def may_repeat(dtype: np.dtype) -> bool:
-    """Whether elements of a dtype often keep their bits: with 4 bytes every element changes in every update."""
+    """Return whether elements of a dtype often keep their bits: with 4 bytes every element changes in every update."""
     return dtype.itemsize == 2
 
 

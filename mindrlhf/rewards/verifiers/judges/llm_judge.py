@@ -1,4 +1,4 @@
-"""What does another model think of it?"""
+"""The mark that another model gives."""
 
 import re
 from statistics import fmean

@@ -1,4 +1,4 @@
-"""How often does a response win against another to its prompt?"""
+"""The share of comparisons that a response wins against others to its prompt."""
 
 from statistics import fmean
 

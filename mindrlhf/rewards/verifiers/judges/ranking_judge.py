@@ -1,4 +1,4 @@
-"""Where does a response stand among all to its prompt?"""
+"""The rank of a response among all to its prompt."""
 
 from statistics import fmean
 

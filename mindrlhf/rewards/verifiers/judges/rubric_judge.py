@@ -1,4 +1,4 @@
-"""Which criteria of its problem's rubric does a response meet?"""
+"""The criteria of its problem's rubric that a response meets."""
 
 from statistics import fmean
 
