@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
-# Makes .venv-bench, the environment in which scripts/benchmark_trl.py and scripts/benchmark_trl_vision.py measure
-# Hugging Face TRL.
+# Makes .venv-bench, the environment in which `python scripts/benchmarks trl` measures Hugging Face TRL.
 # Nothing of MindRLHF is installed in it. Run again at any time: what is already right is left as it is.
 #   PYTHON=python3.11 bash scripts/setup_benchmark.sh
 set -euo pipefail
 
 TORCH="torch==2.13.0+cpu"
-PACKAGES=("trl==1.16.0" "transformers==5.19.0" "pillow==13.0.0") # pillow for pictures
+PACKAGES=("trl==1.16.0" "transformers==5.19.0")
 TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

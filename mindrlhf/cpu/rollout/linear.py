@@ -4,8 +4,7 @@ vLLM repacks weights for oneDNN, which makes each weight update a rebuild of the
 plain matrices that updates are copied into, and each is multiplied in the way that is fastest for its size on this
 processor (``Way``). Most of a product with few rows is reading the weight, and oneDNN reads a left operand once, as it
 lies. So a large weight is made the left operand: (weight @ rows transposed) transposed. With 32 rows, one thread and an
-Intel Xeon with AVX-512, 9728 x 896 takes 5.1 ms so, and 8.0 by MKL, which PyTorch calls
-(scripts/benchmark_products.py).
+Intel Xeon with AVX-512, 9728 x 896 takes 5.1 ms so, and 8.0 by MKL, which PyTorch calls.
 """
 
 import enum
