@@ -13,8 +13,12 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.training import SHARED_PROMPTS
 from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.layout.batch import BatchPlan
 from mindrlhf.specs import find_spec
 from mindrlhf.system.files import last_lines
 from mindrlhf.system.progress import watched
@@ -169,6 +173,28 @@ def compiled_config(hf_config: dict) -> dict:
     spec = find_spec(hf_config)
     vision = spec.dims(hf_config).vision
     return spec.decoder_config(hf_config) if vision is not None and vision.deepstack_blocks else hf_config
+
+
+def update_request(
+    config: GrpoConfig, hf_config: dict, batch: BatchPlan, parallel: dict[str, Any], rank: int, num_layers: int = 0
+) -> CompileRequest:
+    """Return the update of a run, as ``rank`` compiles it; ``parallel`` has `data_parallel` filled in."""
+    return CompileRequest(
+        hf_config=hf_config,
+        parallel=parallel,
+        rank=rank,
+        seq_length=batch.row_length,
+        micro_batch_size=batch.rows_per_pipeline_micro_batch // config.parallel_config.micro_batch_interleave_num,
+        num_layers=num_layers,
+        param_dtype=config.model.param_dtype,
+        compute_dtype=config.model.compute_dtype,
+        recompute=config.model.recompute,
+        memory=asdict(config.memory),
+        beta=config.algorithm.beta,
+        optimizer=config.optimizer.type,
+        shared_prompts=config.training.packing == SHARED_PROMPTS,
+        lora=config.lora.options and asdict(config.lora.options),
+    )
 
 
 def compile_ranks(

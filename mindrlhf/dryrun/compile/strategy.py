@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.training import SHARED_PROMPTS
 from mindrlhf.dryrun.compile.request import (
     CompileReport,
     CompileRequest,
     compile_ranks,
     compiled_config,
+    update_request,
 )
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.layout.feasibility import can_compile, check_feasible, check_num_ranks
@@ -130,21 +130,8 @@ def _requests(config: GrpoConfig, hf_config: dict, layout: Layout, layers_per_st
     }
     return {
         # The last of the compiled stages is the last of all.
-        stage if stage < num_stages - 1 else layout.pipeline_stage - 1: CompileRequest(
-            hf_config=hf_config,
-            parallel=parallel,
-            rank=stage * layout.stage_size,
-            seq_length=batch.row_length,
-            micro_batch_size=batch.rows_per_pipeline_micro_batch // config.parallel_config.micro_batch_interleave_num,
-            num_layers=min(num_layers, dims.num_layers),
-            param_dtype=config.model.param_dtype,
-            compute_dtype=config.model.compute_dtype,
-            recompute=config.model.recompute,
-            memory=dataclasses.asdict(config.memory),
-            beta=config.algorithm.beta,
-            optimizer=config.optimizer.type,
-            shared_prompts=config.training.packing == SHARED_PROMPTS,
-            lora=config.lora.options and dataclasses.asdict(config.lora.options),
+        stage if stage < num_stages - 1 else layout.pipeline_stage - 1: update_request(
+            config, hf_config, batch, parallel, stage * layout.stage_size, min(num_layers, dims.num_layers)
         )
         for stage in range(num_stages)
     }

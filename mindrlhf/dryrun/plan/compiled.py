@@ -5,8 +5,14 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mindrlhf.config.training import SHARED_PROMPTS
-from mindrlhf.dryrun.compile.request import GRADIENTS, CompileReport, CompileRequest, compile_ranks, compiled_config
+from mindrlhf.dryrun.compile.request import (
+    GRADIENTS,
+    CompileReport,
+    CompileRequest,
+    compile_ranks,
+    compiled_config,
+    update_request,
+)
 from mindrlhf.dryrun.plan.memory import ASLEEP, RUNTIME, STEP, UPDATE
 from mindrlhf.dryrun.plan.plan import Plan
 from mindrlhf.layout.rows import step_length
@@ -91,21 +97,6 @@ def _requests(plan: Plan, rank: int) -> list[CompileRequest]:
 
 def step_request(plan: Plan, rank: int) -> CompileRequest:
     """Return the update of a plan's run, as ``rank`` compiles it."""
-    config = plan.config
-    parallel = dataclasses.asdict(config.parallel_config) | {"data_parallel": plan.layout.data_parallel}
-    return CompileRequest(
-        hf_config=compiled_config(plan.model.hf_config),
-        parallel=parallel,
-        rank=rank,
-        seq_length=plan.batch.row_length,
-        micro_batch_size=plan.batch.rows_per_pipeline_micro_batch,
-        param_dtype=config.model.param_dtype,
-        compute_dtype=config.model.compute_dtype,
-        recompute=config.model.recompute,
-        memory=dataclasses.asdict(config.memory),
-        plan_memory=True,
-        beta=config.algorithm.beta,
-        optimizer=config.optimizer.type,
-        shared_prompts=config.training.packing == SHARED_PROMPTS,
-        lora=config.lora.options and dataclasses.asdict(config.lora.options),
-    )
+    parallel = dataclasses.asdict(plan.config.parallel_config) | {"data_parallel": plan.layout.data_parallel}
+    request = update_request(plan.config, compiled_config(plan.model.hf_config), plan.batch, parallel, rank)
+    return dataclasses.replace(request, plan_memory=True)

@@ -32,7 +32,6 @@ from mindrlhf.dryrun.plan.parameters import (
 )
 from mindrlhf.dryrun.plan.rollout import RolloutPlan, plan_rollout
 from mindrlhf.dryrun.plan.roofline import DEVICES, Device, StepSeconds, of_node, roofline
-from mindrlhf.dryrun.plan.vision import VisionPlan, plan_vision
 from mindrlhf.errors import UserError
 from mindrlhf.layout.batch import BatchPlan
 from mindrlhf.layout.feasibility import check_feasible, check_model, check_num_ranks, check_rollout
@@ -103,6 +102,19 @@ class Model:
 
 
 @dataclass(frozen=True)
+class TowerPlan:
+    """Vision tower, whole on every rank of the first pipeline stage.
+
+    Attributes:
+        num_parameters: elements.
+        run_bytes: memory of the widest operator, for one image that fills a prompt.
+    """
+
+    num_parameters: int
+    run_bytes: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """Sizes of a run on a cluster.
 
@@ -111,7 +123,7 @@ class Plan:
         num_adapter_parameters: elements of its adapters; 0 where all of it is trained.
         layer_stages: pipeline stage of every decoder layer.
         states: exact parameter and optimiser state of a rank, by pipeline stage.
-        vision: the vision tower; None for a model of text.
+        tower: the frozen vision tower; None for a model of text.
         memory: every phase of the loop for every pipeline stage.
         buffer_bytes: host memory of the weight buffer on each node.
         seconds: roofline of a step.
@@ -131,7 +143,7 @@ class Plan:
     memory: tuple[PhaseMemory, ...]
     buffer_bytes: int
     seconds: StepSeconds
-    vision: VisionPlan | None
+    tower: TowerPlan | None
 
     @property
     def peak(self) -> PhaseMemory:
@@ -269,6 +281,18 @@ def _buffer_bytes(config: GrpoConfig, model: Model) -> int:
     return sum(bucket_sizes)
 
 
+def _plan_tower(inputs: MemoryInputs, layouts: Sequence[ParameterLayout]) -> TowerPlan | None:
+    vision = inputs.dims.vision
+    if vision is None:
+        return None
+    num_tokens = inputs.batch.row_length - inputs.config.rollout.max_response_length
+    widths = vision.hidden_size + 3 * vision.intermediate_size
+    return TowerPlan(
+        count_parameters([layout for layout in layouts if layout.name.startswith(VISION_PREFIX)]),
+        num_tokens * vision.merge_size**2 * widths * inputs.element_bytes,
+    )
+
+
 def make_plan(config: GrpoConfig, model: Model, machine: Machine) -> Plan:
     """Plan a run; raises UserError as :func:`prepare` does."""
     inputs, layouts = prepare(config, model, machine)
@@ -289,8 +313,5 @@ def make_plan(config: GrpoConfig, model: Model, machine: Machine) -> Plan:
         memory=tuple(plan_memory(inputs)),
         buffer_bytes=_buffer_bytes(config, model),
         seconds=roofline(inputs, model.num_active, machine.device),
-        vision=plan_vision(
-            inputs,
-            count_parameters([layout for layout in layouts if layout.name.startswith(VISION_PREFIX)]),
-        ),
+        tower=_plan_tower(inputs, layouts),
     )

@@ -81,7 +81,7 @@ def plan_json(
         values[name] = dataclasses.asdict(getattr(plan, name))
     values["seconds"]["tokens_per_s"] = plan.seconds.tokens_per_s
     values["states"] = [dataclasses.asdict(state) for state in plan.states]
-    values["vision"] = plan.vision and dataclasses.asdict(plan.vision)
+    values["tower"] = plan.tower and dataclasses.asdict(plan.tower)
     values["verdict"] = dataclasses.asdict(verdict)
     values["search"] = result and dataclasses.asdict(result)
     values["planned_memory"] = [dataclasses.asdict(stage) for stage in planned]

@@ -9,7 +9,6 @@ from mindrlhf.dryrun.plan.plan import Plan
 from mindrlhf.dryrun.plan.roofline import PROMPT_SHARE, RESPONSE_SHARE, UNSEEN, StepSeconds
 from mindrlhf.dryrun.plan.search import Candidate, SearchResult
 from mindrlhf.dryrun.plan.verdict import Verdict
-from mindrlhf.dryrun.plan.vision import VisionPlan
 from mindrlhf.layout.batch import batch_lines
 from mindrlhf.system.sizes import format_size
 
@@ -26,8 +25,9 @@ def render_text(plan: Plan, verdict: Verdict) -> str:
         section("Parameters", _parameter_lines(plan)),
         section("Rollout servers", _rollout_lines(plan)),
     ]
-    if plan.vision is not None:
-        parts.append(section("Vision tower", _vision_lines(plan.vision)))
+    if plan.tower is not None:
+        words = f"{plan.tower.num_parameters:,} parameters, frozen, whole on every rank of the first stage; "
+        parts.append(section("Vision tower", wrap(f"{words}~ {format_size(plan.tower.run_bytes)} while it runs")))
     if plan.config.run.device != "cpu":
         parts.append(section("Time of a step", _time_lines(plan.seconds)))
     return "\n\n".join([*parts, section("Verdict", verdict_lines(verdict))])
@@ -45,17 +45,6 @@ def _time_lines(times: StepSeconds) -> list[str]:
             f"{PROMPT_SHARE:.0%}."
         ),
     ]
-
-
-def _vision_lines(vision: VisionPlan) -> list[str]:
-    rows = [
-        ("parameters", f"{vision.num_parameters:,}", "frozen; whole on every rank of the first stage, sent once"),
-        ("image tokens, at most", f"{vision.num_image_tokens:,}", "of a prompt that holds nothing else"),
-        ("~ operations per image token", f"{vision.operations_per_token / 1e9:.2f} G", "forward only"),
-        ("~ prompts seen per step", f"{vision.num_passes:,}", "each by every data-parallel rank with samples of it"),
-        ("~ memory while it runs", format_size(vision.run_bytes), "for one image of that many tokens"),
-    ]
-    return columns(rows, "<><")
 
 
 def section(title: str, lines: Iterable[str]) -> str:
@@ -161,7 +150,7 @@ def _stage_lines(plan: Plan) -> list[str]:
     size = plan.layout.stage_size
     for stage, state in enumerate(plan.states):
         layers = [layer for layer, place in enumerate(plan.layer_stages) if place == stage]
-        extra = ["vision"] * (stage == 0 and plan.vision is not None) + ["embedding"] * (stage == 0)
+        extra = ["vision"] * (stage == 0 and plan.tower is not None) + ["embedding"] * (stage == 0)
         extra += ["head"] * (stage == plan.layout.pipeline_stage - 1)
         rows.append(
             (
@@ -189,22 +178,10 @@ def _memory_lines(plan: Plan) -> list[str]:
         sizes = [next((item.size_bytes for item in phase.items if item.name == name), 0) for phase in shown]
         rows.append((("  " if name in exact else "~ ") + name, *(format_size(size) if size else "-" for size in sizes)))
     rows.append(("total", *(format_size(phase.total) for phase in shown)))
-    lines = [*columns(rows, "<" + ">" * len(shown)), "", *columns(_calculations(shown, names), "<<")]
+    lines = columns(rows, "<" + ">" * len(shown))
     if plan.layout.pipeline_stage > 1:
         lines += ["", *columns(_stage_totals(plan.memory), "<" + ">" * len(shown))]
     return lines
-
-
-def _calculations(shown: Sequence[PhaseMemory], names: Sequence[str]) -> list[tuple[str, str]]:
-    """Calculation of the size of each item, one for each phase where they differ."""
-    rows = []
-    for name in names:
-        hows = {phase.phase: item.how for phase in shown for item in phase.items if item.name == name}
-        if len(set(hows.values())) == 1:
-            rows.append((f"  {name}", f"= {next(iter(hows.values()))}"))
-        else:
-            rows += [(f"  {name}, {phase}", f"= {how}") for phase, how in hows.items()]
-    return rows
 
 
 def _stage_totals(memory: Sequence[PhaseMemory]) -> list[tuple[str, ...]]:

@@ -139,7 +139,7 @@ def _largest_parts(phase: PhaseMemory) -> str:
 
 
 def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Yield changes, from those that cost nothing to those that cost speed."""
+    """Yield changes, from those that cost nothing to those that cost speed; the search tries other layouts."""
     config, layout = plan.config, plan.layout
     parallel, training, rollout = config.parallel_config, config.training, config.rollout
     if layout.model_parallel > 1 and not layout.use_seq_parallel:
@@ -156,31 +156,11 @@ def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
         yield {"memory.logit_positions": _LOGIT_POSITIONS}
     if on_ascend and not config.memory.swap_moments:
         yield {"memory.swap_moments": True}
-    recompute = {} if config.memory.recomputes_parts else {"model.recompute": True}
-    if recompute and not config.model.recompute:
-        yield recompute
+    if not config.memory.recomputes_parts and not config.model.recompute:
+        yield {"model.recompute": True}
     for factor in (2, 4, 8):
         if training.micro_batch_size % (factor * plan.batch.num_pipeline_micro_batches) == 0:
             yield {"training.micro_batch_size": training.micro_batch_size // factor}
-    for factor in (2, 4, 8):
-        if layout.data_parallel % factor == 0 and layout.model_parallel * factor <= plan.machine.node_size:
-            keys = {
-                "parallel_config.model_parallel": layout.model_parallel * factor,
-                "parallel_config.use_seq_parallel": True,
-                "parallel_config.data_parallel": layout.data_parallel // factor,
-            }
-            yield keys
-            yield {**keys, **recompute}
-    for factor in (2, 4, 8):
-        if layout.data_parallel % factor == 0:
-            stages = layout.pipeline_stage * factor
-            micro = max(parallel.micro_batch_num, stages)
-            yield {
-                "parallel_config.pipeline_stage": stages,
-                "parallel_config.data_parallel": layout.data_parallel // factor,
-                "parallel_config.micro_batch_num": micro,
-                "training.micro_batch_size": micro * plan.batch.rows_per_pipeline_micro_batch,
-            }
     if rollout.tensor_parallel < plan.machine.node_size and rollout.num_replicas % 2 == 0:
         yield {
             "rollout.tensor_parallel": rollout.tensor_parallel * 2,
