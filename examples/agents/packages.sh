@@ -19,7 +19,7 @@ if [ ! -x "$python" ]; then
     # shellcheck disable=SC2086  # words
     "$python" -m pip install --quiet $package
 fi
-build=(.venv/bin/mindrlhf data build --handler map_keys --map question=question,answer=answer --template qwen
+build=(.venv/bin/mindrlhf data build --handler map_keys --map question=question,answer=answer --template chat
     --tokenizer examples/quickstart/checkpoint)
 source scripts/keep_run.sh
 keep_run "$data"

@@ -21,7 +21,7 @@ cp "$recipe/model_config.json" "$work/model/config.json"
 cp "$work"/data/tokenizer*.json "$work/model"
 build() { # FILE OPTIONS
     .venv/bin/mindrlhf data build --input "$1.jsonl" --output "$1.mindrecord" --tokenizer "$work/model" \
-        --handler gsm8k --template qwen --max-prompt-length 32 "${@:2}"
+        --handler gsm8k --template chat --max-prompt-length 32 "${@:2}"
 }
 build "$work/habit/train" --task sft --max-length "$longest"
 build "$work/data/train"

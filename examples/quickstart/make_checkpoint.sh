@@ -30,7 +30,7 @@ stage() {
     [ -f "$work/model/tokenizer.json" ] ||
         .venv/bin/python "$recipe/make_tokenizer.py" --data "$data/train.jsonl" --out "$work/model"
     .venv/bin/mindrlhf data build --input "$data/train.jsonl" --output "$data/train.mindrecord" \
-        --tokenizer "$work/model" --handler gsm8k --template qwen --max-prompt-length 96 --task sft --max-length 160
+        --tokenizer "$work/model" --handler gsm8k --template chat --max-prompt-length 96 --task sft --max-length 160
     .venv/bin/mindrlhf sft "$recipe/sft.yaml" run.output_dir="$work/stage$number" model.path="$model" \
         data.train_file="$data/train.mindrecord" data.tokenizer_dir="$work/model" "$@"
 }

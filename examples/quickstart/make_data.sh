@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 recipe=examples/quickstart
 data=runs/quickstart
-problems="--tokenizer $recipe/checkpoint --handler gsm8k --template qwen --max-prompt-length 96"
+problems="--tokenizer $recipe/checkpoint --handler gsm8k --template chat --max-prompt-length 96"
 
 rm -f "$data"/{train,test}.{jsonl,mindrecord,mindrecord.db}
 .venv/bin/python "$recipe/problems.py" --out "$data" --num-train 4000 --num-test 300 --seed 1 --levels 1 2

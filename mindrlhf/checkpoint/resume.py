@@ -102,7 +102,7 @@ def check_same_teachers(old: Mapping[str, str], new: Mapping[str, str]) -> None:
     """Check that a run is resumed with the teachers that it began with.
 
     Args:
-        old: of the checkpoint, empty in those of releases that took none.
+        old: of the checkpoint.
         new: of now.
 
     Raises:

@@ -36,7 +36,7 @@ def check_same_data(
     """Check that a run is resumed on the data with which it began, in the same place or moved.
 
     Args:
-        old: fingerprint in the checkpoint, empty in those of releases that took none.
+        old: fingerprint in the checkpoint.
         old_data: data section of the checkpoint's config.
         new: fingerprint of the data of now.
         data: data section of the config of now.

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 CHAT = "chat"
 BUILT_IN = (CHAT, "plain", "r1")
-# The name that ``chat`` had, which files of prompts go on to have where it is asked for.
-OLD_CHAT = "qwen"
 
 PLAIN_SOURCE = "{{ question + '\\n' }}"
 
@@ -228,7 +226,7 @@ def load_template(
             place for ``system``.
     """
     options = checked_options(options or {})
-    if name in (CHAT, OLD_CHAT):
+    if name == CHAT:
         source = _chat_template(tokenizer, options)
         if source is None:
             raise UserError(
@@ -249,8 +247,7 @@ def load_template(
 
 
 def template_of(header: "PromptFileHeader", tokenizer: Tokenizer) -> PromptTemplate | None:
-    """Return the chat template that made the prompts of a file, for what follows them; None when none did, or one from
-    a file that older releases did not keep."""
+    """Return the chat template that made the prompts of a file, for the turns that follow; None when none did."""
     name, options = header.template, header.template_options
     if header.template_source:
         return PromptTemplate(name, header.template_source, None, tokenizer, options)
@@ -261,7 +258,7 @@ def template_of(header: "PromptFileHeader", tokenizer: Tokenizer) -> PromptTempl
 
 
 def _is_named(name: str, tokenizer: Tokenizer) -> bool:
-    return name in BUILT_IN or name == OLD_CHAT or name in tokenizer.chat_templates
+    return name in BUILT_IN or name in tokenizer.chat_templates
 
 
 def checked_options(options: Options) -> dict[str, Any]:

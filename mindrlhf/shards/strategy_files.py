@@ -34,8 +34,6 @@ DESCRIPTION_NAME = "strategy.json"
 MERGED_NAME = "merged.ckpt"
 STAGES_NAME = "stages"
 FORMAT_VERSION = 1
-# Optional sizes that are described where they are None too.
-_ALWAYS_DESCRIBED = ("experts", "latent", "yarn")
 # MindSpore's own prefixes of optimiser state and gradient accumulators: laid out like the parameters they belong to.
 _STATES = dict.fromkeys((*STATE_NAMES, *GRAPH_NAMES.values()))
 STATE_PREFIXES = tuple(f"{name}." for name in (*_STATES, "accu_grads", "grad", "moment1", "moment2"))
@@ -48,17 +46,9 @@ def strategy_hash(dims: "ModelDims", layout: Layout) -> str:
 
 
 def identifying_dims(dims: "ModelDims") -> dict[str, Any]:
-    """The sizes that tell models apart, JSON-able: not the draft layers, which are left out of every file written."""
+    """Return the sizes that tell models apart, as JSON values: all but the draft layers, which no file has."""
     values = json.loads(json.dumps(dataclasses.asdict(dims)))
     del values["num_draft_layers"]
-    for field in dataclasses.fields(dims):  # described as before there were models that have them
-        if field.name in values and field.name not in _ALWAYS_DESCRIBED and values[field.name] == field.default:
-            del values[field.name]
-    if dims.vision is None:
-        return values
-    for field in dataclasses.fields(dims.vision):  # likewise those that see before there were other towers
-        if field.default is not dataclasses.MISSING and getattr(dims.vision, field.name) == field.default:
-            del values["vision"][field.name]
     return values
 
 

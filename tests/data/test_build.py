@@ -114,7 +114,7 @@ def test_worker_processes_change_nothing(tokenizer_directory, tmp_path, monkeypa
 def test_sft_appends_the_end_token_and_bounds_the_sum(tokenizer_directory, tmp_path):
     data = [{"q": "abc", "r": "x" * length, "a": 1} for length in (1, 5, 6, 7)]
     path = _write_lines(tmp_path / "a.jsonl", data)
-    for template, end_id, overhead in (("plain", 256, 1), ("qwen", 257, 2)):
+    for template, end_id, overhead in (("plain", 256, 1), ("chat", 257, 2)):
         report = build_prompts(
             [path],
             tmp_path / "sft.mindrecord",

@@ -69,19 +69,19 @@ def jinja_file(tmp_path):
 def test_qwen_text_and_ids_equal_transformers(qwen, qwen_reference, messages):
     chat = [{"role": role, "content": content} for role, content in messages]
     example = Example(tuple(Message(*pair) for pair in messages), "")
-    text = load_template("qwen", qwen).render(example)
+    text = load_template("chat", qwen).render(example)
     assert text == qwen_reference.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert qwen.encode(text) == qwen_reference.apply_chat_template(chat, add_generation_prompt=True)
 
 
 @needs_qwen
 def test_qwen_end_token_is_the_chat_end(qwen):
-    assert response_end_id(load_template("qwen", qwen), qwen) == 151645
+    assert response_end_id(load_template("chat", qwen), qwen) == 151645
     assert response_end_id(load_template("plain", qwen), qwen) == 151643
 
 
 def test_system_prompt_takes_the_place_of_the_records_own():
-    template = load_template("qwen", StubTokenizer(CHAT_SOURCE), system="mine")
+    template = load_template("chat", StubTokenizer(CHAT_SOURCE), system="mine")
     expected = "<|im_start|>system\nmine<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
     # Jinja takes away the source's last line break only.
     assert template.render(_question("q", system="theirs")) == expected
@@ -122,7 +122,7 @@ def test_hash_depends_on_source_and_system(jinja_file):
         load_template("plain", StubTokenizer()).sha256,
         load_template("r1", StubTokenizer()).sha256,
         load_template("r1", StubTokenizer(), system="x").sha256,
-        load_template("qwen", StubTokenizer(CHAT_SOURCE)).sha256,
+        load_template("chat", StubTokenizer(CHAT_SOURCE)).sha256,
         load_template(jinja_file("{{ question }}"), StubTokenizer()).sha256,
     }
     assert len(hashes) == 5
@@ -162,14 +162,14 @@ def test_unknown_names(tmp_path):
     with pytest.raises(UserError, match="no template 'qwen3': choose from chat, plain, r1"):
         load_template("qwen3", StubTokenizer())
     with pytest.raises(UserError, match="needs the chat template of the tokenizer"):
-        load_template("qwen", StubTokenizer())
+        load_template("chat", StubTokenizer())
     with pytest.raises(UserError, match="cannot read template"):
         (tmp_path / "bad.jinja").write_bytes(b"\xff\xfe\x00")
         load_template(str(tmp_path / "bad.jinja"), StubTokenizer())
 
 
 def test_response_end():
-    chat = load_template("qwen", StubTokenizer(CHAT_SOURCE))
+    chat = load_template("chat", StubTokenizer(CHAT_SOURCE))
     plain = load_template("plain", StubTokenizer())
     assert response_end_id(chat, StubTokenizer()) == 7
     assert response_end_id(plain, StubTokenizer()) == 1

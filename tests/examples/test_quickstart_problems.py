@@ -262,7 +262,7 @@ def test_bad_arguments_end_with_one_line_and_no_file(tmp_path):
 
 def test_the_package_reads_problems_and_tokenizer(train, tokenizer_dir):
     tokenizer = load_tokenizer(tokenizer_dir)
-    template = load_template("qwen", tokenizer)
+    template = load_template("chat", tokenizer)
     assert tokenizer.vocab_size == 512
     assert tokenizer.token_to_id("<|im_end|>") == response_end_id(template, tokenizer)
     assert tokenizer.pad_token_id == tokenizer.token_to_id("<|endoftext|>")

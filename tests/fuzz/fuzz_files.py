@@ -38,7 +38,7 @@ def make_prompt_file(directory: Path) -> Path:
         for index in range(6)
     ]
     header = mindrecord.PromptFileHeader(
-        task="prompts", tokenizer_fingerprint="ab" * 32, template="qwen", template_sha256="cd" * 32, handler="gsm8k",
+        task="prompts", tokenizer_fingerprint="ab" * 32, template="chat", template_sha256="cd" * 32, handler="gsm8k",
         num_read=6, num_kept=6, num_bad=0, num_too_long=0, max_prompt_length=100, max_length=None, longest_prompt=5,
         longest_response=0,
     )  # fmt: skip

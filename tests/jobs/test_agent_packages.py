@@ -97,7 +97,7 @@ def played(agent, python, made, reply, **options):
     requests = [
         dataclasses.replace(prompt(one["question"], number), answer=one["answer"]) for number, one in enumerate(made)
     ]
-    template = load_template("qwen", TOKENIZER)
+    template = load_template("chat", TOKENIZER)
     with AgentEpisodes(Engine(reply), TOKENIZER, template, tools, 4000) as source:
         found = list(source.generate(requests, SamplingParams(4000, stop_token_ids=(END,))))
     return sorted(found, key=lambda one: one.request_id)
@@ -132,7 +132,7 @@ def built(tmp_path, made, length):
     """Return the prompts of records."""
     file, prompts = tmp_path / "made.jsonl", tmp_path / "made.mindrecord"
     file.write_text("".join(json.dumps(one) + "\n" for one in made))
-    words = ("--handler", "map_keys", "--map", "question=question,answer=answer", "--template", "qwen")
+    words = ("--handler", "map_keys", "--map", "question=question,answer=answer", "--template", "chat")
     words += ("--tokenizer", ROOT / "examples" / "quickstart" / "checkpoint", "--max-prompt-length", length)
     finished = sanity_inputs.run("data", "build", "--input", file, "--output", prompts, *words, timeout_s=120)
     assert finished.returncode == 0, finished.stderr

@@ -309,7 +309,7 @@ def problems(tmp_path_factory) -> Path:
     subprocess.run(list(map(str, command)), check=True, cwd=ROOT, env=sanity_inputs.environment(), timeout=120)
     for split in ("train", "test"):
         files = ("--input", directory / f"{split}.jsonl", "--output", directory / f"{split}.mindrecord")
-        form = ("--tokenizer", RECIPE / "checkpoint", "--handler", "gsm8k", "--template", "qwen")
+        form = ("--tokenizer", RECIPE / "checkpoint", "--handler", "gsm8k", "--template", "chat")
         built = sanity_inputs.run("data", "build", *files, *form, "--max-prompt-length", 96, timeout_s=120)
         assert built.returncode == 0, built.stderr
     return directory

@@ -14,7 +14,6 @@ from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.shards.strategy_files import (
     check_strategy_directory,
-    identifying_dims,
     read_strategy,
     stage_path,
     strategy_hash,
@@ -146,13 +145,3 @@ def test_a_missing_stage(tmp_path):
     write(tmp_path, "pp=3")
     stage_path(tmp_path, 1).unlink()
     assert "lacks pipeline stage 1" in refused(tmp_path / "stages")
-
-
-def test_models_of_before_are_described_as_before_and_others_with_what_is_theirs():
-    """Or a directory that was made before there were more families would fit no model any more."""
-    assert sorted(identifying_dims(DIMS)) == [
-        "experts", "head_dim", "hidden_size", "initializer_range", "intermediate_size", "latent", "num_heads",
-        "num_kv_heads", "num_layers", "rms_norm_eps", "rope_theta", "tied", "vocab_size", "yarn",
-    ]  # fmt: skip
-    mistral = {**CONFIG, "architectures": ["MistralForCausalLM"], "sliding_window": 64}
-    assert identifying_dims(find_spec(mistral).dims(mistral))["window"] == 64

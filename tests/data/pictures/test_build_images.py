@@ -162,7 +162,7 @@ def test_verl_with_several_images_and_rows_of_text_in_the_chat_template(model, t
         row("2+2?", [], "4"),
         row("Why?", [3], "b"),
     ]
-    prompts = build(model, tmp_path / "o.mindrecord", rows, "verl", template="qwen")
+    prompts = build(model, tmp_path / "o.mindrecord", rows, "verl", template="chat")
     records = prompts.read(range(4))
     tokens = [tokens_of(file) for file in FILES]
     turn = "{system\nThink.}\n{user\n%s}\n{assistant\n"
