@@ -126,8 +126,6 @@ def _line(text: str) -> str:
 
 
 def _scalar(value: Any) -> str:
-    if isinstance(value, str) and not value.isprintable():
-        return json.dumps(value)
     text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
     text = text.removesuffix("...\n").strip()
-    return json.dumps(str(value)) if "\n" in text else text
+    return json.dumps(str(value)) if "\n" in text or not text.isprintable() else text

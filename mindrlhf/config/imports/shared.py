@@ -19,23 +19,15 @@ _WHOLE_ROLES += ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_p
 TOOLS = "name the tools in tools.names; docs/tools.md"
 EVAL_FILE = "path/to/eval.mindrecord"
 Convert = Callable[[Any, Source], Any]
+# Their values to ours; None asks for nothing.
+SWITCH = {True: True, False: None}
+FULL = {"full": True, "selective": None}
+BFLOAT16 = {True: "bfloat16", "bfloat16": "bfloat16", "bf16": "bfloat16", False: None, "float32": None, "fp32": None}
+DEVICE = {"cpu": "cpu", "npu": "ascend", "cuda": "ascend"}
 
 
 def is_on(value: Any) -> bool:
     return str(value).lower() in ("true", "1", "yes", "on")
-
-
-def switch(value: Any, source: Source) -> bool | None:
-    """A key of ours that is set where theirs is on, and left alone where it is not."""
-    return True if is_on(value) else None
-
-
-def text(value: Any, source: Source) -> str:
-    return str(value)
-
-
-def device(value: Any, source: Source) -> str:
-    return "cpu" if str(value).lower() == "cpu" else "ascend"
 
 
 def positive(value: Any, source: Source) -> int | None:
@@ -70,15 +62,6 @@ def prompts(value: Any, source: Source) -> Values:
 def pipeline(value: Any, source: Source) -> Values:
     """Stages, and as many micro-batches, the least that keeps them busy."""
     return {"parallel_config.pipeline_stage": int(value), "parallel_config.micro_batch_num": int(value)}
-
-
-def bfloat16(value: Any, source: Source) -> str | None:
-    return "bfloat16" if value is True or str(value) in ("bfloat16", "bf16") else None
-
-
-def full(value: Any, source: Source) -> bool | None:
-    """Recomputation of whole layers."""
-    return True if value == "full" else None
 
 
 def warmup_share(value: Any, source: Source) -> None:

@@ -23,8 +23,8 @@ class LeftToUserError(Exception):
         self.values = values or {}
 
 
-# Our key, "" for several or none of ours; and None, a mapping of their values to ours, or a function of the value and a
-# `Source`. The result is our value, a dict of several keys, or None where the key asks for nothing.
+# Our key, "" for several or none of ours; and None, a type, a mapping of their values to ours, or a function of the
+# value and a `Source`. The result is our value, a dict of several keys, or None where the key asks for nothing.
 Entry = tuple[str, Any]
 Table = dict[str, Entry]
 
@@ -99,20 +99,12 @@ class Source:
 
 @dataclasses.dataclass
 class Translation:
-    """A config of ours, and the fate of each key of theirs.
-
-    Attributes:
-        values: our keys.
-        origins: our key -> their keys that gave it.
-        without: their keys that have no counterpart, or ask for nothing.
-        for_user: their key -> what the user has to do.
-        unknown: their keys that the tables lack.
-    """
+    """A config of ours, and the fate of each key of theirs."""
 
     values: Values = dataclasses.field(default_factory=dict)
-    origins: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-    without: list[str] = dataclasses.field(default_factory=list)
-    for_user: dict[str, str] = dataclasses.field(default_factory=dict)
+    origins: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # our key -> theirs that gave it
+    without: list[str] = dataclasses.field(default_factory=list)  # no counterpart, or nothing asked for
+    for_user: dict[str, str] = dataclasses.field(default_factory=dict)  # their key -> advice
     unknown: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -167,7 +159,7 @@ def _values(entry: Entry, value: Any, source: Source) -> Values:
     if key and (text := only_shell_knows(value)):
         raise LeftToUserError(f"{text}: set {key}")
     if callable(convert):
-        value = convert(value, source)
+        value = convert(value) if isinstance(convert, type) else convert(value, source)
     elif convert is not None:
         if isinstance(value, list | dict) or value not in convert:
             raise LeftToUserError(f"{value} has no counterpart; {key} knows {', '.join(map(str, convert.values()))}")
