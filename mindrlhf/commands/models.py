@@ -39,7 +39,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
 
 
 def _conversation_facts(directory: str) -> list:
-    """What the chat template makes of a conversation."""
+    """The text that the chat template makes of a conversation."""
     from mindrlhf.data.handlers import Example, Message, RecordError
     from mindrlhf.data.metadata import Fact
     from mindrlhf.data.templates import CHAT, load_template

@@ -239,7 +239,6 @@ class CriticSection:
 
 
 def algorithm_rules(config: RunConfig) -> Rules:
-    """Rules of the sections `algorithm` and `correction`."""
     algorithm = config.algorithm
     yield from _estimator_rules(algorithm)
     yield from _shape_rules(algorithm)
@@ -292,7 +291,7 @@ def _shape_rules(algorithm: AlgorithmSection) -> Rules:
 
 
 def _teacher_rules(config: RunConfig) -> Rules:
-    """There is a teacher where the advantages need one, it is heard, and it stays as it is."""
+    """Teachers: one where the advantages need it, with a weight, and not synchronised."""
     algorithm = config.algorithm
     name = algorithm.advantage
     if "teacher" not in advantages.find(name).NEEDS:
@@ -422,7 +421,6 @@ def adapters_reference_rules(config: RunConfig) -> Rules:
 
 
 def critic_rules(config: RunConfig) -> Rules:
-    """Rules of the section `critic`."""
     critic, advantage = config.critic, config.algorithm.advantage
     if not needs_critic(config):
         return

@@ -1,4 +1,4 @@
-"""What follows from the keys of several sections together."""
+"""Properties of a run that follow from several sections together."""
 
 from dataclasses import replace
 

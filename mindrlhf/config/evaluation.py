@@ -1,4 +1,4 @@
-"""The section `evaluation`: held-out sets, and which of them says what the best model of a run is."""
+"""The section `evaluation`: held-out sets, and the one that tells the best model of a run."""
 
 from dataclasses import dataclass
 
@@ -44,7 +44,6 @@ class EvaluationSection:
 
 
 def evaluation_rules(config: RunConfig) -> Rules:
-    """Rules of the section `evaluation`."""
     reward, evaluation = config.reward, config.evaluation
     parts = (*reward.verifier_function, *([REWARD_MODEL_NAME] if reward.model_path else ()))
     yield evaluation.verifier and evaluation.verifier not in parts, (

@@ -1,4 +1,4 @@
-"""How a configuration key is declared: its default, its range and the sentence that documents it."""
+"""Declarations of config keys: default, range, and the sentence that documents it."""
 
 import dataclasses
 import difflib

@@ -1,4 +1,4 @@
-"""The section `memory`: what is computed in parts, or again, so that a device holds less."""
+"""The section `memory`: computation in parts, or twice, so that a device holds less."""
 
 import re
 from dataclasses import dataclass
@@ -45,12 +45,12 @@ class MemorySection:
 
     @property
     def head_tile(self) -> HeadTile:
-        """Of how many logits there is memory at a time."""
+        """Positions and vocabulary entries whose logits are held at a time."""
         return HeadTile(self.logit_positions, self.logit_vocabulary)
 
     @property
     def recomputes_parts(self) -> bool:
-        """Whether layers or operators are named, which `model.recompute` excludes."""
+        """Return whether layers or operators are named, which `model.recompute` excludes."""
         return bool(self.recompute_layers or self.recompute_operators)
 
     @property
@@ -73,7 +73,7 @@ WHOLE = MemorySection()  # nothing is computed in parts or again
 def memory_rules(
     memory: MemorySection, recompute: bool, device: str, *, has_head: bool, shares_devices: bool
 ) -> Rules:
-    """Rules of the section `memory`.
+    """Yield (is broken, message).
 
     Args:
         recompute: `model.recompute`.

@@ -1,4 +1,4 @@
-"""The sections `model` and `lora`: what is trained."""
+"""The sections `model` and `lora`."""
 
 from dataclasses import dataclass
 
@@ -49,14 +49,13 @@ class LoraSection:
 
     @property
     def options(self) -> LoraOptions | None:
-        """What the adapters are like, None when all weights are trained."""
+        """The adapters' options; None when all weights are trained."""
         if self.rank is None:
             return None
         return LoraOptions(self.rank, self.alpha, self.targets, self.rank_stabilised)
 
 
 def lora_rules(lora: LoraSection) -> Rules:
-    """Rules of the section `lora`."""
     yield len(set(lora.targets)) < len(lora.targets), (
         f"'lora.targets' names a role twice: {', '.join(lora.targets)}: name each once"
     )

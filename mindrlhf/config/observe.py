@@ -10,7 +10,7 @@ SINKS = ("tensorboard", "wandb", "swanlab", "mlflow", "prometheus")
 
 @dataclass(frozen=True)
 class GuardSection:
-    """What the numbers of a run may do before it warns or stops."""
+    """Limits of a run's numbers, beyond which it warns or stops."""
 
     max_skipped_updates: int = key(
         3,
@@ -36,7 +36,7 @@ class GuardSection:
 
 @dataclass(frozen=True)
 class ObserveSection:
-    """What is reported."""
+    """Metrics, samples and trackers."""
 
     performance_stats: bool = key(True, "report the timing of every stage and the throughput")
     tensorboard: bool = key(True, "write TensorBoard event files; false takes tensorboard out of `sinks`")
@@ -84,7 +84,7 @@ class MsprobeSection:
 
 @dataclass(frozen=True)
 class ProfilerSection:
-    """Where the time of chosen steps goes; see docs/debugging.md#timeline."""
+    """Timelines of chosen steps; see docs/debugging.md#timeline."""
 
     steps: tuple[int, ...] = key(
         (),
@@ -115,7 +115,6 @@ class CheckpointSection:
 
 
 def guard_rules(guard: GuardSection) -> Rules:
-    """Rules of the section `guard`."""
     yield 0 < guard.max_rollout_diff < guard.warn_rollout_diff, (
         f"'guard.warn_rollout_diff' is {guard.warn_rollout_diff:g}, above guard.max_rollout_diff = "
         f"{guard.max_rollout_diff:g}, where the run stops: lower the first, or raise the second"
@@ -127,7 +126,7 @@ def guard_rules(guard: GuardSection) -> Rules:
 
 
 def checkpoint_rules(checkpoint: CheckpointSection, *, knows_best: bool) -> Rules:
-    """Rules of the section `checkpoint`; ``knows_best``: the command evaluates what it trains as a whole."""
+    """Yield (is broken, message); ``knows_best``: the command evaluates what it trains as a whole."""
     yield checkpoint.keep_best and not knows_best, (
         "'checkpoint.keep_best' is true, but only `mindrlhf train` looks for the best checkpoint: remove it"
     )
@@ -141,7 +140,7 @@ def checkpoint_rules(checkpoint: CheckpointSection, *, knows_best: bool) -> Rule
 
 
 def tracker_rules(observe: ObserveSection, given: frozenset[str]) -> Rules:
-    """Rules of the section `observe`; ``given`` are the keys that the user changed."""
+    """Yield (is broken, message); ``given`` are the keys that the user changed."""
     trackers = [sink for sink in SINKS if sink != "tensorboard"]
     for name in ("observe.project", "observe.run_name"):
         yield name in given and not set(trackers) & set(observe.sinks), (
@@ -153,7 +152,7 @@ def tracker_rules(observe: ObserveSection, given: frozenset[str]) -> Rules:
 def profiler_rules(
     profiler: ProfilerSection, num_steps: int, world_size: int | None, no_servers: str = ""
 ) -> Rules:
-    """Rules of the section `profiler`.
+    """Yield (is broken, message).
 
     Args:
         num_steps: of the run; 0 when the data say how many there are.

@@ -97,7 +97,6 @@ def preference_rules(given: frozenset[str]) -> Rules:
 
 
 def dpo_rules(dpo: DpoSection) -> Rules:
-    """Rules of the section `dpo`."""
     yield dpo.loss != "sigmoid" and dpo.label_smoothing, (
         f"'dpo.label_smoothing' is {dpo.label_smoothing:g}, which loss={dpo.loss} does not have: set it to 0, or loss "
         "to sigmoid"

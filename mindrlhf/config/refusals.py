@@ -1,6 +1,6 @@
-"""What does not go together, each with its reason: the one table of which the checks and docs/config.md are made.
+"""Features that exclude each other, with the reasons: the table of which checks and docs/config.md are made.
 
-What is not in it goes together: tools, environments, agents, adapters, dynamic sampling, reward models, critics, ReMax
+All others go together: tools, environments, agents, adapters, dynamic sampling, reward models, critics, ReMax
 and nodes for rollout only, in step, off-policy, by segments and asynchronously.
 """
 
@@ -33,8 +33,8 @@ class Refusal(NamedTuple):
 _WRITTEN = "a response with an image token that the model wrote cannot be sent to the server again"
 _LAG, _MODEL = "rollout.off_policy_steps", "reward.model_path"
 REFUSALS = tuple(
-    Refusal(*one)
-    for one in (
+    Refusal(*row)
+    for row in (
         (
             ("algorithm.dynamic_sampling", _MODEL, _LAG),
             "whether a group teaches is decided while the ranks, on which a reward model scores, are busy",
@@ -68,11 +68,11 @@ REFUSALS = tuple(
 def refusal_rules(config: RunConfig, settings: Set[str] = frozenset()) -> Rules:
     """Rules of the table: those of keys alone; with ``settings``, of the constants above, those that need some."""
     for features, reason, fix in REFUSALS:
-        needed = {one for one in features if one in _SETTINGS}
+        needed = {feature for feature in features if feature in _SETTINGS}
         if bool(needed) == bool(settings) and needed <= settings:
-            shown = [_shown(config, one) for one in features]
+            shown = [_shown(config, feature) for feature in features]
             first, *others = shown
-            is_together = all(one is not None for one in shown)
+            is_together = all(text is not None for text in shown)
             yield is_together, f"{first} does not go with {' and '.join(map(str, others))}: {reason}; {fix}"
 
 
@@ -85,10 +85,10 @@ def _shown(config: RunConfig, feature: str) -> str | None:
     section = getattr(config, section_name, None)
     if section is None:  # training on fixed data has fewer
         return None
-    given = getattr(section, name)
-    default = next(one.default for one in dataclasses.fields(section) if one.name == name)
-    is_on = str(given) == value if value else given != default
-    return f"'{key}' = {given if isinstance(given, str) else json.dumps(given)}" if is_on else None
+    current = getattr(section, name)
+    default = next(field.default for field in dataclasses.fields(section) if field.name == name)
+    is_on = str(current) == value if value else current != default
+    return f"'{key}' = {current if isinstance(current, str) else json.dumps(current)}" if is_on else None
 
 
 def refusal_table() -> Iterator[str]:
@@ -96,5 +96,5 @@ def refusal_table() -> Iterator[str]:
     yield "| not together | because | instead |"
     yield "|---|---|---|"
     for features, reason, fix in REFUSALS:
-        names = [f"`{one.replace('=', ': ')}`" if "." in one else one for one in features]
+        names = [f"`{name.replace('=', ': ')}`" if "." in name else name for name in features]
         yield f"| {', '.join(names)} | {reason} | {fix} |"

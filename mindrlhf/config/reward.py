@@ -1,4 +1,4 @@
-"""The sections `reward`, `tools` and `sandbox`: what scores a response, and what it may call."""
+"""The sections `reward`, `tools` and `sandbox`."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ REWARD_MODEL_NAME = "reward_model"  # the part of the reward that a reward model
 
 @dataclass(frozen=True)
 class RewardSection:
-    """What scores a response: verifiers, a reward model, or both."""
+    """Scores of a response: verifiers, a reward model, or both."""
 
     verifier_function: tuple[str, ...] = key(
         (),
@@ -101,13 +101,12 @@ class ToolSection:
 
 @dataclass(frozen=True)
 class SandboxSection:
-    """Where programs that the model writes are run: the verifier `code_execution` and the tool `python`."""
+    """Isolation of programs that the model writes, for the verifier `code_execution` and the tool `python`."""
 
     allow_weak: bool = key(False, "run them even with too few of the sandbox's locks, which `mindrlhf doctor` lists")
 
 
 def reward_rules(reward: RewardSection) -> Rules:
-    """Rules of the section `reward`."""
     count, weights = len(reward.verifier_function), len(reward.verifier_weight)
     yield not count and not reward.model_path, (
         "'reward.verifier_function' is empty: name at least one verifier, such as accuracy_reward, or set "
@@ -119,7 +118,6 @@ def reward_rules(reward: RewardSection) -> Rules:
 
 
 def tool_rules(config: RunConfig) -> Rules:
-    """Rules of the section `tools`."""
     tools, longest = config.tools, config.rollout.max_response_length
     for first, second in (("environment", "names"), ("agent", "names"), ("agent", "environment")):
         yield getattr(tools, first) and getattr(tools, second), (

@@ -1,4 +1,4 @@
-"""The sections `run` and `data`: what a run is called, what it reads and where it writes."""
+"""The sections `run` and `data`."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from mindrlhf.system.ports import parse_ports
 
 @dataclass(frozen=True)
 class RunSection:
-    """What the run is called, where it writes and what it runs on."""
+    """Output directory, device, seed and limits of a run."""
 
     output_dir: str = key(
         "runs/default",
@@ -40,7 +40,6 @@ class RunSection:
 
 
 def run_rules(run: RunSection) -> Rules:
-    """Rules of the section `run`."""
     if run.ports:
         try:
             parse_ports(run.ports)

@@ -23,7 +23,7 @@ _LONGEST_ROW = 1024
 
 
 class FoundVerifiers(Protocol):
-    """What fits the answers of the data, as :func:`mindrlhf.rewards.fitting.fitting_verifier` finds it."""
+    """Verifiers that fit the answers of the data, from :func:`mindrlhf.rewards.fitting.fitting_verifier`."""
 
     verifiers: tuple[str, ...]
     why: str  # one line
@@ -34,7 +34,7 @@ class FoundVerifiers(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What is known of model, data and machine; None, or 0, where it is not."""
+    """Properties of model, data and machine; None, or 0, where unknown."""
 
     num_parameters: int | None = None
     sees_images: bool = False
@@ -48,7 +48,7 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """What the user says about a run to be."""
+    """The user's choices."""
 
     task: str  # one of CONFIGS
     model_dir: str

@@ -12,7 +12,7 @@ FIRST_FIT, BEST_FIT, SHARED_PROMPTS = PACKINGS = ("first_fit", "best_fit", "shar
 
 @dataclass(frozen=True)
 class TrainingSection:
-    """How a batch of samples becomes optimiser updates."""
+    """Batches and optimiser updates."""
 
     chunk_size: int = key(8, "prompts sent to the generator at a time", minimum=1)
     num_rollouts: int = key(1, "chunks per step; a step uses chunk_size * num_rollouts prompts", minimum=1)
@@ -79,7 +79,7 @@ class OptimizerSection:
 
 @dataclass(frozen=True)
 class ParallelSection:
-    """How the model is sharded over the ranks, in MindFormers' terms."""
+    """Sharding of the model over the ranks, in MindFormers' terms."""
 
     data_parallel: int = key(0, "data-parallel replicas; 0 means as many as the world size leaves", minimum=0)
     model_parallel: int = key(1, "ranks that share each weight matrix", minimum=1)
@@ -119,13 +119,13 @@ def resolve_data_parallel(parallel: ParallelSection, world_size: int) -> int:
 
 
 def is_split(parallel: ParallelSection) -> bool:
-    """Whether a `parallel_config` has more than data parallelism, so that no rank holds all of the model's state."""
+    """Return whether the model's state is sharded, so that no rank holds all of it."""
     sizes = (parallel.model_parallel, parallel.pipeline_stage, parallel.context_parallel, parallel.expert_parallel)
     return max(sizes) > 1 or parallel.enable_parallel_optimizer
 
 
 def trains_sharded(config: RunConfig) -> bool:
-    """Whether a run trains in semi-auto-parallel graphs, each rank on its shards: on an NPU, whatever its layout."""
+    """Return whether a run trains in semi-auto-parallel graphs: always on NPUs, with a sharded model on CPUs."""
     return config.run.device != "cpu" or is_split(config.parallel_config)
 
 
@@ -140,7 +140,7 @@ def parallel_rules(parallel: ParallelSection) -> Rules:
 
 
 def cpu_rules(config: RunConfig) -> Rules:
-    """What a CPU trains: whole models in float32."""
+    """Float32 kernels, and layouts that a CPU has."""
     if config.run.device != "cpu":
         return
     for name in ("param_dtype", "compute_dtype"):
@@ -177,7 +177,6 @@ def batch_rules(config: RunConfig) -> Rules:
 
 
 def optimizer_rules(optimizer: OptimizerSection) -> Rules:
-    """Rules of the section `optimizer`."""
     yield optimizer.type != "muon" and optimizer.momentum != 0.95, (
         f"'optimizer.momentum' is {optimizer.momentum:g}, which type={optimizer.type} does not read: set type to muon, "
         "or remove it"
