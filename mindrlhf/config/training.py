@@ -88,9 +88,6 @@ class ParallelSection:
     expert_parallel: int = key(1, "ranks that share the experts", minimum=1)
     use_seq_parallel: bool = key(False, "shard norms and residuals along the sequence over the model_parallel ranks")
     micro_batch_num: int = key(1, "micro-batches in flight in the pipeline", minimum=1)
-    micro_batch_interleave_num: int = key(
-        1, "halves of a micro-batch whose compute and communication overlap", minimum=1, maximum=2
-    )
     vocab_emb_dp: bool = key(True, "keep the embedding whole on each rank instead of sharding its vocabulary")
     enable_parallel_optimizer: bool = key(False, "shard the optimiser state over the data-parallel ranks (ZeRO)")
     optimizer_weight_shard_size: int = key(-1, "ranks that share one optimiser state; -1 means all", minimum=-1)
@@ -149,7 +146,7 @@ def cpu_rules(config: RunConfig) -> Rules:
             f"'model.{name}' is {dtype}, but run.device=cpu has float32 kernels only: set float32"
         )
     parallel, kinds = config.parallel_config, ("model", "context", "expert")
-    for name in (*(f"{kind}_parallel" for kind in kinds), "pipeline_stage", "micro_batch_interleave_num"):
+    for name in (*(f"{kind}_parallel" for kind in kinds), "pipeline_stage"):
         yield getattr(parallel, name) != 1, (
             f"'parallel_config.{name}' is {getattr(parallel, name)}, but run.device=cpu trains in data parallel only: "
             "set it to 1"

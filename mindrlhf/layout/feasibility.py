@@ -8,7 +8,6 @@ from mindrlhf.config.training import ParallelSection
 from mindrlhf.errors import UserError, refuse
 from mindrlhf.layout.batch import BatchPlan, check_micro_batches, plan_batch
 from mindrlhf.layout.layout import Layout, check_divisible
-from mindrlhf.layout.rows import num_update_micro_batches
 from mindrlhf.specs import ModelDims
 
 
@@ -51,25 +50,7 @@ def check_feasible(config: GrpoConfig, dims: ModelDims, layout: Layout) -> Batch
     check_model(dims, layout)
     if layout.context_parallel > 1:
         check_tokens_only(config, layout.context_parallel)
-    interleaves = config.parallel_config.micro_batch_interleave_num
-    _check_interleaves(config.parallel_config, layout)
-    if batch.rows_per_pipeline_micro_batch % interleaves:
-        raise UserError(
-            f"'parallel_config.micro_batch_interleave_num' is {interleaves}, but a pipeline micro-batch has "
-            f"{batch.rows_per_pipeline_micro_batch} sequences (training.micro_batch_size / micro_batch_num): set "
-            f"training.micro_batch_size to a multiple of {interleaves * batch.num_pipeline_micro_batches}"
-        )
     return batch
-
-
-def _check_interleaves(parallel: ParallelSection, layout: Layout) -> None:
-    count = parallel.micro_batch_interleave_num
-    if count > 1 and layout.pipeline_stage > 1 and layout.data_parallel > 1:
-        raise UserError(
-            f"'parallel_config.micro_batch_interleave_num' is {count} with pipeline_stage {layout.pipeline_stage} and "
-            f"data_parallel {layout.data_parallel}, which MindSpore 2.10.0 does not compile (For RmsNorm, [gamma] or "
-            "[input] is none tensor): set it to 1"
-        )
 
 
 def check_model(dims: ModelDims, layout: Layout) -> None:
@@ -116,12 +97,11 @@ def check_rows(
     Raises:
         UserError: they do not.
     """
-    _check_interleaves(parallel, layout)
-    num_parts = num_update_micro_batches(parallel)
+    num_parts = parallel.micro_batch_num
     if micro_batch_size % num_parts:
         raise UserError(
             f"'{section}.micro_batch_size' is {micro_batch_size}, which does not divide into {num_parts} parts "
-            "(micro_batch_num * micro_batch_interleave_num of parallel_config): set it to "
+            "(parallel_config.micro_batch_num): set it to "
             f"{-(-micro_batch_size // num_parts) * num_parts}"
         )
     num_ranks = layout.context_parallel * (layout.model_parallel if layout.use_seq_parallel else 1)

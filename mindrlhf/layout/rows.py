@@ -1,9 +1,8 @@
 """Rows of a graph's inputs and outputs that belong to a rank.
 
 Graphs are compiled for the rows of all data-parallel ranks. They split them into pipeline micro-batches first
-(without a pipeline, the micro-batches whose gradients they accumulate) and these into halves that overlap, if the
-config says so. Rank d of that axis reads the d-th of equal blocks of each part, and nothing else. So a rank is sent its
-own rows only, and the others may hold anything.
+(without a pipeline, the micro-batches whose gradients they accumulate). Rank d of that axis reads the d-th of equal
+blocks of each part, and nothing else. So a rank is sent its own rows only, and the others may hold anything.
 """
 
 from collections.abc import Sequence
@@ -17,11 +16,6 @@ from mindrlhf.layout.layout import Layout
 _STEP_LENGTH = 128
 
 
-def num_update_micro_batches(parallel: ParallelSection) -> int:
-    """Return how many parts the graph of an update splits its rows into: micro-batches, of which each may have two."""
-    return parallel.micro_batch_num * parallel.micro_batch_interleave_num
-
-
 def updates_return_outputs(parallel: ParallelSection) -> bool:
     """True when the graph of an update returns the model's outputs of its rows, which saves another pass.
 
@@ -32,7 +26,7 @@ def updates_return_outputs(parallel: ParallelSection) -> bool:
 
 
 def num_logprob_micro_batches(parallel: ParallelSection) -> int:
-    """Return the same of the graph of the log-probabilities: only a pipeline needs any."""
+    """Return how many parts the graph of the log-probabilities splits its rows into: only a pipeline needs any."""
     return parallel.micro_batch_num if parallel.pipeline_stage > 1 else 1
 
 

@@ -53,7 +53,6 @@ ALL_LAYOUTS = {
             "micro_batch_num": 2,
         },
         "pp2": {"data_parallel": 1, "pipeline_stage": 2, "micro_batch_num": 2},
-        "dp2_interleaved": {"data_parallel": 2, "micro_batch_interleave_num": 2},
         # The second sample of a row begins on the second rank's part of it, and the first ends there.
         "cp2": {"data_parallel": 1, "context_parallel": 2},
     },

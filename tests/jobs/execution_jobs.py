@@ -137,7 +137,6 @@ def execute_over_machines(job: ExecutionJob, model: dict, batches, directory: Pa
 
 def _request(model: dict, name: str, parallel: dict, rank: int, cell: str, root: Path) -> CompileRequest:
     num_cuts = parallel["data_parallel"] * parallel.get("micro_batch_num", 1)
-    num_cuts *= parallel.get("micro_batch_interleave_num", 1)
     return CompileRequest(
         model,
         parallel,

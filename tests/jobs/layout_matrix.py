@@ -63,7 +63,6 @@ _ALL_LAYOUTS = {
     "qwen2-dp4-mp4-pp4-sp-zero": (QWEN2, 4, 4, 4, 1, SP | ZERO, {}),
     "qwen2-tied-dp2-mp2": (QWEN2, 2, 2, 1, 1, WHOLE, {"tie_word_embeddings": True}),
     "qwen2-tied-mp4-sp": (QWEN2, 1, 4, 1, 1, SP, {"tie_word_embeddings": True}),
-    "qwen2-dp2-mp2-interleave2": (QWEN2, 2, 2, 1, 1, {"micro_batch_interleave_num": 2}, {}),
     "qwen3-mp4": (QWEN3, 1, 4, 1, 1, {}, {"num_key_value_heads": 4}),
     "qwen3-mp8-sp": (QWEN3, 1, 8, 1, 1, SP, {}),
     "qwen3-dp8-zero": (QWEN3, 8, 1, 1, 1, ZERO, {}),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mindrlhf.config.training import ParallelSection
 from mindrlhf.layout.layout import Layout
-from mindrlhf.layout.rows import num_update_micro_batches, own_rows, place_rows, updates_return_outputs
+from mindrlhf.layout.rows import own_rows, place_rows, updates_return_outputs
 
 LAYOUTS = st.builds(
     Layout,
@@ -56,19 +56,11 @@ def test_rows_come_back_in_order_from_micro_batches(layout, rows, num_micro_batc
         np.testing.assert_array_equal(own_rows(micro_batches, layout, rank), expected)
 
 
-def test_rows_of_a_replica_lie_in_both_halves_of_an_interleaved_micro_batch():
-    """MindSpore halves the rows of all replicas, and each replica has a block of either half."""
-    parallel = ParallelSection(data_parallel=2, micro_batch_interleave_num=2)
-    placed = place_rows(np.array([[1], [2]]), Layout(data_parallel=2), 1, num_update_micro_batches(parallel))
-    np.testing.assert_array_equal(placed[:, 0], [0, 1, 0, 2])
-
-
 @pytest.mark.parametrize(
     "keys, returns",
     [
         ({"context_parallel": 2, "model_parallel": 2}, True),
         ({"expert_parallel": 2}, True),
-        ({"micro_batch_interleave_num": 2}, True),
         ({"pipeline_stage": 2, "micro_batch_num": 4, "context_parallel": 2, "expert_parallel": 2}, True),
         ({"micro_batch_num": 2}, False),
     ],

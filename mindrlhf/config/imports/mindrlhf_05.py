@@ -47,7 +47,6 @@ _OF_RL = (
     pairs("algorithm", "beta", shared.beta),
     pairs("checkpoint", "save_checkpoint_dir=save_dir save_ckpt_interval=every_steps save_max_ckpt_num=keep_last"),
     pairs("observe", "tensorboard performance_stats"),
-    pairs("parallel_config", "micro_batch_interleaved=micro_batch_interleave_num"),
 )
 _LAYOUT = "data_parallel model_parallel pipeline_stage context_parallel expert_parallel use_seq_parallel vocab_emb_dp"
 _OF_ACTOR = (

@@ -39,7 +39,6 @@ from mindrlhf.dryrun.compile.request import (
 )
 from mindrlhf.errors import UserError
 from mindrlhf.images.positions import NUM_IDS
-from mindrlhf.layout.rows import num_update_micro_batches
 from mindrlhf.specs import find_spec, with_num_layers
 from mindrlhf.specs.lora import LoraOptions
 from mindrlhf.system.processes import die_with_parent
@@ -240,7 +239,7 @@ def example_inputs(request: CompileRequest, parallel: ParallelSection) -> list:
 
 def _num_rows(request: CompileRequest, parallel: ParallelSection) -> int:
     """Rows of a call, of all ranks."""
-    return request.micro_batch_size * parallel.data_parallel * num_update_micro_batches(parallel)
+    return request.micro_batch_size * parallel.data_parallel * parallel.micro_batch_num
 
 
 def _parameters(step, shards: dict[str, tuple[int, int]]) -> Iterable[CompiledParameter]:

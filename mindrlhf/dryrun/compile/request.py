@@ -64,7 +64,7 @@ class CompileRequest:
             `mindrlhf.algorithms.losses.POLICY_INPUTS` (of a critic: `mindrlhf.algorithms.value_loss.VALUE_INPUTS`; of
             pairs: `COEFFICIENT_INPUTS`; supervised: none), all [rows, length], then float32 [rows, 2] (kl_coefficient,
             num_tokens); rows =
-            micro_batch_size * data_parallel * micro_batch_num * micro_batch_interleave_num.
+            micro_batch_size * data_parallel * micro_batch_num.
     """
 
     hf_config: dict
@@ -184,7 +184,7 @@ def update_request(
         parallel=parallel,
         rank=rank,
         seq_length=batch.row_length,
-        micro_batch_size=batch.rows_per_pipeline_micro_batch // config.parallel_config.micro_batch_interleave_num,
+        micro_batch_size=batch.rows_per_pipeline_micro_batch,
         num_layers=num_layers,
         param_dtype=config.model.param_dtype,
         compute_dtype=config.model.compute_dtype,

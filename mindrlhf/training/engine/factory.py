@@ -16,7 +16,7 @@ from mindrlhf.config.model import ModelSection
 from mindrlhf.config.training import OptimizerSection, ParallelSection
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.layout.parameter import ParameterLayout
-from mindrlhf.layout.rows import num_logprob_micro_batches, num_update_micro_batches, updates_return_outputs
+from mindrlhf.layout.rows import num_logprob_micro_batches, updates_return_outputs
 from mindrlhf.models.causal_lm import CausalLM, build_model
 from mindrlhf.models.lora.model import Lora
 from mindrlhf.specs.lora import AdaptedRules, LoraOptions
@@ -143,7 +143,7 @@ def build_update(loss: Loss, options: OptimizerSection, parallel: ParallelSectio
     network, layout = loss.policy.model, layout_of(parallel)
     layouts = {one.name: one for one in network_layouts(network, layout)}
     with no_init_parameters():
-        kind = RepeatedLoss if num_update_micro_batches(parallel) > 1 else ShardedLoss
+        kind = RepeatedLoss if parallel.micro_batch_num > 1 else ShardedLoss
         shares = (parallel.data_parallel, parallel.context_parallel)
         sharded = kind(loss, shares, updates_return_outputs(parallel))
         optimizer = make_optimizer(network.trainable_params(), options, matrices_of(network), layouts)

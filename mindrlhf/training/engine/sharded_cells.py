@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import mindspore as ms
 from mindspore import lazy_inline, nn, ops
 from mindspore.nn.wrap.cell_wrapper import _MicroBatch, _VirtualDatasetCell
-from mindspore.parallel.nn import GradAccumulation, MicroBatchInterleaved, Pipeline
+from mindspore.parallel.nn import GradAccumulation, Pipeline
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.scores import TokenScores
@@ -236,16 +236,6 @@ class _RepeatedOutput(_FirstOutput):
         super().__init__(policy)
 
 
-class _Interleaved(MicroBatchInterleaved):
-    def construct(self, *inputs):
-        statistics, outputs = 0.0, ()
-        for index in range(self.interleave_num):
-            found = self.network(*self.interleave_inputs[index](index, *inputs))
-            statistics = self.add(statistics, found[0])
-            outputs += found[1:]
-        return (statistics,) + outputs
-
-
 class _Pipeline(Pipeline):
     """Adds up the statistics of micro-batches as MindSpore's own cell does; the outputs come one after the other."""
 
@@ -261,10 +251,6 @@ class _Pipeline(Pipeline):
 
 def split_into_micro_batches(network: ShardedLoss, parallel: ParallelSection) -> nn.Cell:
     """Wrap ``network``, whose statistics are added up, so that its inputs are split along their rows."""
-    returns_outputs = network.returns_outputs
-    if parallel.micro_batch_interleave_num > 1:
-        kind = _Interleaved if returns_outputs else MicroBatchInterleaved
-        network = kind(network, parallel.micro_batch_interleave_num)
     if parallel.pipeline_stage > 1:
-        return (_Pipeline if returns_outputs else Pipeline)(network, parallel.micro_batch_num)
+        return (_Pipeline if network.returns_outputs else Pipeline)(network, parallel.micro_batch_num)
     return GradAccumulation(network, parallel.micro_batch_num) if parallel.micro_batch_num > 1 else network

@@ -13,7 +13,7 @@ from mindrlhf.checkpoint.state import StateWriter
 from mindrlhf.config.training import ParallelSection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.layout.parameter import ParameterLayout
-from mindrlhf.layout.rows import num_logprob_micro_batches, num_update_micro_batches, own_rows, place_rows
+from mindrlhf.layout.rows import num_logprob_micro_batches, own_rows, place_rows
 from mindrlhf.models.causal_lm import CausalLM
 from mindrlhf.models.lora.model import initial_down, scale_name, without_adapters
 from mindrlhf.shards.adapter_sources import open_adapter_source
@@ -65,7 +65,7 @@ class Shards(Placement):
         self.stage = self.layout.stage_of(rank)
         self.layouts: list[ParameterLayout] = network_layouts(network, self.layout)
         self.names = self.held = {one.name: one for one in held_shards(self.layouts, rank)}
-        self.num_update_micro_batches = num_update_micro_batches(parallel)
+        self.num_update_micro_batches = parallel.micro_batch_num
         self._num_logprob_micro_batches = num_logprob_micro_batches(parallel)
         self._publications: dict[tuple[int, ...] | None, dict[str, list[PublishedShard]]] = {}
         self._adapted = network.lora and AdaptedRules(network.spec, network.dims, network.lora.options)

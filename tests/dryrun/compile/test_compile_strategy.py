@@ -55,16 +55,6 @@ def config(tmp_path):
         (["context_parallel=24"], 24, r"'training.sequence_lengths' has 64, which does not divide over 24 ranks"),
         (["expert_parallel=2"], 2, r"expert_parallel is 2, but the model has no experts: set it to 1"),
         (["micro_batch_num=3"], 1, r"'training.micro_batch_size' is 4, .* 3 equal pipeline micro-batches: set it to 6"),
-        (
-            ["micro_batch_interleave_num=2", "micro_batch_num=4"],
-            1,
-            r"micro_batch_interleave_num' is 2, but a pipeline micro-batch has 1 sequences .* multiple of 8",
-        ),
-        (
-            ["micro_batch_interleave_num=2", "micro_batch_num=2", "pipeline_stage=2"],
-            4,
-            r"micro_batch_interleave_num' is 2 with pipeline_stage 2 and data_parallel 2, .* set it to 1",
-        ),
     ],
 )
 def test_impossible_layouts_are_explained_before_compiling(config, tmp_path, overrides, world_size, message):
