@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from mindrlhf.data.tokenizer_config import GENERATION_NAME
 from mindrlhf.errors import UserError
@@ -46,23 +47,12 @@ def write_model_directory(
     infos: Sequence[TensorInfo],
     config: dict,
     out_dir: str | os.PathLike,
-    *,
-    file_format: str,
-    max_shard_bytes: int,
-    tokenizer_dir: str | os.PathLike | None = None,
-    generation: dict | None = None,
+    **options: Any,
 ) -> dict[str, str]:
-    """Write `tensors`, which must be exactly those of `infos` in any order, below a temporary name, then rename.
+    """Write `tensors`, which must be exactly those of `infos` in any order, as :func:`model_directory` does.
 
     Args:
         tensors: (name, content), see :meth:`TensorFileWriter.write`; read once.
-        infos: what will be written, in the order of the files.
-        config: becomes config.json.
-        out_dir: must not exist yet, or be empty.
-        file_format: the `format` entry of the safetensors metadata.
-        max_shard_bytes: start another file when the next tensor would exceed this.
-        tokenizer_dir: copy tokenizer and generation files from here.
-        generation: becomes generation_config.json in the place of what is copied.
 
     Returns:
         By file name the checksums, XXH3-64 in hex, of the safetensors files whose tensors came in the order of `infos`.
@@ -70,12 +60,10 @@ def write_model_directory(
     Raises:
         UserError: `out_dir` is in use or cannot be written.
     """
-    options = {"file_format": file_format, "max_shard_bytes": max_shard_bytes, "tokenizer_dir": tokenizer_dir}
-    options["generation"] = generation
     with model_directory(infos, config, out_dir, **options) as files:
         for name, content in counted(tensors, len(infos), "tensors"):
             files.write(name, content)
-    return files.checksums()
+    return files.checksums
 
 
 @contextlib.contextmanager
@@ -89,9 +77,19 @@ def model_directory(
     tokenizer_dir: str | os.PathLike | None = None,
     generation: dict | None = None,
 ) -> Iterator["TensorFiles"]:
-    """As `write_model_directory`, for several threads: yields files that take tensors in any order, from any thread.
+    """Yield files that take tensors in any order, from any thread; the directory appears when the block ends.
 
-    The directory appears when the block ends without an error.
+    Args:
+        infos: what will be written, in the order of the files.
+        config: becomes config.json.
+        out_dir: must not exist yet, or be empty.
+        file_format: the `format` entry of the safetensors metadata.
+        max_shard_bytes: start another file when the next tensor would exceed this.
+        tokenizer_dir: copy tokenizer and generation files from here.
+        generation: becomes generation_config.json in the place of what is copied.
+
+    Raises:
+        UserError: `out_dir` is in use or cannot be written.
     """
     out_dir = Path(out_dir)
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
@@ -114,7 +112,11 @@ def model_directory(
 
 
 class TensorFiles:
-    """The safetensors files of a directory, and their index."""
+    """The safetensors files of a directory, and their index.
+
+    Attributes:
+        checksums: by file name, XXH3-64 in hex, of the files that were written from first to last byte.
+    """
 
     def __init__(self, directory: Path, infos: Sequence[TensorInfo], file_format: str, max_shard_bytes: int):
         self._directory, self._infos = directory, infos
@@ -126,7 +128,7 @@ class TensorFiles:
             writer = TensorFileWriter(directory / name, safetensors_layout(group, {"format": file_format}))
             self._writers.append(writer)
             self._writer_of.update(dict.fromkeys((info.name for info in group), writer))
-        self._checksums: dict[str, str] = {}
+        self.checksums: dict[str, str] = {}
 
     def write(self, name: str, content: Content) -> None:
         """Write one tensor, once; see :meth:`TensorFileWriter.write`."""
@@ -136,15 +138,11 @@ class TensorFiles:
         """Finish all files and write their index; every tensor must have been written."""
         for writer in self._writers:
             if found := writer.finish():
-                self._checksums[writer.path.name] = found
+                self.checksums[writer.path.name] = found
         if len(self._writers) > 1:
             total = sum(info.size_bytes for info in self._infos)
             file_of = {name: writer.path.name for name, writer in self._writer_of.items()}
             _write_json(self._directory / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": file_of})
-
-    def checksums(self) -> dict[str, str]:
-        """Return by file name the checksums, XXH3-64 in hex, of the files that were written from first to last byte."""
-        return self._checksums
 
 
 def tokenizer_files(directory: Path) -> list[Path]:

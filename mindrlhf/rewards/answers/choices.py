@@ -76,10 +76,8 @@ def stated_choice(text: str) -> str | None:
             if _ANOTHER.search(behind) or denies(behind) or (pattern is not _STATED and _is_listing(tail, matches)):
                 return None
             return next(letter for letter in matches[-1].groups() if letter).upper()
-    stated: list[str] = []
-    if not stated and len(text) <= MAX_CHOICE_CHARS and (letters := chosen(text)) is not None and len(letters) == 1:
-        stated = list(letters)
-    return stated[-1].upper() if stated else None
+    letters = chosen(text) if len(text) <= MAX_CHOICE_CHARS else None
+    return next(iter(letters)).upper() if letters is not None and len(letters) == 1 else None
 
 
 def states_choice(text: str) -> bool:

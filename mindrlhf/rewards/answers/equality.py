@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from mindrlhf.rewards.answers.choices import chosen, reference_choices, unwrapped
-from mindrlhf.rewards.answers.expressions import expressions_equal, refusal
+from mindrlhf.rewards.answers.expressions import expressions_equal
 from mindrlhf.rewards.answers.forms import (
     MAX_PARTS,
     Equation,
@@ -58,7 +58,7 @@ def answers_equal(prediction: str, reference: str, tolerance: float = 0.0) -> bo
     - expressions and matrices: the same value (``expressions``).
 
     ``tolerance`` is the relative error that numbers may have; 0 means that decimals of surds are wrong.
-    What is too large to be computed (``refusal_reason``) is equal only as text. No pair raises.
+    What is too large to be computed (``limits``) is equal only as text. No pair raises.
     """
     try:
         return _answers_equal(prediction, reference, tolerance)
@@ -82,19 +82,6 @@ def _answers_equal(prediction: str, reference: str, tolerance: float) -> bool:
     if letters is not None and (picked := chosen(prediction)) is not None:
         return picked == letters
     return _Comparison(tolerance).equal(prediction, reference)
-
-
-def refusal_reason(answer: str) -> str | None:
-    """Why ``answer`` is not computed ("a power too large"), or None when it is, or need not be."""
-    answer = plain_spelling(answer)
-    if parse_quantity(answer) is not None or _words(answer) is not None:
-        return None
-    try:
-        check_text_size(answer)
-    except Refused as refused:
-        return str(refused)
-    reasons = (refusal(value) for part in read_form(answer).parts for value in split(part, _EQUALS) if value)
-    return next((reason for reason in reasons if reason is not None), None)
 
 
 class _Comparison:

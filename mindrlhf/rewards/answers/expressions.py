@@ -42,15 +42,6 @@ _FACTORIAL_TWICE = re.compile(r"!\s*!")
 _SAMPLES = ("7/5", "-23/17", "41/29", "-8/3", "13/31", "-47/43", "29/11", "-3/19", "53/37", "5/13")
 
 
-def refusal(expression: str) -> str | None:
-    """Why ``expression`` is not evaluated, or None."""
-    try:
-        _parse(expression, True)
-    except Refused as refused:
-        return str(refused)
-    return None
-
-
 def expressions_equal(prediction: str, reference: str, tolerance: float = 0.0) -> bool:
     """Return whether both are one expression, or matrix, with the same value.
 

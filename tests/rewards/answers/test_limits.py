@@ -2,7 +2,10 @@
 
 import pytest
 
-from mindrlhf.rewards.answers.equality import answers_equal, refusal_reason
+from mindrlhf.rewards.answers import expressions
+from mindrlhf.rewards.answers.equality import answers_equal
+from mindrlhf.rewards.answers.limits import Refused
+from mindrlhf.rewards.answers.spelling import plain_spelling
 from mindrlhf.rewards.registry import built_in
 
 
@@ -41,7 +44,8 @@ from mindrlhf.rewards.registry import built_in
     ],
 )
 def test_refused(answer, reason):
-    assert refusal_reason(answer) == reason
+    with pytest.raises(Refused, match=f"^{reason}$"):
+        expressions._parse(plain_spelling(answer), True)
     assert not answers_equal(answer, "5")
     assert not answers_equal("5", answer)
     assert answers_equal(answer, answer)
@@ -64,11 +68,4 @@ def test_refused(answer, reason):
     ],
 )
 def test_feasible(answer, value):
-    assert refusal_reason(answer) is None
     assert answers_equal(answer, value)
-
-
-def test_a_text_that_is_no_expression_is_not_refused():
-    assert refusal_reason("42") is None
-    assert refusal_reason("Paris") is None
-    assert refusal_reason("5 cm") is None
