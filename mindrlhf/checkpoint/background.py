@@ -51,7 +51,7 @@ class BackgroundWriter:
 
     @property
     def is_running(self) -> bool:
-        """Whether a write is under way."""
+        """True while a write is under way."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, write: Callable[[], None]) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Optimizer(Protocol):
-    """What has a state.
+    """An optimizer with a state.
 
     Attributes:
         global_step: updates so far, int32 [1].

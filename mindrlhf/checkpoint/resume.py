@@ -1,4 +1,4 @@
-"""Whether a config may continue a checkpoint: what may differ, and what would make it another run."""
+"""Check that a config may continue a checkpoint: keys that may differ, and keys that would make it another run."""
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RowOptions:
-    """How sequences become micro-batches."""
+    """Options of packing sequences into micro-batches."""
 
     row_lengths: tuple[int, ...]  # ascending
     rows_per_micro_batch: int  # at most, where micro-batches have several sizes
@@ -32,7 +32,7 @@ class RowOptions:
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether the samples of a group have their prompt once in a row."""
+        """True if the samples of a group have their prompt once in a row."""
         return self.packing == SHARED_PROMPTS
 
     @property
@@ -277,7 +277,7 @@ record(PackedRows)
 
 @result
 class ProcessStatistics:
-    """What a rank has used so far.
+    """Graphs and memory of a rank so far.
 
     Attributes:
         recompiles: graphs compiled, one for each shape of rows.
@@ -290,7 +290,7 @@ class ProcessStatistics:
 
 @result
 class UpdateResult:
-    """What one optimiser update gave on a rank.
+    """Result of one optimiser update on a rank.
 
     Attributes:
         statistics: float64 [statistics of the loss], sums over the rank's tokens, the first the loss; those of all
@@ -306,7 +306,7 @@ class UpdateResult:
 
 @result
 class PolicyUpdateResult(UpdateResult):
-    """That of a policy, with the log-probabilities that the update began with.
+    """Result of a policy's update, with the log-probabilities that it began with.
 
     Attributes:
         logprobs: float32 [rows, length] for each micro-batch.
@@ -324,14 +324,14 @@ class HeldOutLogProbs:
 
 @result
 class Machine:
-    """Which machine a rank is on; see :func:`mindrlhf.system.processes.machine`."""
+    """Machine of a rank; see :func:`mindrlhf.system.processes.machine`."""
 
     name: str = merged_by(last)
 
 
 @result
 class SavingState:
-    """Whether a rank is still writing its part of a checkpoint."""
+    """State of a rank that writes its part of a checkpoint."""
 
     is_saving: bool = merged_by(any)
 

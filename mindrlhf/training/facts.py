@@ -1,4 +1,4 @@
-"""What the nodes of a run compare before it starts: software, config, options, models, data, devices."""
+"""Facts that the nodes of a run compare before it starts: software, config, options, models, data, devices."""
 
 import dataclasses
 import hashlib

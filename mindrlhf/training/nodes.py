@@ -31,7 +31,7 @@ Nodes = list[list[int]]  # the ranks of each machine, rank 0's first
 
 @result
 class ServerReads:
-    """What the workers of a rollout server read on one of its nodes: by node, the required slices."""
+    """Slices that the workers of a rollout server read, by node."""
 
     required: dict[str, Any] = merged_by(union)
 

@@ -15,7 +15,7 @@ from mindrlhf.system.processor import OPENBLAS_CORE_VARIABLE
 
 @dataclass(frozen=True)
 class Rank:
-    """Where this process stands among the trainer ranks."""
+    """Number of this process among the trainer ranks."""
 
     index: int
     world_size: int
@@ -49,7 +49,7 @@ def msrun_option(words: Sequence[str], name: str) -> int | None:
 
 
 def is_rank_0_process() -> bool:
-    """Whether this process will become rank 0; msrun numbers its workers before MindSpore joins them.
+    """Return whether this process will become rank 0; msrun numbers its workers before MindSpore joins them.
 
     Its scheduler runs the same program, without a number.
     """
@@ -57,7 +57,7 @@ def is_rank_0_process() -> bool:
 
 
 def is_first_of_node() -> bool:
-    """Whether this process is the first rank of its node: msrun numbers the devices of each node from 0."""
+    """Return whether this is the first rank of its node: msrun numbers the devices of each node from 0."""
     return os.environ.get("DEVICE_ID", "0") == "0" and os.environ.get("MS_ROLE") != "MS_SCHED"
 
 

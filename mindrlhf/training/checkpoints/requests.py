@@ -17,7 +17,7 @@ class StopRequested(BaseException):
 
 
 class SaveRequests:
-    """What the signals have asked for since ``listen``.
+    """Requests by signals since ``listen``.
 
     Attributes:
         save: a checkpoint is wanted at the end of the step; whoever writes it sets this back.

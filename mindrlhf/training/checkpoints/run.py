@@ -121,7 +121,7 @@ class RunCheckpoints:
 
     @property
     def must_stop(self) -> bool:
-        """Whether the run was asked to end."""
+        """True once the run was asked to end."""
         return self._requests.stop
 
     def interruptible(self) -> contextlib.AbstractContextManager[None]:
@@ -129,7 +129,7 @@ class RunCheckpoints:
         return self._requests.interruptible()
 
     def is_due(self, progress: Progress) -> bool:
-        """Whether a checkpoint is to be saved after the step just done: by plan, for its accuracy, or on request."""
+        """Return whether to save the step just done: by plan, for its accuracy, or on request."""
         every_steps = self._section.every_steps
         is_planned = every_steps > 0 and progress.step % every_steps == 0
         is_best = self._section.keep_best and best_step(progress.evaluations) == progress.step

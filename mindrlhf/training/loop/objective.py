@@ -1,4 +1,4 @@
-"""What the config's algorithm makes of scored samples, on rank 0: advantages, weights, and which rows to compute."""
+"""The config's algorithm on scored samples, on rank 0: advantages, weights, and the rows to compute."""
 
 from collections.abc import Sequence
 
@@ -39,27 +39,27 @@ class Objective:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether log-probabilities under the reference model are needed."""
+        """True if log-probabilities under the reference model are needed."""
         return self._algorithm.beta > 0
 
     @property
     def needs_greedy(self) -> bool:
-        """Whether the rewards of greedy responses are needed."""
+        """True if the rewards of greedy responses are needed."""
         return "baselines" in self._estimator.NEEDS
 
     @property
     def needs_values(self) -> bool:
-        """Whether the values of a critic are needed."""
+        """True if the values of a critic are needed."""
         return "values" in self._estimator.NEEDS
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether the KL term is a part of the reward."""
+        """True if the KL term is a part of the reward."""
         return self.needs_reference and self._algorithm.kl_in == "reward"
 
     @property
     def advantages_wait(self) -> bool:
-        """Whether advantages need what the ranks compute: the KL in the reward, or a critic's values."""
+        """True if advantages need results of the ranks: the KL in the reward, or a critic's values."""
         return self.kl_in_reward or self.needs_values
 
     def make_batches(self, step: Step, options: RowOptions) -> None:

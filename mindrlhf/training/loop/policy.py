@@ -15,7 +15,7 @@ from mindrlhf.weights.publish.slices import RequiredSlices
 
 @dataclass(frozen=True)
 class PolicyUpdate:
-    """What one optimiser update gave, over all ranks.
+    """Result of one optimiser update, over all ranks.
 
     Attributes:
         statistics: float64 [7], sums over the tokens of the update (``POLICY_STATISTICS``).

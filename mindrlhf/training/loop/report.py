@@ -1,4 +1,4 @@
-"""What a step that is done leaves behind: its metrics, samples and line of the fingerprint, and what the guards say."""
+"""Report of a finished step: metrics, samples, line of the fingerprint, and the guards."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

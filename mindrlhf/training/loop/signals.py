@@ -1,4 +1,4 @@
-"""What else the rewards of samples tell, for the estimators that ask: their parts, and where they were earned."""
+"""Further reward signals for the estimators that read them: parts of rewards, and the tokens that earned them."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What one step of the loop has made so far: samples, rows, log-probabilities, advantages, updates, metrics."""
+"""Record of one step of the loop: samples, rows, log-probabilities, advantages, updates, metrics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

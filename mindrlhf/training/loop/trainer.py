@@ -29,7 +29,7 @@ from mindrlhf.training.team import Team
 
 @dataclass(frozen=True)
 class Parts:
-    """What the loop works with, made by :mod:`mindrlhf.training.reinforcement`."""
+    """Parts of the loop, made by :mod:`mindrlhf.training.reinforcement`."""
 
     team: Team
     policy: Policy

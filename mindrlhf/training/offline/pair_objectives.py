@@ -1,4 +1,4 @@
-"""What preference learning makes of the model's outputs on a batch of pairs, on rank 0. NumPy, float64."""
+"""Losses of preference learning from the model's outputs on pairs, on rank 0. NumPy, float64."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class PairResult:
 
     @property
     def is_right(self) -> np.ndarray:
-        """Whether each pair is in the right order, float64 [pairs]; a tie (as before any update) is half right."""
+        """Return 1 for each pair in the right order, float64 [pairs]; a tie (as before any update) is half right."""
         return (np.sign(self.chosen_rewards - self.rejected_rewards) + 1) / 2
 
     def metrics(self) -> dict[str, float]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Trainer(Protocol):
-    """What a step does, and what is evaluated around it.
+    """The step of a run on fixed data, and the evaluations around it.
 
     Attributes:
         order: the items of each step.

@@ -52,7 +52,7 @@ LONGEST_GROUP = 1024
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What a run reads, opened and checked."""
+    """Inputs of a run, opened and checked."""
 
     tokenizer: Tokenizer
     prompts: PromptFile

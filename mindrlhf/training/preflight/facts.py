@@ -1,4 +1,4 @@
-"""What is known of model, data and machine before a run: a starting config and the estimate of memory rest on it."""
+"""Facts of model, data and machine before a run, for a starting config and the estimate of memory."""
 
 import os
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Which features do not go together, with each other or with the model and the data.
+"""Checks of features that exclude each other, or do not fit the model or the data.
 
 Each check raises a UserError: one line that names the key and its fix.
 """

@@ -1,4 +1,4 @@
-"""What a layout asks of a run, before a device is touched: ranks, nodes, servers and the directories of shards."""
+"""Checks of a layout before a device is touched: ranks, nodes, servers and the directories of shards."""
 
 import dataclasses
 import math

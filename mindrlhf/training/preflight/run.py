@@ -23,7 +23,7 @@ from mindrlhf.training.preflight.output import check_no_file, refuse_taken, save
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """What is known of a run before a device is touched.
+    """Result of the checks of a run before a device is touched.
 
     ``mistakes`` are those of the config and the files it names. ``obstacles`` are none of the config: on another
     machine, or with another output directory, it would run.
@@ -111,7 +111,7 @@ def check_run(
 
 
 def _is_prepared(config: AnyConfig) -> bool:
-    """Whether the run is prepared here, and is to run where NPUs are, and its files."""
+    """Return whether the run is only prepared here, for another machine with NPUs and its files."""
     return config.run.device == "ascend" and not has_npus()
 
 

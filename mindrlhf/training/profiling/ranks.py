@@ -1,4 +1,4 @@
-"""What each rank records of chosen steps: its timeline, and MindSpore's and vLLM's profilers."""
+"""Recording of chosen steps on each rank: its timeline, and MindSpore's and vLLM's profilers."""
 
 import functools
 import inspect

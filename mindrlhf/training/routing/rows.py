@@ -16,7 +16,7 @@ EXPERTS = "experts"  # what `PackedRows.context` calls them
 
 @dataclass(frozen=True)
 class ReplayedExperts:
-    """How a model's choices of experts look.
+    """Shape and dtype of a model's choices of experts.
 
     Attributes:
         num_layers: layers with experts.

@@ -16,7 +16,7 @@ from mindrlhf.weights.hf import read_hf_config
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """How a model knows image tokens.
+    """Image tokens of a model.
 
     Attributes:
         vocab_size: an input of this size or more is the number of an image row.
@@ -35,7 +35,7 @@ class ImageTokens:
 
 
 def image_tokens(path: str) -> ImageTokens | None:
-    """How the model in a directory sees images; None when it does not, or where no config.json is.
+    """Return the image tokens of the model in a directory; None when it reads text only, or has no config.json.
 
     Raises:
         UserError: its config.json is damaged, or of an unknown model.

@@ -1,4 +1,4 @@
-"""Where the samples of a step come from: prompts in the order of the stream, generated and scored whole.
+"""Samples of a step: prompts in the order of the stream, generated and scored whole.
 
 With dynamic sampling, prompts are sampled until all groups teach something: DAPO, Yu et al. 2025 (arXiv:2503.14476),
 section 3.2. What is sampled beyond a step's needs is left over for the next.
@@ -33,7 +33,7 @@ SampleRound = Callable[[int, int], list[Sample]]  # (number of prompts, number o
 
 @dataclass(frozen=True)
 class Rollout:
-    """Where samples come from.
+    """Sources of samples.
 
     Attributes:
         generator: holds the published weights.

@@ -43,7 +43,7 @@ class LoadOrder:
         self._writer = JsonlWriter(Path(config.run.output_dir) / ORDER_NAME, first_step=state.version)
 
     def may_load(self, version: int) -> bool:
-        """Whether weights may be loaded before the next round.
+        """Return whether weights may be loaded before the next round.
 
         Raises:
             UserError: the run that is repeated had loaded them before.
@@ -59,7 +59,7 @@ class LoadOrder:
         return due == self.num_rounds
 
     def waits_for_next(self, version: int) -> bool:
-        """Whether the weights after ``version`` come before the next round."""
+        """Return whether the weights after ``version`` come before the next round."""
         return self.is_replay and self._replayed.get(version) == self.num_rounds
 
     def note(self, version: int) -> None:

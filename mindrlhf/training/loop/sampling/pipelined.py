@@ -39,7 +39,7 @@ from mindrlhf.training.loop.step import StepSamples
 
 
 class PipelinedScheduler(Scheduler):
-    """Makes samples in a thread, whose the generator and the maker are but while ``settle`` says otherwise."""
+    """Samples in a background thread, which owns the generator and the maker except during ``settle``."""
 
     sleeps = False
 
@@ -104,7 +104,7 @@ class PipelinedScheduler(Scheduler):
         return dataclasses.replace(samples, rollout_s=seconds)
 
     def end_step(self) -> None:
-        """What is not trained on stays with the thread."""
+        """Do nothing: samples not trained on stay with the thread."""
 
     def free_buffer(self, next_step: int) -> None:
         """Return when the published weights are loaded; in steps also when the samples of ``next_step`` are there.

@@ -55,11 +55,11 @@ class Group:
 
     @property
     def is_complete(self) -> bool:
-        """Whether none of the responses goes on."""
+        """True if none of the responses goes on."""
         return all(response.finish_reason for response in self.responses)
 
     def is_of(self, version: int) -> bool:
-        """Whether all tokens are of one version of the weights."""
+        """Return whether all tokens are of one version of the weights."""
         return all(span == version for response in self.responses for span, _ in response.spans)
 
 
@@ -115,7 +115,7 @@ class Segments:
         return self._choose()
 
     def has_work(self, version: int) -> bool:
-        """Whether a response goes on or may be begun."""
+        """Return whether a response goes on or may be begun."""
         return bool(self._going_on or self._to_begin(version))
 
     def take(self, step: Chosen, version: int) -> StepSamples:
@@ -277,8 +277,11 @@ class Segments:
         return chosen
 
     def _can_choose(self) -> bool:
-        """Whether enough groups are complete: beside the training with every one that the step must train on, which are
-        as many as were taken before them; within the step with all responses of which these weights are the last."""
+        """Return whether a step can be chosen.
+
+        Beside the training every group that the step must train on is complete: as many as were taken before them.
+        Within the step all responses are complete of which these weights are the last.
+        """
         if len(self._complete) < self._num_groups:
             return False
         if self._lag:
@@ -313,6 +316,6 @@ def _result(scored: "Future[Scored] | Scored") -> Scored:
 
 
 def _teaches(samples: Sequence[Sample]) -> bool:
-    """Whether the verifiers' rewards of a group differ."""
+    """Return whether the verifiers' rewards of a group differ."""
     rewards = np.array([sample.reward.total for sample in samples], np.float64)
     return bool(groups_with_signal(rewards, np.zeros(len(samples), np.int64))[1].all())
