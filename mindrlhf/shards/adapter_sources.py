@@ -31,9 +31,9 @@ def open_adapter_source(
         source: AdapterSource | ShardedSource = ShardedSource(directory, is_partial=True)
     else:
         source = AdapterSource(directory, adapted, dims, optimizer_file)
-    found = {name for name in source.dtypes if not name.startswith((*STATE_PREFIXES, GLOBAL_STEP_NAME))}
-    if other := sorted(found ^ {rule.mf_name for rule in adapted.trained()}):
-        verb = "holds" if other[0] in found else "lacks"
+    names = {name for name in source.dtypes if not name.startswith((*STATE_PREFIXES, GLOBAL_STEP_NAME))}
+    if other := sorted(names ^ {rule.mf_name for rule in adapted.trained()}):
+        verb = "holds" if other[0] in names else "lacks"
         raise UserError(f"{directory} {verb} {other[0]}: it is no adapter of the same model and lora.targets")
     return source
 
@@ -74,11 +74,11 @@ class AdapterSource:
             return self._state[name], {}
         rule = self._rules[name]
         parts = [self._files.read_float32(hf_name) for hf_name in rule.hf_names]
-        return fuse(rule, self._dims, parts), {one: checksum(part) for one, part in zip(rule.hf_names, parts)}
+        return fuse(rule, self._dims, parts), {name: checksum(part) for name, part in zip(rule.hf_names, parts)}
 
     def read_shard(self, layout: ParameterLayout, rank: int) -> np.ndarray:
         """Return the shard of an array on ``rank``."""
         return np.ascontiguousarray(self.read(layout.name)[0][layout.shard_of(rank)])
 
     def release(self, name: str) -> None:
-        """Nothing: the file is small."""
+        """Keep the file: it is small."""

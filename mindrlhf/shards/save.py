@@ -57,16 +57,16 @@ def plan_saving(
     """
     spec = find_spec(hf_config)
     dims = spec.dims(hf_config)
-    kept = spec.rules(dims) if adapted is None else saved_rules(adapted)
-    rules = {rule.mf_name: rule for rule in kept}
+    saved = spec.rules(dims) if adapted is None else saved_rules(adapted)
+    rules = {rule.mf_name: rule for rule in saved}
     arrays, tensors = {}, {}
-    for one in layouts:
-        rule = rules[one.name]
-        arrays[one.name] = ShardedArray(file_dtype(rule, dtype) or dtype, one)
-        tensors |= dict.fromkeys(rule.hf_names, (arrays[one.name].dtype, ""))
+    for parameter in layouts:
+        rule = rules[parameter.name]
+        arrays[parameter.name] = ShardedArray(file_dtype(rule, dtype) or dtype, parameter)
+        tensors |= dict.fromkeys(rule.hf_names, (arrays[parameter.name].dtype, ""))
     if state:
         kinds = states_of(rules.values(), dims, optimizer_of(state))
-        arrays |= {one.name: ShardedArray("float32", one) for one in state_layouts(layouts, kinds)}
+        arrays |= {state.name: ShardedArray("float32", state) for state in state_layouts(layouts, kinds)}
         arrays[GLOBAL_STEP_NAME] = ShardedArray("int32", step_layout(layout))
     manifest = ShardedManifest("", str(layout), _FILE_FORMAT, layout.world_size, arrays, tensors)
     identity = json.dumps([manifest.to_json(), hf_config], sort_keys=True)
@@ -145,12 +145,14 @@ def finish_saving(
 
 
 def held_shards(layouts: Iterable[ParameterLayout], rank: int) -> list[ParameterLayout]:
-    """The layouts of what ``rank`` holds."""
-    return [one for one in layouts if rank // one.stage_size in one.stages]
+    """Layouts of the parameters of a rank's stage."""
+    return [layout for layout in layouts if rank // layout.stage_size in layout.stages]
 
 
 def state_layouts(
     layouts: Iterable[ParameterLayout], kinds: Mapping[str, Sequence[str]]
 ) -> list[ParameterLayout]:
     """Layouts of an optimiser's state: those of the trained parameters; ``kinds`` are the names of its parts."""
-    return [replace(one, name=f"{kind}.{one.name}") for one in layouts for kind in kinds.get(one.name, ())]
+    return [
+        replace(layout, name=f"{kind}.{layout.name}") for layout in layouts for kind in kinds.get(layout.name, ())
+    ]

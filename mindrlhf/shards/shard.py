@@ -200,7 +200,7 @@ class _Sharding:
 
     def _link_rank(self, rank: int, source: int) -> None:
         """Give a rank the file of another by a hard link, or by a copy where the file system has none."""
-        theirs, ours = (rank_file(self._out, one, self._manifest.file_format) for one in (source, rank))
+        theirs, ours = (rank_file(self._out, owner, self._manifest.file_format) for owner in (source, rank))
         ours.parent.mkdir(exist_ok=True)
         manifest = read_json_object(theirs.parent / RANK_MANIFEST_NAME)
         write_json(ours.parent / RANK_MANIFEST_NAME, {**manifest, "rank": rank})
@@ -306,7 +306,7 @@ class _Sharding:
             "rank": rank,
             "size_bytes": writer.size_bytes,
             "arrays": {entry["name"]: {**entry["shards"][rank], "whole": entry["whole"]} for entry in entries},
-            "tensors": {name: found for entry in entries for name, found in entry["tensors"].items()},
+            "tensors": {name: checksum for entry in entries for name, checksum in entry["tensors"].items()},
         }
         write_json(writer.path.parent / RANK_MANIFEST_NAME, manifest)
         writer.finish()
@@ -323,10 +323,10 @@ class _Sharding:
         tensors: dict[str, str] = {}
         for rank in range(self._manifest.num_ranks):
             path = rank_file(self._out, rank, self._manifest.file_format).parent / RANK_MANIFEST_NAME
-            found = read_json_object(path)
+            manifest = read_json_object(path)
             for known, new in (
-                (wholes, {name: entry["whole"] for name, entry in found["arrays"].items()}),
-                (tensors, found["tensors"]),
+                (wholes, {name: entry["whole"] for name, entry in manifest["arrays"].items()}),
+                (tensors, manifest["tensors"]),
             ):
                 changed = next((name for name in new if known.setdefault(name, new[name]) != new[name]), None)
                 if changed:

@@ -48,7 +48,7 @@ class ArraySource(Protocol):
     tensors: dict[str, str]
 
     def identity(self) -> Any:
-        """JSON-able; changes when the source does."""
+        """Identity of the source, JSON-able; it changes when the source does."""
 
     def read(self, name: str) -> tuple[np.ndarray, dict[str, str]]:
         """A whole array in MindFormers' layout, and the checksums of the Hugging Face tensors it was made of."""
@@ -152,8 +152,8 @@ class HuggingFaceSource:
         if rule.num_experts == 1:
             return np.ascontiguousarray(next(blocks)), checksums
         whole = np.empty(rule.mf_shape(self.dims), STORAGE_DTYPES[self.dtypes[name]])
-        for place, block in zip(np.split(whole, rule.num_experts), blocks):
-            place[...] = block
+        for expert, block in zip(np.split(whole, rule.num_experts), blocks):
+            expert[...] = block
         return whole, checksums
 
     def read_shard(self, layout: ParameterLayout, rank: int) -> np.ndarray:
@@ -194,8 +194,8 @@ class ScorerSource:
         self.spec = find_spec(self.hf_config)
         self.dims = self.spec.dims(self.hf_config)
         self._rules = {rule.mf_name: rule for rule in self.spec.rules(self.dims)}
-        own = {name: dtype for name, dtype in source.dtypes.items() if name in self._rules}
-        self.dtypes = {**own, SCORE_NAME: "float32"}
+        dtypes = {name: dtype for name, dtype in source.dtypes.items() if name in self._rules}
+        self.dtypes = {**dtypes, SCORE_NAME: "float32"}
         names = [name for rule in self._rules.values() for name in rule.hf_names]
         self.tensors = {name: source.tensors.get(name, "float32") for name in names}
 
@@ -252,7 +252,7 @@ class RandomSource:
         return np.ascontiguousarray(whole[layout.shard_of(rank)])
 
     def release(self, name: str) -> None:
-        """Nothing: the arrays are in memory."""
+        """Keep the arrays: they are in memory."""
 
 
 def saved_state(source: "ShardedSource") -> dict[str, np.ndarray]:
@@ -289,4 +289,4 @@ class ShardedSource:
         return np.ascontiguousarray(whole[layout.shard_of(rank)])
 
     def release(self, name: str) -> None:
-        """Nothing: the shards were released when the array was put together."""
+        """Do nothing: the shards were released when the array was put together."""

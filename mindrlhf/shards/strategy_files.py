@@ -71,7 +71,7 @@ def write_strategy_directory(
     """
     try:
         (Path(directory) / STAGES_NAME).mkdir(parents=True, exist_ok=True)
-        for stage in range(1 + max(stage for one in layouts for stage in one.stages)):
+        for stage in range(1 + max(stage for parameter in layouts for stage in parameter.stages)):
             write_strategy_file(stage_path(directory, stage), layouts, stage)
         if layout is None:
             merge_stages(directory)
@@ -179,7 +179,7 @@ def check_strategy_directory(path: str | os.PathLike, dims: "ModelDims", layout:
     path = Path(path)
     description = read_json_object(path / DESCRIPTION_NAME)
     try:
-        found = Layout(**description["layout"])
+        described_layout = Layout(**description["layout"])
         described, recorded, files = dict(description["dims"]), description["hash"], description["files"]
         if not isinstance(files, dict):
             raise TypeError(f"files is {files!r}")
@@ -192,12 +192,12 @@ def check_strategy_directory(path: str | os.PathLike, dims: "ModelDims", layout:
                 f"{path} is the strategy of another model ({name} is {described.get(name)}, the model has "
                 f"{expected.get(name)}): make one for this model with `mindrlhf strategy`"
             )
-    if layout is not None and layout != found:
+    if layout is not None and layout != described_layout:
         raise UserError(
-            f"{path} was made for another config ({found}, this one is {layout}): make it again with "
+            f"{path} was made for another config ({described_layout}, this one is {layout}): make it again with "
             "`mindrlhf strategy`, or change parallel_config"
         )
-    if recorded != strategy_hash(dims, found):
+    if recorded != strategy_hash(dims, described_layout):
         raise UserError(f"{path / DESCRIPTION_NAME} was changed after it was written: make the strategy again")
     for name, checksum in files.items():
         if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute() or (path / name).is_symlink():
@@ -206,7 +206,7 @@ def check_strategy_directory(path: str | os.PathLike, dims: "ModelDims", layout:
             raise UserError(f"{path / name} is missing: make the strategy again")
         if _sha256(path / name) != checksum:
             raise UserError(f"{path / name} is damaged or of another config: make the strategy again")
-    return found
+    return described_layout
 
 
 def _fill(message: Any, layout: ParameterLayout) -> None:

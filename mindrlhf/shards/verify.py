@@ -126,9 +126,9 @@ def check_coverage(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> i
     if any(axis_edges[0] < 0 or axis_edges[-1] > size for axis_edges, size in zip(edges, shape)):
         raise UserError(f"shards of {name} reach beyond its shape {list(shape)}: shard again")
     if (cells != 1).any():
-        place = [edges[axis][index] for axis, index in enumerate(np.argwhere(cells != 1)[0])]
+        element = [edges[axis][index] for axis, index in enumerate(np.argwhere(cells != 1)[0])]
         times = "no shard" if cells[tuple(np.argwhere(cells != 1)[0])] == 0 else "several shards"
-        raise UserError(f"element {place} of {name} lies in {times}: shard again")
+        raise UserError(f"element {element} of {name} lies in {times}: shard again")
     if len(set(counts.values())) > 1:
         raise UserError(f"shards of {name} are stored {sorted(set(counts.values()))} times: shard again")
     return next(iter(counts.values()))

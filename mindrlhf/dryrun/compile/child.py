@@ -221,14 +221,14 @@ def example_inputs(request: CompileRequest, parallel: ParallelSection) -> list:
     if request.cell == TOWER:
         number, size = request.slots
         patches = np.zeros((number, size, dims.vision.patch_channels), np.float32)
-        places, is_patch = np.zeros((number, size, 4), np.int32), np.ones((number, size), np.float32)
-        return [ms.Tensor(one) for one in (patches, places, is_patch)]
+        positions, is_patch = np.zeros((number, size, 4), np.int32), np.ones((number, size), np.float32)
+        return [ms.Tensor(array) for array in (patches, positions, is_patch)]
     rows = _num_rows(request, parallel)
     shape = (rows, request.seq_length)
     model_shape = (rows, 3, request.seq_length) if request.shared_prompts else shape
     if dims.vision:
         model_shape = (*shape, NUM_IDS)
-    tokens = [ms.Tensor(np.ones(one, np.int32)) for one in (model_shape, shape, shape)]
+    tokens = [ms.Tensor(np.ones(size, np.int32)) for size in (model_shape, shape, shape)]
     if request.cell in (LOGPROBS, VALUES):
         return [*tokens, ms.Tensor(np.ones(shape, np.float32))]
     inputs = {VALUE_UPDATE: VALUE_INPUTS, SUPERVISED_UPDATE: (), PAIR_UPDATE: COEFFICIENT_INPUTS}

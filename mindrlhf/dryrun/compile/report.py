@@ -1,4 +1,4 @@
-"""Carrying out `mindrlhf strategy`: read, check, compile, summarise."""
+"""`mindrlhf strategy`: read, check, compile, summarise."""
 
 import sys
 from collections.abc import Iterable
@@ -24,11 +24,10 @@ class StrategyReport:
     directory: Path
 
     def text(self) -> str:
-        """Return it in a few lines."""
         return "\n".join(_lines(self.compiled, self.layout, self.directory))
 
     def plain(self) -> dict[str, Any]:
-        """Return it as JSON values; sizes are bytes."""
+        """Return JSON values; sizes are bytes."""
         return {
             "directory": str(self.directory),
             "layout": str(self.layout),
@@ -82,7 +81,7 @@ def report_strategy(
 
 def _plain_collectives(collectives: Iterable[Any]) -> list[dict[str, Any]]:
     names = ("kind", "num_ranks", "count", "total_bytes")
-    return [dict(zip(names, one, strict=True)) for one in summarize(collectives)]
+    return [dict(zip(names, row, strict=True)) for row in summarize(collectives)]
 
 
 def _print_progress(line: str) -> None:

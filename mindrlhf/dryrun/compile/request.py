@@ -282,7 +282,7 @@ def _describe(request: CompileRequest) -> str:
 
 
 def _log_tail(path: Path) -> str:
-    """The last lines that say something, as one line."""
+    """Last lines of a log with an error, joined."""
     if not path.exists():
         return "it left no log"
     errors = last_lines(path, _LOG_LINES, lambda line: line.lstrip().startswith(_ERRORS))

@@ -132,7 +132,7 @@ def layer_bytes(
 
 
 def _recomputed_bytes(operator: str, widths: LayerWidths, layout: Layout, element_bytes: int) -> float:
-    """Bytes of one token that are not kept when an operator is computed again: those between its inputs and outputs."""
+    """Bytes of one token that recomputing an operator saves: those between its inputs and outputs."""
     tensor = layout.model_parallel
     if operator == NORMS:  # the casts of their inputs to float32; and their outputs, unless those are gathered
         split = _sequence_split(layout)
@@ -149,7 +149,7 @@ def checkpoint_bytes(widths: LayerWidths, layout: Layout, num_tokens: int, eleme
 
 
 def logit_tile(dims: ModelDims, layout: Layout, num_tokens: int, tile: HeadTile) -> tuple[int, int]:
-    """Return of how many positions and tokens of the vocabulary of one micro-batch a rank has logits at a time."""
+    """Return the positions and the tokens of the vocabulary whose logits a rank has at a time."""
     vocab_size = dims.vocab_size // layout.model_parallel
     return min(tile.positions or num_tokens, num_tokens), min(tile.vocabulary or vocab_size, vocab_size)
 
@@ -157,7 +157,7 @@ def logit_tile(dims: ModelDims, layout: Layout, num_tokens: int, tile: HeadTile)
 def logit_bytes(
     dims: ModelDims, layout: Layout, num_tokens: int, element_bytes: int, tile: HeadTile = WHOLE_HEAD
 ) -> int:
-    """Return the memory of the logits that exist at a time, and of what is made of them."""
+    """Return the bytes of the logits that exist at a time, with their float32 copies."""
     return math.prod(logit_tile(dims, layout, num_tokens, tile)) * logit_width(element_bytes)
 
 
@@ -174,7 +174,7 @@ def head_gradient_bytes(dims: ModelDims, layout: Layout, num_tokens: int, elemen
 
 
 def logit_width(element_bytes: int) -> int:
-    """Return the bytes of one logit and of what is made of it."""
+    """Return the bytes of one logit with its float32 copies."""
     return element_bytes + LOGIT_FLOAT32_COPIES * 4
 
 

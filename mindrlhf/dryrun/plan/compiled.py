@@ -57,13 +57,13 @@ def compile_plan(plan: Plan) -> list[PlannedStage]:
     num_stages = plan.layout.pipeline_stage
     stages = sorted({0, min(1, num_stages - 1), num_stages - 1})
     requests = [_requests(plan, stage * plan.layout.stage_size) for stage in stages]
-    reports = iter(compile_ranks([one for of_stage in requests for one in of_stage]))
+    reports = iter(compile_ranks([request for of_stage in requests for request in of_stage]))
     return [_planned(plan, list(itertools.islice(reports, len(of_stage)))) for of_stage in requests]
 
 
 def _planned(plan: Plan, reports: Sequence[CompileReport]) -> PlannedStage:
-    """Return a stage from its graphs, which run one after the other."""
-    *before, last = (one.planned_memory_bytes for one in reports)
+    """Combine the reports of a stage's graphs, which run one after the other."""
+    *before, last = (report.planned_memory_bytes for report in reports)
     return PlannedStage(
         stage=reports[0].stage,
         planned_bytes=max(*before, last, 0),
@@ -71,8 +71,8 @@ def _planned(plan: Plan, reports: Sequence[CompileReport]) -> PlannedStage:
         last_bytes=last,
         estimated_bytes=step_estimate(plan, reports[0].stage),
         num_layers=reports[0].num_layers,
-        seconds=sum(one.seconds for one in reports),
-        peak_rss_bytes=max(one.peak_rss_bytes for one in reports),
+        seconds=sum(report.seconds for report in reports),
+        peak_rss_bytes=max(report.peak_rss_bytes for report in reports),
     )
 
 

@@ -82,12 +82,12 @@ class MemoryInputs:
 
     @property
     def moments_name(self) -> str:
-        """Of the optimiser's state."""
+        """Name of the optimiser's state in the table."""
         return f"{OPTIMIZERS[self.config.optimizer.type].title} moments"
 
     @property
     def element_bytes(self) -> int:
-        """Of the compute dtype."""
+        """Bytes of an element in the compute dtype."""
         return ELEMENT_BYTES[self.config.model.compute_dtype]
 
     @property
@@ -101,7 +101,7 @@ class MemoryInputs:
 
     def stage_layers(self, stage: int) -> list[int]:
         """Numbers of the layers of a pipeline stage."""
-        return [layer for layer, place in enumerate(self.layer_stages) if place == stage]
+        return [layer for layer, layer_stage in enumerate(self.layer_stages) if layer_stage == stage]
 
     def recomputes(self, layer: int) -> bool:
         """True when all of a layer is recomputed in the backward pass."""

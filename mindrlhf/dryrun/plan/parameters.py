@@ -54,7 +54,7 @@ class StageState:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Bytes of the whole state."""
         return self.parameters + self.adapters + self.moments + self.gradient_sums + self.accumulators
 
 
@@ -82,7 +82,7 @@ class ParameterRow:
 
 
 @dataclass(frozen=True)
-class StateKept:
+class OptimizerState:
     """State of an optimiser for the trained parameters.
 
     Attributes:
@@ -94,7 +94,7 @@ class StateKept:
     matrices: Mapping[str, Matrices | None]
 
     def element_bytes(self, name: str) -> int:
-        """Of a parameter, for each of its elements."""
+        """Bytes of optimiser state for each element of a parameter."""
         return MOMENT_BYTES * len(OPTIMIZERS[self.optimizer].state_of(self.matrices.get(name) is not None))
 
     def gathered_elements(self, layout: ParameterLayout) -> int:
@@ -117,7 +117,7 @@ class KnownRules:
         self._rules = spec.rules(dims)
         self.is_scorer = spec.is_scorer
         if lora is not None:
-            self._rules = [rule for one in adapters(spec, dims, lora) for rule in (one.down, one.up)]
+            self._rules = [rule for adapter in adapters(spec, dims, lora) for rule in (adapter.down, adapter.up)]
 
     def rules(self, _: ModelDims) -> list[ParameterRule]:
         """Return the rules of the model that this was made for."""
@@ -156,7 +156,7 @@ def stage_states(
     untrained: Mapping[str, bool] | None = None,
     accumulates: bool = False,
     adapters: Sequence[ParameterLayout] = (),
-    kept: "StateKept | None" = None,
+    optimizer: "OptimizerState | None" = None,
 ) -> list[StageState]:
     """Return the state of a rank, by pipeline stage; all ranks of a stage hold shards of the same shapes.
 
@@ -164,9 +164,9 @@ def stage_states(
         untrained: parameters without moments and gradients; see :func:`untrained_names`.
         accumulates: micro-batches are split into pipeline micro-batches.
         adapters: low-rank factors, which are trained in the place of ``layouts``.
-        kept: by the optimiser; AdamW's without it.
+        optimizer: AdamW's without it.
     """
-    states, untrained, kept = [], untrained or {}, kept or StateKept("adamw", {})
+    states, untrained, optimizer = [], untrained or {}, optimizer or OptimizerState("adamw", {})
     for stage in range(num_stages):
         held = [layout for layout in layouts if stage in layout.stages]
         weights = [layout for layout in held if layout.name not in untrained]
@@ -180,7 +180,7 @@ def stage_states(
         elements, factor_elements, trained_elements = map(_shard_elements, (weights, factors, trained))
         gathered = [gathered_elements(layout) for layout in weights]
         gradients = [gathered_elements(layout) for layout in trained]
-        matrices = [kept.gathered_elements(layout) for layout in trained]
+        matrices = [optimizer.gathered_elements(layout) for layout in trained]
         states.append(
             StageState(
                 num_elements=elements + fixed_elements + factor_elements,
@@ -189,7 +189,7 @@ def stage_states(
                 largest_gradient_elements=max(gradients),
                 largest_elements=max(math.prod(layout.shard_shape) for layout in trained),
                 parameters=elements * ELEMENT_BYTES[param_dtype] + fixed_bytes,
-                moments=sum(math.prod(layout.shard_shape) * kept.element_bytes(layout.name) for layout in trained),
+                moments=sum(math.prod(layout.shard_shape) * optimizer.element_bytes(layout.name) for layout in trained),
                 gradient_sums=trained_elements * GRADIENT_SUM_BYTES,
                 accumulators=sum(gradients) * trained_bytes if accumulates else 0,
                 adapters=factor_elements * ADAPTER_BYTES,
@@ -214,17 +214,17 @@ def parameter_rows(
     param_dtype: str,
     untrained: Mapping[str, bool] | None = None,
     adapters: Sequence[ParameterLayout] = (),
-    kept: "StateKept | None" = None,
+    optimizer: "OptimizerState | None" = None,
 ) -> list[ParameterRow]:
     """Return the table of parameters, in the order of the forward pass, and of the adapters that alone are trained."""
-    untrained, kept = untrained or {}, kept or StateKept("adamw", {})
+    untrained, optimizer = untrained or {}, optimizer or OptimizerState("adamw", {})
 
     def element_bytes(name: str) -> int:
         if name in untrained:
             return _untrained_bytes(untrained[name], param_dtype)
-        return ELEMENT_BYTES[param_dtype] + (0 if adapters else kept.element_bytes(name))
+        return ELEMENT_BYTES[param_dtype] + (0 if adapters else optimizer.element_bytes(name))
 
-    return _rows(layouts, element_bytes) + _rows(adapters, lambda name: ADAPTER_BYTES + kept.element_bytes(name))
+    return _rows(layouts, element_bytes) + _rows(adapters, lambda name: ADAPTER_BYTES + optimizer.element_bytes(name))
 
 
 def _rows(layouts: Sequence[ParameterLayout], element_bytes: Callable[[str], int]) -> list[ParameterRow]:
@@ -234,7 +234,7 @@ def _rows(layouts: Sequence[ParameterLayout], element_bytes: Callable[[str], int
         alike.setdefault((name, layout.shape, layout.shard_shape), []).append(layout)
     rows = []
     for (name, shape, shard_shape), members in alike.items():
-        stages = [stage for one in members for stage in one.stages]
+        stages = [stage for layout in members for stage in layout.stages]
         rows.append(
             ParameterRow(
                 name=name,

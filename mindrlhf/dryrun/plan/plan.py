@@ -21,9 +21,9 @@ from mindrlhf.dryrun.plan.parameters import (
     ADAPTER_BYTES,
     ELEMENT_BYTES,
     KnownRules,
+    OptimizerState,
     ParameterRow,
     StageState,
-    StateKept,
     active_parameters,
     count_parameters,
     parameter_rows,
@@ -48,7 +48,7 @@ from mindrlhf.weights.publish.buffer import arrange_buckets
 
 @dataclass(frozen=True)
 class Machine:
-    """The cluster a plan is for: ``world_size`` devices of ``device_bytes``, ``node_size`` of them per node."""
+    """Cluster of a plan: ``world_size`` devices of ``device_bytes``, ``node_size`` of them per node."""
 
     world_size: int
     device_bytes: int
@@ -68,7 +68,7 @@ class Machine:
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """The model a plan is for."""
+    """Model of a plan."""
 
     name: str
     spec: ModelSpec
@@ -82,7 +82,7 @@ class Model:
 
     @cached_property
     def known(self) -> KnownRules:
-        """The spec for those who ask for its rules only."""
+        """The spec with its rules spelled out once."""
         return KnownRules(self.spec, self.dims)
 
     @cached_property
@@ -264,14 +264,14 @@ def _states(
     model: Model, layout: Layout, param_dtype: str, lora: LoraOptions | None, accumulates: bool, optimizer: str
 ) -> list[StageState]:
     layouts, factors = _layouts(model, layout, param_dtype, lora)
-    kept = _kept(model, lora, optimizer)
-    return stage_states(layouts, layout.pipeline_stage, param_dtype, model.untrained, accumulates, factors, kept)
+    state = _optimizer_state(model, lora, optimizer)
+    return stage_states(layouts, layout.pipeline_stage, param_dtype, model.untrained, accumulates, factors, state)
 
 
 @lru_cache(maxsize=4)
-def _kept(model: Model, lora: LoraOptions | None, optimizer: str) -> StateKept:
+def _optimizer_state(model: Model, lora: LoraOptions | None, optimizer: str) -> OptimizerState:
     rules = (model.known if lora is None else KnownRules(model.spec, model.dims, lora)).rules(model.dims)
-    return StateKept(optimizer, {rule.mf_name: rule.matrices(model.dims) for rule in rules})
+    return OptimizerState(optimizer, {rule.mf_name: rule.matrices(model.dims) for rule in rules})
 
 
 def _buffer_bytes(config: GrpoConfig, model: Model) -> int:
@@ -297,7 +297,7 @@ def make_plan(config: GrpoConfig, model: Model, machine: Machine) -> Plan:
     """Plan a run; raises UserError as :func:`prepare` does."""
     inputs, layouts = prepare(config, model, machine)
     factors = _layouts(model, inputs.layout, config.model.param_dtype, config.lora.options)[1]
-    kept = _kept(model, config.lora.options, config.optimizer.type)
+    optimizer_state = _optimizer_state(model, config.lora.options, config.optimizer.type)
     return Plan(
         config=config,
         machine=machine,
@@ -308,7 +308,7 @@ def make_plan(config: GrpoConfig, model: Model, machine: Machine) -> Plan:
         batch=inputs.batch,
         states=tuple(inputs.states),
         num_adapter_parameters=count_parameters(factors),
-        rows=tuple(parameter_rows(layouts, config.model.param_dtype, model.untrained, factors, kept)),
+        rows=tuple(parameter_rows(layouts, config.model.param_dtype, model.untrained, factors, optimizer_state)),
         rollout=inputs.rollout,
         memory=tuple(plan_memory(inputs)),
         buffer_bytes=_buffer_bytes(config, model),

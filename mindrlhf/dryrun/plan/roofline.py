@@ -74,7 +74,7 @@ class StepSeconds:
 
     @property
     def seconds(self) -> float:
-        """Of all phases."""
+        """Seconds of all phases."""
         return sum(self.phases.values())
 
     @property
@@ -99,8 +99,8 @@ def roofline(inputs: MemoryInputs, num_active: int, device: Device) -> StepSecon
     forward, update = (seconds * filled for seconds in _training(inputs, num_active, device))
     num_passes = config.training.num_minibatches
     held = max(state.num_elements for state in inputs.states) * ELEMENT_BYTES[config.rollout.dtype]
-    state = max(one.moments + one.gradient_sums for one in inputs.states) * config.memory.offload_optimizer
-    state += max(one.moments for one in inputs.states) * config.memory.swap_moments * batch.num_updates
+    state = max(stage.moments + stage.gradient_sums for stage in inputs.states) * config.memory.offload_optimizer
+    state += max(stage.moments for stage in inputs.states) * config.memory.swap_moments * batch.num_updates
     phases = {
         "sampling": _sampling(inputs, num_active, device, prompt, response),
         "old log-probs": forward * num_passes * needs_logprobs(inputs),
@@ -135,7 +135,7 @@ def _training(inputs: MemoryInputs, num_active: int, device: Device) -> tuple[fl
     most_layers = max(len(inputs.stage_layers(stage)) for stage in range(layout.pipeline_stage))
     share = most_layers / len(inputs.widths) / layout.model_parallel
     # Causal attention computes half of the square.
-    attention = sum(one.query + one.context for one in inputs.widths) * batch.row_length
+    attention = sum(layer.query + layer.context for layer in inputs.widths) * batch.row_length
     one_pass = inputs.num_tokens * (2 * num_active + attention) * share / device.products
     exchange = most_layers * _layer_exchange(inputs, device)
     again = sum(map(inputs.recomputes, range(len(inputs.widths)))) / len(inputs.widths)

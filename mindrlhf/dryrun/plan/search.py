@@ -82,8 +82,8 @@ def starting_layout(config: GrpoConfig, model: Model, machine: Machine) -> dict[
         keys = servers if tensor > 1 else {}
         if try_keys(config, keys, model, machine) is not None:
             return keys
-        if (found := search(with_keys(config, keys), model, machine)).best:
-            return keys | dict(found.best[0].keys)
+        if (result := search(with_keys(config, keys), model, machine)).best:
+            return keys | dict(result.best[0].keys)
     return None
 
 

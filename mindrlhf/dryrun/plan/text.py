@@ -16,7 +16,6 @@ WIDTH = 100
 
 
 def render_text(plan: Plan, verdict: Verdict) -> str:
-    """Return the whole plan."""
     parts = [
         _heading(plan),
         section("Batch", columns(batch_lines(plan.config, plan.batch, plan.layout.data_parallel), "<><")),
@@ -53,7 +52,6 @@ def section(title: str, lines: Iterable[str]) -> str:
 
 
 def verdict_lines(verdict: Verdict) -> list[str]:
-    """Return the verdict in words."""
     lines = wrap(("FITS: " if verdict.fits else "DOES NOT FIT: ") + verdict.reason)
     if verdict.changes:
         lines += ["Any one of these makes it fit:", *(f"  {change}" for change in verdict.changes)]
@@ -84,12 +82,11 @@ def search_lines(result: SearchResult) -> list[str]:
 def planned_lines(planned: Sequence[PlannedStage]) -> list[str]:
     """Return the memory of the compiled calls of an update beside the estimate of the same."""
     rows = [("stage", "accumulating", "last call", "estimated", "layers", "compiled in", "by a process of")]
-    for one in planned:
-        before = format_size(one.accumulating_bytes) if one.accumulating_bytes else "-"
-        sizes = (before, format_size(one.last_bytes), format_size(one.estimated_bytes))
-        rows.append(
-            (str(one.stage), *sizes, str(one.num_layers), f"{one.seconds:.0f} s", format_size(one.peak_rss_bytes))
-        )
+    for stage in planned:
+        before = format_size(stage.accumulating_bytes) if stage.accumulating_bytes else "-"
+        sizes = (before, format_size(stage.last_bytes), format_size(stage.estimated_bytes))
+        compiled = (str(stage.num_layers), f"{stage.seconds:.0f} s", format_size(stage.peak_rss_bytes))
+        rows.append((str(stage.stage), *sizes, *compiled))
     note = "The planner does not know workspaces of CANN's kernels and buffers of HCCL: a lower bound."
     return [*columns(rows, ">" * 7), *wrap(note)]
 
@@ -149,7 +146,7 @@ def _stage_lines(plan: Plan) -> list[str]:
     rows = [("stage", "ranks", "layers", "parameters/rank", "parameters", "moments", "gradients")]
     size = plan.layout.stage_size
     for stage, state in enumerate(plan.states):
-        layers = [layer for layer, place in enumerate(plan.layer_stages) if place == stage]
+        layers = [layer for layer, layer_stage in enumerate(plan.layer_stages) if layer_stage == stage]
         extra = ["vision"] * (stage == 0 and plan.tower is not None) + ["embedding"] * (stage == 0)
         extra += ["head"] * (stage == plan.layout.pipeline_stage - 1)
         rows.append(
@@ -169,7 +166,7 @@ def _exact_sizes(state: StageState) -> tuple[int, int, int]:
 
 
 def _memory_lines(plan: Plan) -> list[str]:
-    """All phases of the stage with the fullest moment, and the totals of the other stages."""
+    """Table of the phases of the fullest stage, and the totals of the other stages."""
     shown = [phase for phase in plan.memory if phase.stage == plan.peak.stage]
     names = list(dict.fromkeys(item.name for phase in shown for item in phase.items))
     exact = {item.name for phase in shown for item in phase.items if item.exact}
@@ -185,10 +182,10 @@ def _memory_lines(plan: Plan) -> list[str]:
 
 
 def _stage_totals(memory: Sequence[PhaseMemory]) -> list[tuple[str, ...]]:
-    phases = list(dict.fromkeys(one.phase for one in memory))
+    phases = list(dict.fromkeys(phase.phase for phase in memory))
     rows = [("total of", *phases)]
-    for stage in sorted({one.stage for one in memory}):
-        totals = {one.phase: one.total for one in memory if one.stage == stage}
+    for stage in sorted({phase.stage for phase in memory}):
+        totals = {phase.phase: phase.total for phase in memory if phase.stage == stage}
         rows.append((f"stage {stage}", *(format_size(totals[phase]) for phase in phases)))
     return rows
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mindrlhf.dryrun.plan.parameters import (
-    StateKept,
+    OptimizerState,
     active_parameters,
     count_parameters,
     parameter_rows,
@@ -138,13 +138,14 @@ def test_muon_keeps_one_moment_of_the_matrices_and_two_of_the_rest():
     """Qwen2.5-7B: 28 layers, hidden size 3584, 28 + 2 * 4 heads of 128, 18944 channels, 152064 tokens, untied."""
     model = read_model(str(MODELS["qwen2_5_7b"]))
     layouts = parameter_layouts(model.spec, model.dims, Layout(data_parallel=2, model_parallel=4, optimizer_shard=1))
-    kept = StateKept("muon", {rule.mf_name: rule.matrices(model.dims) for rule in model.spec.rules(model.dims)})
-    (state,) = stage_states(layouts, 1, "bfloat16", kept=kept)
+    matrices_of = {rule.mf_name: rule.matrices(model.dims) for rule in model.spec.rules(model.dims)}
+    optimizer = OptimizerState("muon", matrices_of)
+    (state,) = stage_states(layouts, 1, "bfloat16", optimizer=optimizer)
     matrices = 28 * (36 * 128 * 3584 + 28 * 128 * 3584 + 3 * 3584 * 18944) // 4
     rest = (2 * 152064 * 3584 + 28 * 36 * 128) // 4 + (2 * 28 + 1) * 3584
     assert state.num_elements == matrices + rest
     assert state.moments == 4 * matrices + 8 * rest
     # Every rank of four gathers all matrices of a layer, one parameter after the other.
     assert (state.gathered_matrices, state.largest_gathered_matrices) == (4 * matrices, 2 * 3584 * 18944)
-    rows = parameter_rows(layouts, "bfloat16", kept=kept)
+    rows = parameter_rows(layouts, "bfloat16", optimizer=optimizer)
     assert sum(row.num_tensors * row.state_bytes for row in rows) == state.parameters + state.moments
