@@ -41,7 +41,6 @@ class TransformersEngine:
     """Samples `max_num_seqs` sequences at a time, together from their prompts to the last one's end."""
 
     sampler = "transformers"
-    draft_counts = {}
 
     def __init__(self, config):
         dtype = getattr(torch, config["dtype"])

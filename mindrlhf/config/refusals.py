@@ -57,7 +57,6 @@ REFUSALS = tuple(
             "set it to false",
         ),
         ((REPLAY, "rollout.tensor_parallel"), "experts are recorded in a server of one process", "set it to false"),
-        ((REPLAY, "rollout.draft_tokens"), "experts of mere guesses would be recorded", "set it to false"),
         (("rollout.weight_buffer_gib", ELASTIC), "a node that joins takes weights from a whole buffer", "set it to 0"),
         ((SHARDED, ELASTIC), "rank 0, from which nodes take the weights, has a part of them", "leave out --elastic"),
         ((SPANNING, ELASTIC), "a node comes and goes with its servers", "set rollout.tensor_parallel to its ranks"),

@@ -72,13 +72,6 @@ class RolloutSection:
         "float32", "type of the generator's weights and arithmetic", choices=("float32", "bfloat16")
     )
     max_num_seqs: int = key(64, "most sequences decoded at once by a server", minimum=1)
-    draft_tokens: int = key(
-        0,
-        "speculative decoding: most tokens drafted for a response and checked in one step, where slots are free; 0 "
-        "drafts none",
-        minimum=0,
-        maximum=32,
-    )
     weights_transport: str = key(
         TCP,
         "transport for weight sync between nodes: tcp between hosts, or collectives between devices (Ascend, "
@@ -149,18 +142,9 @@ def schedule_rules(config: RunConfig) -> Rules:
 
 
 def server_rules(config: RunConfig) -> Rules:
-    """Rules of how servers make samples and come by weights: `draft_tokens`, `weights_transport`."""
-    rollout, device, count = config.rollout, config.run.device, config.rollout.draft_tokens
-    judged = "vLLM itself would judge the guesses, and its log-probabilities were found wrong then"
-    rounded = "tokens that are checked together would be rounded otherwise than one by one"
-    reasons = {
-        f"run.device={device}": (device != "cpu", judged),
-        f"rollout.tensor_parallel={rollout.tensor_parallel}": (rollout.tensor_parallel > 1, judged),
-        f"rollout.dtype={rollout.dtype}": (rollout.dtype != "float32", rounded),
-    }
-    for name, (is_set, reason) in reasons.items():
-        yield count and is_set, f"'rollout.draft_tokens' is {count}, but with {name} {reason}: set it to 0"
-    for name in ("rollout.draft_tokens", "profiler.vllm", "training.replay_routing"):
+    """Rules of how servers make samples and come by weights."""
+    rollout, device = config.rollout, config.run.device
+    for name in ("profiler.vllm", "training.replay_routing"):
         section, _, key_name = name.partition(".")
         yield rollout.engine != "vllm" and bool(getattr(getattr(config, section), key_name)), (
             f"'rollout.engine' is {rollout.engine}, but '{name}' is vLLM's: remove one of them"

@@ -274,7 +274,6 @@ def server_options(
         load_format="auto" if load_weights else "dummy",
         max_model_len=max_model_len,
         max_num_seqs=rollout.max_num_seqs,
-        draft_tokens=rollout.draft_tokens,
         seed=seed,
         num_threads=rollout.num_threads,
         tensor_parallel_size=rollout.tensor_parallel,

@@ -164,8 +164,7 @@ class VllmGenerator:
         self._call({"kind": "ping"})
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start: num_steps, num_samples, num_tokens, generate_s, update_s; drafted and accepted
-        tokens where they are counted."""
+        """Counters since the start: num_steps, num_samples, num_tokens, generate_s, update_s."""
         return self._call({"kind": "stats"})["stats"]
 
     def restart(self) -> None:

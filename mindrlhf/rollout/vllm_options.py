@@ -77,7 +77,6 @@ class VllmOptions:
     load_format: str = "dummy"
     max_model_len: int = 2048
     max_num_seqs: int = 64
-    draft_tokens: int = 0
     seed: int = 0
     num_threads: int = 1
     tensor_parallel_size: int = 1

@@ -36,7 +36,6 @@ USED = {
     "tools.names": "calculator",
     "tools.environment": "gymnasium",
     "rollout.tensor_parallel": "2",
-    "rollout.draft_tokens": "2",
     "tools.agent": "sh a.sh",
 }
 # What a key needs beside it.

@@ -21,7 +21,6 @@ CONFIG = {
     "enable_sleep": False,
     "profile_dir": "",
     "record_routing": False,
-    "draft_tokens": 0,
     "tokenizer_dir": "",
     "span": None,
 }

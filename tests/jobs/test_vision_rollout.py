@@ -182,13 +182,12 @@ def test_logprobs_are_those_of_transformers_also_after_new_weights(rollout_pytho
 
 
 @SLOW
-@pytest.mark.parametrize("draft_tokens", [0, 3])
 @pytest.mark.parametrize("model", FAMILIES, ids=lambda model: model.family)
-def test_other_families_agree_with_transformers(rollout_python, images_file, directory, model, draft_tokens):
-    model_dir = write_tiny_vl(directory / f"family{model.seed}_{draft_tokens}", model)
+def test_other_families_agree_with_transformers(rollout_python, images_file, directory, model):
+    model_dir = write_tiny_vl(directory / f"family{model.seed}", model)
     with make_buffer(model) as buffer:
-        log = directory / f"family{model.seed}_{draft_tokens}.log"
-        with start(rollout_python, {OLD: model_dir}, log, draft_tokens=draft_tokens) as generator:
+        log = directory / f"family{model.seed}.log"
+        with start(rollout_python, {OLD: model_dir}, log) as generator:
             generator.use_weight_buffer(buffer.path)
             for version in (1, 2):
                 push(buffer, model, version)
@@ -202,7 +201,7 @@ def test_each_engine_agrees_with_transformers(rollout_python, models, images_fil
     config = {"model_dir": str(models[NEW]), "dtype": "float32", "device": "cpu", "load_format": "auto", "seed": 0}
     config |= {"enable_sleep": False, "max_model_len": 160, "max_num_seqs": 16, "tensor_parallel_size": 1}
     config |= {"gpu_memory_utilization": 0.2, "kv_cache_gib": 0.1, "profile_dir": ""}
-    config |= {"record_routing": False, "draft_tokens": 0, "tokenizer_dir": "", "span": None}
+    config |= {"record_routing": False, "tokenizer_dir": "", "span": None}
     requests = [
         (list(r.prompt_ids), [f"{r.request_id}_{n}" for n in range(len(r.images))], r.num_samples, r.seed)
         for r in REQUESTS

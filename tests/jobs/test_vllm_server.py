@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from slow_tests import SLOW
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.replicas import GeneratorPool
@@ -296,32 +295,6 @@ def test_two_tensor_parallel_ranks_give_the_tokens_of_one(fresh, models, directo
         time.sleep(0.2)
     assert not [pid for pid in workers if _is_alive(pid)]
     assert not [path for path in segments if Path(path).exists()]
-
-
-LIKELY = dataclasses.replace(SAMPLING, max_tokens=60, temperature=0.3)  # samples repeat themselves and each other
-
-
-def test_guessed_tokens_change_no_sample(fresh, models, directory):
-    with start(models["new"], directory / "guessing.log", load_format="auto", draft_tokens=4) as guessing:
-        for changes in ({}, {"temperature": 1.0}, {"top_k": 3, "top_p": 0.9}, {"top_k": 1}, {"stop_token_ids": ()}):
-            sampling = dataclasses.replace(LIKELY, **changes)
-            assert_same(collect(guessing, sampling=sampling), collect(fresh, sampling=sampling))
-        begin_many(guessing).close()  # nothing of it is left to guess from
-        alone = [dataclasses.replace(REQUESTS[1], num_samples=1)]
-        before, sampling = guessing.stats(), dataclasses.replace(LIKELY, max_tokens=100, stop_token_ids=())
-        assert_same(collect(guessing, alone, sampling), collect(fresh, alone, sampling))
-        after = guessing.stats()
-    num_steps, drafted, accepted = (after[name] - before[name] for name in ("num_steps", "drafted", "accepted"))
-    # Each step samples one token, and keeps the right guesses with it.
-    assert 0 < accepted <= drafted
-    assert num_steps == 100 - accepted
-
-
-@SLOW  # a config that asks for it is refused before, in tests/config/test_config_checks.py
-def test_guesses_that_vllm_would_judge_are_refused(models, directory):
-    with start(models["new"], directory / "refused.log", draft_tokens=3, dtype="bfloat16") as generator:
-        with pytest.raises(RunFailure, match="set rollout.draft_tokens to 0"):
-            generator.wait_ready()
 
 
 def test_a_wrong_version_is_an_error_and_the_server_goes_on(pushed):

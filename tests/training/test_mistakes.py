@@ -41,7 +41,6 @@ CONFIG_MISTAKES = [
     ("rollout.temperature=0", "'rollout.temperature' is 0", "greater than 0"),
     ("rollout.tempreature=1", "unknown key 'rollout.tempreature'", "did you mean 'rollout.temperature'"),
     ("rollout.max_response_length=100000", "max_model_len", "lower the prompt or response length"),
-    ("rollout.draft_tokens=4 rollout.dtype=bfloat16", "'rollout.draft_tokens' is 4", "set it to 0"),
     ("rollout.top_p=2", "'rollout.top_p' is 2", "at most 1"),
     ("tools.names=abacus tools.max_response_tokens=4", "abacus", "calculator"),
     ("tools.max_turns=9", "'tools.max_turns' is set", "name the tools, or remove the key"),

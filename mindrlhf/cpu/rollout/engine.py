@@ -1,7 +1,7 @@
 """vLLM's engine of one process, in the versions whose internals this package knows, in less time.
 
 1. Kernels: see ``kernels.py``.
-2. Tokens are sampled by ``sampler.py``, and guessed by ``drafter.py`` where that is asked for.
+2. Tokens are sampled by ``sampler.py``.
 3. Requests go to the engine core and come back from it without vLLM's text output layer; log-probabilities are taken
    where tokens are sampled.
 4. Tokens are planned several at a time (``multi_step.py``), and dense models compute them without vLLM's layers
@@ -10,7 +10,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request, RequestStatus
 
 from mindrlhf.cpu.rollout import kernels
-from mindrlhf.cpu.rollout.drafter import GroupDrafter, GuessChecker
 from mindrlhf.cpu.rollout.multi_step import MultiStep
 from mindrlhf.cpu.rollout.sampler import Stream, StreamSampler
 from mindrlhf.rollout.server.engine import TOKENS_ONLY, VllmEngine, read_tokens
@@ -41,11 +40,6 @@ class CpuEngine(VllmEngine):
         self._weights_load_in_place = kernels.weights_are_plain(model_runner.get_model())
         kernels.call_attention_directly(model_runner.get_model())
         self._params: tuple[dict[str, Any], SamplingParams] | None = None
-        self._drafter: GroupDrafter | None = None
-        if config["draft_tokens"]:
-            self._drafter = model_runner.drafter
-            self._drafter.attach(model_runner)
-            model_runner.rejection_sampler = GuessChecker(self._sampler, self._drafter.counts)
         self._steps = MultiStep(self._core, model_runner, self._sampler)
         if config["tokenizer_dir"]:  # there may be stop strings
             scheduler = self._core.scheduler
@@ -60,18 +54,7 @@ class CpuEngine(VllmEngine):
         arguments = super()._engine_arguments(config) | {"max_num_batched_tokens": read_tokens(config)}
         del arguments["enable_chunked_prefill"]  # the sampler's streams have no state to set back
         arguments["ir_op_priority"] = {"rms_norm": priority, "fused_add_rms_norm": priority}
-        if config["draft_tokens"]:
-            arguments["speculative_config"] = {
-                "method": "custom_class",
-                "model": f"{GroupDrafter.__module__}.{GroupDrafter.__name__}",
-                "num_speculative_tokens": config["draft_tokens"],
-            }
         return arguments
-
-    def submit(self, prompts: Sequence[Sequence[int]], *arguments: Any) -> None:
-        if self._drafter is not None:
-            self._drafter.begin_batch(prompts)
-        super().submit(prompts, *arguments)
 
     def step(self, is_interrupted: Callable[[], bool] = lambda: False) -> list[Completion]:
         outputs = self._steps.step(is_interrupted)
@@ -105,10 +88,6 @@ class CpuEngine(VllmEngine):
         self._sampler.streams.clear()
         self._pending.clear()
 
-    @property
-    def draft_counts(self) -> dict[str, int]:
-        return {} if self._drafter is None else self._drafter.counts
-
     def _add(
         self, name: str, prompt: list[int], key: int, sampling: dict[str, Any], features: list[MultiModalFeatureSpec]
     ) -> None:
@@ -123,8 +102,6 @@ class CpuEngine(VllmEngine):
             stops=self._stopping.stops,
             begun=self._stopping.begun(name),
         )
-        if self._drafter is not None:
-            self._drafter.add(name, group=self._pending[name][0])
         request = EngineCoreRequest(
             request_id=name,
             prompt_token_ids=prompt,

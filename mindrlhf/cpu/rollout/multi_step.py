@@ -2,8 +2,8 @@
 
 vLLM plans every token: which samples go on, with which blocks of the cache, from which inputs. Of a small model that
 costs half as much as the model itself. While no sample can begin and each has read its prompt, the plan of the next
-token is that of this one but for a position; so the scheduler is asked for the blocks of several tokens at once (as it
-gives them to drafts, ``num_lookahead_tokens``), and the model runs until they are full. Then vLLM takes the tokens like
+token is that of this one but for a position; so the scheduler is asked for the blocks of several tokens at once (as for
+speculative decoding, ``num_lookahead_tokens``), and the model runs until they are full. Then vLLM takes the tokens like
 accepted drafts. A sample that ends leaves the batch, the others go on in the order that vLLM would have given them;
 where another waits for its place, the step ends. Each pass has the inputs that it would have had, so samples are the
 same bit for bit, however many tokens a step has.
@@ -249,7 +249,5 @@ def _is_plain(model_runner: Any, scheduler: Any) -> bool:
         len(groups) == 1
         and type(groups[0].kv_cache_spec) is FullAttentionSpec
         and len(model_runner.attn_groups[0]) == 1
-        and model_runner.speculative_config is None
         and not (model_runner.uses_mrope or model_runner.supports_mm_inputs or model_runner.use_async_scheduling)
-        and scheduler.num_lookahead_tokens == 0
     )

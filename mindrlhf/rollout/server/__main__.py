@@ -166,7 +166,7 @@ class Server:
             self._engine.profile(header["step"])
             self._send("done")
         elif kind in ("ping", "stats"):
-            self._send("done", stats=self._stats | self._engine.draft_counts)
+            self._send("done", stats=self._stats)
         elif kind == "shutdown":
             self._send("done")
             return False

@@ -117,11 +117,6 @@ class VllmEngine:
         return self._engine.model_executor.driver_worker.worker.model_runner
 
     @property
-    def draft_counts(self) -> dict[str, int]:
-        """Drafted and accepted tokens since the start; {} without drafts."""
-        return {}
-
-    @property
     def num_pending(self) -> int:
         """Samples submitted and not yet returned by ``step``."""
         return len(self._pending)
@@ -315,11 +310,6 @@ def build_engine(config: dict[str, Any]) -> VllmEngine:
     """Return the fastest engine that may be used with ``config`` (see ``VllmOptions`` for its keys)."""
     fast = speed_ups.of_server(config["device"])
     kind = fast.find_engine(config["dtype"], config["tensor_parallel_size"]) if fast else None
-    if config["draft_tokens"] and not (kind and config["dtype"] == "float32"):
-        raise ValueError(
-            f"draft_tokens is {config['draft_tokens']}, but guesses are checked in one CPU process in float32 with "
-            f"mindrlhf/cpu and vLLM {' or '.join(cpu.TESTED_VERSIONS)} only: set rollout.draft_tokens to 0"
-        )
     return (kind or VllmEngine)(config)
 
 
