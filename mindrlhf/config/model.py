@@ -26,10 +26,6 @@ class ModelSection:
         "float32", "type of the matrix products; CPU has float32 kernels only", choices=("float32", "bfloat16")
     )
     recompute: bool = key(False, "recompute each layer's activations in the backward pass to save memory")
-    train_vision: str = key(
-        "none", "what is trained of a vision tower: none of it, its projector to the decoder, or all",
-        choices=("none", "projector", "all"),
-    )
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from mindrlhf.specs import ModelDims, ModelSpec, find_spec
 from mindrlhf.specs.scoring import SCORE_NAME
 
 if TYPE_CHECKING:
-    from mindrlhf.models.vision.images import ImagePatches, ImageRows
+    from mindrlhf.models.vision.images import ImageRows
 
 # Keys of `parallel_config` that shape the cells; the others belong to MindSpore's parallel context.
 _PARALLEL_KEYS = {
@@ -40,7 +40,7 @@ class CausalLM(nn.Cell):
         score_weight: projection `[1, H]` to a score; models with `spec.is_scorer` only.
         lora: the adapters, of :class:`mindrlhf.models.lora.model.Lora`; None when there are none.
         visual: the vision tower, which runs before the decoder and outside its graph; None in models of text alone.
-        images: the images of a step, as the tower takes them or has made of them; None in models of text alone.
+        images: the images of a step, as the tower has made rows of them; None in models of text alone.
     """
 
     lora = None
@@ -55,7 +55,7 @@ class CausalLM(nn.Cell):
         hf_config: dict,
         splits: tuple[int, int, int] = (1, 1, 1),
         visual: nn.Cell | None = None,
-        images: "ImageRows | ImagePatches | None" = None,
+        images: "ImageRows | None" = None,
     ):
         super().__init__(auto_prefix=False)
         self.model = model
@@ -87,11 +87,10 @@ class CausalLM(nn.Cell):
                 that the tokens are sent to, int32 `[layers with experts, B*S, K]`; see
                 :class:`mindrlhf.models.cpu_expert_cells.Router`.
                 With vision `[B, S, 4]`, see
-                :meth:`mindrlhf.models.vision.cpu_inputs.ImageDecoderInputs.with_images`.
+                :meth:`mindrlhf.models.vision.cpu_inputs.ImageDecoderInputs.construct`.
             segment_ids: `[B, S]`, int32: 0 is padding; tokens attend to earlier tokens of the same number, and of the
                 segment that their own continues, only.
         """
-        # A tower that is trained takes a tuple too; no model has both.
         if self.has_experts and isinstance(input_ids, tuple):
             hidden_states, mask, rotary = self.inputs(input_ids[0], segment_ids)
             hidden_states = self._replay(hidden_states, mask, rotary, input_ids[1])
@@ -124,7 +123,6 @@ def build_model(
     memory: MemorySection = WHOLE,
     shared_prompts: bool = False,
     num_image_rows: int = 1,
-    train_vision: str = "none",
 ) -> CausalLM:
     """Build a randomly initialised model; `prepare_mindformers` must have been called.
 
@@ -139,7 +137,6 @@ def build_model(
         memory: what else is computed again.
         shared_prompts: its inputs have positions, see :class:`CausalLM`; cells for Ascend are sharded for either form.
         num_image_rows: image tokens in one run of a model with vision, at most.
-        train_vision: what is trained of the vision tower: `none`, `projector` or `all`.
 
     Raises:
         UserError: unknown architecture, unsupported variant, or a dtype or split the device cannot do.
@@ -150,8 +147,6 @@ def build_model(
     if device == "cpu":
         _check_cpu(compute_dtype, param_dtype, parallel_config)
         parallel_config = {}
-    else:
-        _check_ascend(dims, train_vision)
     config = _transformer_config(
         spec,
         dims,
@@ -170,13 +165,8 @@ def build_model(
         _adapt_ascend_cells(cells, model, config, dims, parallel_config, shares_head, turns_by_row)
     _recompute(model, memory, parallel_config)
     splits = tuple(parallel_config.get(key, 1) for key in ("data_parallel", "context_parallel", "model_parallel"))
-    inputs, *seen = _decoder_inputs(cells, model, config, dims, num_image_rows, train_vision, device)
+    inputs, *seen = _decoder_inputs(cells, model, config, dims, num_image_rows, device)
     return CausalLM(model, inputs, cells.DecoderOutputs(config), spec, dims, hf_config, splits, *seen)
-
-
-def _check_ascend(dims: ModelDims, train_vision: str) -> None:
-    if dims.vision and train_vision != "none":
-        raise UserError(f"a vision tower is trained on the CPU only so far (train_vision={train_vision}): use none")
 
 
 def _cells_for(device: str):
@@ -206,9 +196,7 @@ def _recompute(model, memory: MemorySection, parallel_config: dict) -> None:
         keep_prepared_weights(model)
 
 
-def _decoder_inputs(
-    cells, model, config, dims: ModelDims, num_image_rows: int, train_vision: str, device: str
-) -> tuple:
+def _decoder_inputs(cells, model, config, dims: ModelDims, num_image_rows: int, device: str) -> tuple:
     """Return the decoder's inputs; with vision also the tower, and what knows the images of a step."""
     if dims.local and device == "cpu":
         from mindrlhf.models.cpu_windows import WindowDecoderInputs
@@ -216,7 +204,7 @@ def _decoder_inputs(
         return (WindowDecoderInputs(model, config, config.seq_length, dims),)
     if not dims.vision:
         return (cells.DecoderInputs(model, config, config.seq_length, dims),)
-    from mindrlhf.models.vision.images import ImagePatches, ImageRows
+    from mindrlhf.models.vision.images import ImageRows
     from mindrlhf.models.vision.tower import VisionTower
 
     if device == "cpu":
@@ -228,16 +216,11 @@ def _decoder_inputs(
 
     tower = VisionTower(tower_cells, config, dims)
     tower.update_parameters_name("visual.")
-    trained = {"none": (), "projector": ("visual.merger.",), "all": ("visual.",)}[train_vision]
     for parameter in tower.get_parameters():
-        parameter.requires_grad = parameter.name.startswith(trained)
-    cut = (dims.vision.geometry, dims.vision.window_side)
-    if trained:
-        inputs = vision_inputs.SeeingDecoderInputs(tower, model, config, config.seq_length, dims)
-        return inputs, tower, ImagePatches(num_image_rows, *cut)
+        parameter.requires_grad = False
     inputs = vision_inputs.ImageDecoderInputs(model, config, config.seq_length, dims, num_image_rows)
     runs = tower if device == "cpu" else tower_cells.ByItself(tower)
-    return inputs, tower, ImageRows(runs, inputs.image_rows, *cut)
+    return inputs, tower, ImageRows(runs, inputs.image_rows, dims.vision.geometry, dims.vision.window_side)
 
 
 def _transformer_config(spec: ModelSpec, dims: ModelDims, parallel_config: dict, **options):

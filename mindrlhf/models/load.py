@@ -1,7 +1,6 @@
 """Models with their weights, from a Hugging Face directory: language models, and the scoring models made of them."""
 
 import contextlib
-from dataclasses import replace
 
 import numpy as np
 
@@ -64,14 +63,13 @@ def load_scorer(
     """Build the scoring model (reward model, critic) of a Hugging Face directory; load its weights, or initialise them.
 
     From a language model it takes all but the output projection, and the score's weight is 0: every text scores 0 at
-    first. For the others see :func:`load_model`; a vision tower is frozen.
+    first. For the others see :func:`load_model`.
 
     Raises:
         UserError: the directory, its config, its weights or its adapter do not fit.
     """
     hf_config = read_hf_config(path)
-    frozen = replace(model, train_vision="none")
-    network = _build(scorer_config(hf_config), frozen, memory, run, row_length, num_image_rows)
+    network = _build(scorer_config(hf_config), model, memory, run, row_length, num_image_rows)
     if has_random_weights(model, path) or find_spec(hf_config).is_scorer:
         _fill(network, model, path, run)
     else:
@@ -94,7 +92,6 @@ def _build(
             recompute=model.recompute,
             memory=memory,
             num_image_rows=num_image_rows,
-            train_vision=model.train_vision,
         )
 
 

@@ -128,17 +128,3 @@ def test_the_server_of_other_families_samples_what_the_trainer_computes(tmp_path
     train(write_inputs(tmp_path / "inputs", model), tmp_path / "run", "--workers", 1)
     for line in sanity_inputs.read_lines(tmp_path / "run" / "metrics.jsonl"):
         assert line["rollout_diff/mean_abs"] < 1e-5 and line["grad_norm"] > 0
-
-
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=SLOW)])
-def test_a_tower_that_is_trained_reaches_the_server(inputs_dir, tmp_path, world_size):
-    # Few batches: each number and size of images is a graph of its own, and takes its time to compile.
-    more = {"model__train_vision": "all", "training__micro_batch_size": 4, "training__num_minibatches": 1}
-    train(inputs_dir, tmp_path / "run", "--workers", world_size, algorithm__beta=0, run__max_steps=2, **more)
-    lines = sanity_inputs.read_lines(tmp_path / "run" / "metrics.jsonl")
-    assert len(lines) == 2  # what the second samples from went to the server after an update
-    for line in lines:
-        assert line["rollout_diff/mean_abs"] < 1e-5
-    trained, start = SafetensorsDirectory(tmp_path / "run" / "final"), SafetensorsDirectory(inputs_dir / "model")
-    for name in start.names():
-        assert not np.array_equal(trained.read(name), start.read(name)), name

@@ -32,7 +32,6 @@ from mindrlhf.dryrun.plan.parameters import (
 )
 from mindrlhf.dryrun.plan.rollout import RolloutPlan, plan_rollout
 from mindrlhf.dryrun.plan.roofline import DEVICES, Device, StepSeconds, of_node, roofline
-from mindrlhf.errors import UserError
 from mindrlhf.layout.batch import BatchPlan
 from mindrlhf.layout.feasibility import check_feasible, check_model, check_num_ranks, check_rollout
 from mindrlhf.layout.layout import Layout, parameter_layouts
@@ -185,11 +184,6 @@ def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryI
     Raises:
         UserError: the model cannot be sharded this way, or the numbers do not fit together; names the fix.
     """
-    if config.model.train_vision != "none":
-        raise UserError(
-            f"'model.train_vision' is {config.model.train_vision}, but the plan knows frozen towers only: set it to "
-            "none"
-        )
     check_num_layers(config.memory, model.dims.num_layers, model.dims.has_dense_mlps)
     layout = Layout.from_config(config.parallel_config, machine.world_size)
     batch = check_feasible(config, model.dims, layout)

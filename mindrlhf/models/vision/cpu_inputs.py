@@ -32,23 +32,20 @@ class ImageDecoderInputs(DecoderInputs):
         self.image_rows = Parameter(Tensor(rows), name="image_rows", requires_grad=False)
 
     def construct(self, input_ids, segment_ids):
-        """See :meth:`with_images`; the rows of images are those that were set."""
-        return self.with_images(input_ids, segment_ids, self.image_rows)
-
-    def with_images(self, input_ids, segment_ids, image_rows):
         """Return hidden states `[B*S, H]`, mask and rotary tables.
 
+        The rows of images are those that were set: `[N, H]`, or `[N, (1 + D) * H]` where D layers are given rows too.
+
         Args:
-            input_ids: `[B, S, 4]` int32: a token, or the vocabulary's size plus the number of a row of ``image_rows``;
-                then time, row and column of its position.
+            input_ids: `[B, S, 4]` int32: a token, or the vocabulary's size plus the number of a row of images; then
+                time, row and column of its position.
             segment_ids: `[B, S]` int32, 0 is padding.
-            image_rows: `[N, H]`, output of the vision tower; `[N, (1 + D) * H]` where D layers are given rows too.
         """
         batch, length = segment_ids.shape
         tokens = input_ids[:, :, 0]
         is_image = ops.cast(tokens >= self.vocab_size, ms.int32)
         hidden_states = self.embed(tokens * (1 - is_image))
-        rows = ops.gather(image_rows, ops.reshape((tokens - self.vocab_size) * is_image, (-1,)), 0)
+        rows = ops.gather(self.image_rows, ops.reshape((tokens - self.vocab_size) * is_image, (-1,)), 0)
         is_image = ops.cast(ops.reshape(is_image, (-1, 1)), hidden_states.dtype)
         added = ()
         if self.num_deep:
@@ -66,27 +63,3 @@ class ImageDecoderInputs(DecoderInputs):
             tables += (self._for_all_heads(table, 1, heads),)
         tables += (self.turn, self.scale) + added
         return hidden_states, self.mask(segment_ids), tables
-
-
-class SeeingDecoderInputs(ImageDecoderInputs):
-    """The same for a tower that is trained: it runs in the graph, on patches in the place of rows.
-
-    Args:
-        tower: see :class:`mindrlhf.models.vision.tower.VisionTower`.
-        model, config, max_length, dims: see :class:`ImageDecoderInputs`.
-    """
-
-    def __init__(self, tower, model, config, max_length: int, dims: ModelDims):
-        super().__init__(model, config, max_length, dims)
-        self.tower = tower
-
-    def construct(self, input_ids, segment_ids):
-        """See :meth:`ImageDecoderInputs.with_images`.
-
-        Args:
-            input_ids: `[B, S, 4]`; the tower's three arguments; and int32 `[N]`, which of its rows is image row n.
-            segment_ids: `[B, S]`.
-        """
-        ids, patches, places, is_patch, order = input_ids
-        image_rows = ops.gather(self.tower(patches, places, is_patch), order, 0)
-        return self.with_images(ids, segment_ids, image_rows)

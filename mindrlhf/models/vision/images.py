@@ -1,4 +1,4 @@
-"""The images that a rank's models look at: they pass a frozen tower once in a step, a trained one in every graph."""
+"""The images that a rank's models look at: they pass the tower once in a step."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,7 +14,7 @@ _PATCHES_PER_RUN = 4096
 
 
 class ImageRows:
-    """Rows of a frozen tower's output by image, of one model.
+    """Rows of the tower's output by image, of one model.
 
     Args:
         tower: cell over slots of patches; see :class:`mindrlhf.models.vision.tower.VisionTower`.
@@ -42,12 +42,6 @@ class ImageRows:
         self._rows.clear()
         self._rows.update(self._compute(images))
 
-    def look(self, images: Sequence[np.ndarray]) -> None:
-        """Run the tower on images, for who watches its cells; no rows are kept, and none are computed if borrowed."""
-        if not self._borrows:
-            for _ in self._compute(images):
-                pass
-
     def _compute(self, images: Sequence[np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
         """Yield digest and rows of each distinct image."""
         distinct = {image_digest(pixels): pixels for pixels in images}
@@ -56,15 +50,6 @@ class ImageRows:
             arrays = (slots.patches, slots.places, slots.is_patch)
             computed = self._tower(*(ms.Tensor(array) for array in arrays)).asnumpy()
             yield from ((digest, computed[rows]) for digest, rows in zip(digests, slots.outputs))
-
-    def shape_of(self, digests: Sequence[str]) -> tuple[int, ...]:
-        """What of the shape of a graph's inputs depends on the images: nothing."""
-        return ()
-
-    def inputs(self, input_ids: ms.Tensor, digests: Sequence[str]) -> ms.Tensor:
-        """Return the decoder's first input; it is given the rows of these images."""
-        self.place(digests)
-        return input_ids
 
     def place(self, digests: Sequence[str]) -> None:
         """Give the decoder the rows of these images, one image behind the other."""
@@ -86,46 +71,6 @@ class ImageRows:
             for start in range(0, len(digests), num_slots):
                 chosen = digests[start : start + num_slots]
                 yield chosen, [images[digest] for digest in chosen], rows_per_slot, num_slots
-
-
-class ImagePatches:
-    """The images of a step as inputs of a graph in which the tower is trained.
-
-    Args:
-        num_image_rows: image rows of a micro-batch, at most.
-        geometry, window_side: see :class:`ImageRows`.
-    """
-
-    def __init__(self, num_image_rows: int, geometry: VisionGeometry, window_side: int):
-        self._num_image_rows = num_image_rows
-        self._geometry = geometry
-        self._window_side = window_side
-        self._pixels: dict[str, np.ndarray] = {}
-
-    def see(self, images: Sequence[np.ndarray]) -> None:
-        """Take the images of a step, uint8 `[height, width, 3]` each; forget those of the last."""
-        self._pixels = {image_digest(pixels): pixels for pixels in images}
-
-    def look(self, images: Sequence[np.ndarray]) -> None:
-        """See :meth:`ImageRows.look`: a tower that is trained runs in every pass of the decoder."""
-
-    def shape_of(self, digests: Sequence[str]) -> tuple[int, ...]:
-        """Slots, a power of four, and patches of a slot, in doubling sizes, for these images: few shapes to compile."""
-        window = (self._window_side * self._geometry.merge) ** 2
-        sizes = [_slot_size(self._pixels[digest], self._geometry, self._window_side) for digest in digests]
-        num_doublings = max(0, len(sizes) - 1).bit_length()
-        return 1 << num_doublings + num_doublings % 2, max(sizes, default=window)
-
-    def inputs(self, input_ids: ms.Tensor, digests: Sequence[str]) -> tuple[ms.Tensor, ...]:
-        """Return the decoder's first input with the patches of these images."""
-        images = [self._pixels[digest] for digest in digests]
-        slots = fill_slots(images, *self.shape_of(digests), self._geometry, self._window_side)
-        order = np.zeros(self._num_image_rows, np.int32)
-        rows = np.concatenate([order[:0], *slots.outputs])
-        order[: len(rows)] = rows
-        arrays = (slots.patches, slots.places, slots.is_patch, order)
-        # A tuple that is not mutable is a constant of the graph, which would be compiled for each batch anew.
-        return ms.mutable((input_ids, *(ms.Tensor(array) for array in arrays)))
 
 
 def _slot_size(pixels: np.ndarray, geometry: VisionGeometry, window_side: int) -> int:

@@ -52,12 +52,10 @@ class Actor(SavesState, ServingWorker):
         for rows in shapes:
             size = f"sequences of {rows.labels.shape[1]} tokens"
             for name in graphs:
-                if _is_known_ahead(self._model_of(name)):
-                    heartbeat.enter(f"compiling {name} for {size}")
-                    self._computed(name, rows)
-            if _is_known_ahead(self.model):
-                heartbeat.enter(f"compiling the update for {size}")
-                self.engine.warm_up(rows)
+                heartbeat.enter(f"compiling {name} for {size}")
+                self._computed(name, rows)
+            heartbeat.enter(f"compiling the update for {size}")
+            self.engine.warm_up(rows)
 
     def receive(self, batches: list[Batch]) -> None:
         """Take this rank's part of the updates of a step, with all that is known of them before it computes."""
@@ -178,12 +176,3 @@ class Actor(SavesState, ServingWorker):
         from mindrlhf.training import broadcast
 
         return broadcast.open_broadcast(ranks, root, num_words)
-
-    def _model_of(self, name: str) -> Model:
-        return self.model if name == "old_logprobs" else self.reference
-
-
-def _is_known_ahead(model: Model) -> bool:
-    """Whether the shapes of a model's graphs are those of its rows; a tower that is trained waits for the images."""
-    images = model.network.images
-    return images is None or not images.shape_of(())

@@ -88,8 +88,8 @@ def _build_reference(models: "Models", config: GrpoConfig, policy: Model) -> Mod
         return None
     if is_base(config, path):
         return Model(policy.placement, policy.graph, is_base=True)
-    reference = models.policy(path, frozen=True)[1]
-    if policy.network.images is not None and path == config.model.path and config.model.train_vision == "none":
+    reference = models.policy(path)[1]
+    if policy.network.images is not None and path == config.model.path:
         reference.network.images.borrow(policy.network.images)
     return reference
 
@@ -124,7 +124,7 @@ def build_offline(config: OfflineConfig, row_lengths: tuple[int, ...], rank: Ran
         if reference_is_base(config):
             reference = Model(model.placement, model.graph, is_base=True)
         elif config.model.reference_path or config.dpo.reference == "live":
-            reference = models.policy(config.model.reference_path or path, frozen=True)[1]
+            reference = models.policy(config.model.reference_path or path)[1]
     loss = (SupervisedLoss if isinstance(config, SftConfig) else CoefficientLoss)(head)
     engine = models.engine(model, loss, config.optimizer)
     models.make_ready()
@@ -159,15 +159,12 @@ class Models:
         path: str,
         lora: LoraSection | None = None,
         make_head: Callable[..., PolicyLogProbs] | None = None,
-        *,
-        frozen: bool = False,
     ) -> tuple[PolicyLogProbs, Model]:
         """Return the log-probabilities of the language model in a directory, as losses take them, and the model.
 
         Args:
             lora: gives it the adapters that the section asks for.
             make_head: makes the log-probabilities of a whole model; None: at the temperature of sampling.
-            frozen: its vision tower is not trained.
         """
         config = self.config
         options: dict = {"memory": config.memory, "num_image_rows": self._num_image_rows}
@@ -178,8 +175,7 @@ class Models:
             options |= {"temperature": self._temperature, "shared_prompts": self._shares_prompts}
             head = build_policy(read_hf_config(path), config.model, self._parallel, **options)
             return head, self._shard(head, path, lora)
-        section = replace(config.model, train_vision="none") if frozen else config.model
-        network = load_model(section, path, config.run, self._row_lengths[-1], lora, **options)
+        network = load_model(config.model, path, config.run, self._row_lengths[-1], lora, **options)
         if make_head is not None:
             head = make_head(network)
         else:

@@ -60,10 +60,8 @@ class Engine:
         self._shapes_seen: set[tuple[str, tuple[int, ...]]] = set()
 
     def count_compile(self, graph: str, rows: PackedRows) -> None:
-        """Note that ``graph`` runs on these rows: a shape, of their images too, seen first is a compilation."""
-        images = self.model.network.images
-        shape = rows.input_ids.shape + (() if images is None else images.shape_of(rows.images))
-        self._shapes_seen.add((graph, shape))
+        """Note that ``graph`` runs on these rows: a shape seen first is a compilation."""
+        self._shapes_seen.add((graph, rows.input_ids.shape))
 
     def process_statistics(self) -> ProcessStatistics:
         """Return the compilations so far and the peak memory of this rank."""

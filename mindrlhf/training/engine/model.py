@@ -207,7 +207,7 @@ def model_tensors(network: CausalLM, rows: PackedRows) -> tuple:
         # Not mutable, the experts would be constants of the graph: it would be compiled for each micro-batch anew.
         return (ms.mutable((input_ids, ms.Tensor(experts))), *others)
     if network.images is not None:
-        input_ids = network.images.inputs(input_ids, rows.images)
+        network.images.place(rows.images)
     return (input_ids, *others)
 
 

@@ -5,10 +5,10 @@ Each check raises a UserError: one line that names the key and its fix.
 
 from mindrlhf.config.derived import needs_critic
 from mindrlhf.config.refusals import DEEP_IMAGES, ELASTIC, IMAGES, REPLAY, SHARDED, SPANNING, refusal_rules
-from mindrlhf.config.schema import DpoConfig, GrpoConfig, OfflineConfig, RewardModelConfig, SftConfig
+from mindrlhf.config.schema import GrpoConfig, OfflineConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.training import is_split, trains_sharded
 from mindrlhf.data.mindrecord import PromptFile
-from mindrlhf.errors import Rules, UserError, refuse
+from mindrlhf.errors import UserError, refuse
 from mindrlhf.layout.servers import spans_nodes
 from mindrlhf.specs import ModelDims, find_spec, scorer_config
 from mindrlhf.training.routing.rows import replayed_experts
@@ -18,7 +18,6 @@ from mindrlhf.weights.hf import read_hf_config
 
 def check_vision(config: GrpoConfig) -> None:
     """Refuse what a run of `mindrlhf train` does not do with a vision-language model."""
-    refuse(_tower_rules(config))
     path, tokens = config.model.path, image_tokens(config.model.path)
     if tokens is None:
         return
@@ -35,13 +34,12 @@ def check_offline_vision(config: OfflineConfig) -> None:
     """Refuse what training on fixed data does not do with a vision-language model."""
     model, sees = config.model, image_tokens(config.model.path) is not None
     if isinstance(config, RewardModelConfig):
-        if model.train_vision != "none" or sees:
+        if sees:
             raise UserError(
                 f"the model in {model.path} sees images, which mindrlhf reward-model does not train yet: use mindrlhf "
                 "train, sft or dpo"
             )
         return
-    refuse(_tower_rules(config))
     refuse(refusal_rules(config, {IMAGES}) if sees else ())
     if sees and trains_sharded(config):
         command = "sft" if isinstance(config, SftConfig) else "dpo"
@@ -49,18 +47,6 @@ def check_offline_vision(config: OfflineConfig) -> None:
             f"the model in {model.path} sees images, and mindrlhf {command} does not train such a model sharded yet, "
             "as on NPUs: use data parallelism alone, and run.device=cpu"
         )
-
-
-def _tower_rules(config: GrpoConfig | SftConfig | DpoConfig) -> Rules:
-    """No adapters for a vision-language model, no tower trained where it has no such cells, or that is not there."""
-    model, device, sees = config.model, config.run.device, image_tokens(config.model.path) is not None
-    is_trained = f"'model.train_vision' is {model.train_vision}, but"
-    yield model.train_vision != "none" and not sees, (
-        f"{is_trained} the model in {model.path} reads text only: leave it out"
-    )
-    yield model.train_vision != "none" and device != "cpu", (
-        f"{is_trained} with run.device={device} the vision tower is frozen so far: set it to none, or run.device to cpu"
-    )
 
 
 def check_images(path: str, file: PromptFile) -> None:

@@ -38,8 +38,6 @@ def overrides(directory, *changes) -> list[str]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["run.device=ascend", "model.train_vision=all"], "run.device to cpu"),
-        (["run.device=ascend", "parallel_config.model_parallel=2", "model.train_vision=projector"], "to none"),
         (["algorithm.name=ppo", "critic.path=critic"], "does not see images as the model"),
         (["reward.model_path=scorer"], "reward model reads text only"),
         (["training.packing=shared_prompts"], "image positions are of whole sequences"),
@@ -57,8 +55,7 @@ def test_what_a_run_does_not_do_is_refused(directory, changes, message):
 
 
 def test_a_plain_run_is_allowed(directory):
-    for part in ("none", "projector", "all"):
-        check_vision(load_grpo_config(directory / "config.yaml", overrides(directory, f"model.train_vision={part}")))
+    check_vision(load_grpo_config(directory / "config.yaml", overrides(directory)))
     check_vision(
         load_grpo_config(
             directory / "config.yaml", overrides(directory, "algorithm.name=ppo", f"critic.path={directory / 'model'}")
@@ -81,12 +78,6 @@ def test_rows_for_several_layers_are_refused_in_pipelines(directory, tmp_path):
         check_vision(config(*changes))
 
 
-def test_a_tower_that_is_not_there_is_not_trained(directory):
-    elsewhere = overrides(directory, f"model.path={directory}", "model.train_vision=all")
-    with pytest.raises(UserError, match="reads text only: leave it out"):
-        check_vision(load_grpo_config(directory / "config.yaml", elsewhere))
-
-
 def test_config_check_refuses_too(directory, capsys):
     command = ["config", "check", str(directory / "config.yaml")]
 
@@ -95,10 +86,8 @@ def test_config_check_refuses_too(directory, capsys):
         return capsys.readouterr().err
 
     assert "sees images" not in errors(*overrides(directory))
-    assert "is frozen so far" in errors(*overrides(directory, "run.device=ascend", "model.train_vision=all"))
     offline = [f"model.path={directory / 'model'}", "data.train_file=x", f"data.tokenizer_dir={directory / 'model'}"]
     assert "sees images" not in errors("--kind", "sft", *offline)
-    assert "is frozen so far" in errors("--kind", "sft", *offline, "run.device=ascend", "model.train_vision=all")
     for kind in ("sft", "dpo"):
         assert "such a model sharded yet" in errors("--kind", kind, *offline, *SHARDED)
     assert "adapters are of text models" in errors("--kind", "sft", *offline, "lora.rank=4")
