@@ -26,7 +26,6 @@ COMMANDS = (
     "tools",
     "report",
     "diff",
-    "replay",
     "config",
     "plan",
     "strategy",

@@ -26,7 +26,6 @@ NOT_RUN = {
     "mindrlhf models get": "fetches; in tests/hub",
     "mindrlhf data get": "fetches; in tests/hub",
     "mindrlhf diff": "needs two runs; in tests/jobs/test_run_diff.py",
-    "mindrlhf replay": "needs a run",
     "mindrlhf report": "needs a run; in tests/observe/test_report.py",
     "mindrlhf view": "needs a run; in tests/observe",
     "mindrlhf rewards serve": "serves until it is ended; in tests/jobs/test_judge_served.py",

@@ -122,7 +122,7 @@ def test_every_result_can_be_had_as_json():
 
 def test_commands_that_take_long_say_so_without_a_terminal():
     silent = {path for path in PARSERS if path.startswith(("weights ", "strategy", "plan", "data build", "rewards a"))}
-    silent |= {"eval", "replay", "rewards score", "rewards check"}  # "view" does where it does not serve
+    silent |= {"eval", "rewards score", "rewards check"}  # "view" does where it does not serve
     assert {path: PARSERS[path].get_default("says") for path in silent if not PARSERS[path].get_default("says")} == {}
     assert len(silent) > 15
 

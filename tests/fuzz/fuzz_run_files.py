@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import corruption
-import numpy as np
 from fuzz_target import Case
 
 STEPS = [
@@ -94,45 +93,5 @@ def samples_to_score(directory: Path) -> Case:
             if isinstance(line, UserError):
                 raise line
             json.dumps(scored_record(line, RewardResult(line.number, {"accuracy": 1.0}, 1.0)))
-
-    return case
-
-
-def make_skipped_batch(directory: Path) -> Path:
-    """Write a skipped update of three samples."""
-    from mindrlhf.data.packing import TokenSequence
-    from mindrlhf.training.batch import RowOptions, make_batch
-    from mindrlhf.training.loop.skipped_batches import SkippedBatch, save_skipped, saved_arrays
-
-    ids = np.arange(3, dtype=np.int32)
-    sequences = [TokenSequence(ids, ids, {"advantages": np.ones(3, np.float32)}) for _ in range(3)]
-    rows = make_batch(sequences, RowOptions((8,), rows_per_micro_batch=1, num_ranks=1, pack=True))
-    batch = SkippedBatch(
-        step=3, update=1, num_micro_batches=len(rows.micro_batches), num_tokens=9, kl_coefficient=0.1, loss="nan",
-        grad_norm="1.5", weights="", placed=[list(place) for place in rows.placed],
-        samples=[{"prompt": "q", "completion": "c", "reward": 1.0} for _ in rows.placed], config={"run": {"seed": 1}},
-    )  # fmt: skip
-    logprobs = [np.zeros_like(one.mask) for one in rows.micro_batches]
-    target = directory / "batch"
-    save_skipped(target, batch, saved_arrays(rows.micro_batches, logprobs))
-    return target
-
-
-def skipped_batch(directory: Path) -> Case:
-    from mindrlhf.training.loop.skipped_batches import ARRAYS_NAME, INFO_NAME, load_skipped
-
-    target = make_skipped_batch(directory)
-    info, arrays = (target / INFO_NAME), (target / ARRAYS_NAME)
-    whole_info, whole_arrays = info.read_bytes(), arrays.read_bytes()
-
-    def case(rng: random.Random) -> None:
-        chosen = rng.randrange(3)
-        info.write_bytes(corruption.corrupt_json(rng, json.loads(whole_info)) if chosen else whole_info)
-        arrays.write_bytes(whole_arrays if chosen else corruption.corrupt_safetensors(rng, whole_arrays))
-        found, micro_batches, logprobs = load_skipped(target)
-        for (number, row, first, last), sample in zip(found.placed, found.samples, strict=True):
-            values = logprobs[number][row, first:last], micro_batches[number].tokens["advantages"][row, first:last]
-            assert [array.size for array in values] == 2 * [last - first], "a place of no use"
-            assert f"{sample['prompt']}{sample['completion']} {sample['reward']:g}", "a sample of no use"
 
     return case

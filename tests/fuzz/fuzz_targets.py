@@ -8,7 +8,7 @@ from fuzz_config import config_file, config_override
 from fuzz_data import mindrecord_header, mindrecord_index, mindrecord_pages, parquet, records
 from fuzz_files import RECORDS
 from fuzz_messages import judge_reply, tool_call, weight_buffer, wire
-from fuzz_run_files import run_records, samples_to_score, skipped_batch
+from fuzz_run_files import run_records, samples_to_score
 from fuzz_target import Target
 from fuzz_tokenizers import chat_template, sentencepiece, tokenizer_file
 from fuzz_weights import (
@@ -54,7 +54,6 @@ TARGETS = {
     "judge's reply": Target(judge_reply, (ChatError,)),
     "records of a run": Target(run_records),
     "samples to score": Target(samples_to_score),
-    "skipped batch": Target(skipped_batch),
     "tokenizer.json": Target(tokenizer_file("tokenizer.json")),
     "tokenizer_config.json": Target(tokenizer_file("tokenizer_config.json")),
     "SentencePiece model": Target(sentencepiece),

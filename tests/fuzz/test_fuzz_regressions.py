@@ -1,13 +1,9 @@
 """Inputs on which fuzzing once made a parser end with an error of another kind."""
 
-import dataclasses
-import json
 import sys
 
-import numpy as np
 import pytest
 from fuzz_files import model_config
-from fuzz_run_files import make_skipped_batch
 
 from mindrlhf.errors import UserError
 from mindrlhf.observe.records import read_jsonl
@@ -17,7 +13,6 @@ from mindrlhf.rewards.sample_files import read_samples
 from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions
 from mindrlhf.specs import find_spec
-from mindrlhf.training.loop.skipped_batches import INFO_NAME, load_skipped
 from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer, WeightBufferError
 
 MANY_DIGITS = "1" * 5000  # Python refuses to read more than 4300
@@ -63,30 +58,6 @@ def test_a_buffer_of_impossible_tensors_is_refused(tmp_path, entry):
     (tmp_path / "buffer").write_bytes(whole.replace(manifest, f"[{entry}]".encode().ljust(len(manifest))))
     with pytest.raises(WeightBufferError, match="cannot read the weight buffer"):
         WeightBuffer.attach(str(tmp_path / "buffer"))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"placed": [[0, 0, 0, 10**6]]},
-        {"placed": [[0, 0, 3, 3]]},
-        {"placed": [[9, 0, 0, 3]]},
-        {"placed": 3},
-        {"samples": [{"prompt": "q"}]},
-        {"num_micro_batches": 0},
-        {"num_tokens": "9"},
-    ],
-)
-def test_a_skipped_batch_that_cannot_be_replayed_is_refused(tmp_path, change):
-    directory = make_skipped_batch(tmp_path)
-    batch, micro_batches, logprobs = load_skipped(directory)
-    assert len(batch.samples) == 3
-    assert all(np.array_equal(rows.mask.shape, array.shape) for rows, array in zip(micro_batches, logprobs))
-    values = json.loads((directory / INFO_NAME).read_text())
-    assert change.keys() <= {field.name for field in dataclasses.fields(batch)}
-    (directory / INFO_NAME).write_text(json.dumps(values | change))
-    with pytest.raises(UserError, match="damaged"):
-        load_skipped(directory)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,8 @@
 """The guards of a run's numbers, on rank 0: they look at each step, warn, and stop the run."""
 
-import dataclasses
-import itertools
-import json
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import numpy as np
 from mindrlhf.checkpoint.algorithm_state import GuardsState, LearningState
 from mindrlhf.config.observe import GuardSection
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.data.packing import PackedRows
 from mindrlhf.errors import RunFailure
 from mindrlhf.evaluation.heldout import Evaluation
 from mindrlhf.observe.fingerprint import FingerprintWriter
@@ -22,7 +20,6 @@ from mindrlhf.observe.samples import SampleWriter
 from mindrlhf.rollout.samples import Sample, verifier_names
 from mindrlhf.training.loop.alarms import Condition, Events, LearningAlarm, warn
 from mindrlhf.training.loop.policy import Policy
-from mindrlhf.training.loop.skipped_batches import SkippedBatch, save_skipped, saved_arrays
 from mindrlhf.training.loop.step import Step
 
 
@@ -60,8 +57,8 @@ class SkippedUpdates:
             self.num_in_a_row = 0
             return False
         self.num_in_a_row += 1
-        directory = self._save(step, number)
-        advice = f"; look at it with 'mindrlhf replay {directory}'" if directory else ""
+        path = self._save(step, number)
+        advice = f"; its batch is in {path}" if path else ""
         self._events.write(
             step.number,
             "skipped_update",
@@ -69,7 +66,7 @@ class SkippedUpdates:
             update=number + 1,
             loss=str(loss),
             grad_norm=str(norm),
-            batch=str(directory or ""),
+            batch=str(path or ""),
         )
         limit = self._config.guard.max_skipped_updates
         if self.num_in_a_row >= limit:
@@ -82,36 +79,37 @@ class SkippedUpdates:
 
     def _save(self, step: Step, number: int) -> Path | None:
         """Save the batch of a skipped update; None when enough are saved, or the disk refuses."""
-        directory = self._directory / f"step_{step.number:08d}" / f"update_{number + 1}"
-        if not directory.exists() and len(list(self._directory.glob("step_*/update_*"))) >= MAX_SAVED_BATCHES:
+        path = self._directory / f"step_{step.number:08d}_update_{number + 1}.npz"
+        if not path.exists() and len(list(self._directory.glob("*.npz"))) >= MAX_SAVED_BATCHES:
             return None
         position = number % len(step.batches)
         batch, update = step.batches[position], step.updates[number]
-        was_any_made = any(math.isfinite(earlier.grad_norm) for earlier in step.updates[:number])
-        skipped = SkippedBatch(
-            step=step.number,
-            update=number + 1,
-            num_micro_batches=len(batch.micro_batches),
-            num_tokens=batch.num_tokens,
-            kl_coefficient=step.kl_coefficient,
-            loss=str(update.loss),
-            grad_norm=str(update.grad_norm),
-            weights="" if was_any_made else step.weights,
-            placed=[list(position) for position in batch.placed],
-            samples=[
-                describe(sample)
-                for sample, count in zip(step.samples_of(position), batch.counts or itertools.repeat(1))
-                for _ in range(count)
-            ],
-            config=json.loads(json.dumps(dataclasses.asdict(self._config))),
-        )
+        arrays = _row_arrays(self._policy.held_rows(position, batch), update.logprobs, batch.images)
+        arrays |= {"placed": np.array(batch.placed), "num_tokens": np.array(batch.num_tokens)}
+        samples = step.samples_of(position)
+        arrays |= {"prompts": np.array([sample.prompt_text for sample in samples])}
+        arrays |= {"completions": np.array([sample.response_text for sample in samples])}
+        arrays |= {"rewards": np.array([sample.reward.total for sample in samples])}
         try:
-            arrays = saved_arrays(self._policy.held_rows(position, batch), update.logprobs, batch.images)
-            save_skipped(directory, skipped, arrays)
+            self._directory.mkdir(parents=True, exist_ok=True)
+            np.savez(path, **arrays)
         except OSError as error:
-            warn(f"the batch of step {step.number} cannot be saved in {directory}: {error.strerror or error}")
+            warn(f"the batch of step {step.number} cannot be saved in {path}: {error.strerror or error}")
             return None
-        return directory
+        return path
+
+
+def _row_arrays(
+    micro_batches: Sequence[PackedRows], logprobs: Sequence[np.ndarray], images: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Return the rows of a batch, the log-probabilities that the update computed, and images, as `MICRO_BATCH.NAME`."""
+    arrays = {}
+    for index, (rows, computed) in enumerate(zip(micro_batches, logprobs, strict=True)):
+        named = {name: getattr(rows, name) for name in ("input_ids", "segment_ids", "labels", "mask")}
+        named |= {**rows.tokens, **rows.context, "logprobs": computed}
+        named |= {f"image_{number}": images[digest] for number, digest in enumerate(rows.images)}
+        arrays |= {f"{index}.{name}": array for name, array in named.items()}
+    return arrays
 
 
 _MEDIAN_WINDOW, _MEDIAN_MINIMUM = 64, 8  # updates

@@ -15,20 +15,12 @@ from mindrlhf.config.reward import RewardSection
 from mindrlhf.config.run import DataSection, RunSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
-from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.errors import RunFailure
 from mindrlhf.rollout.samples import Sample
 from mindrlhf.training.batch import PolicyUpdateResult, ProcessStatistics, RowOptions, make_batch
 from mindrlhf.training.loop import guards as guards_module
 from mindrlhf.training.loop.guards import Guards
 from mindrlhf.training.loop.policy import Policy, PolicyUpdate
-from mindrlhf.training.loop.skipped_batches import (
-    ARRAYS_NAME,
-    INFO_NAME,
-    SkippedBatch,
-    load_skipped,
-    save_skipped,
-    saved_arrays,
-)
 from mindrlhf.training.loop.step import Step, StepSamples
 
 NUM_RANKS = 2
@@ -131,35 +123,25 @@ def test_a_plain_step_is_left_alone(open_guards, step, tmp_path, capsys):
     assert events(tmp_path) == [] and capsys.readouterr().err == "" and not (tmp_path / "skipped").exists()
 
 
-def test_a_skipped_update_is_counted_and_its_batch_comes_back(open_guards, step, tmp_path, capsys):
+def test_a_skipped_update_is_counted_and_its_batch_saved(open_guards, step, tmp_path, capsys):
     guards = open_guards()
     counts = guards.review(step.record(7, 1.0, np.nan, losses=(np.inf, 0.5)), 1e-5)
     assert counts == {"guard/skipped_updates": 1, "guard/grad_spikes": 0}
     guards.check()
-    directory = tmp_path / "skipped" / "step_00000007" / "update_2"
-    assert f"mindrlhf replay {directory}" in capsys.readouterr().err
+    path = tmp_path / "skipped" / "step_00000007_update_2.npz"
+    assert f"its batch is in {path}" in capsys.readouterr().err
     (event,) = events(tmp_path)
     assert (event["event"], event["loss"], event["grad_norm"]) == ("skipped_update", "inf", "nan")
 
-    batch, micro_batches, logprobs = load_skipped(directory)
-    assert (batch.step, batch.update, batch.loss, batch.grad_norm, batch.kl_coefficient) == (7, 2, "inf", "nan", 0.75)
-    assert batch.weights == "", "the first update of the step changed them"
-    assert [sample["prompt"] for sample in batch.samples] == ["prompt 2", "prompt 3"]
-    assert batch.config == json.loads(json.dumps(batch.config)) and batch.config["run"]["output_dir"] == str(tmp_path)
-    assert batch.num_tokens == 2 + 4
-    for place, (advantage, logprob, sample) in zip(
-        batch.placed, zip(ADVANTAGES[2:], LOGPROBS[2:], step.samples[2:]), strict=True
-    ):
-        number, row, first, last = place
-        assert micro_batches[number].tokens["advantages"][row, last - 1] == advantage
-        assert logprobs[number][row, last - 1] == logprob
-        np.testing.assert_array_equal(micro_batches[number].labels[row, first:last], sample.completion.token_ids)
-
-
-def test_the_weights_are_known_as_long_as_no_update_of_the_step_was_made(open_guards, step, tmp_path):
-    open_guards(max_skipped_updates=5).review(step.record(1, np.inf, np.nan, 1.0, np.nan), 0.0)
-    saved = [load_skipped(tmp_path / "skipped" / "step_00000001" / f"update_{k}")[0].weights for k in (1, 2, 4)]
-    assert saved == ["weights 1", "weights 1", ""]
+    with np.load(path) as saved:
+        assert saved["prompts"].tolist() == ["prompt 2", "prompt 3"] and saved["num_tokens"] == 2 + 4
+        assert saved["rewards"].tolist() == [sample.reward.total for sample in step.samples[2:]]
+        for (number, row, first, last), advantage, logprob, sample in zip(
+            saved["placed"], ADVANTAGES[2:], LOGPROBS[2:], step.samples[2:], strict=True
+        ):
+            assert saved[f"{number}.advantages"][row, last - 1] == advantage
+            assert saved[f"{number}.logprobs"][row, last - 1] == logprob
+            np.testing.assert_array_equal(saved[f"{number}.labels"][row, first:last], sample.completion.token_ids)
 
 
 def test_the_run_stops_after_a_row_of_skipped_updates_also_across_a_resume(open_guards, step):
@@ -172,7 +154,7 @@ def test_the_run_stops_after_a_row_of_skipped_updates_also_across_a_resume(open_
     resumed = open_guards(first_step=3, state=state, max_skipped_updates=3)
     # The row is complete within the step, and what follows does not undo it.
     resumed.review(step.record(3, np.nan, np.nan, 1.0), 0.0)
-    with pytest.raises(RunFailure, match="^3 updates in a row .* step 3, .*mindrlhf replay .*update_2'$"):
+    with pytest.raises(RunFailure, match="^3 updates in a row .* step 3, .*its batch is in .*update_2.npz$"):
         resumed.check()
 
 
@@ -182,8 +164,8 @@ def test_only_the_first_batches_are_saved(open_guards, step, tmp_path, monkeypat
     guards.review(step.record(1, np.nan, np.nan), 0.0)
     counts = guards.review(step.record(2, np.nan, np.nan), 0.0)
     assert counts["guard/skipped_updates"] == 2
-    saved = sorted(str(path.relative_to(tmp_path / "skipped")) for path in tmp_path.glob("skipped/*/*"))
-    assert saved == ["step_00000001/update_1", "step_00000001/update_2", "step_00000002/update_1"]
+    saved = sorted(path.stem for path in tmp_path.glob("skipped/*"))
+    assert saved == ["step_00000001_update_1", "step_00000001_update_2", "step_00000002_update_1"]
     assert events(tmp_path)[-1]["batch"] == ""
 
 
@@ -323,44 +305,3 @@ def test_rows_are_held_in_the_order_of_the_batch(num_ranks):
     micro_batches = Policy(team, None).held_rows(0, batch)
     for one, other in zip(micro_batches, batch.micro_batches, strict=True):
         np.testing.assert_array_equal(one.input_ids, other.input_ids)
-
-
-def test_rows_that_share_prompts_are_saved_with_what_the_model_reads(tmp_path):
-    prompt, values = np.array([1, 2], np.int32), {"advantages": np.ones(2, np.float32)}
-    sequences = [TokenSequence(prompt, np.array([3 + index, 4], np.int32), values) for index in range(3)]
-    batch = make_batch(sequences, RowOptions((8,), 2, 1, True, "shared_prompts"))
-    saved = SkippedBatch(
-        step=1, update=1, num_micro_batches=len(batch.micro_batches), num_tokens=batch.num_tokens, kl_coefficient=0.0,
-        loss="nan", grad_norm="nan", weights="", placed=[list(place) for place in batch.placed],
-        samples=[{"prompt": "q", "completion": "c", "reward": 1.0} for _ in batch.placed], config={},
-    )  # fmt: skip
-    arrays = saved_arrays(batch.micro_batches, [rows.mask for rows in batch.micro_batches])
-    save_skipped(tmp_path / "batch", saved, arrays)
-    found, micro_batches, _ = load_skipped(tmp_path / "batch")
-    assert found == saved
-    for one, other in zip(micro_batches, batch.micro_batches, strict=True):
-        np.testing.assert_array_equal(one.model_inputs, other.model_inputs)
-    save_skipped(tmp_path / "half", saved, {name: array for name, array in arrays.items() if "positions" not in name})
-    with pytest.raises(UserError, match="what its sequences say of prompts is missing or wrong"):
-        load_skipped(tmp_path / "half")
-
-
-@pytest.mark.parametrize("damage", ["no directory", "no info", "cut info", "other version", "cut arrays", "lacks one"])
-def test_damaged_batches_are_refused(open_guards, step, tmp_path, damage):
-    open_guards().review(step.record(1, np.nan), 0.0)
-    directory = tmp_path / "skipped" / "step_00000001" / "update_1"
-    info, arrays = directory / INFO_NAME, directory / ARRAYS_NAME
-    if damage == "no directory":
-        directory = tmp_path / "elsewhere"
-    elif damage == "no info":
-        info.unlink()
-    elif damage == "cut info":
-        info.write_text(info.read_text()[:-20])
-    elif damage == "other version":
-        info.write_text(info.read_text().replace('"format_version": 1', '"format_version": 2'))
-    elif damage == "cut arrays":
-        arrays.write_bytes(arrays.read_bytes()[:-8])
-    else:
-        info.write_text(info.read_text().replace('"num_micro_batches": 2', '"num_micro_batches": 3'))
-    with pytest.raises(UserError):
-        load_skipped(directory)
