@@ -14,7 +14,7 @@ def register(subparsers) -> None:
     summary = "fetch a model; its name then stands wherever a model directory does"
     register_get(actions, MODELS, summary, "Qwen/Qwen2.5-7B-Instruct")
     inspect = actions.add_parser(
-        "inspect", help="what a model's files say: end tokens, bos, padding, templates, dtype, and from which file"
+        "inspect", help="what a model's files say of end tokens, bos, padding and templates, and which file"
     )
     inspect.add_argument("directory", type=model_directory, metavar="DIR")
     allow_json(inspect)

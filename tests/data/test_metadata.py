@@ -185,50 +185,29 @@ MODEL = {
 
 
 def test_each_value_is_shown_with_its_file(tmp_path):
-    config = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<pad>", "padding_side": "left"}
+    config = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<pad>"}
     write(tmp_path, {"tokenizer.json": True, "tokenizer_config.json": config, "chat_template.jinja": "{{ messages }}"})
     write(tmp_path, {"config.json": MODEL, "generation_config.json": {"eos_token_id": [258, 259], "temperature": 0.6}})
     facts = facts_of(tmp_path)
     shown = {name: (fact.value, fact.source) for name, fact in facts.items()}
     assert shown["architecture"] == ("Qwen2ForCausalLM", "config.json: architectures")
-    assert shown["dtype"] == ("bfloat16", "config.json: dtype")
     assert shown["begin"] == ("'<s>', put before a text: '<s>'", "tokenizer_config.json")
     assert shown["padding"] == ("260 '<pad>'", "tokenizer_config.json")
     assert shown["template"] == ("14 characters", "chat_template.jinja")
-    assert shown["sampling"] == ("temperature 0.6", "generation_config.json")
     assert facts["end"].value == "258 '<|im_end|>', 259 '<|endoftext|>', 257 '</s>'"
     assert facts["end"].source == "the tokenizer, generation_config.json, config.json, the chat end token"
     assert facts["end"].notes == (
         "contradiction: generation_config.json does not name 257; all of them count",
         "contradiction: config.json does not name 258, 259; all of them count",
     )
-    others = [name for name, fact in facts.items() if fact.notes and name not in ("end", "padding side", "sampling")]
-    assert others == []
+    assert [name for name, fact in facts.items() if fact.notes and name != "end"] == []
 
 
 @pytest.mark.parametrize(
     ("changes", "name", "note"),
     [
-        ({"torch_dtype": "float32"}, "dtype", "contradiction: dtype is bfloat16, torch_dtype is float32"),
-        (
-            {"quantization_config": {"quant_method": "gptq"}},
-            "architecture",
-            "refused: config.json has quantization_config",
-        ),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantisation", "dequantise it first"),
-        (
-            {"use_sliding_window": True, "sliding_window": 8},
-            "architecture",
-            "sliding-window attention is not supported",
-        ),
+        ({"quantization_config": {"quant_method": "gptq"}}, "architecture", "config.json has quantization_config"),
         ({"architectures": ["Other"]}, "architecture", "supported language models are"),
-        (
-            {"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}},
-            "rotary",
-            "rope_theta is 1.0, and rope_parameters",
-        ),
-        ({"bos_token_id": 7}, "begin", "contradiction: config.json says 7"),
-        ({"pad_token_id": 7}, "padding", "contradiction: config.json says 7"),
         ({"eos_token_id": 70}, "end", "70 is the ordinary token"),
         ({"eos_token_id": 999}, "end", "config.json names 999, which the model has no row for"),
         ({"vocab_size": 200, "eos_token_id": 7}, "tokenizer", "contradiction: the model has 200 rows"),
@@ -240,26 +219,18 @@ def test_contradictions_and_what_is_refused_are_named(tmp_path, changes, name, n
     assert any(note in one for one in facts_of(tmp_path)[name].notes)
 
 
-def test_a_template_that_a_file_hides_is_named(tmp_path):
-    config = {"eos_token": "</s>", "chat_template": "old"}
-    write(tmp_path, {"tokenizer.json": True, "tokenizer_config.json": config, "chat_template.jinja": "new"})
-    assert "tokenizer_config.json has another one" in facts_of(tmp_path)["template"].notes[0]
-
-
 def test_the_command_prints_a_table_or_json(tmp_path, capsys):
     template = "{% for m in messages %}<|im_start|>{{ m.content }}</s>{% endfor %}<|a|>\n<think>\n{# <arg_key> #}"
     config = {"eos_token": "</s>", "chat_template": template}
     write(tmp_path, {"tokenizer.json": False, "tokenizer_config.json": config, "config.json": MODEL})
     assert main(["models", "inspect", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert any(
-        line.split(maxsplit=2)[:2] == ["dtype", "bfloat16"] and line.endswith("config.json: dtype") for line in lines
-    )
+    assert any(line.split()[:2] == ["tokenizer", "262"] for line in lines)
     assert any(line.startswith("generation prompt '<|a|>\\n<think>\\n'") for line in lines)
     assert any(line.split()[:4] == ["calls", "of", "tools", "glm"] for line in lines)
     assert main(["models", "inspect", str(tmp_path), "--json"]) == 0
     found = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
-    assert found["embedding"]["value"] == "300 rows"
+    assert found["architecture"]["value"] == "Qwen2ForCausalLM"
     assert main(["models", "inspect", str(tmp_path / "nothing")]) == 2
     assert "does not exist" in capsys.readouterr().err
 
@@ -314,5 +285,5 @@ def test_whatever_stands_in_a_file_is_shown_or_refused_in_one_line(data, name, v
         except UserError as error:
             assert "\n" not in str(error)
         else:
-            assert {"architecture", "dtype", "tokenizer"} <= {fact.name for fact in facts}
+            assert {"architecture", "tokenizer"} <= {fact.name for fact in facts}
             assert all(isinstance(fact.value, str) and "\n" not in "".join(fact.notes) for fact in facts)
