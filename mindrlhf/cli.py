@@ -137,11 +137,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     _check_options(parser, words)
     _check_spaces(parser, words)
     arguments, rest = parser.parse_known_args(words)
-    old_names = vars(arguments).pop("old_names", {})
-    for old in dict.fromkeys(word.partition("=")[0] for word in words):
-        if old in old_names:
-            new = old_names[old].option_strings[0]
-            print(f"mindrlhf {arguments.command}: {old} is called {new} now", file=sys.stderr)
     if rest:
         chosen, _ = _chosen_parser(parser, words)
         if "overrides" not in arguments:

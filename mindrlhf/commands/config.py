@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mindrlhf.commands.vocabulary import add_aliases, add_overrides, add_ranks, allow_json, write_text
+from mindrlhf.commands.vocabulary import add_overrides, add_ranks, allow_json, write_text
 
 TASKS = ("train", "sft", "dpo", "reward-model")
 STACK_NAMES = ("mindspeed-rl", "mindrlhf", "verl", "trl")
@@ -24,8 +24,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     allow_json(check)
     check.set_defaults(run=_check)
     new = actions.add_parser("new", help="print a commented starting config after a few choices")
-    kind = new.add_argument("--kind", choices=TASKS, default="train", help="what kind of run (default: train)")
-    add_aliases(new, kind, "--task")
+    new.add_argument("--kind", choices=TASKS, default="train", help="what kind of run (default: train)")
     new.add_argument("--model", required=True, metavar="DIR", help="Hugging Face directory, with its tokenizer")
     new.add_argument("--npus", type=int, default=0, metavar="N", help="NPUs it will run on (default: 0, the CPU)")
     new.add_argument("--data", default="train.mindrecord", metavar="FILE", help="made by `mindrlhf data build`")
@@ -45,14 +44,13 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="its resolved YAML or JSON, or the shell script that starts it; further keys as on its command line",
     )
     taken.add_argument("--output", default="-", metavar="FILE", help="where to write it (default: -, standard output)")
-    ranks = taken.add_argument(
+    taken.add_argument(
         "--world-size",
         type=int,
         default=0,
         metavar="N",
         help="ranks it ran on (default: the script's); for TRL's batches",
     )
-    add_aliases(taken, ranks, "--workers")
     taken.set_defaults(run=_import)
 
     docs = actions.add_parser("docs", help="print the reference page (docs/config.md)")

@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from mindrlhf.commands.vocabulary import add_aliases, add_template_options, allow_json, model_directory
+from mindrlhf.commands.vocabulary import add_template_options, allow_json, model_directory
 from mindrlhf.errors import UserError
 from mindrlhf.hub.cache import DATASETS
 
@@ -94,10 +94,9 @@ def _register_build(actions) -> None:
     build.add_argument(
         "--max-length", type=int, metavar="N", help="for sft and preference: tokens of prompt + response"
     )
-    processes = build.add_argument(
+    build.add_argument(
         "--processes", type=int, metavar="N", help="processes that encode (default: one per core)"
     )
-    add_aliases(build, processes, "--workers")
     _add_choices_of_records(build)
     allow_json(build)
     build.add_argument(

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mindrlhf.commands.vocabulary import add_aliases, add_overrides, allow_json, model_directory, print_json
+from mindrlhf.commands.vocabulary import add_overrides, allow_json, model_directory, print_json
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -25,10 +25,9 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--num-samples", type=int, help="samples per prompt (default: evaluation.num_samples)")
     parser.add_argument("--temperature", type=float, help="sampling temperature (default: evaluation.temperature)")
     parser.add_argument("--max-prompts", type=int, help="use only the first prompts (default: all)")
-    output = parser.add_argument(
+    parser.add_argument(
         "--output", metavar="DIR", help="directory for samples and logs (default: eval in run.output_dir)"
     )
-    add_aliases(parser, output, "--out")
     allow_json(parser)
     parser.set_defaults(run=_evaluate, says="evaluating")
 

@@ -3,8 +3,6 @@
 import argparse
 from pathlib import Path
 
-from mindrlhf.commands.vocabulary import add_aliases
-
 
 def register(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("report", help="write the HTML report of a run")
@@ -15,10 +13,9 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         metavar="RUN_DIR",
         help="directory of the run, with metrics.jsonl; several are drawn over each other, seeds as their mean",
     )
-    output = parser.add_argument(
+    parser.add_argument(
         "--output", metavar="FILE", help="where to write it, - for standard output (default: RUN_DIR/report.html)"
     )
-    add_aliases(parser, output, "--out")
     parser.add_argument("--svg", metavar="FILE", help="write the learning curve alone, as a picture (-: print it)")
     parser.set_defaults(run=_report)
     view = subparsers.add_parser("view", help="write a page to read a run's samples, or two runs' side by side")

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping
 from inspect import Parameter, signature
 
-from mindrlhf.commands.vocabulary import add_aliases, add_template_options, allow_json, print_json
+from mindrlhf.commands.vocabulary import add_template_options, allow_json, print_json
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -29,8 +29,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     score.add_argument(
         "--output", default="-", metavar="FILE", help="where to write them with reward and rewards (default: -)"
     )
-    processes = score.add_argument("--processes", type=int, default=1, help="verifier processes (default: 1)")
-    add_aliases(score, processes, "--num-workers")
+    score.add_argument("--processes", type=int, default=1, help="verifier processes (default: 1)")
     score.add_argument("--failure-value", type=float, default=0.0, help="reward where a verifier fails (default: 0)")
     score.add_argument("--skip-bad", action="store_true", help="report malformed lines and leave them out")
     score.set_defaults(run=_score, says="scoring")

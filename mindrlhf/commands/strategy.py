@@ -2,7 +2,7 @@
 
 import argparse
 
-from mindrlhf.commands.vocabulary import add_aliases, add_cluster, add_overrides, allow_json, print_json
+from mindrlhf.commands.vocabulary import add_cluster, add_overrides, allow_json, print_json
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -10,8 +10,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("config", help="YAML file of `mindrlhf train`; of the model only config.json is read")
     add_overrides(parser)
     add_cluster(parser)
-    output = parser.add_argument("--output", required=True, metavar="DIR", help="directory to make; must not exist")
-    add_aliases(parser, output, "--out")
+    parser.add_argument("--output", required=True, metavar="DIR", help="directory to make; must not exist")
     parser.add_argument(
         "--layers-per-stage",
         type=_layers,

@@ -32,13 +32,6 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, required=True, metavar="N", help=CLUSTER_HELP)
 
 
-def add_aliases(parser: argparse.ArgumentParser, action: argparse.Action, *names: str) -> None:
-    """Have a parser take an option by older names too, which its help does not show and which get a line."""
-    for name in names:
-        parser._option_string_actions[name] = action
-    parser.set_defaults(old_names={**(parser.get_default("old_names") or {}), **dict.fromkeys(names, action)})
-
-
 def allow_json(parser: argparse.ArgumentParser) -> None:
     """Add ``--json``, which prints the result as one JSON object instead of text."""
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")

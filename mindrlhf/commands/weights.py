@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from mindrlhf.commands.vocabulary import add_aliases, allow_json, model_directory
+from mindrlhf.commands.vocabulary import allow_json, model_directory
 
 
 def register(subparsers) -> None:
@@ -26,10 +26,9 @@ def register(subparsers) -> None:
     random = actions.add_parser("random", help="randomly initialised Hugging Face directory")
     random.add_argument("--config", required=True, metavar="CONFIG_JSON", help="a config.json, or a directory with one")
     random.add_argument("--seed", type=int, default=0)
-    tokenizer = random.add_argument(
+    random.add_argument(
         "--tokenizer", type=model_directory, metavar="DIR", help="copy the tokenizer files from here"
     )
-    add_aliases(random, tokenizer, "--tokenizer-dir")
     random.set_defaults(run=_random, says="making weights")
 
     adapter = actions.add_parser("merge-adapter", help="add an adapter in PEFT's format to its model")
@@ -86,15 +85,13 @@ def _register_sharding(actions) -> None:
     verify.set_defaults(run=_verify, says="verifying")
 
     for action in (shard, reshard, merge, verify):
-        processes = action.add_argument(
+        action.add_argument(
             "--processes", type=int, metavar="N", help="threads that read and write; each holds about one tensor"
         )
-        add_aliases(action, processes, "--workers")
 
 
 def _add_output(parser: argparse.ArgumentParser, metavar: str, help_text: str) -> None:
-    output = parser.add_argument("--output", required=True, metavar=metavar, help=help_text)
-    add_aliases(parser, output, "--out")
+    parser.add_argument("--output", required=True, metavar=metavar, help=help_text)
 
 
 def _workers(arguments: argparse.Namespace) -> dict[str, int]:

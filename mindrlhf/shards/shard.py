@@ -217,11 +217,11 @@ class _Sharding:
                 if read_json_object(self._out / name).get("plan") == self._manifest.plan:
                     return
                 raise UserError(
-                    f"{self._out} holds shards of another model, layout, dtype or format: choose another --out, or "
+                    f"{self._out} holds shards of another model, layout, dtype or format: choose another --output, or "
                     "remove it"
                 )
         if any(self._out.iterdir()):
-            raise UserError(f"{self._out} exists already and is no sharded directory: choose another --out")
+            raise UserError(f"{self._out} exists already and is no sharded directory: choose another --output")
 
     def _is_finished(self, rank: int) -> bool:
         path = rank_file(self._out, rank, self._manifest.file_format)
@@ -237,7 +237,7 @@ class _Sharding:
         if needed > free:
             raise UserError(
                 f"the shards need {needed / 2**30:.2f} GiB, but {self._out} has {free / 2**30:.2f} GiB free: make room "
-                "or choose another --out"
+                "or choose another --output"
             )
 
     def _file_layout(self, rank: int) -> FileLayout:
@@ -361,7 +361,7 @@ def _locked(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"another command is writing {out}: wait for it, or choose another --out") from None
+            raise UserError(f"another command is writing {out}: wait for it, or choose another --output") from None
         yield
     finally:
         os.close(descriptor)

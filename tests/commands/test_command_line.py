@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 import mindrlhf
-from mindrlhf import cli
 from mindrlhf.cli import LEAST, _parse, build_parser, main
 from mindrlhf.commands.vocabulary import CLUSTER_HELP, OVERRIDES_HELP, WORKERS_HELP
 
@@ -51,33 +50,6 @@ def test_options_have_one_name_everywhere():
     with_processes = {path for path, parser in PARSERS.items() if "--processes" in shown_options(parser)}
     threads = {f"weights {action}" for action in ("shard", "reshard", "merge", "verify")}
     assert with_processes == {"data build", "rewards score"} | threads
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("strategy c --workers 8 --out d", "strategy c --workers 8 --output d"),
-        ("config import --from trl f --workers 8", "config import --from trl f --world-size 8"),
-        ("config new --model m --task sft", "config new --model m --kind sft"),
-        ("eval c --model m --out d", "eval c --model m --output d"),
-        ("report r --out f", "report r --output f"),
-        ("rewards score --verifier v --input i --num-workers 2", "rewards score --verifier v --input i --processes 2"),
-        ("weights merge s --out d --workers 3", "weights merge s --output d --processes 3"),
-        ("weights random --config c --tokenizer-dir t --out d", "weights random --config c --tokenizer t --output d"),
-        (
-            "data build --input i --output o --tokenizer t --max-prompt-length 3 --workers 2",
-            "data build --input i --output o --tokenizer t --max-prompt-length 3 --processes 2",
-        ),
-    ],
-)
-def test_old_names_mean_the_same_and_are_not_shown(old, new, capsys):
-    parsed = vars(_parse(new.split()))
-    assert capsys.readouterr().err == ""
-    assert vars(_parse(old.split())) == parsed
-    assert re.fullmatch(r"(mindrlhf \w+: --[\w-]+ is called --[\w-]+ now\n)+", capsys.readouterr().err)
-    alias = next(word for word in old.split() if word.startswith("--") and word not in new.split())
-    chosen, _ = cli._chosen_parser(build_parser(), old.split())
-    assert not re.search(rf"{alias}\b", chosen.format_help()) or alias in shown_options(chosen)
 
 
 def test_workers_of_a_plan_are_those_of_all_nodes(capsys):

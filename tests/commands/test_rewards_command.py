@@ -71,7 +71,7 @@ def test_scores_go_to_standard_output_in_order(samples, capsys):
 def test_weights_options_and_an_output_file(samples, tmp_path):
     output = tmp_path / "out.jsonl"
     arguments = ["--verifier", "format_reward,repetition_penalty", "--weight", "2,0.5"]
-    arguments += ["--option", "repetition_penalty.ngram_size=1", "--num-workers", "2", "--output", output]
+    arguments += ["--option", "repetition_penalty.ngram_size=1", "--processes", "2", "--output", output]
     assert score(samples, *arguments) == 0
     records = [json.loads(line) for line in output.read_text().splitlines()]
     # Words of the second sample: think a think answer 41 answer.

@@ -45,7 +45,7 @@ def test_build_and_show(run, tokenizer_directory, tmp_path, capsys):
     (tmp_path / "a.json").write_text(json.dumps(rows))
     output = tmp_path / "o.mindrecord"
     common = ["--output", output, "--tokenizer", tokenizer_directory, "--handler", "map_keys", "--template", "plain"]
-    flags = ["--task", "sft", "--max-prompt-length", 10, "--max-length", 12, "--workers", 1, "--skip-bad"]
+    flags = ["--task", "sft", "--max-prompt-length", 10, "--max-length", 12, "--processes", 1, "--skip-bad"]
     key_map = ["--map", "question=q,answer=a,response=r"]
     assert run("data", "build", "--input", tmp_path / "a.json", *common, *key_map, *flags) == 0
     printed = capsys.readouterr().out
@@ -98,7 +98,7 @@ def test_build_and_show_images(run, tmp_path, capsys):
         "--max-prompt-length",
         90,
     ]
-    common = ["--input", tmp_path / "a.jsonl", "--output", output, "--tokenizer", model, "--workers", 1]
+    common = ["--input", tmp_path / "a.jsonl", "--output", output, "--tokenizer", model, "--processes", 1]
     assert run("data", "build", *common, *flags, "--min-pixels", 784, "--max-pixels", 4 * 784) == 0
     assert "images     1 in 1 records, at most 1 in one and 2 tokens each" in capsys.readouterr().out
     assert run("data", "show", output, "--tokenizer", model, "--images", shown) == 0

@@ -82,7 +82,7 @@ def test_every_checkpoint_is_evaluated_as_a_whole_model(save_dir, seen, tmp_path
 def test_the_command_prints_a_table(save_dir, seen, tmp_path, capsys):
     config = tmp_path / "config.yaml"
     config.write_text("data: {tokenizer_dir: t}\nreward: {verifier_function: accuracy_reward}\n")
-    arguments = ["eval", str(config), "--data", "prompts", "--out", str(tmp_path / "out")]
+    arguments = ["eval", str(config), "--data", "prompts", "--output", str(tmp_path / "out")]
     assert main([*arguments, "--checkpoints", str(save_dir)]) == 0
     text = capsys.readouterr().out
     first, second = (line.split() for line in text.splitlines()[2:4])
@@ -113,7 +113,7 @@ def test_a_set_of_the_config_is_evaluated_by_its_own_verifier(save_dir, tmp_path
         "data: {tokenizer_dir: t, eval_file: main}\nreward: {verifier_function: [accuracy_reward, format_reward]}\n"
         "evaluation: {sets: {hard: hard.mindrecord}, verifiers: {hard: format_reward}}\n"
     )
-    arguments = ["eval", str(config), "--checkpoints", str(save_dir), "--out", str(tmp_path / "out")]
+    arguments = ["eval", str(config), "--checkpoints", str(save_dir), "--output", str(tmp_path / "out")]
     assert main([*arguments, "--set", "hard"]) == 0
     assert {(job.data_file, verifier) for job, verifier in jobs} == {("hard.mindrecord", "format_reward")}
     assert main([*arguments, "--set", "easy"]) == 2

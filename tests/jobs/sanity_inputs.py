@@ -69,8 +69,8 @@ def _make(directory: Path) -> None:
     config = json.loads((bare / "config.json").read_text())
     (bare / "config.json").write_text(json.dumps({**config, **SMALLER}))
     bare.rename(directory / "bare")
-    weights = ("--config", directory / "bare" / "config.json", "--tokenizer-dir", directory / "bare")
-    finished = run("weights", "random", *weights, "--out", directory / "model", timeout_s=300)
+    weights = ("--config", directory / "bare" / "config.json", "--tokenizer", directory / "bare")
+    finished = run("weights", "random", *weights, "--output", directory / "model", timeout_s=300)
     assert finished.returncode == 0, finished.stderr
     finished = run(
         *("data", "build", "--input", directory / "prompts.jsonl", "--output", directory / "prompts.mindrecord"),
@@ -91,7 +91,7 @@ def make_pairs(directory: Path) -> None:
             *("data", "build", "--task", task, "--input", directory / "pairs.jsonl"),
             *("--output", directory / f"{task}.mindrecord", "--tokenizer", directory / "model"),
             *("--handler", "map_keys", "--map", f"question=prompt,{fields}", "--template", "plain"),
-            *("--max-prompt-length", 16, "--max-length", 32, "--workers", 1),
+            *("--max-prompt-length", 16, "--max-length", 32, "--processes", 1),
             timeout_s=300,
         )
         assert finished.returncode == 0, finished.stderr

@@ -21,7 +21,7 @@ def inputs_dir(tmp_path_factory, rollout_python) -> Path:
     finished = sanity_inputs.run(
         *("data", "build", "--input", directory / "wrong.jsonl", "--output", directory / "wrong.mindrecord"),
         *("--tokenizer", directory / "model", "--handler", "map_keys", "--map", "question=prompt,answer=label"),
-        *("--template", "plain", "--max-prompt-length", 32, "--workers", 1),
+        *("--template", "plain", "--max-prompt-length", 32, "--processes", 1),
         timeout_s=120,
     )
     assert finished.returncode == 0, finished.stderr

@@ -31,7 +31,7 @@ def inputs_dir(tmp_path_factory):
         *("data", "build", "--task", "sft", "--input", directory / "records.jsonl"),
         *("--output", directory / "sft.mindrecord", "--tokenizer", directory / "model"),
         *("--handler", "map_keys", "--map", "question=prompt,response=good", "--template", "plain"),
-        *("--max-prompt-length", 16, "--max-length", 32, "--workers", 1),
+        *("--max-prompt-length", 16, "--max-length", 32, "--processes", 1),
         timeout_s=300,
     )
     assert finished.returncode == 0, finished.stderr

@@ -279,7 +279,7 @@ def build_arguments(raw: Path, output: Path, tokenizer_dir: Path) -> list[object
     return [
         *("data", "build", "--input", raw, "--output", output, "--tokenizer", tokenizer_dir),
         *("--handler", "map_keys", "--map", "question=prompt,answer=answer", "--template", "plain"),
-        *("--max-prompt-length", 512, "--workers", 2),
+        *("--max-prompt-length", 512, "--processes", 2),
     ]
 
 
@@ -328,7 +328,7 @@ def test_a_full_disk_ends_a_data_build_and_spares_the_old_file(
 
 
 def shard_arguments(model: Path, out: Path) -> list[object]:
-    return ["weights", "shard", model, "--parallel", "dp=4,opt=4", "--out", out]
+    return ["weights", "shard", model, "--parallel", "dp=4,opt=4", "--output", out]
 
 
 def verified(out: Path, model: Path) -> None:

@@ -34,7 +34,7 @@ def build(inputs: Path, path: Path, task: str, num_records: int) -> None:
     finished = sanity_inputs.run(
         *("data", "build", "--task", task, "--input", raw, "--output", path, "--tokenizer", inputs / "model"),
         *("--handler", "map_keys", "--map", f"question=prompt,{fields}", "--template", "plain"),
-        *("--max-prompt-length", 16, *limit, "--workers", 1),
+        *("--max-prompt-length", 16, *limit, "--processes", 1),
         timeout_s=TIMEOUT_S,
     )
     assert finished.returncode == 0, finished.stderr

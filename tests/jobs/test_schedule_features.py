@@ -83,8 +83,9 @@ def inputs(rollout_python, tmp_path_factory):
             config = json.loads((directory / "model" / "config.json").read_text())
             for name, changed in (("scorer", scorer_config(config)), ("experts", config | test_train_experts.EXPERTS)):
                 (directory / f"{name}.json").write_text(json.dumps(changed))
-                arguments = ("--config", directory / f"{name}.json", "--tokenizer-dir", directory / "model")
-                finished = sanity_inputs.run("weights", "random", *arguments, "--out", directory / name, timeout_s=300)
+                arguments = ("--config", directory / f"{name}.json", "--tokenizer", directory / "model")
+                options = ("--output", directory / name)
+                finished = sanity_inputs.run("weights", "random", *arguments, *options, timeout_s=300)
                 assert finished.returncode == 0, finished.stderr
 
     def find(kind: str) -> tuple[Path, dict[str, object]]:

@@ -37,7 +37,7 @@ def strategies(tmp_path_factory):
     config = directory / "config.yaml"
     config.write_text(CONFIG.replace("MODEL", str(directory / "model")))
     for layers in ("1", "all") if RUNS_SLOW_TESTS else ("1",):
-        arguments = [str(config), "--workers", "32", "--out", str(directory / layers), "--layers-per-stage", layers]
+        arguments = [str(config), "--workers", "32", "--output", str(directory / layers), "--layers-per-stage", layers]
         assert main(["strategy", *arguments, "parallel_config.enable_parallel_optimizer=true"]) == 0
     return directory
 

@@ -50,12 +50,12 @@ def make(directory):
     (directory / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": f"{number:03d}", "answer": "42"}) + "\n" for number in range(16))
     )
-    weights = ("--config", model_dir / "config.json", "--tokenizer-dir", model_dir, "--out", directory / "model")
+    weights = ("--config", model_dir / "config.json", "--tokenizer", model_dir, "--output", directory / "model")
     build = ("--input", directory / "prompts.jsonl", "--output", directory / "prompts.mindrecord")
     names = ("--tokenizer", model_dir, "--handler", "map_keys", "--map", "question=prompt,answer=answer")
     for arguments in (
         ("weights", "random", *weights),
-        ("data", "build", *build, *names, "--template", "plain", "--max-prompt-length", 8, "--workers", 1),
+        ("data", "build", *build, *names, "--template", "plain", "--max-prompt-length", 8, "--processes", 1),
     ):
         finished = sanity_inputs.run(*arguments, timeout_s=120)
         assert finished.returncode == 0, finished.stderr

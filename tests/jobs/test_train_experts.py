@@ -32,8 +32,8 @@ def inputs_dir(tmp_path_factory, rollout_python) -> Path:
     sanity_inputs.make(directory)
     config = json.loads((directory / "bare" / "config.json").read_text())
     (directory / "bare" / "config.json").write_text(json.dumps({**config, **EXPERTS}))
-    options = ("--config", directory / "bare" / "config.json", "--tokenizer-dir", directory / "bare")
-    finished = sanity_inputs.run("weights", "random", *options, "--out", directory / "experts", timeout_s=60)
+    options = ("--config", directory / "bare" / "config.json", "--tokenizer", directory / "bare")
+    finished = sanity_inputs.run("weights", "random", *options, "--output", directory / "experts", timeout_s=60)
     assert finished.returncode == 0, finished.stderr
     return directory
 

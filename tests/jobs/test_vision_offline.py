@@ -43,7 +43,7 @@ def inputs_dir(tmp_path_factory):
             *("data", "build", "--task", task, "--input", directory / "records.jsonl"),
             *("--output", directory / f"{task}.mindrecord", "--tokenizer", directory / "model"),
             *("--handler", "map_keys", "--map", f"question=q,{fields},images=pics", "--template", "plain"),
-            *("--max-prompt-length", 48, "--max-length", 64, "--min-pixels", 784, "--workers", 1),
+            *("--max-prompt-length", 48, "--max-length", 64, "--min-pixels", 784, "--processes", 1),
             timeout_s=120,
         )
         assert built.returncode == 0, built.stderr

@@ -42,7 +42,7 @@ def write_inputs(directory: Path, model: TinyVl) -> Path:
     built = sanity_inputs.run(
         *("data", "build", "--input", directory / "prompts.jsonl", "--output", directory / "prompts.mindrecord"),
         *("--tokenizer", directory / "model", "--handler", "geo3k", "--template", "plain"),
-        *("--max-prompt-length", 96, "--min-pixels", 784, "--workers", 1),
+        *("--max-prompt-length", 96, "--min-pixels", 784, "--processes", 1),
         timeout_s=120,
     )
     assert built.returncode == 0, built.stderr

@@ -290,7 +290,7 @@ def run_command(*words):
 
 def test_command_prints_the_path(tmp_path, capsys):
     make_run(tmp_path / "run", training_records(2))
-    assert run_command(tmp_path / "run", "--out", tmp_path / "pages" / "r.html") == 0
+    assert run_command(tmp_path / "run", "--output", tmp_path / "pages" / "r.html") == 0
     assert capsys.readouterr().out == f"{tmp_path / 'pages' / 'r.html'}\n"
     assert (tmp_path / "pages" / "r.html").read_text().startswith("<!DOCTYPE html>")
 

@@ -48,7 +48,7 @@ def refused(action, *arguments, **options):
 
 def run_shard(model, out, before):
     """Shard in a process of its own, which first runs ``before``."""
-    command = ["weights", "shard", str(model), "--parallel", LAYOUT, "--out", str(out)]
+    command = ["weights", "shard", str(model), "--parallel", LAYOUT, "--output", str(out)]
     program = f"{before}\nimport sys\nfrom mindrlhf.cli import main\nsys.exit(main({command!r}))"
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
 
@@ -274,12 +274,12 @@ def test_a_strategy_of_another_model_and_of_another_config(tmp_path, model, shar
 
 def test_the_command_end_to_end(tmp_path, model, capsys):
     out, back = str(tmp_path / "out"), str(tmp_path / "back")
-    assert main(["weights", "shard", str(model), "--parallel", "dp=2,mp=2", "--out", out, "--workers", "1"]) == 0
+    assert main(["weights", "shard", str(model), "--parallel", "dp=2,mp=2", "--output", out, "--processes", "1"]) == 0
     assert main(["weights", "verify", out, "--against", str(model)]) == 0
     printed = capsys.readouterr().out
     assert "each element of each array lies in exactly one shard" in printed and "to the bit" in printed
-    assert main(["weights", "reshard", out, "--strategy", f"{out}/strategy", "--out", str(tmp_path / "again")]) == 0
-    assert main(["weights", "merge", out, "--out", back]) == 0
+    assert main(["weights", "reshard", out, "--strategy", f"{out}/strategy", "--output", str(tmp_path / "again")]) == 0
+    assert main(["weights", "merge", out, "--output", back]) == 0
     assert main(["weights", "inspect", out]) == 0
     assert "shards of Hugging Face tensors" in capsys.readouterr().out
     shutil.rmtree(f"{out}/rank_1")

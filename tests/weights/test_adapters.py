@@ -138,7 +138,7 @@ def test_peft_is_told_the_ends_of_names_unless_others_end_alike():
 def test_the_command_adds_an_adapter_of_some_matrices_and_keeps_the_dtype(tmp_path, capsys, dtype):
     export_hf(random_hf_weights(DENSE, 1), DENSE, tmp_path / "base", dtype=dtype)
     factors = make_adapter(tmp_path / "adapter", options=LoraOptions(2, 4.0, ("mlp",)))
-    arguments = [str(tmp_path / "base"), str(tmp_path / "adapter"), "--out", str(tmp_path / "merged")]
+    arguments = [str(tmp_path / "base"), str(tmp_path / "adapter"), "--output", str(tmp_path / "merged")]
     assert main(["weights", "merge-adapter", *arguments]) == 0
     base, merged = (read_float64(tmp_path / name / "model.safetensors") for name in ("base", "merged"))
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["torch_dtype"] == dtype
