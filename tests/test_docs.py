@@ -111,7 +111,7 @@ def test_configs_of_commands_are_read(page, monkeypatch):
         config.mistakes.raise_if_any()
 
 
-@pytest.mark.parametrize("page", PROSE, ids=_name)
+@pytest.mark.parametrize("page", [page for page in PROSE if page.name != "CHANGELOG.md"], ids=_name)
 def test_keys_exist(page):
     for section, key in re.findall(r"(?<![\w./*])([a-z_]+)\.([a-z_0-9]+)(?![\w/(])", _text(page)):
         name = f"{section}.{key}"
