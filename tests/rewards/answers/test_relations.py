@@ -120,3 +120,11 @@ def test_a_boxed_identity_earns_nothing(verifier):
     for identity in ("\\sin^2 x+\\cos^2 x=1", "\\log 2+\\log 5=1", "e^{-200}x=0"):
         completion = f"The answer is $\\boxed{{{identity}}}$. Answer: ${identity}$"
         assert built_in(verifier)(completion, "y=2x+1") <= 0, identity
+
+
+@pytest.mark.parametrize(
+    "identity", ["\\ln e=1", "\\frac{x}{x}=1", "x/x=1", "\\cos 0=1", "1=1", "x-x+1=1", "\\log_2 2=1"]
+)
+@pytest.mark.parametrize("reference", ["x+y=1", "x-y=1", "x+y-z=1"])
+def test_an_identity_whose_value_is_the_references_says_nothing_of_it(identity, reference):
+    assert built_in("accuracy_reward")(f"\\boxed{{{identity}}}", reference) == 0.0
