@@ -36,7 +36,7 @@ CHUNK_RECORDS, CHUNK_BYTES = 128, 64 << 20
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What a build did. ``bad_examples`` are the first few bad records, as ``file:number: reason``."""
+    """Result of a build. ``bad_examples`` are the first few bad records, as ``file:number: reason``."""
 
     path: Path
     header: PromptFileHeader

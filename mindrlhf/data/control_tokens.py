@@ -21,14 +21,14 @@ COMMON_CONTROL_TOKENS = re.compile(
 
 
 def control_token_pattern(tokens: frozenset[str]) -> re.Pattern[str] | None:
-    """What finds any of ``tokens``, the longest first; None when there are none."""
+    """Return a pattern of any of ``tokens``, the longest first; None when there are none."""
     # A token of one character could not be written apart, and none controls anything.
     longest_first = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
 def holds_control_token(example: Example, pattern: re.Pattern[str]) -> bool:
-    """Whether a text that becomes ids, of any turn or response, holds a control token."""
+    """Return True if a text that becomes ids, of any turn or response, holds a control token."""
     return neutralised(example, pattern) != example
 
 

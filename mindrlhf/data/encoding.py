@@ -64,7 +64,7 @@ class _Prepared:
 
 @dataclass
 class EncodedChunk:
-    """What became of the records of one chunk, in their order."""
+    """Encoded records of one chunk in their order, and counts."""
 
     records: list[Prompt] = field(default_factory=list)
     image_tokens: list[tuple[int, ...]] = field(default_factory=list)  # of each image of each record

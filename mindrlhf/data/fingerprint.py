@@ -1,4 +1,4 @@
-"""What the data of a run is, wherever it lies: so that a run is not resumed on files that were replaced meanwhile.
+"""Fingerprint of a run's data, so that a run is not resumed on files that were replaced meanwhile.
 
 A fingerprint is JSON: for each key of the config's data section what its file holds. A prompt file is known by its own
 checksum, which covers its records and its header; tokenizer and template are named beside it for the message.

@@ -60,7 +60,7 @@ class Prompt:
 
     @property
     def source(self) -> str:
-        """Where it comes from: what the data says, else the name of the file that was read."""
+        """Source that the data names, else the name of the file that was read."""
         return self.source_id.partition(":")[0]
 
     @property
@@ -71,7 +71,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptFileHeader:
-    """What was built, from what. Lengths are in tokens."""
+    """Settings and counts of a build. Lengths are in tokens."""
 
     task: str  # a key of RESPONSES
     tokenizer_fingerprint: str

@@ -130,7 +130,7 @@ class PackedRows:
 
     @property
     def model_inputs(self) -> np.ndarray:
-        """What a model takes first: ``input_ids``, or with shared prompts int32 [rows, 3, length], see CausalLM."""
+        """First input of a model: ``input_ids``, or with shared prompts int32 [rows, 3, length], see CausalLM."""
         if POSITIONS not in self.context:
             return self.input_ids
         return np.stack([self.input_ids, self.context[PREFIX_IDS], self.context[POSITIONS]], axis=1)

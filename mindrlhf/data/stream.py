@@ -44,7 +44,7 @@ class PromptStream:
 
     @property
     def num_remaining(self) -> int | None:
-        """How many indices are left to take; None when the stream never ends."""
+        """Number of indices left to take; None when the stream never ends."""
         if self.num_epochs is None:
             return None
         return max(0, (self.num_epochs - self.epoch) * self.num_records - self._position)
@@ -73,7 +73,7 @@ class PromptStream:
 
     @property
     def num_taken(self) -> int:
-        """How many indices ``next`` has returned since the beginning of the order."""
+        """Number of indices that ``next`` has returned since the beginning of the order."""
         return self.epoch * self.num_records + self._position
 
     def state(self) -> dict:

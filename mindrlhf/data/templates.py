@@ -308,8 +308,7 @@ def response_end_id(template: PromptTemplate, tokenizer: Tokenizer) -> int:
 
 
 def _bos(tokenizer: Tokenizer) -> str:
-    """What stands at the head of our own templates: the tokens that the tokenizer puts before a text, which chat
-    templates write out themselves."""
+    """Return the head of our own templates: the text that the tokenizer puts before a text; chat templates write it."""
     return f"{{{{ {json.dumps(tokenizer.bos_prefix, ensure_ascii=False)} }}}}" if tokenizer.bos_prefix else ""
 
 

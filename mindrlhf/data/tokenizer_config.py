@@ -1,4 +1,4 @@
-"""What ``tokenizer_config.json`` and its neighbours in a model's directory say about a tokenizer."""
+"""Settings of a tokenizer in ``tokenizer_config.json`` and its neighbours in a model's directory."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a record says is right: one reading for all handlers, whatever form the data set gives it.
+"""Ground truths of records: one reading for all handlers, whatever form the data set gives it.
 
 A truth is a text, a number or a boolean; a list of one of these; an object with nothing but one of them; a worked
 solution, of which the final answer counts; or the JSON (or Python) text of any. What has structure that a verifier

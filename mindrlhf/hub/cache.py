@@ -1,4 +1,4 @@
-"""Where the clients of Hugging Face and ModelScope keep what they have fetched; no network, standard library only."""
+"""Caches of the clients of Hugging Face and ModelScope; no network, standard library only."""
 
 import os
 import re
@@ -10,7 +10,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
 def is_name(text: str) -> bool:
-    """Whether a text can be a name on a hub, ``owner/name``."""
+    """Return True for a text that can be a name on a hub, ``owner/name``."""
     return _NAME.fullmatch(text) is not None
 
 

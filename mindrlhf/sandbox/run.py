@@ -32,7 +32,7 @@ FIRST_USER_ID, NUM_USER_IDS = 1_900_000_000, 50_000_000
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What a program may use. ``memory_bytes`` is the address space of each process, interpreter included, and what
+    """Limits of a program. ``memory_bytes`` is the address space of each process, interpreter included, and what
     all its processes, shared memory and files hold together."""
 
     time_s: float = 5.0  # wall time, start of the program included
@@ -44,7 +44,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class SandboxRun:
-    """How a program ended.
+    """End of a program.
 
     ``ending`` is ``exit code 0``, ``signal SIGKILL``, or the limit passed: ``time limit``, ``output limit``,
     ``memory limit``, ``disk limit``.
@@ -56,13 +56,13 @@ class SandboxRun:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the program ended by itself, with exit code 0."""
+        """True if the program ended by itself, with exit code 0."""
         return self.ending == "exit code 0"
 
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """What the launcher is told of one program."""
+    """Request to the launcher for one program."""
 
     files: dict[str, str]
     main: str

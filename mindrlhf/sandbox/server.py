@@ -135,7 +135,7 @@ def shared_server() -> LauncherServer:
 
 
 def is_strong(layers: Collection[str]) -> bool:
-    """Whether the layers keep a program from the network, other processes and the user's files."""
+    """True if the layers keep a program from the network, other processes and the user's files."""
     return any(needed <= set(layers) for needed in STRONG)
 
 

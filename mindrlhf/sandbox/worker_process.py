@@ -26,7 +26,7 @@ _OUTPUT_TIMEOUT_S = 1.0
 
 
 class WorkerOutput:
-    """What the workers of one pool print, copied to this process's standard error up to ``MAX_OUTPUT_BYTES``.
+    """Output of the workers of one pool, copied to this process's standard error up to ``MAX_OUTPUT_BYTES``.
 
     Args:
         owner: whose output it is, for the note that the rest is dropped: "verifiers".
@@ -163,14 +163,14 @@ class WorkerProcess:
         return running
 
     def has_exited(self) -> bool:
-        """Whether the process has ended. It is not reaped yet, so its number is still its own."""
+        """True once the process has ended. It is not reaped yet, so its number is still its own."""
         try:
             return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:  # someone else has reaped it
             return True
 
     def is_runnable(self) -> bool:
-        """Whether the process runs, or waits for a processor."""
+        """True while the process runs, or waits for a processor."""
         return Activity.of([self._process.pid]).is_runnable
 
     def kill(self) -> str:
@@ -192,7 +192,7 @@ class WorkerProcess:
         os.close(self.responses_fd)
 
     def _exits_soon(self) -> bool:
-        """Whether the process ends by itself; its pipes close a moment before it has ended."""
+        """Return True if the process ends by itself; its pipes close a moment before it has ended."""
         deadline_s = time.monotonic() + _EXIT_TIMEOUT_S
         while not self.has_exited():
             if time.monotonic() >= deadline_s:

@@ -33,7 +33,7 @@ _SHARED = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBR
 
 @dataclass(frozen=True)
 class AgentResult:
-    """How an agent ended: the reward and the text that it gave, each None where it gave none."""
+    """Result of an agent: the reward and the text that it gave, each None where it gave none."""
 
     reward: float | None = None  # where roles have rewards, that of the first
     text: str | None = None
@@ -42,7 +42,7 @@ class AgentResult:
 
 
 def is_function(agent: str) -> bool:
-    """Whether an agent is a function of a file, and no command."""
+    """True for an agent that is a function of a file, and no command."""
     return _FUNCTION.fullmatch(agent) is not None
 
 

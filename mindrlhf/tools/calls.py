@@ -46,7 +46,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """What a tool answered, or why it did not."""
+    """Answer of a tool, or the reason that there is none."""
 
     text: str
     is_failure: bool = False
@@ -62,7 +62,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Dialect:
-    """How the models of a family write calls.
+    """Form in which the models of a family write calls.
 
     Attributes:
         signs: any of these in a chat template says that it is of the family.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """What came of one action."""
+    """Result of one action."""
 
     observation: str
     reward: float

@@ -46,7 +46,7 @@ class TextArenaText:
         return "", float(rewards[0]), True
 
     def _shown(self) -> str:
-        """What the game has said since the last time, without what the player said itself."""
+        """Return the game's messages since the last call, without the player's own."""
         _, messages = self._game.get_observation()
         return "\n".join(text for sender, text, *_ in messages if sender == textarena.GAME_ID)
 

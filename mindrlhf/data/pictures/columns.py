@@ -1,4 +1,4 @@
-"""How a prompt file holds images: PNG files one after the other, and in its header what all of them have in common."""
+"""Images in a prompt file: PNG files one after the other, and in its header their common properties."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields

@@ -1,4 +1,4 @@
-"""How a checkpoint wants its images: ``preprocessor_config.json``."""
+"""Image processing that a checkpoint asks for: ``preprocessor_config.json``."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ from mindrlhf.errors import UserError
 from mindrlhf.images.geometry import DEFAULT_MAX_PIXELS, DEFAULT_MIN_PIXELS, PixelLimits, VisionGeometry
 
 FILE_NAME = "preprocessor_config.json"
-# What this package computes like.
+# Image processors whose output is reproduced here.
 PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast")
 # The token that stands for one cell of an image.
 IMAGE_TOKEN = "<|image_pad|>"
@@ -18,7 +18,7 @@ IMAGE_FRAME = ("<|vision_start|>", "<|vision_end|>")
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """What decides how an image becomes pixels and tokens."""
+    """Settings that turn an image into pixels and tokens."""
 
     geometry: VisionGeometry
     limits: PixelLimits

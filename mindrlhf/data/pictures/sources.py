@@ -1,4 +1,4 @@
-"""Where a record says an image is: in it, as bytes or base64, or in a file."""
+"""Image files of a record: bytes or base64 in it, or a path."""
 
 import base64
 import binascii

@@ -1,4 +1,4 @@
-"""Which tests a program could pass by what it defines itself, as far as their text shows. Standard library only.
+"""Tests that a program could pass by its own definitions, as far as their text shows. Standard library only.
 
 A test is worth what stands against the program's values: something the program has no hand in. It has none where both
 sides of a comparison come from it, or where one of its functions judges the value of another
@@ -40,7 +40,7 @@ def asked_apart(tree, programs):
 
 
 def wraps_others(tree, name):
-    """Whether a function is given what another one returns: it could judge that, and is not the one asked for."""
+    """Return True for a function that is given another's result: it could judge that, and is not the one asked for."""
     for node in ast.walk(tree):
         if _is_plain_call(node) and node.func.id == name:
             for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:
@@ -51,7 +51,7 @@ def wraps_others(tree, name):
 
 
 class Flow:
-    """Where the program's values get to in a test, whatever the order of its statements."""
+    """Names that the program's values reach in a test, whatever the order of its statements."""
 
     def __init__(self, tree, programs, keeps_arguments):
         self._nodes = list(ast.walk(tree))

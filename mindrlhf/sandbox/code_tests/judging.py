@@ -208,7 +208,7 @@ def _as_data(value: Any) -> Any:
 
 
 def _is_expected(data: Any, expected: Any) -> bool:
-    """Whether what a program returned, as data, is a value of JSON: a tuple counts as a list, True is not 1."""
+    """Compare a program's result, as data, with a value of JSON: a tuple counts as a list, True is not 1."""
     if isinstance(data, dict):
         ((kind, content),) = data.items() if len(data) == 1 else (("", None),)
         if kind == "dict":

@@ -1,4 +1,4 @@
-"""What tests use of pytest, and what runs them: the sandbox has the standard library only.
+"""Stand-in for the part of pytest that tests use: the sandbox has the standard library only.
 
 ``raises``, ``approx``, ``fixture``, ``param`` and ``mark.parametrize`` do what those of pytest do, as far as unit tests
 of programs go (https://docs.pytest.org/en/stable/reference/reference.html); other marks do nothing.

@@ -1,4 +1,4 @@
-"""What a text of Python tests asks, as far as it shows: read once for all, before any program is there.
+"""Parsed Python tests, as far as their text shows: read once, before any program is there.
 
 Data sets write tests in many forms, each for a harness of its own: statements that run from top to bottom, functions
 that pytest collects, classes of unittest, a ``check(candidate)`` that HumanEval's harness calls, a script below
@@ -213,7 +213,7 @@ def names_from_elsewhere(tree):
 
 
 def is_check(node):
-    """Whether a node of the tree can fail the test by what it sees."""
+    """Return True for a node of the tree that can fail the test by what it sees."""
     if isinstance(node, (ast.Assert, ast.Raise)):
         return True
     if isinstance(node, ast.ExceptHandler):

@@ -130,7 +130,7 @@ def _parse(answer: str) -> UnitTests:
 
 
 def looks_like_tests(answer: str) -> bool:
-    """Whether an answer is meant as unit tests, good ones or not."""
+    """Return True for an answer that is meant as unit tests, good ones or not."""
     if not _SIGNS.search(answer):
         return False
     tests = _json_in(answer)
@@ -241,7 +241,7 @@ def _as_text(value: Any) -> str:
 
 
 def _same_output(written: str, expected: str) -> bool:
-    """Whether two outputs agree but for white space at the ends of lines and of the whole."""
+    """Compare two outputs but for white space at the ends of lines and of the whole."""
     return [line.rstrip() for line in written.rstrip().splitlines()] == [
         line.rstrip() for line in expected.rstrip().splitlines()
     ]

@@ -85,7 +85,7 @@ class _Program(ctypes.Structure):
 
 
 def is_available() -> bool:
-    """Whether there is a filter for this processor, and a kernel that takes filters."""
+    """Return True if there is a filter for this processor, and the kernel takes filters."""
     return os.uname().machine in _ARCHITECTURES and os.path.exists("/proc/sys/kernel/seccomp/actions_avail")
 
 

@@ -48,7 +48,7 @@ def wait(program: int, hang_up_fd: int, limit_passed: Callable[[], str]) -> int 
 
 
 def hold_more(pids: list[int], limit_bytes: int) -> bool:
-    """Whether processes hold more than so many bytes; what costs much to count is counted where they may only."""
+    """Return True if processes hold more than so many bytes; costly counts are made only near the limit."""
     return most_bytes(pids) > limit_bytes and memory_bytes(pids) > limit_bytes
 
 
@@ -99,7 +99,7 @@ def descendants(root: int) -> list[int]:
 
 
 def is_directory_full(path: str, limit_bytes: int) -> bool:
-    """Whether a directory without a limit of its own holds too many bytes or files."""
+    """Return True if a directory without a limit of its own holds too many bytes or files."""
     num_files, num_bytes, directories = 0, 0, [path]
     while directories and num_files <= _MAX_FILES and num_bytes <= limit_bytes:
         with contextlib.suppress(OSError), os.scandir(directories.pop()) as entries:
