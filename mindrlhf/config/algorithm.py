@@ -149,19 +149,9 @@ class AlgorithmSection:
     )
     rest_epochs: int = key(
         0,
-        "epochs in which a prompt is left out whose samples were too easy or hopeless when it was last drawn; 0 leaves "
-        "none out",
+        "epochs in which a prompt is left out whose samples were all right or all wrong, for the first verifier, when "
+        "it was last drawn; 0 leaves none out",
         minimum=0,
-    )
-    rest_easy: float = key(
-        1.0,
-        "a prompt is too easy from this pass rate on, the mean of what the first verifier gave",
-        minimum=0,
-        maximum=1,
-    )
-    rest_hopeless: float = key(0.0, "a prompt is hopeless up to this pass rate", minimum=0, maximum=1)
-    curriculum: str = key(
-        "", "kept column of numbers by which the prompts of the first epoch are ordered, the lowest first; empty: none"
     )
     overlong_buffer: float = key(
         0.0,
@@ -339,7 +329,7 @@ def _level_rules(config: RunConfig) -> Rules:
 
 
 def _difficulty_rules(config: RunConfig) -> Rules:
-    """Rules of prompts that rest, and of their order in the first epoch."""
+    """Rules of prompts that rest."""
     algorithm, rests = config.algorithm, config.algorithm.rest_epochs > 0
     yield rests and not config.reward.verifier_function, (
         f"'algorithm.rest_epochs' is {algorithm.rest_epochs}, but reward.verifier_function names no verifier whose "
@@ -348,14 +338,6 @@ def _difficulty_rules(config: RunConfig) -> Rules:
     yield rests and config.rollout.segment_tokens > 0, (
         f"'algorithm.rest_epochs' is {algorithm.rest_epochs}, but with rollout.segment_tokens prompts are drawn before "
         "those of earlier steps are scored: set it to 0, or segment_tokens to 0"
-    )
-    yield rests and algorithm.rest_hopeless >= algorithm.rest_easy, (
-        f"'algorithm.rest_hopeless' is {algorithm.rest_hopeless:g}, not below rest_easy = {algorithm.rest_easy:g}, so "
-        "that every prompt would rest: lower it"
-    )
-    yield algorithm.curriculum and not config.data.shuffle, (
-        f"'algorithm.curriculum' is {algorithm.curriculum}, but data.shuffle is false, which keeps the file's order: "
-        "set it to true, or remove the curriculum"
     )
 
 

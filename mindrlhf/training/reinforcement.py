@@ -43,7 +43,7 @@ from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.checkpoints.shards import export_adapter
-from mindrlhf.training.loop.difficulty import difficulty_stream
+from mindrlhf.training.loop.difficulty import DifficultyStream
 from mindrlhf.training.loop.guards import Guards, Observers
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.reward_model import RewardModel
@@ -301,9 +301,10 @@ def _prompt_order(config: GrpoConfig, inputs: RunInputs) -> PromptStream:
     # How many prompts such a step takes is not known before: the number of steps is what ends the run.
     is_open = config.algorithm.dynamic_sampling or config.rollout.segment_tokens > 0
     num_epochs = None if is_open else config.training.epochs
-    if config.algorithm.rest_epochs or config.algorithm.curriculum:
-        return difficulty_stream(config, inputs.prompts)
-    return PromptStream(len(inputs.prompts), config.run.seed, config.data.shuffle, num_epochs)
+    plain = len(inputs.prompts), config.run.seed, config.data.shuffle
+    if config.algorithm.rest_epochs:
+        return DifficultyStream(*plain, config.algorithm.rest_epochs)
+    return PromptStream(*plain, num_epochs)
 
 
 def _held_out(config: GrpoConfig, inputs: RunInputs, file: PromptFile, set_name: str = "") -> HeldOut:

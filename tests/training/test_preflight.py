@@ -91,7 +91,6 @@ def test_held_out_prompts_must_fit_too(config, inputs_dir):
         ("model", {"path": "nowhere"}, ["nowhere"]),
         ("model", {"path": "{}/bare"}, ["bare"]),
         ("model", {"path": "{}/small_vocabulary"}, ["512", "500", "small_vocabulary"]),
-        ("algorithm", {"curriculum": "level"}, ["'algorithm.curriculum' is level", "do not keep", "--keep level"]),
         ("reward", {"verifier_function": ("acuracy_reward",)}, ["acuracy_reward", "accuracy_reward"]),
         ("reward", {"verifier_function": ("missing.py:reward",)}, ["missing.py"]),
         ("reward", {"verifier_function": ("format_reward", "format_reward")}, ["format_reward"]),

@@ -31,7 +31,6 @@ from mindrlhf.tools.loading import find_engine
 from mindrlhf.tools.registry import check as check_tools
 from mindrlhf.training.loop.sampling.order import read_order
 from mindrlhf.training.preflight.features import (
-    check_curriculum,
     check_images,
     check_offline_vision,
     check_replay,
@@ -120,7 +119,6 @@ def check_grpo_inputs(
     check(read_order, config.rollout.replay_order)
     num_steps = 0
     if files.training is not None:
-        check(check_curriculum, config.algorithm.curriculum, files.training)
         per_step = config.training.chunk_size * config.training.num_rollouts
         num_steps = _num_steps(len(files.training) * config.training.epochs, per_step, config.run.max_steps)
     needed = ["training.sequence_lengths"]

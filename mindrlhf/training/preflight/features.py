@@ -97,16 +97,3 @@ def model_dims(path: str, *, as_scorer: bool = False) -> ModelDims:
     hf_config = read_hf_config(path)
     hf_config = scorer_config(hf_config) if as_scorer else hf_config
     return find_spec(hf_config).dims(hf_config)
-
-
-def check_curriculum(column: str, prompts: PromptFile) -> None:
-    """Check that the prompts keep the column of `algorithm.curriculum`, if there is one.
-
-    Raises:
-        UserError: they do not.
-    """
-    if column and column not in prompts.header.columns:
-        raise UserError(
-            f"'algorithm.curriculum' is {column}, which the prompts of {prompts.path} do not keep: build them with "
-            f"--keep {column}"
-        )

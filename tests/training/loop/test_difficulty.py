@@ -1,21 +1,20 @@
-"""Prompts that rest, and the order by a column: what is drawn, and that a resumed run draws the same."""
+"""Prompts that rest: what is drawn, and that a resumed run draws the same."""
 
 import json
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import UserError
-from mindrlhf.training.loop.difficulty import DifficultyStream, Rest
+from mindrlhf.training.loop.difficulty import DifficultyStream
 
 RATES = st.sampled_from([0.0, 0.25, 0.5, 1.0, float("nan")])
 
 
-def stream(num_records=10, seed=3, rest=None, levels=None):
-    return DifficultyStream(num_records, seed, True, rest or Rest(1), levels)
+def stream(num_records=10, seed=3, rest=1):
+    return DifficultyStream(num_records, seed, True, rest)
 
 
 def test_without_notes_it_is_the_plain_order():
@@ -23,9 +22,9 @@ def test_without_notes_it_is_the_plain_order():
 
 
 def test_what_is_too_easy_or_hopeless_is_left_out_for_so_many_epochs():
-    one = stream(6, rest=Rest(2, easy=0.75, hopeless=0.25))
+    one = stream(6, rest=2)
     first = one.next(6)
-    one.note(first, [0.0, 0.25, 0.5, 0.74, 0.75, float("nan")])
+    one.note(first, [0.0, 0.0, 0.5, 0.99, 1.0, float("nan")])
     # Noted when the second epoch had begun: it is whole.
     assert sorted(one.next(6)) == list(range(6))
     assert one.epoch == 2 and one.resting == sorted([first[0], first[1], first[4]])
@@ -54,38 +53,23 @@ def test_where_all_would_rest_none_does():
     num_records=st.integers(1, 12),
     steps=st.lists(st.tuples(st.integers(1, 9), st.lists(RATES, min_size=9, max_size=9)), max_size=8),
     rest=st.integers(1, 3),
-    by_level=st.booleans(),
 )
-def test_a_restored_stream_goes_on_exactly(num_records, steps, rest, by_level):
-    levels = np.arange(num_records) % 3.0 if by_level else None
-    one = stream(num_records, rest=Rest(rest), levels=levels)
+def test_a_restored_stream_goes_on_exactly(num_records, steps, rest):
+    one = stream(num_records, rest=rest)
     for count, rates in steps:
         drawn = one.next(count)
         one.note(drawn, rates)
-        other = stream(num_records, rest=Rest(rest), levels=levels)
+        other = stream(num_records, rest=rest)
         other.next(5)
         other.restore(json.loads(json.dumps(one.state())))
         assert other.state() == one.state()
-    other = stream(num_records, rest=Rest(rest), levels=levels)
+    other = stream(num_records, rest=rest)
     other.restore(json.loads(json.dumps(one.state())))
     assert other.next(5 * num_records) == one.next(5 * num_records)
     assert other.state() == one.state()
 
 
-def test_the_first_epoch_goes_by_the_column_and_others_do_not():
-    levels = np.array([2.0, 0, 1, 2, 0, 1, 0, 2])
-    one = stream(8, levels=levels)
-    first = one.next(8)
-    assert levels[first].tolist() == [0, 0, 0, 1, 1, 2, 2, 2]
-    plain = PromptStream(8, 3).next(16)
-    for level in range(3):
-        assert [i for i in first if levels[i] == level] == [i for i in plain[:8] if levels[i] == level]
-    assert one.next(8) == plain[8:]
-
-
 def test_a_checkpoint_of_another_order_is_refused():
-    with pytest.raises(UserError, match="'algorithm.curriculum' was set or removed"):
-        stream().restore(stream(levels=np.arange(10.0)).state())
     with pytest.raises(UserError, match="num_records was 9"):
         stream().restore(stream(9).state())
     with pytest.raises(UserError, match="position 10 is not a place"):

@@ -14,9 +14,8 @@ from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.training import TrainingSection
 from mindrlhf.data.mindrecord import Prompt
-from mindrlhf.errors import UserError
 from mindrlhf.observe.timing import StageTimer
-from mindrlhf.training.loop.difficulty import DifficultyStream, Rest, pass_rates, read_levels
+from mindrlhf.training.loop.difficulty import DifficultyStream, pass_rates
 from mindrlhf.training.loop.sampling.in_step import PromptSampling
 
 # Of six prompts: hopeless, four with a lesson, easy.
@@ -70,7 +69,7 @@ def draw(prompts, steps):
 
 
 def test_hopeless_and_easy_prompts_rest_for_an_epoch():
-    stream = DifficultyStream(6, 0, True, Rest(1))
+    stream = DifficultyStream(6, 0, True, 1)
     drawn = draw(sampling(stream), range(8))
     epochs = [sum(drawn[:3], []), sum(drawn[3:5], [])]
     assert sorted(epochs[0]) == [0, 1, 2, 3, 4, 5]
@@ -82,10 +81,10 @@ def test_hopeless_and_easy_prompts_rest_for_an_epoch():
 
 @pytest.mark.parametrize("stopped", range(1, 7))
 def test_a_run_that_is_resumed_at_any_step_draws_the_same(stopped):
-    whole = draw(sampling(DifficultyStream(6, 0, True, Rest(1))), range(9))
-    first = DifficultyStream(6, 0, True, Rest(1))
+    whole = draw(sampling(DifficultyStream(6, 0, True, 1)), range(9))
+    first = DifficultyStream(6, 0, True, 1)
     draw(sampling(first), range(stopped))
-    second = DifficultyStream(6, 0, True, Rest(1))
+    second = DifficultyStream(6, 0, True, 1)
     second.restore(json.loads(json.dumps(first.state())))
     assert draw(sampling(second), range(stopped, 9)) == whole[stopped:]
 
@@ -94,18 +93,3 @@ def test_the_pass_rate_is_the_mean_of_the_first_verifier_within_0_and_1():
     parts = [{"f": 0.25}, {"f": 0.75}, {"f": -1.0}, {"f": 3.0}, {"g": 1.0}, {"g": 1.0}]
     samples = [make_sample([1], [1], 0.0, part, group=place // 2) for place, part in enumerate(parts)]
     np.testing.assert_array_equal(pass_rates(samples, 2, "a/b.py:f"), [0.5, 0.5, np.nan])
-
-
-def test_a_curriculum_is_read_from_a_kept_column():
-    assert read_levels(Prompts(), "level").tolist() == [6, 5, 4, 3, 2, 1]
-    with pytest.raises(UserError, match="'algorithm.curriculum' is grade.*--keep grade"):
-        read_levels(Prompts(), "grade")
-
-
-@pytest.mark.parametrize("value", ["3", None, True, float("nan"), [1]])
-def test_a_column_that_holds_no_numbers_is_no_curriculum(value, monkeypatch):
-    records = Prompts().read(range(2))
-    records[1].extra["level"] = value
-    monkeypatch.setattr(Prompts, "read", lambda self, indices: records)
-    with pytest.raises(UserError, match="record 1 of train.mindrecord has .* there: give every record a number"):
-        read_levels(Prompts(), "level")
