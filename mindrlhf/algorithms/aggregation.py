@@ -1,4 +1,4 @@
-"""How the losses of tokens become one number: NumPy weights, so that the graph only adds up.
+"""Aggregation of token losses to one number: NumPy weights, so that the graph only adds up.
 
 With N the responses of an optimiser update, n_i the tokens of response i and T = sum n_i:
 

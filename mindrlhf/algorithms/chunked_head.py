@@ -291,6 +291,6 @@ def _block(count):
 
 
 def _own(index, size):
-    """Whether a label is this rank's, 1 or 0, and its row, 0 where it is not."""
+    """Return 1 where a label is this rank's, else 0, and its row, 0 where it is not."""
     inside = ops.logical_and(index >= 0, index < size)
     return ops.cast(inside, ms.float32), ops.select(inside, index, ops.ZerosLike()(index))

@@ -1,11 +1,11 @@
-"""What all forms of the vocabulary projection share; without MindSpore."""
+"""Tile size of the vocabulary projection; without MindSpore."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class HeadTile:
-    """Of how many logits a rank on Ascend has the memory at a time.
+    """Logits that a rank on Ascend computes at a time.
 
     Attributes:
         positions: of its micro-batch; 0 means all.
@@ -16,7 +16,7 @@ class HeadTile:
     vocabulary: int = 0
 
     def __bool__(self) -> bool:
-        """Whether the projection is made in tiles at all."""
+        """Return whether the projection is made in tiles at all."""
         return bool(self.positions or self.vocabulary)
 
 

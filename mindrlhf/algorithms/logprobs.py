@@ -71,7 +71,7 @@ class GraphTokenLogProbs(nn.Cell):
         return self.squeeze_column(self.column(statistics, (0, 0, 0, number), stop, (1, 1, 1, 1)))
 
     def _local(self, hidden, weight, labels, first_row):
-        """What a rank knows, [rows, length, 1, 3]; a plain reshape of rows split along two axes would gather them."""
+        """Statistics of a shard, [rows, length, 1, 3]; a plain reshape of rows split along two axes gathers them."""
         rows = ops.reshape(hidden, (-1, hidden.shape[-1]))
         index = ops.reshape(labels - first_row, (-1, 1))
         logits = ops.stop_gradient(ops.MatMul(transpose_b=True)(rows, weight))

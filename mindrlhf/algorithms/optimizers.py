@@ -1,4 +1,4 @@
-"""What an optimiser keeps for each parameter, by name: for config, plan, checkpoints and shards, without MindSpore.
+"""State of an optimiser for each parameter, by name: for config, plan, checkpoints and shards, without MindSpore.
 
 Its step is the cell of the same name in :mod:`mindrlhf.training.optimizers`. State is float32, in the shape of its
 parameter, and called ``STATE.PARAMETER`` in files.

@@ -1,4 +1,4 @@
-"""What DAPO does about responses that are too long: NumPy."""
+"""DAPO's punishment and filter of responses that are too long: NumPy."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What only makes a CPU fast: everything works without this package, slower.
+"""Optional CPU performance patches: everything works without this package, more slowly.
 
 Nothing imports it: where there is a faster way, it is looked up (:mod:`mindrlhf.system.speed_ups`).
 """

@@ -1,4 +1,4 @@
-"""What a launcher may ask: kernels of matrix products for its ranks, and msrun and its scheduler in less time.
+"""Hooks of a launcher: kernels of matrix products for its ranks, and msrun and its scheduler in less time.
 
 MindSpore's own ``msrun`` without the rest of MindSpore: ``python -m mindrlhf.cpu.launcher MSRUN COMMAND ...``.
 

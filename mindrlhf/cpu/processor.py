@@ -1,4 +1,4 @@
-"""Which kernels of matrix products a processor calls for.
+"""Choice of the kernels of matrix products for a processor.
 
 It is this machine's, unless ``flags``, names as in ``/proc/cpuinfo``, or ``made_by`` are given.
 """

@@ -1,4 +1,4 @@
-"""Where two runs part: the first step, and the first thing in it, that differs."""
+"""The first step, and the first thing in it, in which two runs differ."""
 
 import re
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ _MAX_TEXT = 120
 
 @dataclass(frozen=True)
 class RunDifference:
-    """What :func:`compare_runs` found.
+    """Result of :func:`compare_runs`.
 
     Attributes:
         step: the first that differs, None when all steps that both runs have are the same.
@@ -39,7 +39,7 @@ class RunDifference:
 
     @property
     def is_same(self) -> bool:
-        """Whether the runs are the same as far as both go."""
+        """True when the runs are the same as far as both go."""
         return not self.part
 
 

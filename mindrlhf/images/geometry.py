@@ -1,4 +1,4 @@
-"""How a vision model cuts and normalises images."""
+"""Geometry and normalisation of a vision model's images."""
 
 import math
 from dataclasses import dataclass

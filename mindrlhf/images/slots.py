@@ -1,4 +1,4 @@
-"""Where the patches of several images lie in the fixed shape that a vision tower with window attention takes.
+"""Layout of the patches of several images in the fixed shape that a vision tower with window attention takes.
 
 One image takes one slot of R patches. Its windows come one after the other, each as large as a whole one: those at the
 right and lower edge of an image are filled up with patches that nobody looks at.

@@ -1,4 +1,4 @@
-"""What surrounds MindFormers' own decoder on Ascend: mask, layout and head, with sharding for semi-auto parallel.
+"""Surroundings of MindFormers' own decoder on Ascend: mask, layout and head, with sharding for semi-auto parallel.
 
 Axes of strategies: data-parallel ranks (dp) share the rows, context-parallel ranks (cp) each row, model-parallel ranks
 (tp) heads, channels and vocabulary; with sequence parallelism these share each row between the matrix products too.
@@ -73,7 +73,7 @@ class ZeroCentredNorm(RMSNorm):
 
 
 def extends_whole_heads(dims) -> bool:
-    """Whether YaRN is asked for by a model without latent attention."""
+    """Return whether YaRN is asked for by a model without latent attention."""
     return dims.yarn is not None and dims.latent is None
 
 

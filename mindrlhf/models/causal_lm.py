@@ -100,7 +100,7 @@ class CausalLM(nn.Cell):
         return self.outputs(hidden_states, segment_ids)
 
     def _replay(self, hidden_states, mask, rotary, experts):
-        """What the decoder does, each layer with its own of ``experts``."""
+        """Run the decoder, each layer with its own of ``experts``."""
         place = 0
         for layer, has_experts in zip(self.model.decoder.layers, self.layers_with_experts):
             extra = 0.0

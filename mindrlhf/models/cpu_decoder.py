@@ -31,7 +31,7 @@ def decoder_spec(config, dims: ModelDims) -> TransformerBlockSubmodules:
 
 
 class DecoderInputs(nn.Cell):
-    """What the CPU decoder needs: embedded tokens, the mask added to the scores, and the rotary tables."""
+    """Inputs of the CPU decoder: embedded tokens, the mask added to the scores, and the rotary tables."""
 
     def __init__(self, model, config, max_length: int, dims: ModelDims):
         super().__init__(auto_prefix=False)
@@ -90,7 +90,7 @@ class DecoderInputs(nn.Cell):
         return rows if self.embedding_scale is None else rows * self.embedding_scale
 
     def mask(self, segment_ids):
-        """What is added to scores, `[B, G, r*S, S]`: tokens see earlier ones of their own segment."""
+        """Mask added to scores, `[B, G, r*S, S]`: tokens see earlier ones of their own segment."""
         batch, length = segment_ids.shape
         # (n_i, 1) @ (1, -n_j), exact: the CPU kernel of comparisons is four times slower.
         numbers = ops.cast(segment_ids, self.causal.dtype)
@@ -99,7 +99,7 @@ class DecoderInputs(nn.Cell):
         return self._mask(ops.abs(self.matmul(rows, columns * HIDDEN_SCORE)), batch, length)
 
     def _mask(self, apart, batch, length):
-        """What is added to scores, `[B, G, r*S, S]`: 0, or -``apart`` `[B, S, S]`, or less where a key is later."""
+        """Mask added to scores, `[B, G, r*S, S]`: 0, or -``apart`` `[B, S, S]`, or less where a key is later."""
         # Not by indices: their kernel copies single elements.
         mask = ops.slice(self.causal, (0, 0), (length, length)) - apart
         return ops.tile(ops.reshape(mask, (batch, 1, length, length)), (1, self.num_groups, self.heads_per_group, 1))

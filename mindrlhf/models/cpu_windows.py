@@ -1,4 +1,4 @@
-"""What goes into a CPU decoder some of whose layers attend to a sliding window, with rotary tables of their own."""
+"""Inputs of a CPU decoder some of whose layers attend to a sliding window, with rotary tables of their own."""
 
 import numpy as np
 from mindspore import Tensor, ops

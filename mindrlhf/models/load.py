@@ -20,7 +20,7 @@ from mindrlhf.weights.tensors import convert_dtype
 
 
 def has_random_weights(model: ModelSection, path: str) -> bool:
-    """Whether the weights of a model are initialised from ``run.seed``: only those of ``model.path`` are."""
+    """Return whether a model's weights are initialised from ``run.seed``: only those of ``model.path`` are."""
     return model.random_init and path == model.path
 
 

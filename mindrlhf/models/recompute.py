@@ -1,4 +1,4 @@
-"""Which activations of a model are computed again in the backward pass."""
+"""Recomputation of a model's activations in the backward pass."""
 
 from mindspore import nn
 

@@ -36,13 +36,13 @@ def axis_frequencies(dims: ModelDims) -> np.ndarray:
 
 
 def score_scale(dims: ModelDims) -> float:
-    """What products of queries and keys are multiplied by; YaRN sharpens them (arXiv:2309.00071, section 3.4)."""
+    """Factor of products of queries and keys; YaRN sharpens them (arXiv:2309.00071, section 3.4)."""
     sharpness = 0.1 * dims.yarn.mscale * math.log(dims.yarn.factor) + 1.0 if dims.yarn and dims.yarn.factor > 1 else 1.0
     return sharpness**2 * (dims.score_divisor or dims.head_dim) ** -0.5
 
 
 def embedding_scale(dims: ModelDims) -> float | None:
-    """What embeddings are multiplied by; None for 1."""
+    """Factor of embeddings; None for 1."""
     return dims.hidden_size**0.5 if dims.scales_embedding else None
 
 
@@ -73,7 +73,7 @@ def _num_unrotated(dims: ModelDims) -> int:
 
 
 def _is_interleaved(dims: ModelDims) -> bool:
-    """Whether neighbours are a pair, as in latent attention; else channel i and i + rotary_dim / 2 are."""
+    """Return whether neighbours are a pair, as in latent attention; else channel i and i + rotary_dim / 2 are."""
     return dims.latent is not None or dims.rotates_neighbours
 
 

@@ -1,4 +1,4 @@
-"""Which parameters of a model are trained."""
+"""Choice of the parameters of a model that are trained."""
 
 from collections.abc import Callable
 

@@ -156,12 +156,12 @@ class VisionDims:
 
     @property
     def is_gated(self) -> bool:
-        """Whether its MLP is gated and its norms have no bias."""
+        """True when its MLP is gated and its norms have no bias."""
         return self.activation == "silu"
 
     @property
     def geometry(self) -> VisionGeometry:
-        """How images are cut into patches."""
+        """Geometry of images as patches."""
         normalised = self.pixel_mean, self.pixel_std
         return VisionGeometry(self.patch_size, self.merge_size, self.temporal_patch_size, *normalised)
 
@@ -253,7 +253,7 @@ class ModelDims:
     vision: VisionDims | None = None
 
     def cached_numbers(self, tensor_parallel: int = 1) -> int:
-        """How many numbers one token takes in the KV cache of each of ``tensor_parallel`` devices, in all layers.
+        """Return the numbers of one token in the KV cache of each of ``tensor_parallel`` devices, in all layers.
 
         Key and value heads are cut down to one per device; of latent attention every device caches the whole latent.
         """
@@ -285,12 +285,12 @@ class ModelDims:
         return self.experts.num_experts if self.experts else 0
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a decoder layer has experts instead of a dense MLP."""
+        """Return whether a decoder layer has experts instead of a dense MLP."""
         return self.experts is not None and self.experts.layers[layer]
 
     @property
     def has_dense_mlps(self) -> bool:
-        """Whether a layer has an MLP that every token sees, alone or beside routed experts."""
+        """Return whether a layer has an MLP that every token sees, alone or beside routed experts."""
         return self.experts is None or bool(self.experts.shared_size) or not all(self.experts.layers)
 
 
@@ -378,7 +378,7 @@ def _yarn_dims(hf_config: dict, options: dict, gives_mscale: bool) -> YarnDims:
 
 
 def rope_options(hf_config: dict) -> dict:
-    """What config.json says of rotary embeddings, in the place of transformers 5 or 4."""
+    """Return the rotary settings of config.json, in the place of transformers 5 or 4."""
     options = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     if not isinstance(options, dict):
         raise UserError(f"config.json has rope parameters {options!r}: give a mapping")

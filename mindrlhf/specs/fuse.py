@@ -1,4 +1,4 @@
-"""How the tensors of a `ParameterRule` are fused into one MindFormers parameter and split again (NumPy only).
+"""Fusion of the tensors of a `ParameterRule` into one MindFormers parameter, and its inverse (NumPy only).
 
 The experts of a large model are gigabytes per layer, so both directions also exist as streams.
 """

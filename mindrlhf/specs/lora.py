@@ -22,7 +22,7 @@ SCALE_NAME = "lora_scale"
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """What the adapters of a model are like.
+    """Options of the adapters of a model.
 
     Attributes:
         rank: of every adapter.

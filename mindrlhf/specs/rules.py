@@ -1,4 +1,4 @@
-"""How MindFormers parameters correspond to Hugging Face tensors, and the rules that several architectures share."""
+"""Correspondence of MindFormers parameters and Hugging Face tensors, and the rules that several architectures share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Matrices:
-    """How a MindFormers parameter [rows, columns] is put together of matrices that each multiply a token.
+    """Composition of a MindFormers parameter [rows, columns] of matrices that each multiply a token.
 
     It is ``count`` equal blocks of rows, one after the other. In a block matrices take turns, with as many of their
     rows at a time as ``turns`` says, over and over; or ``side_by_side`` of them lie beside each other.
@@ -35,7 +35,7 @@ class Matrices:
 
 @dataclass(frozen=True)
 class ParameterRule:
-    """How one MindFormers parameter corresponds to one or more Hugging Face tensors.
+    """Correspondence of one MindFormers parameter to one or more Hugging Face tensors.
 
     Attributes:
         hf_names: Hugging Face names; `{layer}` stands for the layer index, `{expert}` for the index of an expert: such

@@ -25,7 +25,7 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class RewardBatch:
-    """What advantages are computed from. Samples of one prompt share a group id; groups may differ in size.
+    """Inputs of advantage estimators. Samples of one prompt share a group id; groups may differ in size.
 
     Raises:
         ValueError: the parts do not fit each other, or hold a value that is not finite.

@@ -36,7 +36,7 @@ from mindrlhf.algorithms.options import Option
 
 @dataclass(frozen=True)
 class Traits:
-    """What a loss module states in literals."""
+    """Traits of a loss, which its module states in literals."""
 
     ratio: str
     keys: tuple[str, ...] = ()

@@ -36,7 +36,7 @@ _Product = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class _Layer:
-    """What a layer computes with. Weights and cache are those of vLLM, which loads into them."""
+    """Weights and cache of a layer. Weights and cache are those of vLLM, which loads into them."""
 
     input_norm: torch.Tensor  # [hidden]
     qkv: _Product
@@ -72,7 +72,7 @@ class DenseDecoder:
 
     @staticmethod
     def supports(model: torch.nn.Module) -> bool:
-        """Whether this computes all that ``model`` does."""
+        """Return whether this computes all that ``model`` does."""
         layer_class = _LAYERS.get(type(model))
         return (
             layer_class is not None
@@ -170,7 +170,7 @@ def _product(linear: Any, may_lie_by_columns: bool = False) -> _Product:
 
 
 def _is_plain(layer: torch.nn.Module, layer_class: type) -> bool:
-    """Whether a layer is a whole one, without what some models of its class have."""
+    """Return whether a layer is a whole one, without what some models of its class have."""
     if type(layer) is not layer_class:
         return False
     attention = layer.self_attn

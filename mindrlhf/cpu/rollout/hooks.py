@@ -1,4 +1,4 @@
-"""What a rollout server may ask: see :func:`mindrlhf.system.speed_ups.of_server`. Loading this loads no vLLM."""
+"""Hooks of a rollout server: see :func:`mindrlhf.system.speed_ups.of_server`. Loading this loads no vLLM."""
 
 from typing import TYPE_CHECKING
 

@@ -22,7 +22,7 @@ _TURNED_AT_ONCE = 1 << 17  # elements: they stay in the cache
 
 @dataclass(frozen=True)
 class _Plan:
-    """What there is to copy from a bucket of a buffer, and the names of the parameters that this loads, or None."""
+    """Return the copies to make from a bucket of a buffer, and the names of the parameters that this loads, or None."""
 
     copies: list[tuple[torch.Tensor, torch.Tensor]]  # target and source
     turned: list[tuple[torch.Tensor, torch.Tensor]]  # those for which ``_is_turned`` is true
@@ -85,7 +85,7 @@ class _CopyRecorder(TorchDispatchMode):
         self._is_all = True
 
     def saw_all(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether these copies, made again, load the same: into live parameters, where nothing came later."""
+        """Return whether these copies, made again, load the same: into live parameters, where nothing came later."""
         live = set(map(storage_of, parameters))
         return (
             self._is_all
@@ -109,7 +109,7 @@ class _CopyRecorder(TorchDispatchMode):
 
 
 def _is_turned(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether a large matrix that lies row by row is copied into one that lies column by column."""
+    """Return whether a large matrix that lies row by row is copied into one that lies column by column."""
     return (
         source.ndim == 2
         and source.dtype == target.dtype

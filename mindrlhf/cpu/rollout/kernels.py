@@ -75,7 +75,7 @@ def call_attention_directly(model: torch.nn.Module) -> None:
 
 
 def weights_are_plain(model: torch.nn.Module) -> bool:
-    """Whether loading into the live parameters is all an update takes: no layer derives anything from its weights."""
+    """Return whether an update only loads live parameters: no layer derives anything from its weights."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         plain = (

@@ -37,7 +37,7 @@ _mkl_holds_back = functools.cache(mkl_holds_back)
 
 
 class Way(enum.Enum):
-    """How a weight is multiplied."""
+    """Product of a weight with rows."""
 
     COLUMNS = enum.auto()  # PyTorch, large products oneDNN where MKL holds back; it lies column by column where it can
     PACKED = enum.auto()  # oneDNN, from a packed copy, made at the first product after an update

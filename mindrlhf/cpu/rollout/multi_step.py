@@ -104,7 +104,7 @@ class MultiStep:
         return outputs
 
     def _room(self) -> int:
-        """How many tokens each running sample can get before vLLM has to plan again."""
+        """Return the number of tokens that each running sample can get before vLLM has to plan again."""
         scheduler = self._scheduler
         running = scheduler.running
         self._others_wait = any(scheduler.get_request_counts()[1:])
@@ -232,7 +232,7 @@ class MultiStep:
 
 
 def order_of_the_rest(ended: np.ndarray) -> np.ndarray:
-    """Which samples go on, int64, in the order of vLLM's batch without those that ended, bool [samples].
+    """Return the samples that go on, int64, in the order of vLLM's batch without those that ended, bool [samples].
 
     Each gap is filled with the sample that is last (``InputBatch.condense`` of vLLM).
     """
@@ -243,7 +243,7 @@ def order_of_the_rest(ended: np.ndarray) -> np.ndarray:
 
 
 def _is_plain(model_runner: Any, scheduler: Any) -> bool:
-    """Whether a token's inputs are its number and its position, and its state keys and values in one kind of blocks."""
+    """Return whether inputs are tokens and positions, and the state keys and values in one kind of blocks."""
     groups = model_runner.kv_cache_config.kv_cache_groups
     return (
         len(groups) == 1

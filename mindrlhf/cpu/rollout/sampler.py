@@ -152,7 +152,7 @@ def draw(probs: torch.Tensor, draws: np.ndarray, is_greedy: bool) -> tuple[np.nd
 
 
 def divisor(metadata: SamplingMetadata) -> torch.Tensor | None:
-    """What logits are divided by before their softmax, float32 [rows, 1]; None where that is 1."""
+    """Divisors of logits before their softmax, float32 [rows, 1]; None where that is 1."""
     if metadata.all_greedy:
         return None
     assert metadata.all_random, "one batch has one temperature"

@@ -25,7 +25,7 @@ _found: weakref.WeakKeyDictionary[nn.Cell, list[weakref.ref]] = weakref.WeakKeyD
 
 
 class TiledTokenLogProbs(nn.Cell):
-    """What :class:`mindrlhf.algorithms.logprobs.GraphTokenLogProbs` computes, and the log-normaliser.
+    """Results of :class:`mindrlhf.algorithms.logprobs.GraphTokenLogProbs`, and the log-normaliser.
 
     Args:
         weight: output projection [vocabulary, width]; one that is not trained now has no gradient.

@@ -1,4 +1,4 @@
-"""What a rank may ask: see :func:`mindrlhf.system.speed_ups.of_rank`.
+"""Hooks of a rank: see :func:`mindrlhf.system.speed_ups.of_rank`.
 
 ``TiledTokenLogProbs`` takes the place of :class:`mindrlhf.algorithms.logprobs.GraphTokenLogProbs`, ``make_host_step``
 that of :class:`mindrlhf.training.engine.cells.OptimizerStep`, and ``run_graph`` that of calling a cell.

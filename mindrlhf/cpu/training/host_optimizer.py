@@ -78,7 +78,7 @@ def make_host_step(
 
 
 class HostOptimizerStep:
-    """What :class:`mindrlhf.training.engine.cells.OptimizerStep` does, on the CPU.
+    """The step of :class:`mindrlhf.training.engine.cells.OptimizerStep`, on the CPU.
 
     Args:
         optimizer: AdamW; its moments, step count, learning rate and decay are used.

@@ -187,7 +187,7 @@ def _backward_tile_of_powers(
     powers: np.ndarray,
     maxima: np.ndarray,
 ) -> np.ndarray:
-    """What :func:`_backward_tile` does without entropy: a row of p is one of powers times a factor.
+    """The gradient of :func:`_backward_tile` without entropy: a row of p is one of powers times a factor.
 
     The powers are changed: with 1 divided by that factor taken from the label's, a row is one of p - onehot(label).
     Labels for which that would be too large for a float32 are added by themselves.

@@ -1,4 +1,4 @@
-"""What goes into the Ascend decoder of a vision-language model: tokens or rows of images, and positions on three axes.
+"""Inputs of the Ascend decoder of a vision-language model: tokens or rows of images, and positions on three axes.
 
 Data-parallel ranks have images of their own: each looks up the rows of its own only, and no collective is added.
 """
@@ -104,7 +104,7 @@ class ImageDecoderInputs(DecoderInputs):
 
 
 class RowsBehindLayer(nn.Cell):
-    """What a decoder layer adds to its output: rows of images, and zeros where no image is.
+    """Addend of a decoder layer's output: rows of images, and zeros where no image is.
 
     Args:
         dims: sizes of the model.

@@ -1,4 +1,4 @@
-"""What a vision tower is made of on Ascend: fused kernels in the compute dtype, norms and rotation in float32.
+"""Cells of a vision tower on Ascend: fused kernels in the compute dtype, norms and rotation in float32.
 
 Each rank of the first pipeline stage runs the tower by itself, on the images of its rows and outside the sharded graph:
 it is frozen, so there is nothing to exchange.
@@ -40,7 +40,7 @@ class RmsNorm(nn.Cell):
 
 
 class HiddenKeys(nn.Cell):
-    """Which keys are hidden, `[I, R]` uint8, from where patches are, `[I, R]`."""
+    """Mask of hidden keys, `[I, R]` uint8, from where patches are, `[I, R]`."""
 
     def construct(self, is_patch):
         return ops.cast(1.0 - is_patch, ms.uint8)

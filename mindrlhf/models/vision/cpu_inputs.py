@@ -1,4 +1,4 @@
-"""What goes into the CPU decoder of a vision-language model: tokens or rows of images, and positions on three axes."""
+"""Inputs of the CPU decoder of a vision-language model: tokens or rows of images, and positions on three axes."""
 
 import mindspore as ms
 import numpy as np

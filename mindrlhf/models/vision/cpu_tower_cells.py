@@ -1,4 +1,4 @@
-"""What a vision tower is made of on the CPU; see :class:`mindrlhf.models.vision.tower.VisionTower`."""
+"""Cells of a vision tower on the CPU; see :class:`mindrlhf.models.vision.tower.VisionTower`."""
 
 import numpy as np
 from mindspore import Tensor, nn
@@ -11,7 +11,7 @@ __all__ = ["Attention", "HiddenKeys", "Linear", "RmsNorm"]
 
 
 class HiddenKeys(nn.Cell):
-    """What is added to the scores of keys, `[I, R]`, from where patches are, `[I, R]`."""
+    """Mask added to the scores of keys, `[I, R]`, from where patches are, `[I, R]`."""
 
     def construct(self, is_patch):
         return (1.0 - is_patch) * HIDDEN_SCORE

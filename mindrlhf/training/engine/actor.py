@@ -1,4 +1,4 @@
-"""What one rank does in reinforcement learning: log-probabilities, updates, its share of the weight buffer."""
+"""The worker of a rank in reinforcement learning: log-probabilities, updates, its share of the weight buffer."""
 
 import os
 from collections.abc import Callable, Iterator

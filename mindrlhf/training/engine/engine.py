@@ -1,4 +1,4 @@
-"""The engine of a rank: a model under training, and how it is updated where the model is whole."""
+"""Per-rank training engine, and the updater of an unsharded model."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ from mindrlhf.weights.open import is_sharded
 
 @dataclass(frozen=True)
 class Updated:
-    """What one update gave on a rank.
+    """Result of one update on a rank.
 
     Attributes:
         statistics: float64 [statistics of the loss]; those of all data-parallel replicas add up.

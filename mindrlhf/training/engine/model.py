@@ -1,4 +1,4 @@
-"""What one rank holds of a model: how its parameters are placed, all of them here, and what it says of rows."""
+"""A model on one rank: parameter placement (replicated) and forward passes over packed rows."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ from mindrlhf.weights.publish.buffer import WeightBuffer
 
 
 class Placement:
-    """How the parameters of a model lie on the ranks, and so how rows get into its graphs and weights out of it.
+    """Placement of a model's parameters on the ranks: how rows get into its graphs, and weights out of it.
 
     It is :class:`Whole`, or :class:`mindrlhf.training.engine.shards.Shards`, which has the same methods. A model with
     adapters publishes and exports what is merged with them, and saves them alone.
@@ -167,7 +167,7 @@ class Whole(Placement):
 
 
 class Model:
-    """What a model says of rows.
+    """A forward pass over rows.
 
     Args:
         placement: of its parameters.

@@ -1,4 +1,4 @@
-"""What a rank does in training on fixed data: fine-tuning, preference learning, reward models."""
+"""The worker of a rank in training on fixed data: fine-tuning, preference learning, reward models."""
 
 from dataclasses import replace
 

@@ -10,7 +10,7 @@ from mindrlhf.training.engine.sharded_cells import ParallelUpdate
 
 
 class OptimizerPlaces:
-    """Where the state that only an update needs is, device or host, as the section `memory` wants it.
+    """Place of the state that only an update needs, device or host, as the section `memory` wants it.
 
     Args:
         update: the compiled cell.

@@ -78,7 +78,7 @@ class Shards(Placement):
 
     @property
     def is_in_last_stage(self) -> bool:
-        """Whether this rank has the outputs of the model."""
+        """True when this rank has the outputs of the model."""
         return self.stage == self.layout.pipeline_stage - 1
 
     def see(self, images: Sequence[np.ndarray]) -> None:
