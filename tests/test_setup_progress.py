@@ -26,7 +26,7 @@ def test_what_is_being_downloaded_is_seen_to_grow(tmp_path):
     slow = f"echo Downloading a; {grow}; {grow}; echo $TMPDIR"
     told = bash(f"{text}NETWORK_ERRORS=none\nSETUP_NEWS_S=0.2\nrun \"$1\" bash -c '{slow}'", str(log))
     sizes = [int(size) for size in re.findall(r", (\d+) MB: Downloading a", told.stdout)]
-    assert len(sizes) >= 2 and sizes == sorted(sizes) and sizes[-1] - sizes[0] >= 30, told
+    assert len(sizes) >= 2 and max(sizes) - sizes[0] >= 30, told  # after the last line the directory may be gone
     assert not Path(log.read_text().splitlines()[-1]).exists()
 
 
