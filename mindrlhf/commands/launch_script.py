@@ -59,10 +59,15 @@ def commands_of(text: str) -> list[list[str]]:
         run = run_files(files, "main.py", limits=_LIMITS)
     except OSError as error:
         raise UserError(f"the launch script cannot be run ({error}): give the resolved YAML") from None
+    if run.stderr:  # what the script says goes elsewhere
+        raise UserError(f"bash cannot be run ({run.stderr.splitlines()[-1]}): give the resolved YAML")
     if "limit" in run.ending:
         raise UserError(f"the launch script does not end here ({run.ending}): give the resolved YAML")
     words = iter(run.stdout.split("\0")[:-1])
-    return [[next(words) for _ in range(int(count))] for count in words]
+    try:
+        return [[next(words) for _ in range(int(count))] for count in words]
+    except (ValueError, StopIteration):
+        raise UserError("the launch script writes to descriptor 9 itself: give the resolved YAML") from None
 
 
 def _unset_names(text: str) -> set[str]:

@@ -64,6 +64,18 @@ def test_a_script_that_does_not_end_is_refused(script, monkeypatch):
         assert "give the resolved YAML" in str(error)
 
 
+@pytest.mark.parametrize("words", ["'x\\0'", "'3\\0a\\0'", "'\\377\\0'", '"%s" "' + "9" * 5000 + '"'])
+def test_a_script_that_writes_words_of_its_own_is_refused(words):
+    with pytest.raises(UserError, match="descriptor 9"):
+        commands_of(f"printf {words} >&9\nrun a.k=1")
+
+
+def test_without_bash_the_fix_is_named(monkeypatch):
+    monkeypatch.setattr(launch_script, "_MAIN", launch_script._MAIN.replace("/bin/bash", "/none/bash"))
+    with pytest.raises(UserError, match="bash cannot be run .*give the resolved YAML"):
+        commands_of("run a.k=1")
+
+
 def test_output_has_a_bound():
     with pytest.raises(UserError, match="output limit"):
         commands_of(f"for i in {{1..1000}}; do run --x {'y' * 2000}; done")
