@@ -303,6 +303,10 @@ class UpdateResult:
     grad_norm: float = merged_by(last)
     process: ProcessStatistics = merged_by(merge)
 
+    @property
+    def loss(self) -> float:
+        return float(self.statistics[0])
+
 
 @result
 class PolicyUpdateResult(UpdateResult):

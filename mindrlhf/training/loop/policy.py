@@ -1,11 +1,11 @@
 """The policy as the loop sees it: all that passes between rank 0 and the ranks that compute and train it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from mindrlhf.data.packing import PackedRows
+from mindrlhf.system.records import merge
 from mindrlhf.training.batch import Batch, PolicyUpdateResult, RowOptions, parts_of_step
 from mindrlhf.training.team import Team
 from mindrlhf.weights.publish.buffer import WeightBuffer
@@ -13,39 +13,14 @@ from mindrlhf.weights.publish.publisher import WeightPublisher
 from mindrlhf.weights.publish.slices import RequiredSlices
 
 
-@dataclass(frozen=True)
-class PolicyUpdate:
-    """Result of one optimiser update, over all ranks.
-
-    Attributes:
-        statistics: float64 [7], sums over the tokens of the update (``POLICY_STATISTICS``).
-        grad_norm: global norm before clipping; not finite says that there was no update.
-        logprobs: float32 [rows, length] for each micro-batch, in the order of the batch; under the weights that the
-            update, or with a sharded model the step, began with.
-        recompiles, peak_rss_gb: the largest of any rank; see :class:`mindrlhf.training.batch.ProcessStatistics`.
-    """
-
-    statistics: np.ndarray
-    grad_norm: float
-    logprobs: tuple[np.ndarray, ...]
-    recompiles: int
-    peak_rss_gb: float
-
-    @classmethod
-    def of(cls, results: Sequence[PolicyUpdateResult], batch: Batch) -> "PolicyUpdate":
-        """Put the results of all ranks for a batch together."""
-        return cls(
-            statistics=np.sum([result.statistics for result in results], axis=0),
-            grad_norm=results[0].grad_norm,
-            logprobs=tuple(batch.in_order([result.logprobs for result in results])),
-            recompiles=max(result.process.recompiles for result in results),
-            peak_rss_gb=max(result.process.peak_rss_gb for result in results),
-        )
-
-    @property
-    def loss(self) -> float:
-        """The loss of the update."""
-        return float(self.statistics[0])
+def merge_update(results: Sequence[PolicyUpdateResult], batch: Batch) -> PolicyUpdateResult:
+    """Return the result of an update over all ranks: sums of statistics, log-probabilities in the batch's order."""
+    return PolicyUpdateResult(
+        statistics=np.sum([result.statistics for result in results], axis=0),
+        grad_norm=results[0].grad_norm,
+        process=merge([result.process for result in results]),
+        logprobs=tuple(batch.in_order([result.logprobs for result in results])),
+    )
 
 
 class Policy:
@@ -92,12 +67,12 @@ class Policy:
             by_batch.append(batch.spread(own, self._team.world_size))
         self._team.call("receive_tokens", per_rank=[{"arrays": list(parts)} for parts in zip(*by_batch)], name=name)
 
-    def update(self, position: int, lr: float, kl_coefficient: float) -> PolicyUpdate:
+    def update(self, position: int, lr: float, kl_coefficient: float) -> PolicyUpdateResult:
         """Make one optimiser update from the batch at ``position``."""
         results = self._team.call("update", batch=position, lr=lr, kl_coefficient=kl_coefficient)
-        return PolicyUpdate.of(results, self._batches[position])
+        return merge_update(results, self._batches[position])
 
-    def responses(self, updates: Sequence[PolicyUpdate]) -> list[np.ndarray]:
+    def responses(self, updates: Sequence[PolicyUpdateResult]) -> list[np.ndarray]:
         """Return the log-probabilities that updates of the first pass began with, float32 [response] by sample."""
         found = (batch.responses(update.logprobs) for batch, update in zip(self._batches, updates))
         return [response for responses in found for response in responses]

@@ -208,8 +208,8 @@ def update_metrics(config: GrpoConfig, objective: Objective, step: Step) -> dict
         "entropy": names["entropy"],
         "grad_norm": np.mean([update.grad_norm for update in updates]),
         "lr": step.lr,
-        "recompiles": max(update.recompiles for update in updates),
-        "memory/peak_rss_gb": max(update.peak_rss_gb for update in updates),
+        "recompiles": max(update.process.recompiles for update in updates),
+        "memory/peak_rss_gb": max(update.process.peak_rss_gb for update in updates),
     }
     if objective.is_corrected:
         metrics["correction/weight"] = names["correction"]

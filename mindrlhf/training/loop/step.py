@@ -8,8 +8,7 @@ import numpy as np
 
 from mindrlhf.rollout.samples import Sample
 from mindrlhf.system.records import record
-from mindrlhf.training.batch import Batch
-from mindrlhf.training.loop.policy import PolicyUpdate
+from mindrlhf.training.batch import Batch, PolicyUpdateResult
 
 T = TypeVar("T")
 
@@ -86,7 +85,7 @@ class Step:
     reference_logprobs: list[np.ndarray] = field(default_factory=list)
     values: list[np.ndarray] | None = None
     train_logprobs: list[np.ndarray] = field(default_factory=list)
-    updates: list[PolicyUpdate] = field(default_factory=list)
+    updates: list[PolicyUpdateResult] = field(default_factory=list)
     lr: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 

@@ -20,7 +20,7 @@ from mindrlhf.rollout.samples import Sample
 from mindrlhf.training.batch import PolicyUpdateResult, ProcessStatistics, RowOptions, make_batch
 from mindrlhf.training.loop import guards as guards_module
 from mindrlhf.training.loop.guards import Guards
-from mindrlhf.training.loop.policy import Policy, PolicyUpdate
+from mindrlhf.training.loop.policy import Policy, merge_update
 from mindrlhf.training.loop.step import Step, StepSamples
 
 NUM_RANKS = 2
@@ -85,7 +85,7 @@ class ScriptedStep:
                 )
                 for rank in range(NUM_RANKS)
             ]
-            results.append(PolicyUpdate.of(ranks, self.batches[number % 2]))
+            results.append(merge_update(ranks, self.batches[number % 2]))
         computed, samples = np.ones(len(self.samples), bool), StepSamples(self.samples, self.samples)
         made = {"computed": computed, "batches": self.batches, "updates": results}
         return Step(step, step, f"weights {step}", 0.75, samples, **made)
