@@ -131,7 +131,7 @@ def test_config_check_prints_json(contents, tmp_path, capsys):
 def test_a_new_config_is_right_and_commented(task, has_eval_data, contents, inputs_dir, tmp_path, capsys):
     path, data = tmp_path / "new.yaml", contents[task]["data"]["train_file"]
     eval_data = ["--eval-data", data] if has_eval_data else []
-    choices = ["--task", task, "--model", str(inputs_dir / "model"), "--data", data, *eval_data]
+    choices = ["--kind", task, "--model", str(inputs_dir / "model"), "--data", data, *eval_data]
     assert main(["config", "new", *choices, "--output", str(path)]) == 0
     assert "optimizer.start_lr is" in capsys.readouterr().err
     text = path.read_text()
