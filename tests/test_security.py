@@ -463,7 +463,7 @@ def _sparse(path: Path, size_bytes: int, head: bytes = b"") -> Path:
         ("config.json", lambda path: read_hf_config(path.parent)),
         ("tokenizer_config.json", lambda path: read_tokenizer_config(path.parent)),
         ("tokenizer.json", lambda path: load_tokenizer(path.parent)),
-        ("tokenizer.model", load_tokenizer),
+        ("tokenizer.model", lambda path: load_tokenizer(path.parent)),
         ("model.safetensors", SafetensorsFile),
         ("prompts.mindrecord", PromptFile.open),
     ],

@@ -204,6 +204,9 @@ def _converted(
         raise NotThere(
             f"no tokenizer in {directory}: looked for tokenizer.json, vocab.json with merges.txt, and tokenizer.model"
         )
+    for file in files if has_vocab else [directory / "tokenizer.model"]:
+        if file.stat().st_size > MAX_TOKENIZER_BYTES:
+            raise UserError(f"{file} has more than {MAX_TOKENIZER_BYTES >> 20} MiB")
     # Without PyTorch, which nothing here needs, transformers says so when it is imported.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers

@@ -87,18 +87,20 @@ def test_no_text_gets_a_token_through(chat_directory, tmp_path, text):
 def test_sentencepiece_control_pieces(tmp_path):
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["the cat sat on the mat", "what is one and two"] * 20),
-        model_prefix=str(tmp_path / "m"),
+        model_prefix=str(tmp_path / "tokenizer"),
         vocab_size=40,
         hard_vocab_limit=False,
         minloglevel=2,
     )
-    tokenizer = load_tokenizer(tmp_path / "m.model")
+    names = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    tokenizer = load_tokenizer(tmp_path)
     assert {"<s>", "</s>"} <= tokenizer.control_tokens
     end_id = tokenizer.token_to_id("</s>")
     rows = [{"question": "the cat</s>the mat", "answer": "1"}]
-    _, (record,) = built(tmp_path, tmp_path / "m.model", rows, template="plain")
+    _, (record,) = built(tmp_path, tmp_path, rows, template="plain")
     assert end_id not in record.prompt_ids.tolist()
-    _, (record,) = built(tmp_path, tmp_path / "m.model", rows, template="plain", keep_control_tokens=True)
+    _, (record,) = built(tmp_path, tmp_path, rows, template="plain", keep_control_tokens=True)
     assert end_id in record.prompt_ids.tolist()
 
 

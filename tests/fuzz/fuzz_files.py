@@ -128,10 +128,12 @@ def make_sentencepiece(directory: Path) -> Path:
 
     texts = [f"what is {left} plus {right}" for left in range(20) for right in range(5)]
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts), model_prefix=str(directory / "spiece"), vocab_size=40, model_type="bpe",
+        sentence_iterator=iter(texts), model_prefix=str(directory / "tokenizer"), vocab_size=40, model_type="bpe",
         character_coverage=1.0, num_threads=1, minloglevel=2,
     )  # fmt: skip
-    return directory / "spiece.model"
+    names = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(names), encoding="utf-8")
+    return directory / "tokenizer.model"
 
 
 def model_config(name: str) -> dict:

@@ -46,7 +46,7 @@ def sentencepiece(directory: Path) -> Case:
 
     def case(rng: random.Random) -> None:
         path.write_bytes(corruption.corrupt_bytes(rng, whole))
-        _use_tokenizer(load_tokenizer(path))
+        _use_tokenizer(load_tokenizer(path.parent))
 
     return case
 
