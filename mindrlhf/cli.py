@@ -6,7 +6,6 @@ import difflib
 import errno
 import importlib
 import os
-import re
 import sys
 from collections.abc import Sequence
 
@@ -41,7 +40,6 @@ LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys(
     ("--port", "--seed", "--num", "--max-restarts", "--spares", "--max-prompts"), 0
 )
 _CLOSED_PIPE = 141  # of a program that SIGPIPE ends, as a shell sees it
-_DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"  # what becomes of -- in word processors and on web pages
 
 
 class BadWord(Exception):
@@ -134,93 +132,41 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; overrides (section.key=value) may stand before, between and after options."""
     words = sys.argv[1:] if argv is None else list(argv)
     parser = build_parser()
-    _check_options(parser, words)
-    _check_spaces(parser, words)
     arguments, rest = parser.parse_known_args(words)
-    if rest:
-        chosen, _ = _chosen_parser(parser, words)
-        if "overrides" not in arguments:
-            is_key = "=" in rest[0]
-            chosen.error(
-                f"unrecognized arguments: {' '.join(rest)}; "
-                + ("this command has no config to set keys of" if is_key else "quote a text that has spaces")
-            )
-        for word in rest:
-            if word.startswith("-") or "=" not in word:
-                chosen.error(f"unrecognized arguments: {word}")
-        arguments.overrides = [*arguments.overrides, *rest]
+    if not rest:
+        return arguments
+    chosen = _chosen_parser(parser, words)
+    for word in rest:
+        if word.startswith("-"):
+            chosen.error(f"unrecognized arguments: {word}{_meant(word, chosen, 'overrides' in arguments)}")
+    if "overrides" not in arguments:
+        hint = "this command has no config to set keys of" if "=" in rest[0] else "quote a text that has spaces"
+        chosen.error(f"unrecognized arguments: {' '.join(rest)}; {hint}")
+    arguments.overrides = [*arguments.overrides, *rest]
     return arguments
 
 
-def _chosen_parser(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[argparse.ArgumentParser, int]:
-    """Return the parser of the sub-command, or of its action, that the first words name, and their number."""
-    number = 0
-    for word in words:
-        actions = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
-        if not actions or word not in actions[0].choices:
-            break
-        parser, number = actions[0].choices[word], number + 1
-    return parser, number
-
-
-def _check_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """Refuse options that do not exist, before anything is said about what they leave missing."""
-    chosen, number = _chosen_parser(parser, words)
-    known = chosen._option_string_actions
-    for index, word in enumerate(words[number:], start=number):
-        name = word.partition("=")[0]
-        if len(word) < 2 or word[0] not in _DASHES or " " in name or not name.lstrip(_DASHES)[:1].isalpha():
-            continue  # no option: a value, "-" for standard output, a negative number
-        if name not in known and not (name.startswith("--") and any(one.startswith(name) for one in known)):
-            following = words[index + 1] if index + 1 < len(words) else ""
-            chosen.error(f"unrecognized arguments: {word}{_meant(word, following, chosen)}")
-
-
-def _check_spaces(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """Refuse spaces around the sign of an override, which a shell makes words of their own of."""
-    chosen, number = _chosen_parser(parser, words)
-    if not any(action.dest == "overrides" for action in chosen._actions):
-        return
-    rest = words[number:]
-    for index, word in enumerate(rest):
-        before, after = (rest[place] if 0 <= place < len(rest) else "" for place in (index - 1, index + 1))
-        is_value = bool(after) and "=" not in after and not after.startswith("--")
-        is_key = "." in before and "=" not in before and re.fullmatch(r"[\w.]+", before)
-        if word == "=" or (word.startswith("=") and is_key):
-            meant = f"{before}={word[1:] or after}"
-        elif re.fullmatch(r"\w+\.[\w.]+=", word) and is_value and not after.endswith((".yaml", ".yml")):
-            meant = f"{word}{after}"
-        else:
-            continue
-        raise BadWord(f"'{word}' stands apart: write {meant}, without spaces around =")
-
-
-def _meant(word: str, following: str, parser: argparse.ArgumentParser) -> str:
-    """Return the end of a message that says what an unknown option was probably meant to be, if that can be told."""
-    name, equals, value = word.lstrip(_DASHES).partition("=")
-    options = [option for option in parser._option_string_actions if option.startswith("--")]
-    option = f"--{name.replace('_', '-')}"
-    if option in options:
-        return f"; did you mean {option}{equals}{value}?"
-    takes_keys = any(action.dest == "overrides" for action in parser._actions)
-    key = _config_key(name) if takes_keys else None
-    near = difflib.get_close_matches(option, options, n=1)
-    is_key = key is not None and ("." in name or key.rpartition(".")[2] == name.replace("-", "_"))
-    if near and not is_key:
-        return f"; did you mean {near[0]}{equals}{value}?"
-    if key is None:
-        return ""
-    if not equals:
-        value = following if following and following[0] not in _DASHES else "VALUE"
-    return f"; keys of the config have no dashes: did you mean {key}={value}?"
-
-
-def _config_key(name: str) -> str | None:
+def _meant(word: str, parser: argparse.ArgumentParser, takes_keys: bool) -> str:
+    """Return the end of a message that names the key or the option that is nearest to an unknown option."""
     from mindrlhf.config import schema  # noqa: F401 - registers the keys
     from mindrlhf.config.parse import nearest_key
 
-    section, dot, last = name.replace("-", "_").rpartition(".")
-    return f"{section}{dot}{last}" if dot and re.fullmatch(r"\w+", section) else nearest_key(last)
+    name = word.lstrip("-").partition("=")[0]
+    key = nearest_key(name.replace("-", "_")) if takes_keys else None
+    if key and key.endswith(f".{name.replace('-', '_')}"):
+        return f"; keys of the config have no dashes: did you mean {key}=VALUE?"
+    near = difflib.get_close_matches(f"--{name.replace('_', '-')}", parser._option_string_actions, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _chosen_parser(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser of the sub-command, or of its action, that the first words name."""
+    for word in words:
+        actions = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+        if not actions or word not in actions[0].choices:
+            break
+        parser = actions[0].choices[word]
+    return parser
 
 
 if __name__ == "__main__":

@@ -158,9 +158,7 @@ def _import(arguments: argparse.Namespace) -> int:
 
     first, *others = arguments.source
     path, words = (None, arguments.source) if "=" in first and not Path(first).exists() else (Path(first), others)
-    text, result = convert(
-        arguments.stack, path, words, run_script=commands_of, num_processes=arguments.world_size
-    )
+    text, result = convert(arguments.stack, path, words, run_script=commands_of, num_processes=arguments.world_size)
     write_text(arguments.output, text)
     for name, advice in result.for_user.items():
         print(f"mindrlhf config: {name}: {advice}", file=sys.stderr)
