@@ -315,13 +315,12 @@ def _print_ids(label: str, ids, tokenizer, is_prompt: bool = False) -> None:
 
 def run_get(arguments: argparse.Namespace) -> int:
     """Fetch a model or a data set and print its directory."""
-    from mindrlhf.hub.fetch import fetch, size_bytes
+    from mindrlhf.hub.cache import fetch
 
     if arguments.kind == DATASETS and arguments.name.startswith(("reasoning-gym:", "textarena:")):
         return _make_tasks(arguments)
     options = {"revision": arguments.revision, "output": arguments.output}
     directory = fetch(arguments.name, arguments.kind, arguments.hub, **options)
-    print(f"{arguments.name}: {size_bytes(directory) / 1e9:.2f} GB", file=sys.stderr)
     print(directory)
     return 0
 

@@ -1,76 +1,35 @@
-"""Caches of the clients of Hugging Face and ModelScope; no network, standard library only."""
+"""Models and data sets of Hugging Face and ModelScope, by the clients of both and from their caches."""
 
-import os
+import contextlib
+import importlib
+import importlib.util
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from mindrlhf.errors import RunFailure, UserError
+
 MODELS, DATASETS = KINDS = ("models", "datasets")
+# What each hub's client is imported as.
+CLIENTS = {"huggingface": "huggingface_hub", "modelscope": "modelscope"}
+# Copies of the weights in formats that nothing here reads.
+UNREAD = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "original/*", "onnx/*")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
-def is_name(text: str) -> bool:
-    """Return True for a text that can be a name on a hub, ``owner/name``."""
-    return _NAME.fullmatch(text) is not None
-
-
 def local_directory(text: str) -> str:
-    """Return the directory that is meant by what a user gave where a model directory is expected.
-
-    What is there wins over every hub. A name on a hub becomes the directory of the snapshot in the cache; when it is in
-    none, or the text is no such name, the text is returned as it is.
-    """
-    if is_name(text) and not Path(text).exists():
-        return str(find(text) or text)
+    """Return the directory of a model: ``text`` itself, or the snapshot of ``owner/name`` in a cache."""
+    if not _NAME.fullmatch(text) or Path(text).exists():
+        return text
+    for client in CLIENTS.values():
+        # Clients differ in what they raise where the cache has nothing, and one of them may not be installed.
+        with contextlib.suppress(Exception):
+            return importlib.import_module(client).snapshot_download(text, local_files_only=True)
     return text
 
 
 def advice(text: str) -> str:
     """Return the end of a message about a model directory that does not exist; empty unless it is a name on a hub."""
-    return f", or fetch it first: mindrlhf models get {text}" if is_name(text) else ""
-
-
-def find(name: str, kind: str = MODELS, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the directory of a model or a data set in the caches, Hugging Face's first; None when it is in neither.
-
-    Args:
-        name: ``owner/name``.
-        kind: ``MODELS`` or ``DATASETS``.
-        environment: tells where the caches are.
-    """
-    for directory in _candidates(name, kind, environment):
-        if directory.is_dir() and any(directory.iterdir()):
-            return directory
-    return None
-
-
-def _candidates(name: str, kind: str, environment: Mapping[str, str]) -> Iterator[Path]:
-    owner, short = name.split("/")
-    repository = _hugging_face_cache(environment) / f"{kind}--{owner}--{short}"
-    yield from _snapshots(repository / "snapshots", _read_reference(repository / "refs" / "main"))
-    root = Path(environment.get("MODELSCOPE_CACHE") or _home(environment) / ".cache" / "modelscope").expanduser()
-    yield from _snapshots(root / kind / f"{owner}--{short}" / "snapshots", "master")
-    # Of releases before 1.38, which write a dot of the name as ___.
-    for base in (root / kind, root / "hub" / kind, root, root / "hub"):
-        for folder in (short.replace(".", "___"), short):
-            yield base / owner / folder
-
-
-def _snapshots(directory: Path, preferred: str) -> Iterator[Path]:
-    """Yield the snapshot of a revision, or the only one there is."""
-    if preferred:
-        yield directory / preferred
-    snapshots = sorted(directory.iterdir()) if directory.is_dir() else []
-    if len(snapshots) == 1:
-        yield snapshots[0]
-
-
-def _read_reference(path: Path) -> str:
-    try:
-        commit = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
-    return commit if re.fullmatch(r"[0-9a-f]{40}", commit) else ""
+    return f", or fetch it first: mindrlhf models get {text}" if _NAME.fullmatch(text) else ""
 
 
 def no_directory(name: str) -> str:
@@ -79,14 +38,32 @@ def no_directory(name: str) -> str:
     return f"model directory {name!r} {what}: give a Hugging Face model directory{advice(name)}"
 
 
-def _hugging_face_cache(environment: Mapping[str, str]) -> Path:
-    if path := environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(path).expanduser()
-    if home := environment.get("HF_HOME"):
-        return Path(home).expanduser() / "hub"
-    cache = environment.get("XDG_CACHE_HOME") or _home(environment) / ".cache"
-    return Path(cache).expanduser() / "huggingface" / "hub"
+def fetch(name: str, kind: str, hub: str, *, revision: str = "", output: str = "") -> Path:
+    """Fetch a model or a data set, as far as it is not in the cache, and return its directory.
 
+    Args:
+        name: ``owner/name``.
+        kind: ``MODELS`` or ``DATASETS``.
+        hub: one of ``CLIENTS``.
+        revision: branch, tag or commit; empty for the hub's default.
+        output: directory to put the files in; empty for the client's cache, where the name alone finds them.
 
-def _home(environment: Mapping[str, str]) -> Path:
-    return Path(environment.get("HOME") or "~").expanduser()
+    Raises:
+        UserError: the name is none, or the client is not installed.
+        RunFailure: the hub does not answer, or does not give it.
+    """
+    if not _NAME.fullmatch(name):
+        raise UserError(f"'{name}' is no name on a hub: give owner/name, such as Qwen/Qwen2.5-7B-Instruct")
+    if importlib.util.find_spec(CLIENTS[hub]) is None:
+        raise UserError(f"fetching from {hub} needs its client: pip install 'mindrlhf[hub]'")
+    options = {"repo_type": kind.removesuffix("s"), "revision": revision or None, "local_dir": output or None}
+    if kind == MODELS:
+        options["ignore_patterns"] = list(UNREAD)
+    try:
+        return Path(importlib.import_module(CLIENTS[hub]).snapshot_download(name, **options))
+    except Exception as failure:  # of two clients and what they are built of
+        reason = " ".join(f"{type(failure).__name__}: {failure}".split())[:300]
+        (other,) = CLIENTS.keys() - {hub}
+        raise RunFailure(
+            f"{hub} did not give {name}: {reason}; check the name and the network, or try --from {other}"
+        ) from failure

@@ -1,7 +1,9 @@
-"""Names on hubs stand for directories of the caches: every layout that a client has written, and nothing is fetched."""
+"""Names on hubs stand for directories of the caches, and nothing is fetched."""
 
 import json
 import socket
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from mindrlhf.hub import cache
 from mindrlhf.weights.hf import read_hf_config
 
 NAME = "Qwen/Qwen2.5-7B-Instruct"
-COMMIT, OTHER = "a" * 40, "b" * 40
+COMMIT = "a" * 40
 
 
 def put(directory: Path) -> Path:
@@ -27,65 +29,37 @@ def put(directory: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "MODELSCOPE_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("something asks a network"))
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "folder"),
-    [
-        ("", "", ".cache/huggingface/hub"),
-        ("HF_HUB_CACHE", "~/elsewhere", "elsewhere"),
-        ("HF_HOME", "~/hf", "hf/hub"),
-        ("XDG_CACHE_HOME", "~/xdg", "xdg/huggingface/hub"),
-    ],
-)
-def test_hugging_faces_cache_by_what_the_main_branch_was(home, monkeypatch, variable, value, folder):
-    if variable:
-        monkeypatch.setenv(variable, value)
-    repository = home / folder / "models--Qwen--Qwen2.5-7B-Instruct"
-    put(repository / "snapshots" / OTHER)
-    assert cache.find(NAME) == repository / "snapshots" / OTHER, "the only one, fetched by its commit"
-    wanted = put(repository / "snapshots" / COMMIT)
-    assert cache.find(NAME) is None, "two, and nothing says which"
+def put_snapshot(home: Path, kind: str = "models") -> Path:
+    """Lay a snapshot into Hugging Face's cache as its client does."""
+    repository = home / "hub" / f"{kind}--Qwen--Qwen2.5-7B-Instruct"
+    directory = put(repository / "snapshots" / COMMIT)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(COMMIT)
-    assert cache.find(NAME) == wanted
-    (repository / "refs" / "main").write_text("../../../../etc")
-    assert cache.find(NAME) is None
+    return directory
 
 
-@pytest.mark.parametrize(
-    "folder",
-    [
-        "models/Qwen--Qwen2.5-7B-Instruct/snapshots/master",
-        "models/Qwen/Qwen2___5-7B-Instruct",
-        "hub/models/Qwen/Qwen2___5-7B-Instruct",
-        "hub/Qwen/Qwen2___5-7B-Instruct",
-        "hub/models/Qwen/Qwen2.5-7B-Instruct",
-    ],
-)
-def test_modelscopes_caches(home, monkeypatch, folder):
-    wanted = put(home / ".cache" / "modelscope" / folder)
-    assert cache.find(NAME) == wanted
-    assert cache.find("Qwen/Qwen2.5-7B") is None
-    monkeypatch.setenv("MODELSCOPE_CACHE", str(home / "elsewhere"))
-    assert cache.find(NAME) is None
+def test_a_data_set_of_the_name_is_no_model(home):
+    put_snapshot(home, "datasets")
+    assert cache.local_directory(NAME) == NAME
 
 
-def test_data_sets_have_a_place_of_their_own(home):
-    put(home / ".cache/huggingface/hub/models--openai--gsm8k/snapshots" / COMMIT)
-    assert cache.find("openai/gsm8k", cache.DATASETS) is None
-    wanted = put(home / ".cache/huggingface/hub/datasets--openai--gsm8k/snapshots" / COMMIT)
-    assert cache.find("openai/gsm8k", cache.DATASETS) == wanted
+def test_modelscopes_cache_is_asked_second(home, monkeypatch):
+    client = types.ModuleType("modelscope")
+    client.snapshot_download = lambda name, local_files_only: f"{name} of ModelScope" if local_files_only else ""
+    monkeypatch.setitem(sys.modules, "modelscope", client)
+    assert cache.local_directory(NAME) == f"{NAME} of ModelScope"
+    put_snapshot(home)
+    assert cache.local_directory(NAME).endswith(COMMIT)
 
 
 def test_what_is_there_wins_and_what_is_no_name_stays(home):
-    put(home / ".cache/huggingface/hub/models--Qwen--Qwen2.5-7B-Instruct/snapshots" / COMMIT)
+    put_snapshot(home)
     assert cache.local_directory(NAME).endswith(COMMIT)
     put(home / NAME)
     assert cache.local_directory(NAME) == NAME
@@ -98,7 +72,7 @@ CONFIGS = {"train": GrpoConfig, "sft": SftConfig, "dpo": DpoConfig, "reward-mode
 
 @pytest.mark.parametrize("task", CONFIGS)
 def test_every_key_that_names_a_model_takes_a_name(home, task):
-    directory = put(home / ".cache/huggingface/hub/models--Qwen--Qwen2.5-7B-Instruct/snapshots" / COMMIT)
+    directory = put_snapshot(home)
     fields = {dotted: field for dotted, field, _ in dotted_keys(CONFIGS[task])}
     models = [dotted for dotted, field in fields.items() if field.metadata["is_model"]]
     said = [dotted for dotted, field in fields.items() if field.metadata["doc"].startswith("Hugging Face ")]
@@ -110,7 +84,7 @@ def test_every_key_that_names_a_model_takes_a_name(home, task):
 
 
 def test_commands_take_a_name(home):
-    directory = str(put(home / ".cache/huggingface/hub/models--Qwen--Qwen2.5-7B-Instruct/snapshots" / COMMIT))
+    directory = str(put_snapshot(home))
     parse = build_parser().parse_args
     build = ["data", "build", "--input", "x", "--output", "y", "--max-prompt-length", "9", "--tokenizer", NAME]
     assert parse(build).tokenizer == directory

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mindrlhf.cli import main
-from mindrlhf.hub import fetch as fetching
-from mindrlhf.hub.cache import MODELS, find
+from mindrlhf.hub import cache
+from mindrlhf.hub.cache import MODELS
 
 ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -89,8 +89,8 @@ def test_a_model_comes_into_the_cache_and_is_found_there_by_its_name(tmp_path, h
     endpoint = f"http://127.0.0.1:{hub.server_port}"
     ended = run(tmp_path, endpoint, "models", "get", "team/model")
     assert ended.returncode == 0, ended.stderr
-    directory = find("team/model", MODELS, {"HOME": str(tmp_path)})
-    assert ended.stdout == f"{directory}\n" and directory.name == COMMIT
+    directory = tmp_path / ".cache/huggingface/hub/models--team--model/snapshots" / COMMIT
+    assert ended.stdout == f"{directory}\n"
     wanted = {name: content for name, content in FILES.items() if not name.endswith(".bin")}
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == wanted
     assert not any(path.endswith(".bin") for path in hub.asked)
@@ -124,7 +124,7 @@ def test_without_the_model_or_the_hub_it_is_one_line(tmp_path, hub, name):
 def test_wrong_names_and_missing_clients_are_one_line(monkeypatch, capsys):
     assert main(["models", "get", "Qwen2.5-7B"]) == 2
     assert "'Qwen2.5-7B' is no name on a hub: give owner/name" in capsys.readouterr().err
-    monkeypatch.setitem(fetching.CLIENTS, "modelscope", "no_such_client")
+    monkeypatch.setitem(cache.CLIENTS, "modelscope", "no_such_client")
     assert main(["data", "get", "openai/gsm8k", "--from", "modelscope"]) == 2
     assert "fetching from modelscope needs its client: pip install 'mindrlhf[hub]'" in capsys.readouterr().err
 
@@ -133,8 +133,8 @@ def test_modelscopes_client_is_asked_for_the_same(monkeypatch, tmp_path):
     asked = {}
     client = type(sys)("modelscope")
     client.__spec__ = type("Spec", (), {"origin": "here"})
-    client.snapshot_download = lambda **options: asked.update(options) or str(tmp_path)
+    client.snapshot_download = lambda name, **options: asked.update(options, name=name) or str(tmp_path)
     monkeypatch.setitem(sys.modules, "modelscope", client)
-    assert fetching.fetch("Qwen/Qwen3-8B", MODELS, "modelscope", revision="v1", output="there") == tmp_path
-    assert asked.pop("ignore_patterns") == list(fetching.UNREAD)
-    assert asked == {"repo_id": "Qwen/Qwen3-8B", "repo_type": "model", "revision": "v1", "local_dir": "there"}
+    assert cache.fetch("Qwen/Qwen3-8B", MODELS, "modelscope", revision="v1", output="there") == tmp_path
+    assert asked.pop("ignore_patterns") == list(cache.UNREAD)
+    assert asked == {"name": "Qwen/Qwen3-8B", "repo_type": "model", "revision": "v1", "local_dir": "there"}
