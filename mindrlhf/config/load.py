@@ -108,15 +108,15 @@ def check_config(config: Any, given: frozenset[str], world_size: int | None) -> 
     """
     mistakes = Mistakes()
     if isinstance(config, GrpoConfig):
-        mistakes.judge(_reinforcement_rules(config, given, world_size))
+        mistakes.judge(_reinforcement_rules(config, given))
     else:
-        mistakes.judge(_offline_rules(config, given, world_size))
+        mistakes.judge(_offline_rules(config, given))
     if world_size is not None:
         mistakes.check(_check_ranks, config, world_size, needs=_SHARDING)
     mistakes.raise_if_any()
 
 
-def _reinforcement_rules(config: GrpoConfig, given: frozenset[str], world_size: int | None) -> Rules:
+def _reinforcement_rules(config: GrpoConfig, given: frozenset[str]) -> Rules:
     model, run = config.model, config.run
     yield from unread_rules(config, given, _presets(config))
     yield from run_rules(run)
@@ -138,11 +138,11 @@ def _reinforcement_rules(config: GrpoConfig, given: frozenset[str], world_size: 
     yield from checkpoint_rules(config.checkpoint, knows_best=True)
     yield from tracker_rules(config.observe, given)
     yield from tool_rules(config)
-    yield from profiler_rules(config.profiler, run.max_steps, world_size)
+    yield from profiler_rules(config.profiler, run.max_steps)
     yield from refusal_rules(config)
 
 
-def _offline_rules(config: OfflineConfig, given: frozenset[str], world_size: int | None) -> Rules:
+def _offline_rules(config: OfflineConfig, given: frozenset[str]) -> Rules:
     model, run, has_head = config.model, config.run, not isinstance(config, RewardModelConfig)
     yield from unread_rules(config, given, {})
     yield from run_rules(run)
@@ -153,7 +153,7 @@ def _offline_rules(config: OfflineConfig, given: frozenset[str], world_size: int
     yield from optimizer_rules(config.optimizer)
     yield from checkpoint_rules(config.checkpoint, knows_best=False)
     no_servers = "this run samples nothing, so it has no rollout server"
-    yield from profiler_rules(config.profiler, run.max_steps, world_size, no_servers)
+    yield from profiler_rules(config.profiler, run.max_steps, no_servers)
     yield from tracker_rules(config.observe, given)
     if isinstance(config, SftConfig):
         yield from supervised_rules(given)

@@ -91,8 +91,7 @@ class ProfilerSection:
         "steps whose timeline is recorded, for Perfetto, into `timeline.json` of the run; empty: nothing is recorded",
         minimum=1,
     )
-    ranks: tuple[int, ...] = key((), "ranks that are recorded, beside rank 0; empty: all of them", minimum=0)
-    mindspore: bool = key(False, "run MindSpore's profiler too, on the ranks and in the steps above")
+    mindspore: bool = key(False, "run MindSpore's profiler too, on all ranks in the steps above")
     vllm: bool = key(False, "run vLLM's profiler too, on all rollout servers in the steps above")
 
 
@@ -149,21 +148,15 @@ def tracker_rules(observe: ObserveSection, given: frozenset[str]) -> Rules:
         )
 
 
-def profiler_rules(
-    profiler: ProfilerSection, num_steps: int, world_size: int | None, no_servers: str = ""
-) -> Rules:
+def profiler_rules(profiler: ProfilerSection, num_steps: int, no_servers: str = "") -> Rules:
     """Yield (is broken, message).
 
     Args:
         num_steps: of the run; 0 when the data say how many there are.
-        world_size: ranks of the run; None when unknown.
         no_servers: why vLLM's profiler cannot run, empty when it can.
     """
-    last_step, last_rank = max(profiler.steps, default=0), max(profiler.ranks, default=0)
+    last_step = max(profiler.steps, default=0)
     yield num_steps and last_step > num_steps, (
         f"'profiler.steps' has {last_step}, but the run ends after run.max_steps = {num_steps}: name earlier steps"
-    )
-    yield world_size is not None and last_rank >= world_size, (
-        f"'profiler.ranks' has {last_rank}, but the last of {world_size} ranks is {(world_size or 0) - 1}: name others"
     )
     yield profiler.vllm and no_servers, f"'profiler.vllm' is true, but {no_servers}: set it to false"

@@ -58,7 +58,6 @@ CONFIG_MISTAKES = [
     ("guard.grad_spike_factor=0.5", "'guard.grad_spike_factor' is 0.5", "raise it above 1"),
     ("profiler.steps=0", "'profiler.steps[0]' is 0", "at least 1"),
     ("profiler.steps=9 run.max_steps=3", "'profiler.steps' has 9, but the run ends after run.max_steps = 3", "earlier"),
-    ("profiler.steps=1 profiler.ranks=2", "'profiler.ranks' has 2, but the last of 1 ranks is 0", "name others"),
     (
         "profiler.steps=1 profiler.vllm=true rollout.off_policy_steps=1",
         "'profiler.vllm' = true does not go with 'rollout.off_policy_steps'",

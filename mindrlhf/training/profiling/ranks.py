@@ -42,9 +42,7 @@ class ProfiledWorker:
         self._directory = profile_dir(output_dir)
         self._name = f"rank_{rank.index}"
         self._is_rank_0 = rank.is_rank_0
-        is_chosen = not section.ranks or rank.index in section.ranks
-        self._has_timeline = is_chosen or rank.is_rank_0
-        self._runs_mindspore = section.mindspore and is_chosen
+        self._runs_mindspore = section.mindspore
         self._mindspore: Any = None
         self._servers = servers if section.vllm else None
         self._step = 0
@@ -61,14 +59,12 @@ class ProfiledWorker:
             self._servers.profile(step)
         if self._runs_mindspore:
             self._mindspore = _start_mindspore(self._directory / f"step_{step}" / "mindspore" / self._name)
-        if self._has_timeline:
-            timeline.start(self._name.replace("_", " "))
+        timeline.start(self._name.replace("_", " "))
         self._wait()
 
     def end_profile(self) -> None:
         """Write down what was recorded."""
-        if self._has_timeline:
-            _write_piece(self._directory / f"step_{self._step}", self._name, timeline.stop())
+        _write_piece(self._directory / f"step_{self._step}", self._name, timeline.stop())
         if self._mindspore is not None:
             self._mindspore.stop()
             self._mindspore = None
