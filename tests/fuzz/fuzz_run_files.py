@@ -69,7 +69,7 @@ def run_records(directory: Path) -> Case:
             else:
                 data = read_run(run)
                 if rng.randrange(8) == 0:  # a page costs many times what the reading does
-                    render_report(data).encode(errors="replace")
+                    render_report([data]).encode(errors="replace")
         finally:
             (run / name).write_bytes(texts[name])
 

@@ -281,7 +281,7 @@ def test_the_report_shows_the_alarms_and_until_when_they_held(tmp_path):
         run.do(NOTHING, losses=ZERO, answer="<b>7</b>")
     run.do(SOME)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.0}\n')
-    page = render_report(read_run(tmp_path))
+    page = render_report([read_run(tmp_path)])
     assert page.count("<li><strong>step 5 to 7</strong>: ") == 3
     assert page.count("<li><strong>from step 5 on</strong>: verifier format_reward gave 0 to all samples") == 1
     assert "&lt;b&gt;7" in page and "<b>7" not in page
