@@ -111,12 +111,12 @@ class Run:
 
     @property
     def directory(self) -> Path:
-        """Where the finished run lies."""
+        """Directory of the finished run."""
         return self.parent / f"{self.recipe.lower().replace(',', '').replace(' ', '_')}_seed{self.seed}"
 
     @property
     def unfinished_directory(self) -> Path:
-        """Where it is written until it is finished."""
+        """Directory of the run until it is finished."""
         return self.directory.with_name(f".{self.directory.name}.partial")
 
     def command_arguments(self, output_dir: Path) -> list[str]:

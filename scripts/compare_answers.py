@@ -1,4 +1,4 @@
-"""How often this package and math-verify alone agree with the tables of answer cases, side by side.
+"""Agreement of this package, and of math-verify alone, with the tables of answer cases, side by side.
 
 What a checker pays for wrong answers comes first: a policy finds it, while a right answer that earns nothing costs a
 sample.

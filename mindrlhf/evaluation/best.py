@@ -1,4 +1,4 @@
-"""Which evaluation of a run is the best so far, and for how long it has been."""
+"""The best evaluation of a run so far, and the number of evaluations since."""
 
 from collections.abc import Sequence
 

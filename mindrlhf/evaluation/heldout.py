@@ -76,7 +76,7 @@ class Evaluation:
 
     @property
     def merit(self) -> float:
-        """What the best model is chosen by: the higher, the better."""
+        """The number that the best model is chosen by; higher is better."""
         return self.judged if self.judged_by else self.accuracy
 
     def judged_on(self, other: "Evaluation", set_name: str, metric: str) -> "Evaluation":
@@ -86,7 +86,7 @@ class Evaluation:
         return dataclasses.replace(self, judged_by=what, judged=value)
 
     def is_judged_alike(self, other: "Evaluation") -> bool:
-        """Whether the merits of both are the same number of the same prompts."""
+        """Return True when the merits of both are the same number of the same prompts."""
         if self.judged_by or other.judged_by:
             return self.judged_by == other.judged_by
         return self.is_comparable(other)
@@ -100,7 +100,7 @@ class Evaluation:
         return self.scores.shape[1]
 
     def is_comparable(self, other: "Evaluation") -> bool:
-        """Whether both are accuracies by the same verifier on the same prompts."""
+        """Return True when both are accuracies by the same verifier on the same prompts."""
         return (self.questions, self.verifier) == (other.questions, other.verifier)
 
     def metrics(self) -> dict[str, float]:

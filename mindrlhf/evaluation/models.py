@@ -30,7 +30,7 @@ from mindrlhf.weights.hf import read_hf_config
 
 @dataclass(frozen=True)
 class EvaluationJob:
-    """Which prompts, how many samples of each, and the config that names verifiers and generator."""
+    """An evaluation to make: prompts, samples of each, and the config with verifiers and generator."""
 
     config: GrpoConfig
     data_file: str

@@ -1,4 +1,4 @@
-"""What a run directory says about its run."""
+"""The files of a run directory, read for its report."""
 
 import json
 import math

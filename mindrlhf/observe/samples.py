@@ -1,4 +1,4 @@
-"""What the policy wrote: ``samples.jsonl``, and the pictures it was shown: ``sample_images``."""
+"""Samples of a run, ``samples.jsonl``, and the pictures of their prompts, ``sample_images``."""
 
 import re
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Where the metrics of each step go: the console, ``metrics.jsonl``, TensorBoard, and trackers of others."""
+"""Sinks of the metrics of each step: the console, ``metrics.jsonl``, TensorBoard, and trackers."""
 
 import sys
 import time
@@ -19,7 +19,7 @@ NUM_BINS = 30
 
 @dataclass(frozen=True)
 class StepDetails:
-    """What a step has beyond its metrics."""
+    """Details of a step beside its metrics."""
 
     rewards: np.ndarray  # float64 [samples], finite
     lengths: np.ndarray  # of the responses, in tokens, [samples]

@@ -1,4 +1,4 @@
-"""Where the time and the memory of a step went."""
+"""Time of the stages of a step, and memory."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping

@@ -23,7 +23,7 @@ PACKAGES = {
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of a run when it is opened."""
+    """A run, as a tracker opens it."""
 
     project: str
     name: str

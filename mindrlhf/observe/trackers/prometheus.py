@@ -39,10 +39,10 @@ class Tracker:
         write_to_textfile(str(self._file), self._registry)
 
     def write_samples(self, step: int, samples: Sequence[str]) -> None:
-        """Nothing: these are numbers alone."""
+        """Ignored: Prometheus has numbers alone."""
 
     def write_report(self, path: Path) -> None:
-        """Nothing: these are numbers alone."""
+        """Ignored: Prometheus has numbers alone."""
 
     def close(self, *, is_complete: bool) -> None:
         """End the endpoint; the file stays."""
