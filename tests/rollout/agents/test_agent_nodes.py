@@ -109,9 +109,9 @@ def test_a_question_of_some_megabytes_and_its_refusal_cross_the_link(opened):
     assert all("HTTPError" in one.agent.failure and "400" in one.agent.failure for one in found), found
 
 
-@pytest.mark.parametrize(("word", "reason"), [("hang", "had not ended after 20 s"), ("exit", "status")])
+@pytest.mark.parametrize(("word", "reason"), [("hang", "had not ended after 15 s"), ("exit", "status")])
 def test_a_bad_agent_on_another_node_costs_its_own_sample(opened, word, reason):
-    source, _ = opened(1, agent_timeout_s=3.0)
+    source, _ = opened(1, agent_timeout_s=15.0)
     texts = [f"{word if number % 4 == 1 else 'nap'} {number}" for number in range(12)]
     found = episodes(source, *texts)
     bad = [one.request_id for one in found if one.agent.failure]
