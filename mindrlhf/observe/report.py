@@ -156,7 +156,9 @@ def _headline(run: RunData) -> dict[str, Any] | None:
     """Return what training changed: from the summary, else None."""
     summary = run.summary or {}
     before, after, difference = (summary.get(name) for name in ("before", "after", "difference"))
-    if not before or not after or None in (*before.values(), *after.values(), *(difference or {}).values()):
+    values = [part.get(name) for part in (before, after) if part for name in ("accuracy", "low", "high")]
+    values += [difference.get(name) for name in ("mean", "low", "high")] if difference else []
+    if not before or not after or not all(isinstance(value, (int, float)) for value in values):
         return None  # a single prompt has no interval
     named = (("Before", before), ("After", after))
     rows = [(name, part["accuracy"], part["low"], part["high"]) for name, part in named]
