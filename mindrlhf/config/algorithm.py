@@ -297,6 +297,10 @@ def _teacher_rules(config: RunConfig) -> Rules:
         f"'algorithm.num_generations' is {algorithm.num_generations}, but distill_reward_weight compares the samples "
         "of a group: set it to 2 or more"
     )
+    yield algorithm.sync_ref_model, (
+        "'algorithm.sync_ref_model' is true, which would copy the student over its teacher: set it to false"
+    )
+
 
 def _kl_rules(algorithm: AlgorithmSection) -> Rules:
     if not algorithm.kl_unbiased:
