@@ -39,10 +39,6 @@ class ObserveSection:
     """Metrics, samples and trackers."""
 
     performance_stats: bool = key(True, "report the timing of every stage and the throughput")
-    tensorboard: bool = key(True, "write TensorBoard event files; false takes tensorboard out of `sinks`")
-    samples_per_step: int | None = key(
-        None, "samples written to samples.jsonl at each step; null: those of `groups_per_step`", minimum=0
-    )
     groups_per_step: int = key(
         1, "prompts of which all samples are written to samples.jsonl at each step: whole groups", minimum=0
     )
@@ -67,7 +63,7 @@ class ObserveSection:
 
     def num_samples(self, num_generations: int) -> int:
         """Return how many samples of a step are written."""
-        return self.groups_per_step * num_generations if self.samples_per_step is None else self.samples_per_step
+        return self.groups_per_step * num_generations
 
 
 @dataclass(frozen=True)

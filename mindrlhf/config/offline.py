@@ -66,7 +66,7 @@ class RewardModelSection:
     centering: float = key(0.01, "weight of the squared sum of a pair's scores, which keeps them near 0", minimum=0)
 
 
-SAMPLE_KEYS = ("observe.samples_per_step", "observe.groups_per_step")
+SAMPLE_KEYS = ("observe.groups_per_step",)
 
 
 def supervised_rules(given: frozenset[str]) -> Rules:

@@ -198,7 +198,7 @@ def _run_rank_0(
         output_dir,
         first_step=first_step,
         num_steps=training.shown_steps,
-        tensorboard=observe.tensorboard and "tensorboard" in observe.sinks,
+        tensorboard="tensorboard" in observe.sinks,
         accuracy=training.accuracy,
         trackers=trackers,
     )

@@ -62,7 +62,7 @@ def test_a_required_key_is_asked_for_by_name(write, key):
         ("training: {beta: 0.1}", "unknown key 'training.beta'; did you mean 'algorithm.beta'?"),
         ("training: {start_lr: 1e-6}", "unknown key 'training.start_lr'; did you mean 'optimizer.start_lr'?"),
         ("num_generatoins: 4", "unknown key 'num_generatoins'; did you mean 'algorithm.num_generations'?"),
-        ("observe: {zzz: 1}", "keys of section 'observe': performance_stats, tensorboard, samples_per_step"),
+        ("observe: {zzz: 1}", "keys of section 'observe': performance_stats, groups_per_step"),
     ],
 )
 def test_an_unknown_key_comes_with_the_nearest_valid_one(write, text, expected):

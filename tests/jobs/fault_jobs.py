@@ -41,8 +41,8 @@ RECIPE = {
     "evaluation__max_prompts": 8,
     "checkpoint__every_steps": 1,
     "checkpoint__keep_last": 3,
-    "observe__samples_per_step": 16,
-    "observe__tensorboard": "false",
+    "observe__groups_per_step": 16,
+    "observe__sinks": "[]",
 }
 # Not of the run's course: times, memory and what depends on them.
 _TIMES = ("timing/", "async/", "memory/", "e2e_tps", "update_tps", "vllm_tps")

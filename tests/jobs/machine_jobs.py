@@ -23,8 +23,8 @@ KINDS = {
 TIMEOUT_S = 400  # generous: other work may load the machine
 RECIPE = {
     "run__max_steps": 2,
-    "observe__samples_per_step": 16,
-    "observe__tensorboard": "false",
+    "observe__groups_per_step": 16,
+    "observe__sinks": "[]",
     "evaluation__every_steps": 2,
     "evaluation__max_prompts": 8,
 }

@@ -73,7 +73,7 @@ def test_training_learns_from_the_tokens_of_an_agent_with_the_openai_client(tmp_
         training__chunk_size=2,
         reward__verifier_function="environment_reward",
         rollout__max_response_length=192,
-        observe__samples_per_step=16,
+        observe__groups_per_step=16,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     metrics = sanity_inputs.read_lines(tmp_path / "run" / "metrics.jsonl")

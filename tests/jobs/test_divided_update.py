@@ -49,7 +49,7 @@ def train(inputs_dir):
             "run": {"output_dir": str(output_dir), "max_steps": num_steps},
             "optimizer": {"start_lr": 1e-3},
             "checkpoint": {"every_steps": SAVED, "keep_last": 9},
-            "observe": {"tensorboard": False},
+            "observe": {"sinks": []},
             "supervised": {"rows_per_step": 8, "micro_batch_size": 2, "sequence_lengths": [32], "epochs": 80},
         }
         path = inputs_dir / "sft.yaml"  # YAML is a superset of JSON

@@ -18,7 +18,7 @@ KEPT = ("PYTHONPATH", "OMP_NUM_THREADS")
 
 def train(inputs: Path, output_dir: Path, *options: object, prefix: tuple[str, ...] = (), **environment: str) -> None:
     """Train for two steps with nothing but ``environment``; ``prefix`` is put before the command."""
-    values = {"run__max_steps": 2, "observe__tensorboard": "false"}
+    values = {"run__max_steps": 2, "observe__sinks": "[]"}
     arguments = sanity_inputs.overrides(inputs, output_dir, **values)
     command = sanity_inputs.command("train", "examples/sanity/config.yaml", *arguments, *options)
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}

@@ -37,7 +37,7 @@ def test_two_machines_train_as_one_with_two_ranks(inputs_dir, tmp_path, command)
         "data": {"train_file": str(train_file), "tokenizer_dir": str(inputs_dir / "model")},
         "run": {"output_dir": str(tmp_path / "unset")},
         "optimizer": {"start_lr": 1e-3},
-        "observe": {"tensorboard": False},
+        "observe": {"sinks": []},
         **SECTIONS[command],
     }
     path = tmp_path / f"{command}.yaml"  # YAML is a superset of JSON

@@ -48,7 +48,7 @@ def start_job(inputs_dir, tmp_path):
             "run": {"output_dir": str(output_dir), "max_steps": NUM_STEPS},
             "optimizer": {"start_lr": 1e-3, "end_lr": 0.0, "lr_schedule": "linear"},
             "checkpoint": {"every_steps": 5},
-            "observe": {"tensorboard": False},
+            "observe": {"sinks": []},
             **SECTIONS[kind],
         }
         path = tmp_path / f"{command}.yaml"  # YAML is a superset of JSON

@@ -67,7 +67,7 @@ def test_replaced_data_is_refused_by_name_and_moved_data_is_not(fault_inputs_dir
             arguments = [f"run.output_dir={tmp_path / 'run'}", *(f"{name}={value}" for name, value in values.items())]
             model = {"path": str(fault_inputs_dir / "model")}
             path = tmp_path / "config.yaml"  # YAML is a superset of JSON
-            path.write_text(json.dumps({"model": model, "observe": {"tensorboard": False}, **SECTIONS[command]}))
+            path.write_text(json.dumps({"model": model, "observe": {"sinks": []}, **SECTIONS[command]}))
         job_dir = tmp_path / f"job{len(jobs)}"
         job_dir.mkdir()
         jobs.append(FaultJob(job_dir, tmp_path / "run", [*arguments, *options], command=(command, path)))

@@ -113,7 +113,7 @@ def inputs(rollout_python, tmp_path_factory):
 
 def train(directory: Path, output_dir: Path, *options: object, **more: object) -> None:
     settings = {"run__max_steps": NUM_STEPS, "training__epochs": 50}
-    settings |= {"checkpoint__every_steps": 1, "checkpoint__keep_last": 10, "observe__tensorboard": "false"}
+    settings |= {"checkpoint__every_steps": 1, "checkpoint__keep_last": 10, "observe__sinks": "[]"}
     finished = sanity_inputs.train(directory, output_dir, *options, timeout_s=TIMEOUT_S, **settings | more)
     assert finished.returncode == 0, finished.stdout + finished.stderr
 

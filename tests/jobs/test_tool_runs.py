@@ -76,7 +76,7 @@ def test_training_reads_what_tools_wrote_and_learns_from_what_the_model_wrote(to
         tools__names=tools,
         tools__max_response_tokens=64,
         rollout__max_response_length=MAX_LENGTH,
-        observe__samples_per_step=16,
+        observe__groups_per_step=16,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     metrics = sanity_inputs.read_lines(tmp_path / "run" / "metrics.jsonl")
@@ -121,7 +121,7 @@ def test_training_in_an_environment_learns_from_its_rewards_and_from_what_the_mo
         tools__max_response_tokens=32,
         reward__verifier_function="environment_reward",
         rollout__max_response_length=MAX_LENGTH,
-        observe__samples_per_step=16,
+        observe__groups_per_step=16,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     for line in sanity_inputs.read_lines(tmp_path / "run" / "metrics.jsonl"):

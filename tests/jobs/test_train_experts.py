@@ -52,7 +52,7 @@ def runs(inputs_dir, tmp_path_factory) -> dict[int, Path]:
             timeout_s=300,
             model__path=inputs_dir / "experts",
             run__max_steps=NUM_STEPS,
-            observe__samples_per_step=16,
+            observe__groups_per_step=16,
         )
         assert finished.returncode == 0, finished.stdout + finished.stderr
     return directories

@@ -46,7 +46,7 @@ def runs(inputs_dir, tmp_path_factory) -> dict[int, Path]:
             world_size,
             timeout_s=300,
             run__max_steps=NUM_STEPS,
-            observe__samples_per_step=16,
+            observe__groups_per_step=16,
             **{f"profiler__{name}": value for name, value in profiler.items()},
         )
         assert finished.returncode == 0, finished.stdout + finished.stderr
@@ -70,7 +70,7 @@ def off_policy(inputs_dir, tmp_path_factory, undisturbed_run) -> Path:
         training__num_iterations=2,
         data__eval_file=inputs_dir / "prompts.mindrecord",
         evaluation__max_prompts=8,
-        observe__samples_per_step=16,
+        observe__groups_per_step=16,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "held-out accuracy on 8 prompts" in finished.stdout

@@ -62,7 +62,7 @@ def test_a_resumed_run_is_the_same_run(inputs_dir, tmp_path, command):
         "run": {"output_dir": str(output_dir), "max_steps": NUM_STEPS},
         "optimizer": {"start_lr": 1e-3, "end_lr": 0.0, "lr_schedule": "linear"},
         "checkpoint": {"every_steps": 2, "keep_last": 5},
-        "observe": {"tensorboard": False},
+        "observe": {"sinks": []},
         **SECTIONS[command],
     }
     path.write_text(json.dumps(config))

@@ -110,7 +110,7 @@ def run(tmp_path, monkeypatch):
         data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
         reward=RewardSection(verifier_function=("length",)),
         checkpoint=CheckpointSection(every_steps=2, asynchronous=False),
-        observe=ObserveSection(tensorboard=False),
+        observe=ObserveSection(sinks=()),
     )
 
     def run_one(resume=False, observe=config.observe, **options):

@@ -63,7 +63,7 @@ CONFIG_MISTAKES = [
         "'profiler.vllm' = true does not go with 'rollout.off_policy_steps'",
         "false",
     ),
-    ("observe.samples_per_step=many", "'observe.samples_per_step' must be an integer", "'many'"),
+    ("observe.groups_per_step=many", "'observe.groups_per_step' must be an integer", "'many'"),
 ]
 # The words after `mindrlhf`, and words of the line.
 COMMAND_MISTAKES = [

@@ -46,7 +46,8 @@ _OF_RL = (
     pairs("algorithm", "num_generations epsilon_low=clip_low epsilon_high=clip_high"),
     pairs("algorithm", "beta", shared.beta),
     pairs("checkpoint", "save_checkpoint_dir=save_dir save_ckpt_interval=every_steps save_max_ckpt_num=keep_last"),
-    pairs("observe", "tensorboard performance_stats"),
+    pairs("observe", "performance_stats"),
+    pairs("observe", "tensorboard=sinks", {True: ["tensorboard"], False: []}),
 )
 _LAYOUT = "data_parallel model_parallel pipeline_stage context_parallel expert_parallel use_seq_parallel vocab_emb_dp"
 _OF_ACTOR = (

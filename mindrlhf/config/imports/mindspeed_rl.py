@@ -146,7 +146,7 @@ _OF_RL = (
     pairs("training", "mini_batch_size=num_minibatches", _minibatches),
     pairs("training", "use_dynamic_bsz=sequence_lengths", _packed),
     pairs("reward", "verifier_function verifier_weight verifier_timeout=timeout_s verifier_parallel=num_workers"),
-    pairs("observe", "use_tensorboard=tensorboard"),
+    pairs("observe", "use_tensorboard=sinks", {True: None, False: None}),
     pairs("observe", "use_wandb=sinks", {True: ["tensorboard", "wandb"], False: None}),
     pairs("observe", "use_swanlab=sinks", {True: ["tensorboard", "swanlab"], False: None}),
     pairs("observe", "wandb_project=project swanlab_project=project", str),

@@ -64,7 +64,7 @@ def _read_run(run_dir: Path, steps: tuple[int, int]) -> dict[str, Any]:
     """Return the samples of a run as the page takes them: texts of prompts once, a short row for each sample."""
     path = Path(run_dir) / "samples.jsonl"
     if not path.exists():
-        raise UserError(f"no samples in {run_dir}: give the directory of a run with 'observe.samples_per_step' above 0")
+        raise UserError(f"no samples in {run_dir}: give the directory of a run with 'observe.groups_per_step' above 0")
     prompts: dict[str, int] = {}
     verifiers: dict[str, int] = {}
     rows, num_chars = [], 0

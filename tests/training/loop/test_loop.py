@@ -573,9 +573,11 @@ def test_the_sampling_is_the_configs():
 
 
 def test_samples_and_checkpoints_are_written_as_often_as_asked():
-    run = Run(num_prompts=10, observe={"samples_per_step": 2}, checkpoint={"every_steps": 2})
+    run = Run(num_prompts=10, observe={"groups_per_step": 1}, checkpoint={"every_steps": 2})
     run()
-    assert [[record.step for record in records] for records in run.memory.samples] == [[s, s] for s in range(1, 6)]
+    assert [[record.step for record in records] for records in run.memory.samples] == [
+        [step] * NUM_GENERATIONS for step in range(1, 6)
+    ]
     assert run.memory.saved == [2, 4]
 
 

@@ -96,8 +96,8 @@ def test_each_update_computes_a_sample():
 
 
 def test_samples_that_are_shown_with_their_tokens_are_computed():
-    rows = rows_of(config_with(observe={"sample_tokens": True, "samples_per_step": 2}))
-    np.testing.assert_array_equal(np.flatnonzero(rows.computed), [0, 1, 3, 4, 9, 10])
+    rows = rows_of(config_with(observe={"sample_tokens": True, "groups_per_step": 1}))
+    np.testing.assert_array_equal(np.flatnonzero(rows.computed), [*range(8), 9, 10])
 
 
 def test_responses_that_were_cut_are_left_out_where_they_are_filtered():

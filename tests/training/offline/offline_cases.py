@@ -51,7 +51,7 @@ def write_config(path, model_dir, **sections):
         "data": {"train_file": "unread", "eval_file": "unread", "tokenizer_dir": "unread"},
         "preference": {"pairs_per_step": 16, "micro_batch_size": 8, "sequence_lengths": [32], "epochs": 3},
         "optimizer": {"start_lr": 3e-3},
-        "observe": {"tensorboard": False},
+        "observe": {"sinks": []},
         **sections,
     }
     path.write_text(json.dumps(config))

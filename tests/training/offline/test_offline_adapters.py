@@ -85,7 +85,7 @@ def test_supervised_training_begins_at_the_base_and_ends_below(model_dir, tmp_pa
                     "data": {"train_file": "unread", "tokenizer_dir": "unread"},
                     "supervised": {"rows_per_step": 16, "micro_batch_size": 8, "sequence_lengths": [32]},
                     "optimizer": {"start_lr": 1e-2},
-                    "observe": {"tensorboard": False},
+                    "observe": {"sinks": []},
                     "lora": lora,
                 }
             )
