@@ -1,0 +1,107 @@
+"""Lines of each package, of tests and scripts, words of docs: a number falls with any commit and rises with none.
+
+Whoever raises one says in its row what left in its place.
+"""
+
+import ast
+import collections
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# Lines of .py files, and of .sh in scripts; words of pages in docs, the generated config.md aside.
+MOST = {
+    "mindrlhf/__init__.py": 3,
+    "mindrlhf/algorithms": 2277,
+    "mindrlhf/checkpoint": 813,
+    "mindrlhf/cli.py": 173,
+    "mindrlhf/commands": 2203,
+    "mindrlhf/config": 4267,
+    "mindrlhf/cpu": 2794,
+    "mindrlhf/data": 4110,
+    "mindrlhf/debugging": 201,
+    "mindrlhf/doctor": 1282,
+    "mindrlhf/dryrun": 3597,
+    "mindrlhf/errors.py": 117,
+    "mindrlhf/evaluation": 749,
+    "mindrlhf/hub": 70,
+    "mindrlhf/images": 368,
+    "mindrlhf/launch": 3364,
+    "mindrlhf/layout": 1434,
+    "mindrlhf/models": 3136,
+    "mindrlhf/observe": 2617,
+    "mindrlhf/rewards": 6581,
+    "mindrlhf/rollout": 6769,
+    "mindrlhf/sandbox": 3915,
+    "mindrlhf/shards": 1529,
+    "mindrlhf/specs": 2167,
+    "mindrlhf/system": 2349,
+    "mindrlhf/tools": 2508,
+    "mindrlhf/training": 10670,
+    "mindrlhf/weights": 4897,
+    "tests": 75109,
+    "scripts": 1996,
+    "docs": 30191,
+}
+# Modules of these are found by the name of their file.
+FOUND_BY_NAME = tuple(
+    f"mindrlhf.{name}."
+    for name in (
+        *("algorithms.advantages", "algorithms.policy_losses", "rewards.verifiers", "commands", "observe.trackers"),
+        *("training.optimizers", "cpu", "sandbox"),  # by a table; by system.speed_ups; by their paths, in a jail
+    )
+)
+
+
+def size_of(name):
+    folder = ROOT / name
+    if name == "docs":
+        pages = [page for page in folder.rglob("*.md") if page.name != "config.md"]
+        return sum(len(page.read_text(encoding="utf-8").split()) for page in pages)
+    files = [folder] if folder.is_file() else [*folder.rglob("*.py"), *folder.glob("*.sh")]
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+
+def packages():
+    paths = [path for path in (ROOT / "mindrlhf").iterdir() if path.suffix in (".py", "")]
+    return sorted(f"mindrlhf/{path.name}" for path in paths if path.name != "__pycache__")
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_a_package_grows_only_where_its_row_says_what_left(name):
+    size = size_of(name)
+    assert size <= MOST[name], f"{name} has {size}: take something away, or say in its row what went in its place"
+    assert size > MOST[name] * 0.98 - 20, f"{name} has {size}: lower its row, {MOST[name]}"
+
+
+def test_every_package_has_a_row():
+    assert {*MOST} == {*packages(), "tests", "scripts", "docs"}
+
+
+def imported(text):
+    """Yield the dotted names that a source imports: modules, and what is taken from them."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_nothing_in_the_product_is_used_by_tests_alone():
+    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "mindrlhf").rglob("*.py")}
+    words = collections.Counter(word for text in sources.values() for word in re.findall(r"\w+", text))
+    modules = {name for text in sources.values() for name in imported(text)}
+    quoted = {name for text in sources.values() for name in re.findall(r"\"(mindrlhf(?:\.\w+)+)", text)}
+    modules |= quoted | {name.rpartition(".")[0] for name in quoted}
+    unused = []
+    for path, text in sources.items():
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if module.startswith(FOUND_BY_NAME) or path.stem in ("__init__", "__main__"):
+            continue
+        unused += [module] if module not in modules and '"__main__"' not in text else []
+        definitions = [node for node in ast.parse(text).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+        unused += [f"{module}.{node.name}" for node in definitions if words[node.name] == 1 and not node.decorator_list]
+    assert not unused, f"only tests use {', '.join(unused)}: move it there, or delete it"
