@@ -95,7 +95,7 @@ def test_what_matters_is_refused(key):
 
 
 @pytest.mark.parametrize(
-    "key", ["run.output_dir", "run.max_steps", "evaluation.every_steps", "checkpoint.keep_last", "observe.tensorboard",
+    "key", ["run.output_dir", "run.max_steps", "evaluation.every_steps", "checkpoint.keep_last", "observe.sinks",
             "rollout.python", "rollout.num_threads", "reward.timeout_s", "parallel_config.data_parallel"],
 )  # fmt: skip
 def test_what_does_not_matter_is_allowed(key):
