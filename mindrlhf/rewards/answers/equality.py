@@ -132,7 +132,7 @@ class _Comparison:
             return False
         if not _names_fit(read, reference_read):
             return False
-        # x/x = 1 is true of every x, and \\cos 0 = 1 says nothing of x+y: neither has its value for an answer.
+        # x/x = 1 is true of every x, and \cos 0 = 1 says nothing of x+y: neither has its value for an answer.
         if read.name and reference_read.name and expressions_equal(read.name, read.values[-1]):
             return False
         if not read.name and re.search(r"[-+/]", reference_read.name or "") and "=" in prediction:

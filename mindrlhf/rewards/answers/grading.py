@@ -36,7 +36,7 @@ def is_correct(
     if is_choice:
         return stated_choice(without_end_tokens(prediction)) == reference
     stated = stated_answer(prediction)
-    # "\\ln e = 1" states 1, but not that x+y is 1.
+    # "\ln e = 1" states 1, but not that x+y is 1.
     is_nameless = "=" in reference and "=" in prediction and stated is not None and "=" not in stated
     if stated is None or is_nameless or restates(prediction) or not answers_equal(stated, reference, tolerance):
         return False
