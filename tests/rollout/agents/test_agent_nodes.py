@@ -125,19 +125,26 @@ def test_a_node_that_is_lost_costs_the_samples_there_and_the_run_goes_on(opened,
     monkeypatch.setattr(channel, "SILENCE_LIMIT_S", 3.0)
     source, (node,) = opened(1)
     pid = node._process.pid
-    found = []
-    thread = threading.Thread(target=lambda: found.extend(episodes(source, *["nap"] * 3, "hang", "nap", "hang")))
+    requests = [prompt(text, number) for number, text in enumerate(["nap"] * 3 + ["hang", "nap", "hang"])]
+    failures = {}
+
+    def collect():
+        for completion in source.generate(requests, SAMPLING):
+            failures[completion.request_id] = completion.agent.failure
+
+    thread = threading.Thread(target=collect)
     source._tools.__dict__["agent_timeout_s"] = 12.0
     thread.start()
-    while max(source._runners.values()) == 0 or len(source._running) > 2:
+    # All that end have ended: what is under way then hangs, some of it on the node.
+    while len(failures) < 4 or max(source._runners.values()) == 0:
+        assert thread.is_alive(), failures
         time.sleep(0.02)
     os.kill(pid, how)
     thread.join(60)
     if how == signal.SIGSTOP:
         os.kill(pid, signal.SIGCONT)
-    failures = [one.agent.failure for one in found]
-    assert failures[3] and failures[5] and not any(failures[:3]) and not failures[4]
-    assert sum("node 1 has " in one for one in failures) >= 1 and len(source._runners) == 1
+    assert {number for number, failure in failures.items() if failure} == {3, 5}
+    assert sum("node 1 has " in failure for failure in failures.values()) >= 1 and len(source._runners) == 1
     assert not any(one.agent.failure for one in episodes(source, *["nap"] * 3))
 
 
