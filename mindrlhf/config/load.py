@@ -16,7 +16,7 @@ from mindrlhf.config.algorithm import (
 from mindrlhf.config.evaluation import evaluation_rules
 from mindrlhf.config.memory import memory_rules
 from mindrlhf.config.model import lora_rules
-from mindrlhf.config.observe import checkpoint_rules, guard_rules, profiler_rules, tracker_rules
+from mindrlhf.config.observe import checkpoint_rules, profiler_rules, tracker_rules
 from mindrlhf.config.offline import dpo_rules, preference_rules, supervised_batch_rules, supervised_rules
 from mindrlhf.config.parse import Reading, read, read_yaml
 from mindrlhf.config.refusals import refusal_rules
@@ -134,7 +134,6 @@ def _reinforcement_rules(config: GrpoConfig, given: frozenset[str]) -> Rules:
     yield from reward_rules(config.reward)
     yield from evaluation_rules(config)
     yield from server_rules(config)
-    yield from guard_rules(config.guard)
     yield from checkpoint_rules(config.checkpoint, knows_best=True)
     yield from tracker_rules(config.observe, given)
     yield from tool_rules(config)

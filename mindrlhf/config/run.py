@@ -22,11 +22,6 @@ class RunSection:
         True, "two runs of this config compute the same bits; costs nothing on CPU and some speed on Ascend"
     )
     max_steps: int = key(0, "stop after this many steps; 0 means when `training.epochs` are used up", minimum=0)
-    fail_without_signal: bool = key(
-        False,
-        "stop when the first 5 steps have nothing to learn from: no group had samples with different rewards, or loss "
-        "and gradient were 0; false warns only",
-    )
     start_timeout_s: float = key(
         600.0, "longest wait, in seconds, until all ranks have found each other; 0 means any time", minimum=0
     )

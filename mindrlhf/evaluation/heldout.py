@@ -1,13 +1,11 @@
 """Accuracy on held-out prompts, with an interval that says how sure it is."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mindrlhf.config.evaluation import PASS_AT_K
 from mindrlhf.config.reward import REWARD_MODEL_NAME, RewardSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import Prompt
@@ -35,9 +33,6 @@ class Evaluation:
     shown: list[dict[str, Any]]  # prompt, completion, answer, reward
     # Digest of prompts and answers: only evaluations with the same one can be compared.
     questions: str = ""
-    # What the best model is chosen by, where that is not the accuracy here: which number of which questions, and it.
-    judged_by: str = ""
-    judged: float = 0.0
 
     @classmethod
     def of(cls, step: int, verifier: str, samples: Sequence[Sample], num_samples: int) -> "Evaluation":
@@ -73,23 +68,6 @@ class Evaluation:
     def pass_at_k(self) -> float:
         """Chance that one of a prompt's k = ``num_samples`` answers is right."""
         return float(pass_at_k(self.scores > 0.5, self.num_samples).mean())
-
-    @property
-    def merit(self) -> float:
-        """The number that the best model is chosen by; higher is better."""
-        return self.judged if self.judged_by else self.accuracy
-
-    def judged_on(self, other: "Evaluation", set_name: str, metric: str) -> "Evaluation":
-        """Return this evaluation with a metric of ``other``, of the set ``set_name``, as its merit."""
-        value = other.pass_at_k if metric == PASS_AT_K else other.accuracy
-        what = f"{set_name} {metric} {other.num_samples} {other.questions} {other.verifier}"
-        return dataclasses.replace(self, judged_by=what, judged=value)
-
-    def is_judged_alike(self, other: "Evaluation") -> bool:
-        """Return True when the merits of both are the same number of the same prompts."""
-        if self.judged_by or other.judged_by:
-            return self.judged_by == other.judged_by
-        return self.is_comparable(other)
 
     @property
     def num_prompts(self) -> int:
@@ -137,6 +115,15 @@ def accuracy_verifier(config: GrpoConfig, set_name: str = "") -> str:
 def accuracy_of(verifier: str, reward: RewardSection) -> str:
     """Return the same from the key ``evaluation.verifier`` and the rewards."""
     return verifier or (*reward.verifier_function, REWARD_MODEL_NAME)[0]
+
+
+def best_step(evaluations: Sequence[Evaluation]) -> int | None:
+    """Return the step of the best accuracy after training began, the earliest of equals.
+
+    Only evaluations that can be compared with the last one count.
+    """
+    trained = [item for item in evaluations if item.step > 0 and item.is_comparable(evaluations[-1])]
+    return max(trained, key=lambda item: item.accuracy).step if trained else None
 
 
 def applicable(rewards: np.ndarray) -> np.ndarray:

@@ -24,7 +24,7 @@ def parse_ports(text: str) -> range:
     match = re.fullmatch(r"([0-9]{1,5})-([0-9]{1,5})", text.strip())
     first, last = (int(match[1]), int(match[2])) if match else (0, -1)
     if not 1024 <= first <= last < 1 << 16:
-        raise UserError(f"'run.ports' is '{text}': give two ports from 1024 to 65535, as in 20000-20100")
+        raise UserError(f"'run.ports' is '{text[:60]}': give two ports from 1024 to 65535, as in 20000-20100")
     if last - first + 1 < LEAST_PORTS:
         raise UserError(f"'run.ports' is '{text}', {last - first + 1} ports: give {LEAST_PORTS} at least")
     return range(first, last + 1)

@@ -40,7 +40,7 @@ from mindrlhf.training.team import Team, connect, serve
 
 
 class Steps(Protocol):
-    """The steps of a run on rank 0; ``begin``, ``check``, ``is_over`` and ``saving`` do nothing unless somebody says.
+    """The steps of a run on rank 0; ``begin``, ``check``, ``write_page`` and ``saving`` do nothing by default.
 
     Attributes:
         progress: where the run is; ``step`` moves it on.
@@ -74,9 +74,8 @@ class Steps(Protocol):
             RunFailure: it does.
         """
 
-    def is_over(self) -> bool:
-        """Return whether the run is complete although there are steps left."""
-        return False
+    def write_page(self) -> None:
+        """Write the page of the run, where an evaluation has come."""
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """Return a context around the saving of a checkpoint."""
@@ -233,15 +232,14 @@ class _Reported:
         self._is_due = bool(metrics)
         return metrics
 
-    def is_over(self) -> bool:
-        """Write the page, and return whether the run is over."""
+    def write_page(self) -> None:
+        """Write the page, and warn where that fails."""
         if self._is_due:
             self._is_due = False
             try:
                 write_report(self._output_dir, is_running=True)
             except (UserError, RunFailure) as failure:
                 print(f"warning: no report: {failure}", file=sys.stderr, flush=True)
-        return self._steps.is_over()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._steps, name)
@@ -261,7 +259,7 @@ def run_steps(
     sinks: SinkGroup,
     profiled: Callable[[int], contextlib.AbstractContextManager[None]] = lambda step: contextlib.nullcontext(),
 ) -> bool:
-    """Train to the last step, or until the run is over, evaluating, reporting and saving on the way.
+    """Train to the last step, evaluating, reporting and saving on the way.
 
     Args:
         profiled: returns a context around a step, from 1, and what follows it.
@@ -273,7 +271,8 @@ def run_steps(
     steps.begin()
     if progress.step == 0 and (metrics := steps.evaluate()):
         sinks.write(0, metrics)
-    while progress.step < steps.num_steps and not steps.is_over():
+    while progress.step < steps.num_steps:
+        steps.write_page()
         with profiled(progress.step + 1):
             if not _run_step(steps, checkpoints, sinks):
                 return False

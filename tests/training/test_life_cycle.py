@@ -25,14 +25,13 @@ NUM_STEPS = 3
 
 
 class Fake(SavesState, life_cycle.Training, life_cycle.Steps):
-    """A kind of training that keeps a journal; ``fails_at``, ``ends_at`` and ``is_over_at`` are steps."""
+    """A kind of training that keeps a journal; ``fails_at`` and ``ends_at`` are steps."""
 
     shown_steps, num_steps = None, NUM_STEPS
 
-    def __init__(self, output_dir, fails_at=0, ends_at=0, is_over_at=NUM_STEPS):
+    def __init__(self, output_dir, fails_at=0, ends_at=0):
         super().__init__()
         self.output_dir = output_dir
-        self.is_over_at = is_over_at
         self.fails_at, self.ends_at = fails_at, ends_at
         self.journal = []
         self.order = PromptStream(10, seed=0)
@@ -72,16 +71,13 @@ class Fake(SavesState, life_cycle.Training, life_cycle.Steps):
         if self.progress.step == self.fails_at:
             raise RunFailure("the guards demand it")
 
-    def is_over(self):
-        return self.progress.step == self.is_over_at
-
     @contextlib.contextmanager
     def saving(self):
         self.note("saving")
         yield
 
     def finish(self, worker, progress):
-        assert worker is self and progress.step == self.is_over_at
+        assert worker is self and progress.step == NUM_STEPS
         self.note("finish")
 
     def state_size_bytes(self):
@@ -151,14 +147,6 @@ def test_a_run_that_is_asked_to_end_saves_and_is_resumed(run, capsys):
     assert [line["step"] for line in resumed.metrics()] == [0, 1, 2, 3]
 
 
-def test_a_run_that_is_over_early_is_complete(run):
-    training, _ = run(is_over_at=2)
-    assert training.journal[5:] == ["step 1", "check", "step 2", "check", "saving", "finish", "closed"]
-    # Killed before its model was exported, it is not trained further.
-    resumed, _ = run(resume=True, is_over_at=2)
-    assert resumed.journal[-3:] == ["begin", "finish", "closed"]
-
-
 def test_the_step_that_fails_a_run_is_reported_and_not_saved(run):
     training, checkpoint = run(fails_at=2)
     assert training.journal[-3:] == ["step 2", "check", "closed"] and checkpoint is None
@@ -199,18 +187,17 @@ def test_each_evaluation_has_the_page_written_anew_and_a_page_that_cannot_be_is_
         def evaluate(self):
             return self.evaluated
 
-        def is_over(self):
-            return False
-
     steps = life_cycle._Reported(Steps(), tmp_path)
     assert steps.num_steps == 9
-    assert steps.evaluate() == {"eval/accuracy": 0.5} and not steps.is_over()
+    assert steps.evaluate() == {"eval/accuracy": 0.5}
+    steps.write_page()
     assert "warning: no report: no metrics in" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n')
     Steps.evaluated = {}
-    assert steps.evaluate() == {} and not steps.is_over()
+    assert steps.evaluate() == {}
+    steps.write_page()
     assert not (tmp_path / "report.html").exists()
     Steps.evaluated = {"eval/accuracy": 0.5}
     steps.evaluate()
-    assert not steps.is_over()
+    steps.write_page()
     assert 'http-equiv="refresh"' in (tmp_path / "report.html").read_text()

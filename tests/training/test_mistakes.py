@@ -55,7 +55,6 @@ CONFIG_MISTAKES = [
     ("optimizer.lr=1e-6", "unknown key 'optimizer.lr'", "keys of section 'optimizer'"),
     ("parallel_config.model_parallel=2", "'parallel_config.model_parallel' is 2", "set it to 1"),
     ("parallel_config.data_parallel=2", "1 were started", "start 2 workers"),
-    ("guard.grad_spike_factor=0.5", "'guard.grad_spike_factor' is 0.5", "raise it above 1"),
     ("profiler.steps=0", "'profiler.steps[0]' is 0", "at least 1"),
     ("profiler.steps=9 run.max_steps=3", "'profiler.steps' has 9, but the run ends after run.max_steps = 3", "earlier"),
     (

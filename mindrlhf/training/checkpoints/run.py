@@ -19,8 +19,7 @@ from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.fingerprint import check_same_data
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.evaluation.best import best_step
-from mindrlhf.evaluation.heldout import Evaluation
+from mindrlhf.evaluation.heldout import Evaluation, best_step
 from mindrlhf.training.checkpoints.node_local import NodeCheckpoints
 from mindrlhf.training.checkpoints.parts import SHARDS
 from mindrlhf.training.checkpoints.requests import SaveRequests

@@ -91,14 +91,12 @@ class LossAlarm:
         self._events = events
         self._state = state
         self._needed = min(MIN_STEPS, num_steps or MIN_STEPS)
-        stop_after = self._needed if config.run.fail_without_signal else 0
         self._from_start = {"after": self._needed, "from_start": True}
-        self._nothing = {**self._from_start, "stop_after": stop_after, "remedy": " (run.fail_without_signal is true)"}
 
     def review_losses(self, step: int, losses: Iterable[tuple[float, float]]) -> None:
         """Look at loss and gradient norm of all updates of a step, from 1."""
         is_zero = all(loss == norm == 0 for loss, norm in losses)
-        self.watch(step, Condition(NO_LOSS, is_zero, _no_loss, **self._nothing))
+        self.watch(step, Condition(NO_LOSS, is_zero, _no_loss, **self._from_start))
 
     def close(self) -> None:
         """Repeat the warnings whose conditions still hold when the run ends."""
@@ -155,7 +153,7 @@ class LearningAlarm(LossAlarm):
             for condition in self._of_verifier(name, [sample for sample in samples if name in sample.reward.parts]):
                 self.watch(step, condition)
         if self._learns_from_rewards and any(sample.reward.parts for sample in samples):
-            self.watch(step, Condition(NO_SIGNAL, not _has_signal(samples), _no_signal, **self._nothing))
+            self.watch(step, Condition(NO_SIGNAL, not _has_signal(samples), _no_signal, **self._from_start))
         mean = np.mean([sample.reward.total for sample in samples])
         self._count(_NEAR_HIGHEST, self._highest > 0 and mean >= NEAR_ONE * self._highest)
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from mindrlhf.checkpoint.algorithm_state import GuardsState, LearningState
-from mindrlhf.config.observe import GuardSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.errors import RunFailure
@@ -29,11 +28,12 @@ def describe(sample: Sample) -> dict[str, Any]:
 
 
 SKIPPED_NAME = "skipped"
+MAX_SKIPPED_UPDATES = 3  # in a row
 MAX_SAVED_BATCHES = 16  # enough to see what they share; a run that goes wrong for days must not fill the disk
 
 
 class SkippedUpdates:
-    """Saves the batch of each skipped update; ``guard.max_skipped_updates`` of them in a row stop the run.
+    """Saves the batch of each skipped update; ``MAX_SKIPPED_UPDATES`` of them in a row stop the run.
 
     Attributes:
         num_in_a_row: skipped updates since the last that was made.
@@ -68,12 +68,11 @@ class SkippedUpdates:
             grad_norm=str(norm),
             batch=str(path or ""),
         )
-        limit = self._config.guard.max_skipped_updates
-        if self.num_in_a_row >= limit:
+        if self.num_in_a_row >= MAX_SKIPPED_UPDATES:
             self.failure = (
                 f"{self.num_in_a_row} updates in a row had no finite loss and gradients, the last in step "
-                f"{step.number}, and guard.max_skipped_updates is {limit}: the weights are "
-                f"those of the last good update; lower optimizer.start_lr or optimizer.max_grad_norm{advice}"
+                f"{step.number}: the weights are those of the last good update; lower optimizer.start_lr or "
+                f"optimizer.max_grad_norm{advice}"
             )
         return True
 
@@ -113,11 +112,13 @@ def _row_arrays(
 
 
 _MEDIAN_WINDOW, _MEDIAN_MINIMUM = 64, 8  # updates
+SPIKE_FACTOR = 5.0  # times the median of the gradient norms
+WARNING_SHARE = 0.1  # of guard.max_rollout_diff
 _SAMPLES_PER_REPORT = 3  # of each kind
 
 
 class GradientSpikes:
-    """Reports the samples of an update whose norm is ``guard.grad_spike_factor`` times the median; stops no run.
+    """Reports the samples of an update whose norm is ``SPIKE_FACTOR`` times the median; stops no run.
 
     Attributes:
         norms: of the last updates that were made.
@@ -125,9 +126,8 @@ class GradientSpikes:
 
     METRIC = "guard/grad_spikes"
 
-    def __init__(self, limits: GuardSection, policy: Policy, events: Events, norms: Sequence[float]):
+    def __init__(self, policy: Policy, events: Events, norms: Sequence[float]):
         self.norms = deque(norms, maxlen=_MEDIAN_WINDOW)
-        self._factor = limits.grad_spike_factor
         self._policy = policy
         self._events = events
 
@@ -138,7 +138,7 @@ class GradientSpikes:
         if not math.isfinite(norm) or norm == 0:
             return False
         median = float(np.median(self.norms)) if len(self.norms) >= _MEDIAN_MINIMUM else math.inf
-        is_spike = bool(self._factor) and norm > self._factor * median
+        is_spike = norm > SPIKE_FACTOR * median
         if is_spike:
             self._report(step, number, norm, median)
         self.norms.append(norm)
@@ -210,7 +210,7 @@ class Guards:
         self._limits = config.guard
         self._events = Events(Path(config.run.output_dir), first_step=first_step)
         self._skipped = SkippedUpdates(config, policy, self._events, state.num_skipped)
-        self._spikes = GradientSpikes(config.guard, policy, self._events, state.norms)
+        self._spikes = GradientSpikes(policy, self._events, state.norms)
         self._alarms = LearningAlarm(config, self._events, learning or LearningState(), num_steps)
 
     def state(self) -> GuardsState:
@@ -260,18 +260,19 @@ class Guards:
         return Condition(f"failed {name}", None not in failures, text, 1, stop_after=limit, remedy=remedy)
 
     def _drift(self, rollout_diff: float) -> Iterator[Condition]:
-        warn_above, stop_above = self._limits.warn_rollout_diff, self._limits.max_rollout_diff
-        said = f"the log-probabilities of rollout and training differ by {rollout_diff:.3g} nats a token, and guard."
+        stop_above = self._limits.max_rollout_diff
+        said = f"the log-probabilities of rollout and training differ by {rollout_diff:.3g} nats a token"
         # NaN is far; it does not stop: it has been counted as a skipped update, unless the generator's are at fault.
-        is_far = bool(warn_above) and not rollout_diff <= warn_above
-        yield Condition("rollout_diff", is_far, lambda _: f"{said}warn_rollout_diff is {warn_above:g}", 1)
+        is_far = stop_above > 0 and not rollout_diff <= WARNING_SHARE * stop_above
+        text = f"{said}; the run stops above guard.max_rollout_diff = {stop_above:g}"
+        yield Condition("rollout_diff", is_far, lambda _: text, 1)
         remedy = (
             ": the samples are not those of the trained weights; look where rollout_diff began to grow in "
             "metrics.jsonl, set rollout.top_p=1 and rollout.top_k=0, and resume from a checkpoint before, or raise the "
             "limit"
         )
-        is_over, text = 0 < stop_above < rollout_diff, f"{said}max_rollout_diff is {stop_above:g}"
-        yield Condition("max_rollout_diff", is_over, lambda _: text, 1, stop_after=1, remedy=remedy)
+        is_over, limit = 0 < stop_above < rollout_diff, f"{said}, and guard.max_rollout_diff is {stop_above:g}"
+        yield Condition("max_rollout_diff", is_over, lambda _: limit, 1, stop_after=1, remedy=remedy)
 
     def check(self) -> None:
         """Stop the run if the steps so far demand it; call it when their metrics are written.

@@ -213,9 +213,6 @@ class Trainer(Steps):
     def check(self) -> None:
         self.parts.observers.guards.check()
 
-    def is_over(self) -> bool:
-        return self.evaluations.has_converged()
-
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
         """Time the saving of a checkpoint; it is reported with the next step."""

@@ -16,7 +16,6 @@ from mindrlhf.config.model import ModelSection
 from mindrlhf.config.reward import RewardSection
 from mindrlhf.config.run import DataSection, RunSection
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.errors import RunFailure
 from mindrlhf.evaluation.heldout import Evaluation
 from mindrlhf.observe.report import render_report
 from mindrlhf.observe.run_data import read_run
@@ -31,12 +30,12 @@ VERIFIERS = ("accuracy_reward", "format_reward")
 class Run:
     """Guards of a run whose steps are told as the rewards of each group's samples."""
 
-    def __init__(self, output_dir, *, first_step=0, state=None, num_steps=100, advantage="grpo", **run):
+    def __init__(self, output_dir, *, first_step=0, state=None, num_steps=100, advantage="grpo"):
         config = GrpoConfig(
             model=ModelSection(path="model"),
             data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
             reward=RewardSection(verifier_function=VERIFIERS),
-            run=RunSection(output_dir=str(output_dir), **run),
+            run=RunSection(output_dir=str(output_dir)),
             algorithm=AlgorithmSection(advantage=advantage),
         )
         self.directory, self.step = output_dir, max(0, first_step - 1)
@@ -143,24 +142,6 @@ def test_the_state_survives_a_resume(tmp_path):
     assert len(again.events()) == 4, "each is said once, also by the process after"
 
 
-def test_fail_without_signal_stops_the_run_also_after_a_resume(tmp_path):
-    run = Run(tmp_path, fail_without_signal=True)
-    for _ in range(MIN_STEPS - 1):
-        run.do(NOTHING)
-    with pytest.raises(RunFailure, match=r"^step 5: in 5 steps no group had .*run\.fail_without_signal is true\)$"):
-        run.do(NOTHING)
-    resumed = Run(tmp_path, first_step=6, state=run.saved(), fail_without_signal=True)
-    with pytest.raises(RunFailure, match="^step 6: in 6 steps no group"):
-        resumed.do(NOTHING)
-
-
-def test_fail_without_signal_spares_a_run_whose_other_verifier_tells_samples_apart(tmp_path):
-    run = Run(tmp_path, fail_without_signal=True)
-    for _ in range(9):
-        run.do([[(0.0, 0.0), (0.0, 1.0)]])
-    assert run.events() == [(MIN_STEPS, "alarm", "constant accuracy_reward")]
-
-
 def test_a_run_shorter_than_the_wait_is_judged_when_it_ends(tmp_path):
     run = Run(tmp_path, num_steps=2)
     run.do(NOTHING)
@@ -257,7 +238,7 @@ def test_a_constant_is_told_alike_whatever_the_verifier_is_called(tmp_path, caps
 
 
 def test_training_on_fixed_data_has_the_alarm_of_its_loss(tmp_path, capsys):
-    config = SimpleNamespace(run=RunSection(output_dir=str(tmp_path), fail_without_signal=True))
+    config = SimpleNamespace(run=RunSection(output_dir=str(tmp_path)))
     events = Events(tmp_path, first_step=0)
     trainer = SimpleNamespace(
         order=SimpleNamespace(items=lambda index: []),
@@ -266,11 +247,8 @@ def test_training_on_fixed_data_has_the_alarm_of_its_loss(tmp_path, capsys):
     )
     progress = Progress()
     steps = OfflineSteps(trainer, progress, LossAlarm(config, events, LearningState(), trainer.num_steps))
-    for _ in range(MIN_STEPS - 1):
+    for _ in range(MIN_STEPS):
         steps.step()
-        steps.check()
-    steps.step()
-    with pytest.raises(RunFailure, match="^step 5: loss and gradient were 0 in all updates of 5 steps"):
         steps.check()
     assert "warning: step 5: loss and gradient were 0" in capsys.readouterr().err
 

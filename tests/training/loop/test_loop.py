@@ -22,7 +22,7 @@ from mindrlhf.config.training import OptimizerSection, TrainingSection
 from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import RunFailure
-from mindrlhf.evaluation.heldout import Evaluation, HeldOut
+from mindrlhf.evaluation.heldout import HeldOut
 from mindrlhf.observe.timing import StageTimer
 from mindrlhf.rewards.types import RewardResult
 from mindrlhf.rollout.samples import Sampler
@@ -539,28 +539,6 @@ def test_further_sets_are_reported_beside_with_verifiers_of_their_own():
     for values in metrics.values():
         assert (values["eval/accuracy"], values["eval/first/accuracy"], values["eval/second/accuracy"]) == (0.5, 1, 0.5)
         assert values["eval/first/pass@k"] == 1 and values["eval/second/pass@k"] == 0  # a half is not right
-
-
-def test_a_run_ends_when_accuracy_has_not_risen_for_long_enough(capsys):
-    run = Run(num_prompts=20, held_out=True, evaluation={"every_steps": 1, "patience": 2})
-    run()
-    # The rewards never change: step 1 is the best, and two evaluations are no better.
-    assert [one.step for one in run.trainer.progress.evaluations] == [0, 1, 2, 3]
-    assert "mindrlhf: ended after step 3: the accuracy of step 1 was not exceeded by 2" in capsys.readouterr().out
-
-
-def test_the_best_model_is_that_of_the_chosen_set(capsys):
-    sets = [("first", 0, "length"), ("second", 1, "length")]
-    chosen = {"every_steps": 1, "patience": 1, "num_samples": 2, "best_by": "second/pass@k"}
-    run = Run(num_prompts=20, held_out=True, more_held_out=sets, evaluation=chosen)
-    solved = iter([1.0, 1.0, 0.0])  # what the second set's only prompt earns, by evaluation
-    run.trainer.parts.rollout.more_held_out["second"] = SimpleNamespace(
-        run=lambda sampler, step: Evaluation(step, "v", {"v": np.full((1, 2), next(solved))}, 1.0, [], "q")
-    )
-    run()
-    evaluations = run.trainer.progress.evaluations
-    assert [(one.step, one.merit, one.accuracy) for one in evaluations] == [(0, 1.0, 0.5), (1, 1.0, 0.5), (2, 0.0, 0.5)]
-    assert "ended after step 2: the second/pass@k of step 1 was not exceeded by 1 " in capsys.readouterr().out
 
 
 def test_the_sampling_is_the_configs():
