@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from slow_tests import RUNS_SLOW_TESTS
 
 from mindrlhf.cli import main
 from mindrlhf.data.tokenizers import load_tokenizer
@@ -14,55 +15,38 @@ from mindrlhf.data.tokenizers import load_tokenizer
 CONFIG_MISTAKES = [
     ("run.device=gpu", "'run.device' is 'gpu'", "one of cpu, ascend"),
     ("run.devise=cpu", "unknown key 'run.devise'", "did you mean 'run.device'"),
-    ("max_steps=3", "unknown key 'max_steps'", "did you mean 'run.max_steps'"),
-    ("run.max_steps=-1", "'run.max_steps' is -1", "at least 0"),
     ("run.max_steps", "section.key=value", "did you mean run.max_steps=VALUE"),
-    ("run.seed=one", "'run.seed' must be an integer", "'one'"),
     ("run=3", "'run' must be a section", "not 3"),
-    ("run.output_dir=[a]", "'run.output_dir' must be a text", "['a']"),
     ("model.path=nowhere", "'nowhere' does not exist", "give a Hugging Face model directory"),
-    ("model.param_dtype=fp16", "'model.param_dtype' is 'fp16'", "one of float32, bfloat16"),
     ("model.param_dtype=bfloat16", "'model.param_dtype' is bfloat16", "set float32"),
     ("model.reference_path=r", "'model.reference_path' is set, but read only with algorithm.beta", "remove the key"),
     ("data.train_file=nowhere.mindrecord", "no prompt file at nowhere.mindrecord", "mindrlhf data build"),
-    ("data.eval_file=nowhere.mindrecord", "no prompt file at nowhere.mindrecord", "mindrlhf data build"),
     ("data.train_file={inputs}/sft.mindrecord", "built for task 'sft'", "build it again with --task prompts"),
     ("data.train_file={inputs}/foreign.mindrecord", "foreign.mindrecord", "tokenizer"),
     ("data.tokenizer_dir=nowhere", "no tokenizer at nowhere", "expected a directory"),
-    ("data.shuffle=sometimes", "'data.shuffle' must be a true/false", "'sometimes'"),
-    ("data.file=x", "unknown key 'data.file'", "did you mean 'data.eval_file'"),
     ("reward.verifier_function=acuracy_reward", "acuracy_reward", "did you mean accuracy_reward"),
-    ("reward.verifier_function=[]", "'reward.verifier_function' is empty", "name at least one verifier"),
     ("reward.verifier_function=mine.py:reward", "mine.py", "there is no file"),
     ("reward.verifier_weight=1,2", "2 values for 1 verifiers", "give one weight for each"),
     ("reward.model_path={inputs}/model", "gives tokens, not scores", "mindrlhf reward-model"),
     ("reward.options={{nobody.limit:1}}", "'reward.options' names the verifier 'nobody'", "(accuracy_reward)"),
-    ("rollout.temperature=0", "'rollout.temperature' is 0", "greater than 0"),
-    ("rollout.tempreature=1", "unknown key 'rollout.tempreature'", "did you mean 'rollout.temperature'"),
     ("rollout.max_response_length=100000", "max_model_len", "lower the prompt or response length"),
-    ("rollout.top_p=2", "'rollout.top_p' is 2", "at most 1"),
     ("tools.names=abacus tools.max_response_tokens=4", "abacus", "calculator"),
-    ("tools.max_turns=9", "'tools.max_turns' is set, but read only with tools.names", "remove the key"),
     ("algorithm.name=gropo", "'algorithm.name' is 'gropo'", "did you mean 'grpo'"),
     ("algorithm.num_generations=1", "'algorithm.num_generations' is 1", "set it to 2 or more"),
     ("algorithm.advantage=gae", "'critic.path' is empty", "set it to a reward model"),
     ("training.beta=0.1", "unknown key 'training.beta'", "did you mean 'algorithm.beta'"),
     ("training.num_minibatches=5", "does not divide the 16 samples", "num_minibatches"),
     ("training.sequence_lengths=[16]", "'training.sequence_lengths' ends at 16", "raise the one or lower the other"),
-    ("training.batchsize=4", "unknown key 'training.batchsize'", "did you mean 'training.micro_batch_size'"),
-    ("optimizer.start_lr=fast", "'optimizer.start_lr' must be a number", "'fast'"),
     ("optimizer.lr_schedule=cosine", "'optimizer.end_lr' is needed", "set it"),
     ("optimizer.lr=1e-6", "unknown key 'optimizer.lr'", "keys of section 'optimizer'"),
     ("parallel_config.model_parallel=2", "'parallel_config.model_parallel' is 2", "set it to 1"),
     ("parallel_config.data_parallel=2", "1 were started", "start 2 workers"),
-    ("profiler.steps=0", "'profiler.steps[0]' is 0", "at least 1"),
     ("profiler.steps=9 run.max_steps=3", "'profiler.steps' has 9, but the run ends after run.max_steps = 3", "earlier"),
     (
         "profiler.steps=1 profiler.vllm=true rollout.off_policy_steps=1",
         "'profiler.vllm' = true does not go with 'rollout.off_policy_steps'",
         "false",
     ),
-    ("observe.groups_per_step=many", "'observe.groups_per_step' must be an integer", "'many'"),
 ]
 # The words after `mindrlhf`, and words of the line.
 COMMAND_MISTAKES = [
@@ -70,16 +54,11 @@ COMMAND_MISTAKES = [
     ("train", "arguments are required: config", "see mindrlhf train --help"),
     ("train nowhere.yaml", "'nowhere.yaml' does not exist", "config file"),
     ("train c.yaml --max_steps 3", "--max_steps", "did you mean run.max_steps=VALUE?"),
-    ("train c.yaml --num-generations=4", "--num-generations", "did you mean algorithm.num_generations=VALUE?"),
     ("train c.yaml --max_restarts 2", "--max_restarts", "did you mean --max-restarts?"),
     ("train c.yaml --workers two", "--workers", "invalid int value: 'two'"),
-    ("data bild", "'bild' is not known", "did you mean build?"),
-    ("data get a/b --ouput x", "--ouput", "did you mean --output?"),
     ("report nowhere", "no run directory nowhere", "that `mindrlhf train` wrote"),
     ("report runs/x run.max_steps=3", "run.max_steps=3", "no config to set keys of"),
     ("config new --model m --npus -1", "--npus is -1", "give 0 for the CPU"),
-    ("plan c.yaml --workers 8 --node_size 8", "--node_size", "did you mean --node-size?"),
-    ("completion fish", "'fish' is not known", "bash, zsh"),
 ]
 
 
@@ -160,15 +139,16 @@ def test_a_new_config_is_refused_for_a_model_that_no_run_can_train(changes, mess
 
 
 NPUS = [
-    (model, npus, lora)
+    (model, npus, lora, has_data)
     for model in ("qwen2_5/qwen2_5_7b", "qwen3/qwen3_8b", "llama3_1/llama3_1_8b")
     for npus in (8, 32)
     for lora in (0, 16)
+    for has_data in (False, True)
 ]
+DAILY = [("qwen2_5/qwen2_5_7b", 8, 16, True), ("qwen3/qwen3_8b", 32, 0, False)]
 
 
-@pytest.mark.parametrize(("model", "npus", "lora"), NPUS)
-@pytest.mark.parametrize("has_data", [False, True])
+@pytest.mark.parametrize(("model", "npus", "lora", "has_data"), NPUS if RUNS_SLOW_TESTS else DAILY)
 def test_a_new_config_for_npus_is_right_and_fits_without_a_hand_between(
     model, npus, lora, has_data, inputs_dir, tmp_path, capsys
 ):

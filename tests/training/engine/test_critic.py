@@ -210,6 +210,18 @@ def test_a_restored_critic_goes_on_with_the_same_bits(built, tmp_path):
     assert_equal_weights(weights[1], weights_of(worker.engine))
 
 
+def test_a_loss_that_is_not_finite_skips_the_update_though_the_gradients_are(worker):
+    updater, before = worker.engine.updater, weights_of(worker.engine)
+    moments = (*updater.optimizer.exp_avg, *updater.optimizer.exp_avg_sq, *updater.optimizer.global_step)
+    state = [one.asnumpy().copy() for one in moments]
+    send(worker, make_batch(make_sequences(), PACKED))
+    assert np.isnan(updater.apply(1.0, loss=float("inf")))
+    assert_equal_weights(weights_of(worker.engine), before)
+    for one, other in zip(moments, state, strict=True):
+        np.testing.assert_array_equal(one.asnumpy(), other)
+    assert updater.apply(0.0) == 0.0, "nothing of it is left in the accumulators"
+
+
 def test_all_graphs_are_compiled_before_the_first_step_and_both_models_learn_apart(built):
     worker, rewound = built
     rewound.rewind()  # as if it had seen no rows

@@ -20,7 +20,7 @@ from mindrlhf.evaluation.heldout import Evaluation
 from mindrlhf.observe.report import render_report
 from mindrlhf.observe.run_data import read_run
 from mindrlhf.training.checkpoints.run import Progress
-from mindrlhf.training.loop.alarms import MIN_STEPS, Events, LearningAlarm, LossAlarm, SlowRewards
+from mindrlhf.training.loop.alarms import MIN_STEPS, Events, LossAlarm, SlowRewards
 from mindrlhf.training.loop.guards import Guards
 from mindrlhf.training.offline.run import OfflineSteps
 
@@ -217,24 +217,6 @@ def test_low_rewards_and_high_accuracies_are_no_alarm(tmp_path, groups, rights):
     run.guards.review_evaluations([])
     run.guards.review_evaluations([evaluation(0, rights), evaluation(5, rights)])
     assert "not_risen" not in {kind for _, _, kind in run.events()}
-
-
-@pytest.mark.parametrize("name", ["area_reward", "penalty_area_reward", "format_of_length_reward"])
-@pytest.mark.parametrize("value", [0.0, -1.0, 1.0])
-def test_a_constant_is_told_alike_whatever_the_verifier_is_called(tmp_path, capsys, name, value):
-    config = GrpoConfig(
-        model=ModelSection(path="model"),
-        data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
-        reward=RewardSection(verifier_function=(name,)),
-        run=RunSection(output_dir=str(tmp_path)),
-    )
-    alarm = LearningAlarm(config, Events(tmp_path, first_step=0), LearningState())
-    for step in range(1, MIN_STEPS + 1):
-        samples = [make_sample([1], [2], value, {name: value}, group=0, response="so it is 8") for _ in range(2)]
-        alarm.review_rewards(step, samples)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "verifier" in line]
-    said = f"verifier {name} gave {value:g} to all samples of 5 steps: it tells no response from another; one ends with"
-    assert line.startswith(f"warning: step 5: {said} 'so it is 8', and its ")
 
 
 def test_training_on_fixed_data_has_the_alarm_of_its_loss(tmp_path, capsys):

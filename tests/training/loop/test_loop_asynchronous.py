@@ -180,13 +180,6 @@ def test_a_resumed_run_loses_nothing_and_uses_nothing_twice(tmp_path):
         assert course_again[stop + 1 :] == course
 
 
-def test_a_server_that_dies_ends_the_run_with_its_reason(tmp_path):
-    run = start(tmp_path)
-    run.generator.fails_at = 5
-    with pytest.raises(RunFailure, match="the server has died"):
-        finish(run)
-
-
 def test_a_round_whose_weights_are_gone_is_done_with_those_that_replaced_them(tmp_path):
     """Whenever a server dies after newer weights were published; and what came of it is repeated from its order."""
     run = start(tmp_path / "first")

@@ -82,32 +82,6 @@ def test_stale_samples_keep_the_logprobs_they_were_sampled_with(world_size, skip
     assert metrics[2]["rollout_diff/max_abs"] == 0.25, "only samples of the step's own weights are compared"
 
 
-def test_a_resumed_run_uses_what_was_left_over_and_the_sums_go_on():
-    options = {**OPTIONS, "num_prompts": 4, "training": {"chunk_size": 3, "micro_batch_size": 4, "epochs": 50}}
-    whole = Run(steps=5, **options)
-    expected = whole()
-    assert {expected[step]["samples/carried"] for step in expected} > {0.0}, "something is left over at some step"
-    for stop in (1, 2, 3, 4):
-        first = Run(steps=stop, **options)
-        first()
-        second = Run(steps=5, **options)
-        for name in ("step", "weights_version", "leftover", "algorithm"):
-            setattr(second.progress, name, getattr(first.progress, name))
-        second.stream.restore(first.stream.state())
-        second.trainer = type(second.trainer)(second.config, second.trainer.parts, second.progress, 5)
-        second.train()
-        metrics = dict(second.memory.metrics)
-        assert list(metrics) == list(range(stop + 1, 6))
-        for step, values in metrics.items():
-            for name in ("samples/used_stale", "samples/total_generated", "samples/total_used", "loss", "reward/mean"):
-                assert values[name] == expected[step][name], (stop, step, name)
-        totals = second.progress.algorithm.samples
-        assert totals.generated == totals.used + totals.carried + totals.dropped
-        assert totals.carried == len(second.progress.leftover)
-        # What is left at the end is in the checkpoint as well.
-        assert totals == whole.progress.algorithm.samples
-
-
 def test_a_step_broken_off_between_rounds_leaves_the_state_as_it_was():
     run = Run(steps=3, **OPTIONS)
     run.memory.stops_at = 3

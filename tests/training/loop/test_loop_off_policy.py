@@ -1,6 +1,5 @@
 """Sampling ahead of training: which weights sample what, whatever anybody's speed, and what a restart takes up."""
 
-import json
 import random
 import threading
 import time
@@ -8,8 +7,7 @@ import time
 import numpy as np
 import pytest
 import test_loop
-from saved_progress import load_progress, save_progress
-from test_loop import END, NUM_GENERATIONS, Rank, Run, Script
+from test_loop import END, Rank, Run, Script
 
 from mindrlhf.errors import RunFailure
 from mindrlhf.rollout.types import Completion
@@ -175,54 +173,6 @@ def test_numbers_do_not_depend_on_speed(ahead, monkeypatch):
     assert finish(start(ahead)) == expected
 
 
-RECIPES = {
-    "plain": {},
-    "dynamic": {
-        "num_prompts": 5,
-        "algorithm": {"num_generations": NUM_GENERATIONS, "dynamic_sampling": True},
-        "training": {"chunk_size": 3, "micro_batch_size": 4, "epochs": 50},
-    },
-    "greedy": {"algorithm": {"num_generations": NUM_GENERATIONS, "advantage": "remax"}},
-}
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("ahead", [1, 2])
-def test_a_resumed_run_trains_on_what_was_sampled_before(ahead, recipe, tmp_path):
-    """Through the files of a checkpoint."""
-    whole = start(ahead, checkpoint={"every_steps": 1}, **RECIPES[recipe])
-    saved = {}
-
-    def save(progress):
-        save_progress(tmp_path / str(progress.step), progress)
-        versions = [step.version for step in progress.leftover]
-        saved[progress.step] = versions, json.dumps(whole.stream.state()), progress.weights_version
-
-    whole.memory.save = save
-    metrics, course = finish(whole)
-    assert list(saved) == [1, 2, 3, 4, 5, 6] and saved[6][0] == []
-    assert saved[3][0] == [2, 3][-ahead:]
-    for stop in (1, 3, 5):
-        _, stream, version = saved[stop]
-        resumed = start(ahead, **RECIPES[recipe])
-        resumed.progress.step, resumed.progress.weights_version = stop, version - 1
-        load_progress(tmp_path / str(stop), resumed.progress)
-        resumed.stream.restore(json.loads(stream))
-        resumed.trainer.close()
-        resumed.trainer = type(resumed.trainer)(
-            resumed.config, resumed.trainer.parts, resumed.progress, resumed.num_steps
-        )
-        # The stand-in for a rank counts its updates in its gradient norm; which weights it has, it does not know.
-        resumed.ranks[0].updates += whole.ranks[0].updates[: len(whole.ranks[0].updates) * stop // NUM_STEPS]
-        again, course_again = finish(resumed)
-        assert again == {step: values for step, values in metrics.items() if step > stop}, stop
-        assert course_again == course[stop + 1 :]
-    if recipe == "dynamic":
-        assert {values["samples/carried"] for values in metrics.values()} > {0.0}, "something is left over at some step"
-        totals = whole.progress.algorithm.samples
-        assert totals.generated == totals.used + totals.carried + totals.dropped
-
-
 def test_held_out_prompts_are_sampled_with_the_weights_of_the_moment():
     run = start(2, held_out=True, evaluation={"every_steps": 2, "before_training": True})
     finish(run)
@@ -247,15 +197,6 @@ def test_old_logprobs_are_the_trainers_and_the_generators_go_to_the_correction()
     assert "rollout_diff/mean_abs" in metrics[1], "the first step's samples are of its own weights"
     assert all("rollout_diff/mean_abs" not in metrics[step] for step in range(2, NUM_STEPS + 1))
     assert [diff is None for _, diff in run.memory.reviewed] == [False] + [True] * (NUM_STEPS - 1)
-
-
-def test_with_bypass_the_old_logprobs_are_the_generators():
-    run = start(1, correction={"bypass": True})
-    finish(run)
-    assert not [entry for entry in run.journal if entry.startswith("old_logprobs")]
-    rows = run.ranks[0].updates[2][2][0]
-    np.testing.assert_allclose(rows.tokens["old_logprobs"], -1.02 * rows.mask, rtol=1e-6)
-    assert "rollout_logprobs" not in rows.tokens
 
 
 def test_a_server_that_fails_ends_the_run_and_the_thread(monkeypatch):

