@@ -74,12 +74,6 @@ def test_reference_is_left_out_with_one_line_when_there_is_no_kl_term(model_dirs
     )
 
 
-def test_other_ranks_do_not_repeat_the_line(model_dirs, capsys, monkeypatch):
-    monkeypatch.setenv("RANK_ID", "1")
-    _load(model_dirs, "--ref_checkpoint_path", "r")
-    assert capsys.readouterr().out == ""
-
-
 def test_reference_is_used_when_there_is_a_kl_term(model_dirs, capsys):
     config = _load(model_dirs, "--ref_checkpoint_path", "r", "algorithm.beta=0.001")
     assert (config.model.reference_path, config.algorithm.beta) == ("r", 0.001)
@@ -115,16 +109,6 @@ def test_the_cpu_overrides_of_the_readme_pass_the_checks():
     arguments = tutorial.parse_arguments([*words[start + 1 :], f"--config={CONFIG}"])
     config = tutorial.load_config(arguments, world_size=2)
     assert (config.run.device, config.model.random_init) == ("cpu", True)
-
-
-def test_the_comments_of_the_config_count_right(model_dirs):
-    config = _load(model_dirs)
-    training, text = config.training, CONFIG.read_text()
-    num_prompts = training.chunk_size * training.num_rollouts
-    num_samples = num_prompts * config.algorithm.num_generations
-    assert f"{training.chunk_size} * {training.num_rollouts} prompts * 8 samples = {num_samples} samples" in text
-    assert f"7,473 prompts / {num_prompts} = {-(-7473 // num_prompts)} steps" in text
-    assert config.rollout.num_replicas * config.rollout.tensor_parallel == 8
 
 
 def test_the_config_differs_from_the_models_own_in_no_layout(model_dirs):

@@ -4,8 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mindrlhf.observe.metrics import (
     combine_metrics,
@@ -48,16 +46,6 @@ def test_one_sample_for_each_prompt_makes_no_groups():
 
 def test_rounding_is_no_signal():
     assert reward_metrics(np.array([0.1 + 0.2, 0.3]), np.zeros(2, int), {})["reward/groups_without_signal"] == 1.0
-
-
-def test_verifier_rewards_of_another_length_are_a_bug():
-    with pytest.raises(AssertionError, match="format_reward"):
-        reward_metrics(np.ones(4), np.zeros(4, int), {"format_reward": np.ones(3)})
-
-
-def test_an_empty_batch_is_a_bug():
-    with pytest.raises(AssertionError, match="not empty"):
-        reward_metrics(np.ones(0), np.zeros(0, int), {})
 
 
 def test_lengths_by_hand():
@@ -126,25 +114,8 @@ def test_k3_keeps_tiny_differences():
     assert metrics["rollout_diff/k3"] == pytest.approx(5e-13, rel=1e-4)
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.floats(-30, 0), st.floats(-30, 0)), min_size=1, max_size=30))
-def test_k3_is_never_negative(pairs):
-    rollout, train = np.array(pairs).T
-    assert rollout_diff_metrics(rollout, train, np.ones(len(pairs)))["rollout_diff/k3"] >= 0
-
-
-def test_nothing_to_compare_is_a_bug():
-    with pytest.raises(AssertionError, match="no response token"):
-        rollout_diff_metrics(np.zeros(3), np.zeros(3), np.zeros(3))
-
-
 def test_packing_counts_filler_rows():
     assert packing_metrics([100, 60, 0], [128, 64, 128]) == {"packing/efficiency": 0.5, "packing/num_rows": 3.0}
-
-
-def test_a_row_cannot_overflow():
-    with pytest.raises(AssertionError, match="more tokens"):
-        packing_metrics([65], [64])
 
 
 def test_combined_parts_keep_their_names_apart():

@@ -1,7 +1,6 @@
 """A new column of the data reaches rewards, tools, environments and files, from the raw row on, by its name alone."""
 
 import json
-import types
 
 import numpy as np
 import pytest
@@ -213,21 +212,3 @@ def test_an_environment_begins_with_the_columns_that_it_names(tmp_path):
         check_columns(name, [], "prompts of p")
     with pytest.raises(UserError, match="has the parameter 'goal', but prompts of p have only the columns hint"):
         check_columns(f"{tmp_path / 'game.py'}:Game", ["hint"], "prompts of p")
-
-
-def test_comparing_verifiers_get_columns_too(prompt_file, tokenizer_dir, tmp_path):
-    (tmp_path / "compare.py").write_text(
-        "def rank(completion, answer, *, completions, shade): return 100.0 * len(completions) + (shade or 0)"
-    )
-    selection = Selection((f"{tmp_path / 'compare.py'}:rank",), (1.0,))
-    with RewardPool(selection) as pool:
-        sampler = Sampler(Replies(), pool, load_tokenizer(tokenizer_dir))
-        samples = sampler.sample(PromptFile.open(prompt_file).read([1, 0]), 3, SamplingParams(4), (0,))
-    assert [sample.reward.total for sample in samples] == [304.0] * 3 + [303.0] * 3
-
-
-def test_a_run_whose_prompts_lack_a_column_is_refused(prompt_file, reward):
-    other = types.SimpleNamespace(path="other", header=types.SimpleNamespace(verifier_choices=(), columns=("hint",)))
-    reward.check_prompts(PromptFile.open(prompt_file))
-    with pytest.raises(UserError, match="'shade', which nothing gives a value: prompts of other have the columns hint"):
-        reward.check_prompts(other)

@@ -136,16 +136,6 @@ def test_a_death_is_raised_when_the_weights_have_been_replaced():
         collect(replicas)
 
 
-def test_a_second_death_is_raised():
-    server = Server(dies_after=2)
-    replicas = Replicas([server], num_restarts=1)
-    replicas.update_weights(7)
-    assert collect(replicas) == EXPECTED
-    server.dies_after = 2
-    with pytest.raises(RunFailure, match="killed by signal 9"):
-        collect(replicas)
-
-
 def test_a_death_between_two_rollouts_is_made_good_too():
     """The server may die while the trainer updates: the next thing it is asked is to wake and take new weights."""
     server = Server()

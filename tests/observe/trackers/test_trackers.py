@@ -1,18 +1,14 @@
 """What trackers are told, by stand-ins: in which order, and what becomes of those that fail or hang."""
 
 import threading
-from pathlib import Path
 
 import pytest
 
-from mindrlhf.config.observe import SINKS
 from mindrlhf.errors import UserError
 from mindrlhf.observe import trackers
 from mindrlhf.observe.sinks import StepDetails, open_sinks
 from mindrlhf.observe.trackers import background
 from mindrlhf.observe.trackers.background import Trackers, open_trackers
-
-ROOT = Path(__file__).parents[3]
 
 
 class Journal:
@@ -138,11 +134,3 @@ def test_one_that_is_not_installed_is_one_line(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match="has wandb, which"):
         trackers.check_trackers(["wandb"])
-
-
-def test_each_tracker_has_its_choice_its_module_and_its_extra():
-    assert tuple(trackers.PACKAGES) == SINKS[1:]
-    modules = {path.stem for path in (ROOT / "mindrlhf" / "observe" / "trackers").glob("*.py")}
-    assert modules - {"__init__", "background"} == set(trackers.PACKAGES)
-    extras = (ROOT / "setup.py").read_text()
-    assert all(f'    "{name}": ["' in extras for name in trackers.PACKAGES)
