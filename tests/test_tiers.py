@@ -5,9 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import hypothesis
-import pytest
-from slow_tests import VARIABLE, asks_for_nightly
+from slow_tests import VARIABLE
 
 ROOT = Path(__file__).parents[1]
 # A file of every day, one with a slow test among others, and one with larger models at night.
@@ -32,20 +30,6 @@ def test_tests_outside_jobs_are_unit_and_nightly_ones_are_more_of_them():
     assert not any("test_cheats" in one for one in at_night - nightly), "all of a file with more cases is nightly"
 
 
-@pytest.mark.parametrize(
-    "arguments, asks",
-    [
-        (["-m", "nightly"], True),
-        (["-q", "-mjobs and nightly", "tests/data"], True),
-        (["-m", "jobs and not nightly"], False),
-        (["-m", "unit", "tests/nightly"], False),
-        ([], False),
-    ],
-)
-def test_who_asks_for_nightly(arguments, asks):
-    assert asks_for_nightly(arguments) == asks
-
-
 def test_a_run_leaves_nothing_and_removes_what_killed_ones_left(tmp_path):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
@@ -54,16 +38,10 @@ def test_a_run_leaves_nothing_and_removes_what_killed_ones_left(tmp_path):
         (directory / "full").mkdir(parents=True)
     shared = ("MINDRLHF_GRAPH_CACHE", "MINDRLHF_TEST_INPUTS", "LOCAL_DEFAULT_PATH")
     environment = {name: value for name, value in os.environ.items() if name not in shared}
-    command = [sys.executable, "-m", "pytest", "-q", "tests/test_tiers.py", "-k", "who_asks"]
+    command = [sys.executable, "-m", "pytest", "-q", "tests/test_keep_run.py"]
     environment["TMPDIR"] = str(tmp_path)
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {path.name for path in tmp_path.iterdir() if path.name.startswith("mindrlhf-")} == {
         kept.name, "mindrlhf-test-own"}  # fmt: skip
     assert all(Path(os.environ[name]).is_dir() for name in shared), "MindFormers logs there where nobody says where"
-
-
-def test_no_example_is_timed():
-    """The load of the machine is no fault of a test."""
-    assert hypothesis.settings().deadline is None
-    assert hypothesis.HealthCheck.too_slow in hypothesis.settings().suppress_health_check

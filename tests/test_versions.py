@@ -1,19 +1,12 @@
 """The packages of Ascend runs have what the rollout server uses of them, and fit one another."""
 
-import importlib.metadata
-import importlib.util
-import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from slow_tests import RUNS_SLOW_TESTS
-
-from mindrlhf.doctor.ascend import CANN_PIN
-from mindrlhf.doctor.diagnosis import TRAINING_PINS
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -46,25 +39,6 @@ SOURCES = {
 )
 def test_a_name_is_looked_up_in_its_module(module, name, is_there):
     assert check_versions.has_name(SOURCES, module, name) is is_there
-
-
-def test_mindformers_requirements_are_ours_but_for_the_one_that_no_index_has():
-    """It is installed without them (setup.py)."""
-    listed = dict(re.findall(r'^    "([\w-]+)([^"]*)",$', (ROOT / "setup.py").read_text(), flags=re.MULTILINE))
-    asked = importlib.metadata.requires("mindformers")
-    for text in asked:
-        name, bound = re.fullmatch(r"([\w-]+)(.*)", text).groups()
-        if name != "hyper-parallel" and name != "mindspore":
-            assert bound in listed[name].split(","), text
-    assert "hyper-parallel~=1.0.0" in asked and "hyper-parallel" not in listed
-
-
-def test_both_environments_ask_for_one_cann():
-    folder = Path(importlib.util.find_spec("mindformers").origin).parent
-    releases = json.loads((folder / "VERSION_MAP.json").read_text())
-    mindspore = releases["mf"][TRAINING_PINS["mindformers"]]["prefer"]
-    assert mindspore == TRAINING_PINS["mindspore"]
-    assert releases["ms"][mindspore]["prefer"] == f"{CANN_PIN}.0"
 
 
 @pytest.fixture(scope="session")
