@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mindrlhf.checkpoint.manifest import MANIFEST_NAME, verify, write_manifest
 from mindrlhf.config.parse import read_yaml
 from mindrlhf.data.handlers import Example, Message, RecordError
 from mindrlhf.data.mindrecord import PromptFile
@@ -273,32 +272,6 @@ def test_an_index_names_only_its_neighbours(tmp_path, name):
         open_tensors(model)
 
 
-@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a/../../secret"])
-def test_a_manifest_lists_nothing_outside(tmp_path, name):
-    checkpoint = tmp_path / "checkpoint"
-    checkpoint.mkdir()
-    (tmp_path / "secret").write_text("")
-    write_manifest(checkpoint)
-    verify(checkpoint)
-    manifest = json.loads((checkpoint / MANIFEST_NAME).read_text())
-    manifest["files"][name] = {"size_bytes": 0, "xxh3_64": "0" * 16}
-    (checkpoint / MANIFEST_NAME).write_text(json.dumps(manifest))
-    with pytest.raises(UserError):
-        verify(checkpoint)
-
-
-@pytest.mark.parametrize("is_directory", [False, True])
-def test_a_checkpoint_with_a_link_is_refused(tmp_path, is_directory):
-    checkpoint, outside = tmp_path / "checkpoint", tmp_path / "outside"
-    checkpoint.mkdir()
-    outside.mkdir()
-    (outside / "state.json").write_text("{}")
-    write_manifest(checkpoint)
-    (checkpoint / "state.json").symlink_to(outside if is_directory else outside / "state.json")
-    with pytest.raises(UserError, match="symbolic link"):
-        verify(checkpoint)
-
-
 def test_the_buffer_is_memory_without_a_name_that_only_its_user_can_open():
     with WeightBuffer.create([TensorInfo("w", "float32", (2,))]) as buffer:
         status = os.stat(buffer.path)
@@ -367,6 +340,7 @@ def admission(monkeypatch):
     assert is_told.wait(30)
     port, *token = told[0]
     yield port, token, admitted
+    monkeypatch.setattr(team, "_HELLO_TIMEOUT_S", 30.0)
     with socket.create_connection(("127.0.0.1", port), timeout=30) as rank:
         send_message(rank, {"rank": 1, "token": token})
         lead.join(30)

@@ -19,17 +19,6 @@ def functions(*names: str) -> str:
     return "set -euo pipefail\nWIDTH=1000\n" + "\n".join(found) + "\n"
 
 
-def test_what_is_being_downloaded_is_seen_to_grow(tmp_path):
-    log = tmp_path / ".setup-train.log"
-    text = functions("say", "fail", "progress_of", "follow", "run", "run_quietly")
-    grow = 'dd if=/dev/zero of="$TMPDIR/part" bs=1M count=40 oflag=append conv=notrunc; sleep 1'
-    slow = f"echo Downloading a; {grow}; {grow}; echo $TMPDIR"
-    told = bash(f"{text}NETWORK_ERRORS=none\nSETUP_NEWS_S=0.2\nrun \"$1\" bash -c '{slow}'", str(log))
-    sizes = [int(size) for size in re.findall(r", (\d+) MB: Downloading a", told.stdout)]
-    assert len(sizes) >= 2 and max(sizes) - sizes[0] >= 30, told  # after the last line the directory may be gone
-    assert not Path(log.read_text().splitlines()[-1]).exists()
-
-
 def bash(text: str, *words: str) -> subprocess.CompletedProcess:
     command, place = ["bash", "-c", text, "bash", *words], Path(words[0]).parent
     return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=place)
@@ -58,9 +47,9 @@ def test_a_command_that_takes_long_is_followed_and_one_that_fails_leaves_nobody(
         functions("say", "fail", "progress_of", "follow", "run", "run_quietly")
         + "NETWORK_ERRORS=none\nSETUP_NEWS_S=0.2\n"
     )
-    slow = text + 'run "$1" bash -c "echo Downloading torch-2.13 \\(190.4 MB\\); sleep 1.5"; echo rc $?'
+    slow = text + 'run "$1" bash -c "echo Downloading torch-2.13 \\(190.4 MB\\); sleep 5"; echo rc $?'
     told = bash(slow, str(log))
-    assert re.search(r"^setup: \.venv, \d s: 1 file, \d+ MB: Downloading torch-2\.13", told.stdout, re.M), told
+    assert re.search(r"^setup: \.venv, \d+ s: 1 file, \d+ MB: Downloading torch-2\.13", told.stdout, re.M), told
     assert told.stdout.endswith("rc 0\n")
     failing = bash(text + 'run "$1" false; echo never', str(log))
     assert failing.returncode == 1 and "'false' failed" in failing.stderr and "never" not in failing.stdout

@@ -41,7 +41,7 @@ MOST = {
     "mindrlhf/tools": 2508,
     "mindrlhf/training": 10647,
     "mindrlhf/weights": 4897,
-    "tests": 75022,
+    "tests": 74296,
     "scripts": 1996,
     "docs": 30159,
 }

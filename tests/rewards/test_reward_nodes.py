@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -37,6 +38,11 @@ def obedient(completion, answer):
         with open(answer, "a") as calls:
             calls.write(f"{os.uname().nodename}.{os.getpid()} {completion}\\n")
     word = completion.split()[0]
+    if word == "patient":  # on the node of the test, until another has had a bad sample
+        while os.getppid() == int(completion.split()[1]) and not os.path.exists(answer + ".bad"):
+            time.sleep(0.01)
+    if word in ("hang", "exit", "allocate") and os.getppid() != int(completion.split()[1]):
+        open(answer + ".bad", "w").close()
     if word == "hang":
         time.sleep(1000)
     if word == "exit":
@@ -45,8 +51,12 @@ def obedient(completion, answer):
         return float(len(bytearray(5 << 30)))
     if word == "raise":
         raise KeyError("no such thing")
-    if word == "nap":
-        time.sleep(0.05)
+    if word == "meet":  # until three processes have been asked
+        while len({line.split()[0] for line in open(answer)}) < 3:
+            time.sleep(0.01)
+    if word == "hold":  # until the test lets go
+        while not os.path.exists(answer + ".go"):
+            time.sleep(0.01)
     accounting.add("requests")
     return float(len(completion))
 
@@ -70,7 +80,7 @@ def reward(tmp_path):
     (tmp_path / "own.py").write_text(VERIFIERS)
 
     def make(*names: str, **keys) -> RewardSection:
-        options = {"verifier_function": tuple(f"{tmp_path / 'own.py'}:{name}" for name in names), "timeout_s": 2.0}
+        options = {"verifier_function": tuple(f"{tmp_path / 'own.py'}:{name}" for name in names), "timeout_s": 60.0}
         return RewardSection(**{**options, "num_workers": 1, "failure_value": -1.0, **keys})
 
     return make
@@ -139,31 +149,30 @@ def test_nodes_give_the_results_of_one_pool_bit_for_bit(reward, stack):
 
 def test_every_sample_is_scored_once_and_by_all_nodes(reward, stack, tmp_path):
     pool, _ = open_pool(stack, reward("obedient"), num_nodes=2)
-    samples = inputs(*(f"nap {i}" for i in range(60)), answer=tmp_path / "calls")
+    samples = inputs(*(f"meet {i}" for i in range(60)), answer=tmp_path / "calls")
     results = pool.score(samples)
     assert [result.total for result in results] == [float(len(sample.completion)) for sample in samples]
     made = calls(tmp_path / "calls")
     assert Counter(text for _, text in made) == Counter(sample.completion for sample in samples)
     shares = Counter(pid for pid, _ in made)
-    assert len(shares) == 3 and min(shares.values()) >= 10, shares
+    assert len(shares) == 3, shares
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "silent"])
 def test_a_node_that_is_lost_costs_no_sample(reward, stack, tmp_path, monkeypatch, capfd, how):
-    monkeypatch.setattr(channel, "SILENCE_LIMIT_S", 3.0)
+    monkeypatch.setattr(channel, "SILENCE_LIMIT_S", 6.0 if how == signal.SIGSTOP else 60.0)
     pool, (node,) = open_pool(stack, reward("obedient"), num_nodes=1)
     stack.callback(os.kill, node._process.pid, signal.SIGCONT)
     path = tmp_path / "calls"
-    samples = inputs(*(f"nap {i}" for i in range(80)), answer=path)
-    for sample in samples:
-        pool.submit(sample)
-    results = pool.results()
-    found = Counter([next(results).index])
-    while len({pid for pid, _ in calls(path)}) < 2:
-        time.sleep(0.01)
-    os.kill(node._process.pid, how)
-    found.update(result.index for result in results)
-    assert found == Counter(sample.index for sample in samples)
+    samples = inputs(*(f"hold {i}" for i in range(80)), answer=path)
+    with ThreadPoolExecutor(1) as thread:
+        scored = thread.submit(pool.score, samples)
+        while len({pid for pid, _ in calls(path)}) < 2:
+            time.sleep(0.01)
+        os.kill(node._process.pid, how)
+        Path(f"{path}.go").touch()
+        found = [result.index for result in scored.result()]
+    assert Counter(found) == Counter(sample.index for sample in samples)
     said = capfd.readouterr().err
     assert "mindrlhf: the verifiers of node 1: has " in said and " samples are scored elsewhere" in said
     assert pool.score(inputs("later"))[0].total == 5.0
@@ -196,11 +205,11 @@ else:
         open(directory + "/listens", "w").close()
         (connection,) = accept_nodes(listener, b"of this test", [1]).values()
         pool.remotes.admit(connection, "node 1")
-        samples = [RewardInput(i, f"nap {i}", directory + "/calls") for i in range(400)]
+        samples = [RewardInput(i, f"hold {i}", directory + "/calls") for i in range(100)]
         for sample in samples:
             pool.submit(sample)
         results = list(pool.results())
-    assert Counter(one.index for one in results) == Counter(range(400)), "not once each"
+    assert Counter(one.index for one in results) == Counter(range(100)), "not once each"
     assert all(one.total == len(samples[one.index].completion) for one in results)
     print("each sample was scored once", flush=True)
     open(directory + "/over", "w").close()
@@ -214,15 +223,16 @@ def test_two_machines_score_each_sample_once_whatever_becomes_of_one(reward, tmp
     root = Path(__file__).parents[2]
     machines = Machines(tmp_path, f"PYTHONPATH={root} {sys.executable} {tmp_path}/both.py {tmp_path}", keep=(root,))
     try:
+        machines.wait_for(lambda: len({pid for pid, _ in calls(tmp_path / "calls")}) > 2)  # workers of both
         if how != "undisturbed":
-            machines.wait_for(lambda: len({pid for pid, _ in calls(tmp_path / "calls")}) > 2)  # workers of both
             getattr(machines, how)(1)
+        (tmp_path / "calls.go").touch()
         machines.wait_for(lambda: "each sample was scored once" in machines.text(0), 120)
         said = machines.text(0)
         if how == "undisturbed":
             assert machines.wait(60) == [0, 0], machines.all_text()
             scored = int(machines.text(1).partition("this node has scored ")[2].split()[0])
-            assert 100 <= scored <= 300, machines.all_text()
+            assert 0 < scored < 100, machines.all_text()
         else:
             reason = "has not been heard of for" if how == "cut" else "has closed the connection"
             assert f"the verifiers of node 1: {reason}" in said, said
@@ -236,12 +246,12 @@ def test_two_machines_score_each_sample_once_whatever_becomes_of_one(reward, tmp
 )
 def test_a_bad_sample_on_another_node_costs_itself_only(reward, stack, tmp_path, word, reason):
     log = tmp_path / "failures.jsonl"
-    pool, (node,) = open_pool(stack, reward("obedient"), failure_log=log)
+    pool, (node,) = open_pool(stack, reward("obedient", timeout_s=8.0), failure_log=log)
     pids = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True).stdout.split()
     workers_here = [f"{os.uname().nodename}.{pid}" for pid in pids]
     path = tmp_path / "calls"
-    # Long enough that both nodes have some of the bad ones.
-    samples = inputs(*(f"{word if i % 10 == 5 else 'nap'} {i}" for i in range(40)), answer=path)
+    words = [word if i % 10 == 5 else "patient" for i in range(40)]
+    samples = inputs(*(f"{word} {os.getpid()} {i}" for i, word in enumerate(words)), answer=path)
     results = pool.score(samples)
     bad = {sample.index for sample in samples if sample.completion.startswith(word)}
     assert {result.index: list(result.failures.values()) for result in results if result.failures} == {
@@ -261,7 +271,7 @@ def test_verifiers_that_do_not_load_on_another_node_are_named_with_it(reward, st
         open_pool(stack, reward("obedient"), theirs=theirs)
 
 
-def test_what_a_node_sends_and_is_no_result_ends_its_part_only(reward, stack, capfd):
+def test_what_a_node_sends_and_is_no_result_ends_its_part_only(reward, stack, tmp_path, capfd):
     pool = stack.enter_context(RewardPool.from_config(reward("obedient")))
     with listen("127.0.0.1") as listener:
         place = ("127.0.0.1", listener.getsockname()[1], TOKEN, 1)
@@ -279,9 +289,10 @@ def test_what_a_node_sends_and_is_no_result_ends_its_part_only(reward, stack, ca
         while liar.receive()[0]["kind"] != "score":
             pass
         liar.send({"kind": "scored", "counts": {}}, {"json": np.frombuffer(b"[[123456, {}, 1.0, {}, {}]]", np.uint8)})
+        (tmp_path / "calls.go").touch()
 
     threading.Thread(target=answer, daemon=True).start()
-    samples = inputs(*(f"nap {i}" for i in range(20)))
+    samples = inputs(*(f"hold {i}" for i in range(20)), answer=tmp_path / "calls")
     assert [result.total for result in pool.score(samples)] == [float(len(sample.completion)) for sample in samples]
     assert "the verifiers of node 1: send what are no results" in capfd.readouterr().err
 

@@ -25,7 +25,7 @@ from mindrlhf.rollout.chat_server import ChatServer
 from mindrlhf.rollout.types import Completion
 from mindrlhf.system.ports import PORTS_VARIABLE
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 CHECKPOINT = Path(__file__).parents[2] / "examples" / "quickstart" / "checkpoint"
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -76,7 +76,7 @@ def serve(tmp_path, monkeypatch):
     yield start
     for server, thread in opened:
         server.close()
-        thread.join(10)
+        thread.join(60)
 
 
 def put(server, body, num_retries=0, key="", timeout_s=30):
@@ -164,7 +164,7 @@ def test_other_paths_and_bodies_without_length_or_json(serve):
     server, _ = serve(lambda prompt: "ok")
     for path, data, status in (("/v1/models", b"{}", 404), ("/v1/chat/completions", b"{", 400)):
         with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(server.url.removesuffix("/v1") + path, data, timeout=10)
+            urllib.request.urlopen(server.url.removesuffix("/v1") + path, data, timeout=60)
         with caught.value:
             assert caught.value.code == status
 
@@ -217,7 +217,7 @@ def test_a_verifier_asks_it(serve):
 def test_bodies_of_no_sensible_length_are_refused(serve, length):
     server, _ = serve(lambda prompt: "ok")
     port = int(server.url.rpartition(":")[2].removesuffix("/v1"))
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n"
         connection.sendall(head.encode())
         assert connection.recv(100).split()[1] in (b"413", b"400")
@@ -227,7 +227,7 @@ def test_a_body_that_does_not_come_is_given_up(serve, monkeypatch):
     monkeypatch.setattr(chat_server, "READ_TIMEOUT_S", 0.5)
     server, _ = serve(lambda prompt: "ok")
     port = int(server.url.rpartition(":")[2].removesuffix("/v1"))
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
         assert b" 408 " in connection.recv(100)
 
@@ -235,7 +235,7 @@ def test_a_body_that_does_not_come_is_given_up(serve, monkeypatch):
 def test_a_client_without_the_key_gets_no_more_than_a_bounded_head_read(serve):
     server, _ = serve(lambda prompt: "ok", api_key="key")
     port = int(server.url.rpartition(":")[2].removesuffix("/v1"))
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\n")
         line = b"X: " + b"x" * 60_000 + b"\r\n"
         with contextlib.suppress(ConnectionError):  # it is answered before all of it is sent
@@ -250,7 +250,7 @@ def test_clients_that_say_nothing_do_not_keep_others_from_asking(serve, monkeypa
     monkeypatch.setattr(chat_server, "MAX_CLIENTS", 8)
     server, _ = serve(lambda prompt: "ok")
     port = int(server.url.rpartition(":")[2].removesuffix("/v1"))
-    silent = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(20)]
+    silent = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(20)]
     assert [connection.recv(1) for connection in silent[:11]] == [b""] * 11  # the oldest are hung up on
     assert put(server, question()) == "ok"
     for connection in silent:
@@ -261,7 +261,7 @@ def test_a_client_that_sends_its_question_byte_by_byte_is_hung_up_on(serve, monk
     monkeypatch.setattr(chat_server, "READ_TIMEOUT_S", 0.4)
     server, _ = serve(lambda prompt: "ok")
     port = int(server.url.rpartition(":")[2].removesuffix("/v1"))
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection, pytest.raises(ConnectionError):
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection, pytest.raises(ConnectionError):
         while True:  # each byte is in time
             connection.sendall(b"P")
             time.sleep(0.05)
@@ -270,7 +270,7 @@ def test_a_client_that_sends_its_question_byte_by_byte_is_hung_up_on(serve, monk
 def test_several_replies_and_a_stream(serve):
     server, echo = serve(lambda prompt: "ok")
     data = json.dumps(question(stream=True)).encode()
-    with urllib.request.urlopen(server.url + "/chat/completions", data, timeout=10) as response:
+    with urllib.request.urlopen(server.url + "/chat/completions", data, timeout=60) as response:
         assert response.headers["Content-Type"].startswith("text/event-stream")
         assert response.read().endswith(b"data: [DONE]\n\n")
     put(server, question(stop=["</x>"], top_p=0.5))

@@ -197,11 +197,11 @@ def test_every_sample_may_break_its_worker(reward_pool):
 @pytest.mark.parametrize("deed", ["steal", "write junk later"])
 def test_samples_of_a_worker_that_lost_them_are_scored_again(reward_pool, monkeypatch, deed):
     """Nobody can say what the verifier did it to: what it read, or what was scored when the junk came."""
-    monkeypatch.setattr(dispatcher, "MAX_SILENCE_S", 1.0)
-    deeds = ["a", "wait", *["bb"] * 18, deed, *["wait"] * 20] * 5
+    monkeypatch.setattr(dispatcher, "MAX_SILENCE_S", 3.0)
+    deeds = ["a", "wait", *["bb"] * 18, deed, *["wait"] * 20] * 2
     results = score(reward_pool, deeds)
     right = [result.parts["verifier"] == len(done) for result, done in zip(results, deeds, strict=True)]
-    assert sum(right) >= len(deeds) - 5, [result.failures for result in results if result.failures]
+    assert sum(right) >= len(deeds) - 2, [result.failures for result in results if result.failures]
 
 
 def output_of(run, capfd):

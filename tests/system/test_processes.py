@@ -25,7 +25,7 @@ def test_a_process_between_two_programs_is_found(program):
         process = subprocess.Popen([program], env={**os.environ, "MINDRLHF_TEST_LEFT": str(i)})
         try:
             kill_marked("MINDRLHF_TEST_LEFT", str(i))
-            assert process.wait(timeout=5) == -9, f"process {i} was not killed"
+            assert process.wait(timeout=30) == -9, f"process {i} was not killed"
         finally:
             process.kill()
             process.wait()

@@ -42,7 +42,7 @@ NAMES = ("echo", "hang", "die", "leave", "flood", "surrogate", "pid")
 @pytest.fixture
 def pool(tmp_path):
     (tmp_path / "tools.py").write_text(TOOLS)
-    with ToolPool([*(f"{tmp_path}/tools.py:{name}" for name in NAMES), "calculator"], timeout_s=4.0) as pool:
+    with ToolPool([*(f"{tmp_path}/tools.py:{name}" for name in NAMES), "calculator"], timeout_s=6.0) as pool:
         yield pool
 
 
@@ -71,7 +71,7 @@ def test_a_tool_that_hangs_or_dies_costs_its_own_call_only(pool):
     first = int(ask(pool, "pid").text)
     calls = [pool.submit(ToolCall(name, {})) for name in ("hang", "pid", "die", "pid")]
     hung, second, died, third = (call.result(timeout=120) for call in calls)
-    assert hung == ToolAnswer("Error: hang: no answer within 4 s", is_failure=True)
+    assert hung == ToolAnswer("Error: hang: no answer within 6 s", is_failure=True)
     assert died == ToolAnswer("Error: die: the tool's process died", is_failure=True)
     assert len({first, int(second.text), int(third.text)}) == 3
     with pytest.raises(ProcessLookupError):

@@ -391,8 +391,16 @@ def test_buffers_get_what_servers_over_several_nodes_read_and_no_more(bucket_byt
 
 
 def test_the_verifiers_of_all_nodes_are_asked_by_rank_0(tmp_path):
-    source = "import os, time\ndef pid(completion, answer):\n    time.sleep(0.02); return os.getppid()\n"
+    source = (
+        "import os, time\n"
+        "def pid(completion, answer):\n"
+        "    open(f'{answer}/{os.getppid()}', 'w').close()\n"
+        "    while len(os.listdir(answer)) < 3:  # until all have been asked\n"
+        "        time.sleep(0.01)\n"
+        "    return os.getppid()\n"
+    )
     (tmp_path / "own.py").write_text(source)
+    (tmp_path / "asked").mkdir()
     reward = RewardSection(verifier_function=(f"{tmp_path / 'own.py'}:pid",), num_workers=1)
     ranks = [SpanningRank(machine, held) for machine, held in zip("xyz", CUT)]
     team = ThreadedRanks(ranks)
@@ -403,7 +411,7 @@ def test_the_verifiers_of_all_nodes_are_asked_by_rank_0(tmp_path):
         stack.enter_context(open_weight_buffers(team, nodes))
         pool = stack.enter_context(RewardPool.from_config(reward))
         connect_verifiers(team, nodes, pool, reward)
-        results = pool.score([RewardInput(i, "x", "") for i in range(60)])
+        results = pool.score([RewardInput(i, "x", str(tmp_path / "asked")) for i in range(60)])
         expected = {os.getpid(), *(rank.verifiers._process.pid for rank in ranks[1:])}
     assert {int(result.total) for result in results} == expected
 

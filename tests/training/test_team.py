@@ -76,7 +76,7 @@ def team_of(num_ranks: int):
     finally:
         team.close()
         for thread in threads:
-            thread.join(timeout=10)
+            thread.join(timeout=60)
             assert not thread.is_alive(), "a rank still serves a closed team"
 
 
@@ -214,7 +214,7 @@ def test_a_killed_rank_is_named_with_its_log():
             process.kill()
             team.close()
             Team(None, [near[0]]).close()
-            thread.join(timeout=10)
+            thread.join(timeout=60)
 
 
 def test_closing_twice_is_harmless():

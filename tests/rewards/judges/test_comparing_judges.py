@@ -10,7 +10,7 @@ from mindrlhf.rewards.registry import resolve
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rewards.types import RewardInput
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 def shown_responses(body) -> list[str]:

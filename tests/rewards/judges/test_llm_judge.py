@@ -7,7 +7,7 @@ from mindrlhf.rewards.selection import Selection
 from mindrlhf.rewards.types import RewardInput
 from mindrlhf.sandbox import time_limit
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 def ask(judge, completion="It is 42.", answer="42", **options):
@@ -112,7 +112,7 @@ def test_a_dead_judge_does_not_stall_the_batch(judge):
         (1.0,),
         options={"llm_judge.url": judge.url, "llm_judge.model": "m"},
     )
-    with RewardPool(selection, timeout_s=2.0, failure_value=-1.0) as pool:
+    with RewardPool(selection, timeout_s=6.0, failure_value=-1.0) as pool:
         (result,) = pool.score([RewardInput(0, "text", "42")])
     assert (result.parts, list(result.failures)) == ({"llm_judge": -1.0}, ["llm_judge"])
     assert len(judge.requests) == 1

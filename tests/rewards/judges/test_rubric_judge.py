@@ -10,7 +10,7 @@ from mindrlhf.rewards.selection import Selection
 from mindrlhf.rewards.types import RewardInput
 from tests.rewards.judges.conftest import chat_reply
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 RUBRIC = json.dumps(
     [

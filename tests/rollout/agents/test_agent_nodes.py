@@ -40,6 +40,7 @@ def agent(record, url, key):
     word = record["question"].split()[0]
     reply = json.loads(ask(url, key, record["question"]))["choices"][0]["message"]["content"]
     if word == "hang":
+        open(f"{os.path.dirname(__file__)}/hangs-{os.uname().nodename}", "w").close()
         time.sleep(1000)
     if word == "exit":
         os._exit(3)
@@ -65,7 +66,7 @@ def opened(tmp_path):
     with contextlib.ExitStack() as stack:
 
         def start(num_nodes=1, theirs=None, **keys):
-            keys = {"agent": f"{tmp_path / 'agent.py'}:agent", "agent_gather_s": 2.0, "agent_timeout_s": 30.0, **keys}
+            keys = {"agent": f"{tmp_path / 'agent.py'}:agent", "agent_gather_s": 2.0, "agent_timeout_s": 120.0, **keys}
             tools = ToolSection(**{"memory_limit_mib": 2048, "agent_open": True, **keys})
             nodes = [start_agents(theirs or tools, stack) for _ in range(num_nodes)]
             engine = Engine(lambda text: f"said {len(text)}")
@@ -105,7 +106,7 @@ def test_agents_of_all_nodes_give_the_episodes_of_one(opened, is_open):
 
 def test_a_question_of_some_megabytes_and_its_refusal_cross_the_link(opened):
     source, _ = opened(1)
-    found = episodes(source, *["large"] * 4)
+    found = episodes(source, *["large"] * 2)
     assert all("HTTPError" in one.agent.failure and "400" in one.agent.failure for one in found), found
 
 
@@ -133,7 +134,7 @@ def test_a_node_that_is_lost_costs_the_samples_there_and_the_run_goes_on(opened,
             failures[completion.request_id] = completion.agent.failure
 
     thread = threading.Thread(target=collect)
-    source._tools.__dict__["agent_timeout_s"] = 12.0
+    source._tools.__dict__["agent_timeout_s"] = 15.0
     thread.start()
     # All that end have ended: what is under way then hangs, some of it on the node.
     while len(failures) < 4 or max(source._runners.values()) == 0:
@@ -184,7 +185,7 @@ from mindrlhf.rollout.types import SamplingParams
 from mindrlhf.tools.agent_nodes import start_agents
 
 directory, node = sys.argv[1], int(os.environ["NODE_RANK"])
-tools = ToolSection(agent=directory + "/agent.py:agent", agent_open=True, agent_timeout_s=20.0, memory_limit_mib=2048)
+tools = ToolSection(agent=directory + "/agent.py:agent", agent_open=True, agent_timeout_s=40.0, memory_limit_mib=2048)
 if node:
     with contextlib.ExitStack() as stack:
         agents = start_agents(tools, stack)
@@ -224,7 +225,7 @@ def test_agents_on_two_machines_reach_the_model_by_the_link_alone(tmp_path, how)
     try:
         if how == "cut":
             machines.wait_for(lambda: "it has begun" in machines.text(0), 60)
-            time.sleep(8)
+            machines.wait_for(lambda: (tmp_path / "hangs-node1").exists(), 60)
             machines.cut(1)
         machines.wait_for(lambda: " naps failed" in machines.text(0), 120)
         said = machines.text(0)
@@ -232,7 +233,7 @@ def test_agents_on_two_machines_reach_the_model_by_the_link_alone(tmp_path, how)
             assert machines.wait(60) == [0, 0], machines.all_text()
             assert "40 episodes, 0 lost, 0 naps failed" in said
             ran = int(machines.text(1).partition("this node has run ")[2].split()[0])
-            assert 5 <= ran <= 35, machines.all_text()
+            assert 0 < ran < 40, machines.all_text()
         else:
             assert "node 1 has not been heard of for" in said, said
             assert "40 episodes, " in said and " 0 lost" not in said, said

@@ -8,7 +8,7 @@ from agent_fakes import TOOL, Engine, prompt, run, spelled, user
 
 from mindrlhf.rollout.agents.protocols import BadQuestion, read_anthropic, read_chat, read_completion
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 CALL = 'hm<tool_call>{"name": "double", "arguments": {"x": 4}}</tool_call>'
 
 
@@ -161,7 +161,7 @@ def test_clients_that_list_models_find_one():
 
     def agent(record, client):
         request = urllib.request.Request(f"{client.url}/models", headers={"x-api-key": client.key})
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             got.append(json.load(response))
         return 1.0
 

@@ -82,7 +82,7 @@ class Nodes:
         return [json.loads(path.read_text()) for path in sorted(self.notes.glob("[0-9]*")) if path.read_text()]
 
     def wait_for(self, num_starts: int) -> list[dict]:
-        end_s = time.monotonic() + 30
+        end_s = time.monotonic() + 60
         while len(self.started()) < num_starts:
             assert time.monotonic() < end_s, self.started()
             time.sleep(0.02)
@@ -105,7 +105,7 @@ def options(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     return VllmOptions(
         str(python), str(tmp_path / "model"), str(tmp_path / "log" / "rollout_0.log"), load_format="auto",
-        max_model_len=50, tensor_parallel_size=6, env={"NOTES": str(tmp_path / "notes")}, stall_timeout_s=5,
+        max_model_len=50, tensor_parallel_size=6, env={"NOTES": str(tmp_path / "notes")}, stall_timeout_s=60,
     )  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def test_each_node_gets_its_place_and_its_own_buffer(nodes, tmp_path):
         (0, "127.0.0.1"), (1, "127.0.0.2"), (2, "127.0.0.3")]  # fmt: skip
     assert {(one["host"], one["num_nodes"]) for one in started} == {("127.0.0.1", 3)}
     assert len({one["port"] for one in started}) == 1
-    end_s = time.monotonic() + 30
+    end_s = time.monotonic() + 60
     buffers = [tmp_path / "notes" / f"buffer_{number}" for number in (1, 2)]
     while not all(buffer.exists() and buffer.read_text() for buffer in buffers):
         assert time.monotonic() < end_s
@@ -148,7 +148,7 @@ def test_a_part_that_is_killed_is_named_and_all_are_started_again_at_another_por
             next(stream)
         return
     os.kill(pid, signal.SIGKILL)
-    end_s = time.monotonic() + 30
+    end_s = time.monotonic() + 60
     while len(nodes.started()) < 6 and time.monotonic() < end_s:
         ask(nodes.generator, 1)
     assert re_named(capfd.readouterr().err, pid)
@@ -205,7 +205,7 @@ def test_the_owner_that_goes_takes_all_parts_with_it(nodes):
     nodes.generator.wait_ready()
     pids = [one["pid"] for one in nodes.wait_for(3)]
     nodes.shares[0].close()
-    end_s = time.monotonic() + 20
+    end_s = time.monotonic() + 60
     while any(os.path.exists(f"/proc/{pid}") for pid in pids):
         assert time.monotonic() < end_s
         time.sleep(0.05)

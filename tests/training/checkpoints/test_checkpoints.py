@@ -45,7 +45,7 @@ class Lead(SavesState):
         copied = self.weights if hold == self._copies.copy else None
 
         def write(directory):
-            self.may_write.wait(10)
+            self.may_write.wait(60)
             (directory / "weights").write_text(str(self.weights if copied is None else copied))
             return {}
 

@@ -45,7 +45,7 @@ class RankWorker(SavesState):
         held = self.shard if hold == self._copies.copy else None
 
         def write(directory):
-            self.may_write.wait(10)
+            self.may_write.wait(60)
             content = str(self.shard if held is None else held).encode()
             path = directory / f"rank_{self.rank}"
             path.write_bytes(content)
