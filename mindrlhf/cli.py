@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import mindrlhf
 from mindrlhf.config.keys import MAX_INTEGER, MAX_NUMBER, nearest_choice
 from mindrlhf.errors import RunFailure, UserError, messages_of
-from mindrlhf.system.terminal import RED, coloured
+from mindrlhf.system.terminal import RED, coloured, visible
 
 COMMANDS = (
     "doctor",
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     except (UserError, RunFailure) as failure:
         for line in messages_of(failure):
             error = coloured("error:", RED, sys.stderr)
-            print(f"mindrlhf {arguments.command}: {error} {line}", file=sys.stderr)
+            print(f"mindrlhf {arguments.command}: {error} {visible(line)}", file=sys.stderr)
         return failure.exit_code
     except KeyboardInterrupt:
         print(f"mindrlhf {arguments.command}: interrupted", file=sys.stderr)

@@ -9,6 +9,7 @@ from pathlib import Path
 from mindrlhf.commands.vocabulary import add_template_options, allow_json, model_directory
 from mindrlhf.errors import UserError
 from mindrlhf.hub.cache import DATASETS
+from mindrlhf.system.terminal import visible
 
 NUM_SHOWN_IDS = 32
 MAX_SHOWN_NAMES = 12
@@ -66,7 +67,8 @@ def _register_build(actions) -> None:
         "--handler",
         default="gsm8k",
         metavar="NAME",
-        help="gsm8k (default), deepscaler, dapo_math_17k, orca_pairs, ultrafeedback, geo3k, verl or map_keys",
+        help="gsm8k (default), deepscaler, dapo_math_17k, orca_pairs, ultrafeedback, hh_rlhf, trl, geo3k, verl or "
+        "map_keys",
     )
     keys = "for map_keys; also answer, response, rejected, verifier, images"
     build.add_argument("--map", type=parse_key_map, default={}, metavar="question=KEY,...", help=keys)
@@ -156,7 +158,7 @@ def run_build(arguments) -> int:
         max_pixels=arguments.max_pixels,
         image_root=arguments.image_root,
         template_options=dict(arguments.template_option),
-        columns=parse_columns(arguments.keep) if arguments.keep else None,
+        columns=parse_columns(arguments.keep),
         deduplicate=arguments.deduplicate,
     )
     if arguments.json:
@@ -172,8 +174,12 @@ def run_build(arguments) -> int:
         share = f"{report.num_with_control_tokens} of {report.header.num_read} records"
         print(f"warning: control tokens in the texts of {share}, {what}", file=sys.stderr)
     for line in look_warnings(report.header.look):
-        print(f"warning: {line}", file=sys.stderr)
+        _print(f"warning: {line}", file=sys.stderr)
     return 0
+
+
+def _print(text: str, **options) -> None:
+    print(visible(text), **options)
 
 
 def look_warnings(look: dict) -> list[str]:
@@ -204,45 +210,44 @@ def print_report(report) -> None:
     """Print a ``BuildReport`` in a few lines."""
     header = report.header
     duplicates = f", {header.look['deduplicated']} duplicates" if "deduplicated" in header.look else ""
-    print(
+    _print(
         f"records    {header.num_kept} kept of {header.num_read} read "
         f"({header.num_too_long} too long, {header.num_bad} bad{duplicates})"
     )
     for example in report.bad_examples:
-        print(f"  bad      {example}")
+        _print(f"  bad      {example}")
     _print_look(header.look, header.num_bad)
-    print(f"prompts    {report.prompt_lengths}")
-    if report.response_lengths:
-        print(f"responses  {report.response_lengths}")
+    _print(f"begin      {report.begin}")
     if images := header.images:
-        print(
+        _print(
             f"images     {images.num_images} in {images.num_records} records, at most {images.most_images} in one and "
             f"{images.most_tokens} tokens each"
         )
-    print(f"time       {report.elapsed_s:.1f} s")
-    print(f"written    {report.path}")
+    _print(f"time       {report.elapsed_s:.1f} s")
+    _print(f"written    {report.path}")
 
 
 def _print_look(look: dict, num_bad: int) -> None:
     """Print what stands out in the data as a whole, in a line for each kind."""
     if num_bad and len(look.get("bad", {})) > 1:
-        print(f"  bad, why {_counted(look['bad'])}")
+        _print(f"  bad, why {_counted(look['bad'])}")
     if repeated := look.get("repeated"):
-        print(
+        _print(
             f"repeated   {repeated['prompts']:,} prompts stand more than once, in {repeated['records']:,} records; "
             f"{repeated['first']} the most often: {repeated['most']:,} times"
         )
     if duplicates := look.get("duplicates"):
-        print(f"           {duplicates:,} records are exact duplicates of earlier ones (--deduplicate leaves them out)")
+        what = "records are exact duplicates of earlier ones (--deduplicate leaves them out)"
+        _print(f"           {duplicates:,} {what}")
     if without := look.get("without_answer"):
-        print(f"answers    {without:,} records have none")
+        _print(f"answers    {without:,} records have none")
     if "notes" in look:
-        print(f"how read   {_counted(look['notes'])}")
+        _print(f"how read   {_counted(look['notes'])}")
     if "unread" in look:
-        print(f"left out   columns {_counted(look['unread'])} (--keep keeps them for rewards)")
+        _print(f"left out   columns {_counted(look['unread'])} (--keep keeps them for rewards)")
     for name in ("prompt", "response"):
         if shares := look.get(f"{name}_tokens"):
-            print(f"{name + ' len':10} {', '.join(f'{share} {length}' for share, length in shares.items())} tokens")
+            _print(f"{name + ' len':10} {', '.join(f'{share} {length}' for share, length in shares.items())} tokens")
 
 
 def run_show(arguments) -> int:
@@ -262,12 +267,12 @@ def run_show(arguments) -> int:
     for name, value in asdict(prompts.header).items():
         if name == "template_source" and value:
             value = f"{len(value)} characters (--json prints them)"
-        print(f"{name:22} {value}")
+        _print(f"{name:22} {value}")
     for number, record in enumerate(records):
-        print(f"\n--- {record.source_id}")
-        print(f"answer    {record.answer}")
+        _print(f"\n--- {record.source_id}")
+        _print(f"answer    {record.answer}")
         for name, value in record.extra.items():
-            print(f"{name:9} {json.dumps(value, ensure_ascii=False)}")
+            _print(f"{name:9} {json.dumps(value, ensure_ascii=False)}")
         _print_ids("prompt", record.prompt_ids, tokenizer, is_prompt=True)
         _print_images(record, number, arguments.images)
         if len(record.response_ids):
@@ -299,18 +304,18 @@ def _print_images(record, number: int, directory: str | None) -> None:
             except OSError as error:
                 raise UserError(f"cannot write {path}: {error.strerror}") from error
             where = f"  {path}"
-        print(f"image     {pixels.shape[1]} x {pixels.shape[0]} pixels{where}")
+        _print(f"image     {pixels.shape[1]} x {pixels.shape[0]} pixels{where}")
 
 
 def _print_ids(label: str, ids, tokenizer, is_prompt: bool = False) -> None:
     from mindrlhf.data.pictures.reader import shown_ids
 
-    print(f"{label:9} {len(ids)} tokens")
+    _print(f"{label:9} {len(ids)} tokens")
     if tokenizer:
-        print(tokenizer.decode(shown_ids(ids, tokenizer) if is_prompt else ids, skip_special_tokens=False))
+        _print(tokenizer.decode(shown_ids(ids, tokenizer) if is_prompt else ids, skip_special_tokens=False))
     else:
         rest = " ..." if len(ids) > NUM_SHOWN_IDS else ""
-        print(" ".join(map(str, ids[:NUM_SHOWN_IDS])) + rest)
+        _print(" ".join(map(str, ids[:NUM_SHOWN_IDS])) + rest)
 
 
 def run_get(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -15,9 +15,8 @@ from typing import Any
 from tqdm import tqdm
 
 from mindrlhf.data.encoding import EncodedChunk, EncoderSettings, RecordEncoder
-from mindrlhf.data.look import BuildTotals, LengthSummary
+from mindrlhf.data.look import BuildTotals
 from mindrlhf.data.mindrecord import (
-    RESPONSES,
     TASKS,
     Prompt,
     PromptFileHeader,
@@ -40,8 +39,7 @@ class BuildReport:
 
     path: Path
     header: PromptFileHeader
-    prompt_lengths: LengthSummary
-    response_lengths: LengthSummary | None  # of pairs, the longer one; None for task prompts
+    begin: str  # which token the prompts begin with, in words
     num_with_control_tokens: int  # records whose texts hold control tokens, written apart unless they were to be kept
     bad_examples: tuple[str, ...]
     elapsed_s: float
@@ -52,73 +50,28 @@ def build_prompts(
     output: str | Path,
     tokenizer_path: str | Path,
     *,
-    merges_path: str | Path | None = None,
-    handler: str = "gsm8k",
-    key_map: Mapping[str, str] | None = None,
-    template: str = "chat",
-    system: str | None = None,
-    task: str = "prompts",
-    max_prompt_length: int = 1024,
-    max_length: int | None = None,
     num_workers: int | None = None,
     skip_bad: bool = False,
-    keep_control_tokens: bool = False,
-    min_pixels: int | None = None,
-    max_pixels: int | None = None,
-    image_root: str | Path | None = None,
-    columns: Mapping[str, str] | None = None,
-    show_progress: bool = True,
-    template_options: Mapping[str, Any] | None = None,
     deduplicate: bool = False,
+    show_progress: bool = True,
+    **settings: Any,
 ) -> BuildReport:
     """Build the prompt file ``output`` from raw data files; the records keep the order of the inputs.
 
     Args:
         inputs, output: JSONL, JSON or Parquet files; the MindRecord file, replaced when it exists.
-        tokenizer_path, handler, template and what belongs to them: see ``load_tokenizer``, ``load_handler``,
-            ``load_template``; image_root, pixels: see ``PictureReader``.
-        task: "prompts"; or "sft" to store a response too, "preference" two, end token appended; max_prompt_length,
-            max_length: in tokens, the latter of prompt and longer response with its end token.
+        tokenizer_path: see ``load_tokenizer``.
         num_workers: processes that encode; 1 stays in this process, None takes up to one per core.
         skip_bad, deduplicate: leave out and count what cannot be used, what equals an earlier record for a run.
-        keep_control_tokens: let ``<|im_end|>`` in the data become that token; else it is written apart.
-        columns: kept for rewards, tools and environments, name -> key of the raw record; see ``parse_columns``.
+        settings: fields of ``EncoderSettings``.
 
     Raises:
         UserError: a setting, data or a disk that refuses, or no record left; RunFailure: a worker process died.
     """
-    inputs = [Path(path) for path in inputs]
-    settings = EncoderSettings(
-        tokenizer_path=str(tokenizer_path),
-        merges_path=merges_path and str(merges_path),
-        handler=handler,
-        key_map=dict(key_map or {}),
-        template=template,
-        system=system,
-        task=task,
-        max_prompt_length=max_prompt_length,
-        max_length=max_length,
-        source_names=_source_names(inputs),
-        keep_control_tokens=keep_control_tokens,
-        min_pixels=min_pixels,
-        max_pixels=max_pixels,
-        image_root=image_root and str(image_root),
-        template_options=template_options or {},
-        columns=columns or {},
-    )
-    return _build(inputs, Path(output), settings, BuildTotals(deduplicate), num_workers, skip_bad, show_progress)
-
-
-def _build(
-    inputs: Sequence[Path],
-    output: Path,
-    settings: EncoderSettings,
-    totals: BuildTotals,
-    num_workers: int | None,
-    skip_bad: bool,
-    show_progress: bool,
-) -> BuildReport:
     started_s = time.monotonic()
+    inputs, output = [Path(path) for path in inputs], Path(output)
+    settings = EncoderSettings(tokenizer_path, source_names=_source_names(inputs), **settings)
+    totals = BuildTotals(deduplicate)
     _check_paths(inputs, output)
     _check_numbers(settings.task, settings.max_prompt_length, settings.max_length, num_workers)
     input_size_bytes = sum(path.stat().st_size for path in inputs)
@@ -140,8 +93,7 @@ def _build(
     return BuildReport(
         path=output,
         header=header,
-        prompt_lengths=totals.summary(0),
-        response_lengths=totals.summary(1) if RESPONSES[settings.task] else None,
+        begin=_begin(encoder, totals),
         num_with_control_tokens=totals.num_with_control_tokens,
         bad_examples=tuple(totals.bad_examples),
         elapsed_s=time.monotonic() - started_s,
@@ -263,8 +215,8 @@ def _header(settings: EncoderSettings, encoder: RecordEncoder, totals: BuildTota
         num_too_long=totals.num_too_long,
         max_prompt_length=settings.max_prompt_length,
         max_length=settings.max_length,
-        longest_prompt=totals.summary(0).longest,
-        longest_response=totals.summary(1).longest,
+        longest_prompt=max(totals.lengths[0]),
+        longest_response=max(totals.lengths[1]),
         verifier_choices=tuple(sorted(totals.choices)) if any(totals.choices) else (),
         images=_image_header(encoder, totals),
         template_options=encoder.template.options,
@@ -272,6 +224,19 @@ def _header(settings: EncoderSettings, encoder: RecordEncoder, totals: BuildTota
         columns=tuple(settings.columns),
         look=totals.look(settings.task),
     )
+
+
+def _begin(encoder: RecordEncoder, totals: BuildTotals) -> str:
+    """Say whether prompts have the beginning-of-text token, and whether the tokenizer would put it there."""
+    tokenizer = encoder.tokenizer
+    token = tokenizer.bos_prefix or tokenizer.bos_token or ""
+    ids = tokenizer.encode(token)
+    if not ids:
+        return "no token: the tokenizer has none"
+    if totals.first_prompt[: len(ids)].tolist() == ids:
+        return f"{token!r} ({', '.join(map(str, ids))}), once"
+    adds = "would put it before a text" if tokenizer.bos_prefix else "puts none before a text"
+    return f"no token: the template writes no {token!r}, and the tokenizer {adds}"
 
 
 def _image_header(encoder: RecordEncoder, totals: BuildTotals) -> ImageHeader | None:

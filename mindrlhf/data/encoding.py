@@ -8,6 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from mindrlhf.data.handlers import ROLES, Example, RecordError, Row, load_handle
 from mindrlhf.data.left_out import left_out, row_variables
 from mindrlhf.data.mindrecord import RESPONSES, Prompt
 from mindrlhf.data.pictures.reader import Picture, PictureReader
-from mindrlhf.data.readers import BadRecord, RawRecord
+from mindrlhf.data.readers import BadRecord, RawRecord, limited_memory
 from mindrlhf.data.templates import load_template, record_options, response_end_id
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.sandbox.code_tests.unit_tests import UnitTests
@@ -27,27 +28,33 @@ from mindrlhf.sandbox.code_tests.unit_tests import UnitTests
 class EncoderSettings:
     """All that decides how a record becomes ids; plain values, so that it can be sent to a worker.
 
-    ``max_length`` bounds prompt + response for the tasks that have responses and is None for task "prompts".
-    ``source_names`` gives the name of each input file (key: its path as text) in source ids. Control tokens that are
-    written out in the data are written apart, unless ``keep_control_tokens``. Limits of pixels that are None are those
-    of the tokenizer's directory. Image files lie below ``image_root``; None means the folder of their data file.
-    ``columns`` are kept as they are, name -> key of the record.
+    Attributes:
+        source_names: the name of each input file (key: its path as text) in source ids.
+        merges_path: see ``load_tokenizer``.
+        handler, key_map: see ``load_handler``.
+        template, system, template_options: see ``load_template``.
+        task: "prompts"; or "sft" to store a response too, "preference" two, end token appended.
+        max_prompt_length, max_length: in tokens, the latter of prompt and longer response with its end token; None for
+            task "prompts".
+        keep_control_tokens: let ``<|im_end|>`` in the data become that token; else it is written apart.
+        min_pixels, max_pixels, image_root: see ``PictureReader``.
+        columns: kept for rewards, tools and environments, name -> key of the raw record; see ``parse_columns``.
     """
 
-    tokenizer_path: str
-    merges_path: str | None
-    handler: str
-    key_map: Mapping[str, str]
-    template: str
-    system: str | None
-    task: str
-    max_prompt_length: int
-    max_length: int | None
+    tokenizer_path: str | Path
     source_names: Mapping[str, str]
+    merges_path: str | Path | None = None
+    handler: str = "gsm8k"
+    key_map: Mapping[str, str] = field(default_factory=dict)
+    template: str = "chat"
+    system: str | None = None
+    task: str = "prompts"
+    max_prompt_length: int = 1024
+    max_length: int | None = None
     keep_control_tokens: bool = False
     min_pixels: int | None = None
     max_pixels: int | None = None
-    image_root: str | None = None
+    image_root: str | Path | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, str] = field(default_factory=dict)
 
@@ -172,7 +179,8 @@ class RecordEncoder:
             has_control_tokens = holds_control_token(example, pattern) or options_apart != options
             if has_control_tokens and not self._settings.keep_control_tokens:
                 example, options = neutralised(example, pattern), options_apart
-        prompt = self.template.render(example, options)
+        with limited_memory():  # a template's loops can add up to any length
+            prompt = self.template.render(example, options)
         for text in (prompt, example.answer, example.response or "", example.rejected or ""):
             _check_storable(text)
         sources = [source for message in example.messages for source in message.images]
@@ -190,7 +198,10 @@ class RecordEncoder:
     def _check_example(self, example: Example, fields: Mapping) -> None:
         for name in self._response_fields:
             if getattr(example, name) is None:
-                raise RecordError(f"no {name} to train on; handler map_keys takes one: {name}=KEY")
+                raise RecordError(
+                    f"no {name} to train on: handler map_keys takes one, {name}=KEY, and handler trl reads messages, "
+                    "prompt and completion, or chosen and rejected"
+                )
         if not self._response_fields:
             _check_unit_tests(example)
         if "rejected" in self._response_fields and example.response == example.rejected:

@@ -6,6 +6,7 @@ reason, which the builder reports with file and line.
 
 import json
 import keyword
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +24,9 @@ SAMPLE_NAMES = ("completion", "answer", "prompt", "finish_reason", "num_tokens",
 SAMPLE_NAMES += ("turn_texts", "token_texts")
 # Where an image stands in a text, and under which keys data sets keep one.
 IMAGE_MARK = "<image>"
+# Turns of Anthropic's hh-rlhf, whose conversations are one text.
+_HH_TURN = re.compile(r"\n\n(Human|Assistant):[ ]?")
+_HH_ROLES = {"Human": "user", "Assistant": "assistant"}
 IMAGE_KEYS = ("bytes", "image", "image_url", "url", "path", "base64")
 
 
@@ -142,7 +146,7 @@ def parse_columns(text: str) -> dict[str, str]:
         UserError: a name that is no Python name, or is taken, or stands twice.
     """
     columns: dict[str, str] = {}
-    for item in (part.strip() for part in text.split(",")):
+    for item in (part.strip() for part in text.split(",") if text):
         given, _, key = item.rpartition("=")
         name = given or key.rpartition(".")[2]
         if not key or not name.isidentifier() or keyword.iskeyword(name):
@@ -192,14 +196,6 @@ def read_deepscaler(fields: Mapping) -> Example:
     return Example(_question_messages(_required(fields, "problem"), "problem"), _answer(fields, "answer"))
 
 
-def read_dapo_math_17k(fields: Mapping) -> Example:
-    """DAPO-Math-17k: a chat in ``prompt``, the answer in ``reward_model.ground_truth``."""
-    prompt = _required(fields, "prompt")
-    if not isinstance(prompt, list):
-        raise RecordError(f"field 'prompt' must be a list of messages, found {type(prompt).__name__}")
-    return Example(_question_messages(prompt, "prompt"), _answer(fields, "reward_model.ground_truth"))
-
-
 def read_geo3k(fields: Mapping) -> Example:
     """Geometry3K: ``images``, a ``problem`` with ``<image>`` where each stands, and ``answer``."""
     _required(fields, "images")
@@ -208,7 +204,7 @@ def read_geo3k(fields: Mapping) -> Example:
 
 
 def read_verl(fields: Mapping) -> Example:
-    """The Parquet form of verl: a chat in ``prompt``, ``reward_model.ground_truth``, and ``images`` if it has any."""
+    """The form of verl, and DAPO-Math-17k's: a chat in ``prompt``, ``reward_model.ground_truth``, ``images`` if any."""
     if fields.get("videos"):
         raise RecordError("field 'videos' is not empty; of what is seen only images are supported")
     prompt = _required(fields, "prompt")
@@ -226,20 +222,49 @@ def read_orca_pairs(fields: Mapping) -> Example:
     return Example(messages, "", response=_text(fields, "chosen"), rejected=_text(fields, "rejected"))
 
 
-def read_ultrafeedback(fields: Mapping) -> Example:
-    """UltraFeedback, binarised: whole chats in ``chosen`` and ``rejected``, alike but for the last message."""
-    chosen, rejected = (_reply(_required(fields, key), key) for key in ("chosen", "rejected"))
-    if chosen[0] != rejected[0]:
+def read_trl(fields: Mapping) -> Example:
+    """TRL's forms of worked answers and pairs, each value a text or messages.
+
+    ``messages``, whose last is the response; ``prompt`` and ``completion``; ``chosen`` and ``rejected`` behind a
+    ``prompt``, or as whole conversations: chats (UltraFeedback) or texts with ``Human:`` and ``Assistant:`` (hh-rlhf).
+    """
+    forms = (("chosen", "rejected"), ("completion",), ("messages",))
+    names = next((names for names in forms if _found(fields, names[0]) is not None), None)
+    if names is None:
+        raise RecordError("none of 'messages', 'completion' beside 'prompt', and 'chosen' with 'rejected' is there")
+    parts = [_conversation(fields, name) for name in names]
+    if parts[0][0] != parts[-1][0]:
         raise RecordError("'chosen' and 'rejected' answer different conversations")
-    return Example(chosen[0], "", response=chosen[1], rejected=rejected[1])
+    return Example(parts[0][0], "", response=parts[0][1], rejected=parts[1][1] if len(parts) > 1 else None)
+
+
+def _conversation(fields: Mapping, key: str) -> tuple[tuple[Message, ...], str]:
+    """Return the messages before a response, and its text."""
+    value, prompt = _required(fields, key), _found(fields, "prompt")
+    if isinstance(value, str) and prompt is not None:
+        return _question_messages(prompt, "prompt"), _text(fields, key)
+    if isinstance(value, str):
+        # "\n\nHuman: ...\n\nAssistant: ...": behind each name what it says.
+        before, *turns = _HH_TURN.split(f"\n\n{value.strip()}")
+        if before or not turns:
+            raise RecordError(f"field {key!r} is a text with neither a 'prompt' beside it nor 'Human:' in it")
+        value = [{"role": _HH_ROLES[name], "content": text} for name, text in zip(turns[::2], turns[1::2])]
+    if isinstance(value, list) and len(value) == 1 and prompt is not None:
+        return _question_messages(prompt, "prompt"), _reply(value[0], key)
+    if not isinstance(value, list) or len(value) < 2:
+        raise RecordError(f"field {key!r} must be a chat of two messages or more")
+    reply = _reply(value[-1], key)
+    return _question_messages(value[:-1], key), reply
 
 
 HANDLERS: dict[str, Handler] = {
     "gsm8k": read_gsm8k,
     "deepscaler": read_deepscaler,
-    "dapo_math_17k": read_dapo_math_17k,
+    "dapo_math_17k": read_verl,
     "orca_pairs": read_orca_pairs,
-    "ultrafeedback": read_ultrafeedback,
+    "ultrafeedback": read_trl,
+    "hh_rlhf": read_trl,
+    "trl": read_trl,
     "geo3k": read_geo3k,
     "verl": read_verl,
 }
@@ -383,11 +408,9 @@ def _with_images(messages: tuple[Message, ...], key: str, images: Sequence[objec
     )
 
 
-def _reply(value: object, key: str) -> tuple[tuple[Message, ...], str]:
-    """Return the conversation before the assistant's last message, and that message's text."""
-    if not isinstance(value, list) or len(value) < 2:
-        raise RecordError(f"field {key!r} must be a chat of two messages or more")
-    reply = _message(value[-1], key)
+def _reply(item: object, key: str) -> str:
+    """Return the text of the assistant's last message."""
+    reply = _message(item, key)
     if reply.role != "assistant":
         raise RecordError(f"the last message of field {key!r} is from {reply.role!r}, not from 'assistant'")
     if reply.images:
@@ -395,7 +418,7 @@ def _reply(value: object, key: str) -> tuple[tuple[Message, ...], str]:
     for name in (*_CALLS, *_THOUGHTS):
         if reply.more.get(name):
             raise RecordError(f"the last message of field {key!r} has {name!r}: a response is its text alone")
-    return _question_messages(value[:-1], key), reply.content
+    return reply.content
 
 
 def _message(item: object, key: str) -> Message:

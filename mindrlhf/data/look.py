@@ -12,24 +12,13 @@ from typing import Any
 import numpy as np
 
 from mindrlhf.data.encoding import EncodedChunk
+from mindrlhf.data.mindrecord import no_ids
 from mindrlhf.errors import UserError
 
 NUM_REPORTED_BAD = 5
 MAX_CHOICES = 100
 MAX_NAMES, OTHERS = 200, "others"
 _QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
-
-
-@dataclass(frozen=True)
-class LengthSummary:
-    """Shortest, mean and longest, in tokens."""
-
-    shortest: int
-    mean: float
-    longest: int
-
-    def __str__(self) -> str:
-        return f"min {self.shortest}, mean {self.mean:.1f}, max {self.longest} tokens"
 
 
 @dataclass
@@ -49,6 +38,7 @@ class BuildTotals:
     most_images: int = 0  # of one record
     most_image_tokens: int = 0  # of one image
     bad_examples: list[str] = field(default_factory=list)
+    first_prompt: np.ndarray = field(default_factory=no_ids)
     lengths: tuple[Counter, Counter] = field(default_factory=lambda: (Counter(), Counter()))  # prompts, responses
     choices: set[str] = field(default_factory=set)  # of verifiers
     filled_columns: set[str] = field(default_factory=set)  # kept ones that are not null everywhere
@@ -81,6 +71,8 @@ class BuildTotals:
             self.num_with_images += 1
             self.most_images = max(self.most_images, len(tokens))
             self.most_image_tokens = max(self.most_image_tokens, *tokens)
+        if chunk.records and not len(self.first_prompt):
+            self.first_prompt = chunk.records[0].prompt_ids
         for record in chunk.records:
             self.filled_columns.update(name for name, value in record.extra.items() if value is not None)
             self.num_without_answer += not record.answer
@@ -104,11 +96,6 @@ class BuildTotals:
             chunk, digests = chunk.without(dropped), digests[~np.array(dropped, bool)]
         self._digests.frombytes(digests.tobytes())
         return chunk
-
-    def summary(self, column: int) -> LengthSummary:
-        counter = self.lengths[column]
-        total = sum(length * count for length, count in counter.items())
-        return LengthSummary(min(counter), total / counter.total(), max(counter))
 
     def look(self, task: str) -> dict[str, Any]:
         """Return what stands out in the data as a whole, as JSON values: what is 0 or empty is left out.

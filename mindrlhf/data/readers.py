@@ -17,7 +17,7 @@ from mindrlhf.errors import UserError
 from mindrlhf.system.json_lines import MAX_LINE_BYTES, duplicate_key, read_json_lines
 
 if TYPE_CHECKING:
-    from pyarrow import RecordBatch
+    from pyarrow import DataType, RecordBatch
 
 FORMATS = (".jsonl", ".json", ".parquet")
 
@@ -27,7 +27,7 @@ PARQUET_BATCH_ROWS = 256
 PARQUET_BATCH_BYTES = 64 << 20
 # Of what a file unpacks to: a value that repeats takes next to nothing in it.
 PARQUET_FREE_BYTES, PARQUET_MAX_RATIO = 256 << 20, 1000
-PARQUET_MEMORY_BYTES, PARQUET_BATCH_MEMORY_BYTES = 1 << 30, 256 << 20
+MEMORY_BYTES, PARQUET_BATCH_MEMORY_BYTES = 1 << 30, 256 << 20
 _OBJECT_BYTES = 64  # of a value in Python
 
 
@@ -197,7 +197,7 @@ def _read_parquet(path: Path) -> Iterator[RawRecord | BadRecord]:
             batches = file.iter_batches(max(1, min(PARQUET_BATCH_ROWS, fitting_rows)))
             number = 0
             while True:
-                with _limited_memory():
+                with limited_memory():
                     batch = _plain(next(batches, None))
                 if batch is None:
                     return
@@ -206,6 +206,7 @@ def _read_parquet(path: Path) -> Iterator[RawRecord | BadRecord]:
                 for fields in batch.to_pylist():
                     number += 1
                     position_bytes = size_bytes * number // metadata.num_rows
+                    fields = {name: _without_nulls(value) for name, value in fields.items()}
                     yield RawRecord(path, number, fields, position_bytes, batch.nbytes // len(batch))
     except (MemoryError, pyarrow.ArrowMemoryError) as error:
         limit = f"{PARQUET_BATCH_MEMORY_BYTES >> 20} MiB"
@@ -216,24 +217,49 @@ def _read_parquet(path: Path) -> Iterator[RawRecord | BadRecord]:
 
 
 def _plain(batch: "RecordBatch | None") -> "RecordBatch | None":
-    """Return rows with values in place of indices, so that their size is what they stand for."""
+    """Return rows with values in place of indices, at every depth, so that their size is what they stand for."""
     import pyarrow
 
-    if batch is None or not any(map(pyarrow.types.is_dictionary, batch.schema.types)):
-        return batch
-    plain = [
-        column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column for column in batch.columns
-    ]
-    return pyarrow.RecordBatch.from_arrays(plain, names=batch.schema.names)
+    if batch is None:
+        return None
+    fields = [field.with_type(_plain_type(field.type)) for field in batch.schema]
+    return batch if fields == list(batch.schema) else batch.cast(pyarrow.schema(fields))
+
+
+def _plain_type(kind: "DataType") -> "DataType":
+    """Return a type without dictionaries in it."""
+    import pyarrow
+
+    if pyarrow.types.is_dictionary(kind):
+        return _plain_type(kind.value_type)
+    if pyarrow.types.is_struct(kind):
+        return pyarrow.struct([field.with_type(_plain_type(field.type)) for field in kind])
+    if pyarrow.types.is_map(kind):
+        return pyarrow.map_(_plain_type(kind.key_type), _plain_type(kind.item_type))
+    for is_kind, make in (
+        (pyarrow.types.is_list, pyarrow.list_),
+        (pyarrow.types.is_large_list, pyarrow.large_list),
+        (pyarrow.types.is_fixed_size_list, lambda field: pyarrow.list_(field, kind.list_size)),
+    ):
+        if is_kind(kind):
+            return make(kind.value_field.with_type(_plain_type(kind.value_type)))
+    return kind
+
+
+def _without_nulls(value: object) -> object:
+    """Leave out null fields of objects at every depth: Arrow gives the objects of all rows the same fields."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 @contextlib.contextmanager
-def _limited_memory() -> Iterator[None]:
-    """Bound what the body may add to the memory of this process: Arrow then fails instead of the machine."""
+def limited_memory() -> Iterator[None]:
+    """Bound what the body may add to the memory of this process: a library then fails instead of the machine."""
     with open("/proc/self/statm", encoding="ascii") as file:
         own_bytes = int(file.read().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limits = [limit for limit in (soft, own_bytes + PARQUET_MEMORY_BYTES) if limit != resource.RLIM_INFINITY]
+    limits = [limit for limit in (soft, own_bytes + MEMORY_BYTES) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
     try:
         yield

@@ -1,18 +1,24 @@
 """Templates: from an ``Example`` to the text of the prompt. All are Jinja, rendered by transformers in its sandbox."""
 
 import hashlib
+import itertools
 import json
 import os
 import random
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from mindrlhf.data.calls import render_calls
 from mindrlhf.data.handlers import IMAGE_MARK, Example, Message, RecordError
 from mindrlhf.data.pictures.processor import IMAGE_FRAME, IMAGE_TOKEN
+from mindrlhf.data.readers import limited_memory
 from mindrlhf.data.tokenizers import DEFAULT_TEMPLATE, Tokenizer
 from mindrlhf.errors import UserError
 
@@ -53,6 +59,7 @@ _QUESTION_VARIABLES |= {"tools", "documents", "enable_thinking", "add_vision_id"
 # Stands for a turn that is looked for in what a template makes of it.
 TURN_MARK = "MINDRLHF-TURN"
 _MAX_REASON_CHARS = 500
+_MAX_RENDER_S = 30.0
 
 Options = Mapping[str, Any]
 
@@ -84,11 +91,13 @@ class PromptTemplate:
         self._system = system
         self._special_tokens = tokenizer.special_tokens
         try:
-            self.variables = _find_variables(source)
+            with limited_memory():  # constants are computed
+                self.variables = _find_variables(source)
         except Exception as error:  # compilers can raise anything
             raise UserError(f"template {name!r} cannot be compiled: {_reason(error)}") from error
         self.takes_messages = "messages" in self.variables
         self.kept_source = source if self.takes_messages and not _is_named(name, tokenizer) else ""
+        self._begin = "" if self.takes_messages else tokenizer.bos_prefix
         self._check(system)
         self._has_parts = False
         self._has_parts = self.takes_messages and self._needs_parts()
@@ -125,6 +134,8 @@ class PromptTemplate:
     def render(self, example: Example, options: Options | None = None) -> str:
         """Return the prompt's text. A system prompt of this template takes the place of the record's own.
 
+        A plain question gets the text that the tokenizer puts before a text, once; chat templates write theirs.
+
         Args:
             options: values of variables for this example, before those of the template.
 
@@ -139,7 +150,10 @@ class PromptTemplate:
         options = dict(options or {})
         if "question" in self.variables:
             options["question"] = _question(example.messages[-1])
-        return self.render_messages(messages, options)
+        text = self.render_messages(messages, options)
+        while self._begin and text.startswith(self._begin):  # written by the template, or by the record itself
+            text = text.removeprefix(self._begin)
+        return self._begin + text
 
     def render_messages(self, messages: Sequence[Message | Mapping[str, Any]], options: Options | None = None) -> str:
         """Return the text of a chat, ready for the next turn, with its calls in a form that the template takes.
@@ -162,11 +176,12 @@ class PromptTemplate:
         variables = {**self._special_tokens, CLOCK: DATE, **self.options, **(options or {})}
         variables[CLOCK] = datetime.fromisoformat(variables[CLOCK]).strftime
         try:
-            (text,), _ = render_jinja_template(
-                [[self._as_chat(message) for message in chat]],
-                chat_template=self.source,
-                **{"add_generation_prompt": True, **variables},
-            )
+            with _limited_time():
+                (text,), _ = render_jinja_template(
+                    [[self._as_chat(message) for message in chat]],
+                    chat_template=self.source,
+                    **{"add_generation_prompt": True, **variables},
+                )
         except Exception as error:  # expressions of a template can raise anything
             raise RecordError(f"template {self.name!r} failed: {_reason(error)}") from error
         if not text:
@@ -186,12 +201,35 @@ class PromptTemplate:
         return {**message.more, "role": message.role, "content": parts}
 
 
+@contextmanager
+def _limited_time() -> Iterator[None]:
+    """End a template that this thread renders without end, such as one of loops within loops."""
+    end_s, previous = time.monotonic() + _MAX_RENDER_S, sys.gettrace()
+
+    def trace(frame: FrameType, _event: str, _argument: object):
+        if frame.f_code.co_filename != "<template>":
+            return None
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"it takes longer than {_MAX_RENDER_S:.0f} s")
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(previous)
+
+
 @lru_cache
 def _find_variables(source: str) -> frozenset[str]:
     """Compile a template and return the names that it may read, also those that it sets in one branch only."""
     # Without PyTorch, which nothing here needs, transformers says so when it is imported.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import jinja2.meta
+
+    operators = [value for _, kind, value in jinja2.Environment().lex(source) if kind == "operator"]
+    if any(value == "**" and before not in "(," for before, value in itertools.pairwise(operators)):
+        raise ValueError("powers, of which some take hours, are not supported")
     from transformers.utils import chat_template_utils
 
     environment = chat_template_utils._compile_jinja_template(source).environment

@@ -39,6 +39,9 @@ ADDS_BOS |= {"GPTNeoXTokenizer": False}
 # Published tokenizers leave some hundreds of ids unused.
 _MAX_UNUSED_IDS = 100_000
 MAX_TOKENIZER_BYTES = 256 << 20
+_MAX_GROWTH, _MAX_PROBE_CHARS, _MAX_POST_PROCESSOR_CHARS = 100, 10_000, 100_000
+# Around one step of a normaliser.
+_ALONE = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}, "added_tokens": []}
 
 
 class Tokenizer:
@@ -124,11 +127,11 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of ``text``; special tokens written out in it become their ids."""
-        with _one_line("the tokenizer fails on a text", ()):
+        with _one_line("the tokenizer fails on a text"):
             return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        with _one_line("the tokenizer fails on a text", ()):
+        with _one_line("the tokenizer fails on a text"):
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
@@ -155,12 +158,12 @@ class Tokenizer:
 
 
 @contextmanager
-def _one_line(what: str, kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
+def _one_line(what: str) -> Iterator[None]:
     """Make a UserError of what the library raises: bare Exception, and panics of Rust, which are not even that."""
     try:
         yield
     except BaseException as error:
-        if isinstance(error, kinds) or type(error).__name__ == "PanicException":
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise UserError(f"{what}: {error}") from error
         raise
 
@@ -184,12 +187,55 @@ def load_tokenizer(path: str | Path, merges_path: str | Path | None = None) -> T
     file = directory / "tokenizer.json"
     if merges_path is None and file.is_file():
         with _one_line(f"{file} is not a readable tokenizer"):
-            backend = tokenizers.Tokenizer.from_buffer(read_bounded(file, MAX_TOKENIZER_BYTES))
+            data = read_bounded(file, MAX_TOKENIZER_BYTES)
+            _check_growth(json.loads(data))
+            backend = tokenizers.Tokenizer.from_buffer(data)
     else:
         backend, config = _converted(directory, config, path if merges_path else None, merges_path)
     tokenizer = Tokenizer(backend, config)
     tokenizer.end_at(end_ids(directory))
     return tokenizer
+
+
+def _check_growth(definition: dict) -> None:
+    """Refuse replacements whose results others replace, so that a short text becomes endless, or many special tokens.
+
+    Such a chain goes by what its own steps write: they are run on that, one by one, before the library takes the file.
+
+    Raises:
+        ValueError: a text would grow too much.
+    """
+    if len(json.dumps(definition.get("post_processor"))) > _MAX_POST_PROCESSOR_CHARS:
+        raise ValueError("its post_processor adds thousands of tokens to a text")
+    for name in ("normalizer", "decoder"):
+        steps = list(_steps(definition.get(name)))
+        text = "".join(part for step in steps for part in _texts(step))[:_MAX_PROBE_CHARS]
+        most = _MAX_GROWTH * max(1, len(text))
+        for step in steps if text else ():
+            if name == "normalizer" or step.get("type") == "Replace":
+                alone = tokenizers.Tokenizer.from_str(json.dumps(_ALONE | {"normalizer": step}))
+                text = alone.normalizer.normalize_str(text)
+            if len(text) > most:
+                raise ValueError(f"the replacements of its {name} make more than {_MAX_GROWTH} characters of one")
+
+
+def _steps(part: object) -> Iterator[dict]:
+    """Yield the steps of a normaliser or decoder in order."""
+    if isinstance(part, dict):
+        nested = part.get("normalizers", part.get("decoders"))
+        if isinstance(nested, list):
+            for item in nested:
+                yield from _steps(item)
+        else:
+            yield part
+
+
+def _texts(step: dict) -> Iterator[str]:
+    """Yield the texts that a step writes or looks for."""
+    pattern = step.get("pattern")
+    for text in (step.get("content"), step.get("prepend"), *(pattern.values() if isinstance(pattern, dict) else ())):
+        if isinstance(text, str):
+            yield text
 
 
 def _converted(

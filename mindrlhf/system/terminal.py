@@ -1,10 +1,19 @@
-"""Colours on terminals that have them, and how wide lines may be."""
+"""Colours on terminals that have them, how wide lines may be, and texts of others that a terminal would obey."""
 
 import os
+import re
 import shutil
 from typing import TextIO
 
 BOLD, DIM, RED, GREEN, YELLOW, RESET = "\033[1m", "\033[2m", "\033[31m", "\033[32m", "\033[33m", "\033[0m"
+
+# Controls but tab and line break, and marks that turn the direction of writing.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(text: object) -> str:
+    """Return a text in which what a terminal would obey is spelled out, as in ``\\x1b[2J``."""
+    return _CONTROLS.sub(lambda match: ascii(match.group())[1:-1], str(text))
 
 
 def width(stream: TextIO, default: int) -> int:

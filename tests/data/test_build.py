@@ -62,7 +62,7 @@ def test_records_hold_ids_answers_and_sources_in_input_order(tokenizer_directory
     assert [record.answer for record in records] == [str(i) for i in range(310)]
     sources = [records[i].source_id for i in (0, 299, 300, 309)]
     assert sources == ["b.jsonl:1", "b.jsonl:300", "a.parquet:1", "a.parquet:10"]
-    assert (report.prompt_lengths.shortest, report.prompt_lengths.mean, report.prompt_lengths.longest) == (10, 10.0, 10)
+    assert set(report.header.look["prompt_tokens"].values()) == {10} and report.header.longest_prompt == 10
     assert report.header == prompts.header
     assert (prompts.header.num_read, prompts.header.longest_prompt, prompts.header.template) == (310, 10, "chat")
 
@@ -111,6 +111,24 @@ def test_worker_processes_change_nothing(tokenizer_directory, tmp_path, monkeypa
     assert (tmp_path / "1.mindrecord").read_bytes()[1 << 20 :] == (tmp_path / "2.mindrecord").read_bytes()[1 << 20 :]
 
 
+def test_a_prompt_that_grows_without_end_is_a_bad_record(tmp_path, tokenizer_directory):
+    doubling = "{% for _ in range(60) %}{% set ns.text = ns.text ~ ns.text %}{% endfor %}"
+    long = (
+        "{% if 'double' in question %}" + doubling + "{% elif 'long' in question %}{{ 'a' * 99999999999 }}{% endif %}"
+    )
+    (tmp_path / "t.jinja").write_text("{% set ns = namespace(text=question) %}" + long + "{{ question }}")
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        "".join(json.dumps({"question": text, "answer": "#### 1"}) + "\n" for text in ("double", "long", "6"))
+    )
+    options = {"template": str(tmp_path / "t.jinja"), "max_prompt_length": 99, "num_workers": 1, "skip_bad": True}
+    report = build_prompts([path], tmp_path / "o.mindrecord", tokenizer_directory, **options)
+    assert report.header.num_kept == 1
+    for number, reason in enumerate(report.bad_examples, 1):
+        assert f"a.jsonl:{number}: template 't.jinja' failed: MemoryError" in reason
+    assert report.header.num_bad == 2
+
+
 def test_sft_appends_the_end_token_and_bounds_the_sum(tokenizer_directory, tmp_path):
     data = [{"q": "abc", "r": "x" * length, "a": 1} for length in (1, 5, 6, 7)]
     path = _write_lines(tmp_path / "a.jsonl", data)
@@ -132,7 +150,8 @@ def test_sft_appends_the_end_token_and_bounds_the_sum(tokenizer_directory, tmp_p
         assert all(record.response_ids[-1] == end_id for record in records)
         x_id = load_tokenizer(tokenizer_directory).encode("x")
         assert records[1].response_ids[:-1].tolist() == x_id * 5
-        assert str(report.response_lengths) == "min 2, mean 5.0, max 7 tokens"
+        lengths = report.header.look["response_tokens"]
+        assert (lengths["0%"], lengths["100%"], report.header.longest_response) == (2, 7, 7)
 
 
 def test_first_bad_record_ends_the_build_and_leaves_nothing(tokenizer_directory, tmp_path):

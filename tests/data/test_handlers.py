@@ -39,13 +39,14 @@ def test_deepscaler():
     assert (example.question, example.answer, example.response) == ("1+1?", r"\frac{4}{2}", None)
 
 
-def test_dapo_math_17k():
+@pytest.mark.parametrize("name", ["dapo_math_17k", "verl"])
+def test_verl(name):
     fields = {
         "data_source": "math_dapo",
         "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}],
         "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
     }
-    example = load_handler("dapo_math_17k")(fields)
+    example = load_handler(name)(fields)
     assert example.messages == (Message("system", "s"), Message("user", "q"))
     assert (example.answer, example.question) == ("34", "q")
 
@@ -140,25 +141,67 @@ def _chat(*contents):
     return [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(contents)]
 
 
-def test_ultrafeedback_takes_the_last_message_of_both_chats():
-    fields = {"prompt": "ignored", "chosen": _chat("a", "b", "c", "good"), "rejected": _chat("a", "b", "c", "bad")}
-    example = load_handler("ultrafeedback")(fields)
-    assert [message.content for message in example.messages] == ["a", "b", "c"]
-    assert (example.response, example.rejected) == ("good", "bad")
+def _hh(*contents):
+    return "".join(f"\n\n{('Human', 'Assistant')[index % 2]}: {text}" for index, text in enumerate(contents))
+
+
+TRL = {
+    "messages": ({"messages": _chat("a", "b", "c", "good")}, ("a", "b", "c"), ("good", None)),
+    "texts": ({"prompt": "a", "completion": "good", "id": 3}, ("a",), ("good", None)),
+    "chats": ({"prompt": _chat("a", "b", "c"), "completion": _chat("x", "good")[1:]}, ("a", "b", "c"), ("good", None)),
+    "text, then a chat": ({"prompt": "a", "completion": _chat("x", "good")[1:]}, ("a",), ("good", None)),
+    "pairs": ({"prompt": "a", "chosen": "good", "rejected": "bad"}, ("a",), ("good", "bad")),
+    "pairs of chats": (
+        {"prompt": _chat("a"), "chosen": _chat("x", "good")[1:], "rejected": _chat("x", "bad")[1:]},
+        ("a",),
+        ("good", "bad"),
+    ),
+    "whole chats beside a prompt": (
+        {"prompt": "a", "chosen": _chat("a", "b", "c", "good"), "rejected": _chat("a", "b", "c", "bad")},
+        ("a", "b", "c"),
+        ("good", "bad"),
+    ),
+    "whole chats": (
+        {"chosen": _chat("a", "good"), "rejected": _chat("a", "bad"), "messages": None},
+        ("a",),
+        ("good", "bad"),
+    ),
+    "hh-rlhf": (
+        {"chosen": _hh("a", "b\n\nmore: b", "c", "good"), "rejected": _hh("a", "b\n\nmore: b", "c", "bad\n")},
+        ("a", "b\n\nmore: b", "c"),
+        ("good", "bad"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("fields", "contents", "responses"), TRL.values(), ids=TRL)
+@pytest.mark.parametrize("name", ["trl", "ultrafeedback", "hh_rlhf"])
+def test_forms_of_worked_answers_and_pairs(name, fields, contents, responses):
+    example = load_handler(name)(fields)
+    assert tuple(message.content for message in example.messages) == contents
+    assert [message.role for message in example.messages] == ["user", "assistant", "user"][: len(contents)]
+    assert (example.response, example.rejected) == responses
 
 
 @pytest.mark.parametrize(
-    ("chosen", "message"),
+    ("fields", "message"),
     [
-        (_chat("a"), "two messages or more"),
-        (_chat("a", "b", "c"), "is from 'user', not from 'assistant'"),
-        (_chat("other", "b"), "answer different conversations"),
-        ("text", "must be a chat"),
+        ({"chosen": _chat("a")}, "two messages or more"),
+        ({"chosen": _chat("a", "b", "c")}, "is from 'user', not from 'assistant'"),
+        ({"chosen": _chat("other", "b")}, "answer different conversations"),
+        ({"chosen": "text"}, "with neither a 'prompt' beside it nor 'Human:' in it"),
+        ({"chosen": "Well.\n\nHuman: a\n\nAssistant: b"}, "with neither a 'prompt' beside it"),
+        ({"chosen": _hh("a")}, "two messages or more"),
+        ({"prompt": 3, "chosen": "b"}, "field 'prompt' must be text or a list of messages"),
+        ({"prompt": 3, "chosen": _chat("a", "b")[1:]}, "field 'prompt' must be text or a list of messages"),
+        ({"text": "a"}, "none of 'messages', 'completion' beside 'prompt', and 'chosen' with 'rejected'"),
+        ({"messages": {"role": "user"}}, "must be a chat of two messages or more"),
     ],
 )
-def test_ultrafeedback_records_that_cannot_be_used(chosen, message):
+def test_records_without_a_response_to_train_on(fields, message):
+    rejected = {"rejected": _chat("a", "bad")} if "chosen" in fields else {}
     with pytest.raises(RecordError, match=message):
-        load_handler("ultrafeedback")({"chosen": chosen, "rejected": _chat("a", "bad")})
+        load_handler("trl")({**fields, **rejected})
 
 
 def test_an_answer_with_structure_is_kept_as_json():

@@ -164,13 +164,20 @@ def test_templates_and_special_tokens_count_without_a_tokenizer_config(tmp_path)
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
-@pytest.mark.parametrize("name", ["plain", "r1"])
-def test_our_own_templates_begin_as_the_tokenizer_begins_a_text(tmp_path, name, adds_bos):
+@pytest.mark.parametrize("question", ["1+1?", "<s>1+1?"])
+@pytest.mark.parametrize("name", ["plain", "r1", "bare.jinja", "begun.jinja"])
+def test_plain_prompts_begin_as_the_tokenizer_begins_a_text(tmp_path, name, question, adds_bos, monkeypatch):
     write(tmp_path, {"tokenizer.json": adds_bos, "tokenizer_config.json": {"bos_token": "<s>", "eos_token": "</s>"}})
+    (tmp_path / "bare.jinja").write_text("{{ question }} =")
+    (tmp_path / "begun.jinja").write_text("{{ bos_token }}{{ question }} =")
+    monkeypatch.chdir(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
-    text = load_template(name, tokenizer).render(Example((Message("user", "1+1?"),), "2"))
-    assert text.startswith("<s>") == adds_bos and text.count("<s>") == adds_bos
-    assert (tokenizer.encode(text)[0] == 256) == adds_bos
+    text = load_template(name, tokenizer).render(Example((Message("user", question),), "2"))
+    if adds_bos:
+        assert text.startswith("<s>") and text.count("<s>") == 1 + (name == "r1" and "<s>" in question)
+        assert tokenizer.encode(text)[0] == 256
+    else:  # what stands there the template or the record has written
+        assert text.count("<s>") == (name == "begun.jinja") + ("<s>" in question)
 
 
 def facts_of(directory):

@@ -172,10 +172,31 @@ def test_a_key_that_stands_twice_is_a_bad_record(tmp_path, suffix):
     assert str(bad) == f"{path}:2: not usable JSON: the key 'b' stands twice"
 
 
+def test_parquet_rows_lack_the_nulls_that_other_rows_objects_made(tmp_path):
+    """Arrow unites the fields of all objects in a column; JSON lines of the same rows keep what they have."""
+    call = {"function": {"name": "weather", "arguments": {"city": "Rome", "days": 2}}}
+    other = {"function": {"name": "add", "arguments": {"terms": [{"value": 1}, {"name": "x"}]}}}
+    rows = [
+        {"tools": [{"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}}], "note": "a"},
+        {"tools": [{"name": "add", "parameters": {"properties": {"terms": {"items": {"a": 1}}}}}], "note": None},
+        {"messages": [{"role": "assistant", "tool_calls": [call, other]}, {"role": "tool", "content": "3"}]},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[:2]), tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[2:]), tmp_path / "b.parquet")
+    assert _fields(read_records(tmp_path / "a.parquet")) + _fields(read_records(tmp_path / "b.parquet")) == rows
+
+
 def repeated_text(rows: int, num_bytes: int, **more) -> pyarrow.Table:
     """A table whose rows all hold one long text, which its file holds once."""
     texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, pyarrow.int32()), ["a" * num_bytes])
     return pyarrow.table({"question": texts, "answer": ["1"] * rows, **more})
+
+
+def repeated_items(num_values: int, num_bytes: int, *, in_objects: bool) -> pyarrow.Table:
+    """A table of one row, a list of one long text that its file holds once."""
+    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * num_values, pyarrow.int32()), ["a" * num_bytes])
+    values = pyarrow.StructArray.from_arrays([texts], ["content"]) if in_objects else texts
+    return pyarrow.table({"messages": pyarrow.ListArray.from_arrays(pyarrow.array([0, num_values], "int32"), values)})
 
 
 def long_list(num_values: int) -> pyarrow.Table:
@@ -187,6 +208,8 @@ def long_list(num_values: int) -> pyarrow.Table:
 # Each file is small, and unpacks to gigabytes of Python's objects: nested texts and lists count once for each place.
 BOMBS = {
     "a text in all rows": lambda: (repeated_text(300, 8 << 20), {}),
+    "a text in a list": lambda: (repeated_items(300, 8 << 20, in_objects=False), {}),
+    "a text in objects of a list": lambda: (repeated_items(5000, 1 << 20, in_objects=True), {}),
     "a text anew": lambda: (pyarrow.table({"question": ["a" * (8 << 20)] * 40}), {"use_dictionary": False}),
     "one text": lambda: (pyarrow.table({"question": ["a" * (300 << 20)]}), {"use_dictionary": False}),
     "one list": lambda: (long_list(60_000_000), {}),
@@ -226,7 +249,7 @@ def test_a_small_parquet_file_that_unpacks_to_gigabytes_takes_bounded_memory(tmp
 @pytest.mark.parametrize("name", ["a text in all rows", "one text", "texts in a list"])
 def test_a_file_that_lies_about_its_sizes_meets_the_limit_of_memory(tmp_path, monkeypatch, name):
     monkeypatch.setattr(readers, "PARQUET_FREE_BYTES", 1 << 40)
-    monkeypatch.setattr(readers, "PARQUET_MEMORY_BYTES", 256 << 20)
+    monkeypatch.setattr(readers, "MEMORY_BYTES", 256 << 20)
     path = tmp_path / "a.parquet"
     table, options = BOMBS[name]()
     pyarrow.parquet.write_table(table, path, compression="zstd", **options)

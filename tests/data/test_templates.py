@@ -1,12 +1,13 @@
 """Templates: text equal to transformers' own, and what is refused."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from mindrlhf.data.handlers import Example, Message, RecordError
-from mindrlhf.data.templates import R1_SYSTEM, load_template, response_end_id
+from mindrlhf.data.templates import R1_SYSTEM, PromptTemplate, load_template, response_end_id
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.errors import UserError
 
@@ -62,7 +63,7 @@ def jinja_file(tmp_path):
     "messages",
     [
         [("user", "hi")],
-        [("system", "be brief"), ("user", "<b>hi</b> & \"you\"\n")],
+        [("system", "be brief"), ("user", '<b>hi</b> & "you"\n')],
         [("user", "a"), ("assistant", "b"), ("user", "c")],
     ],
 )
@@ -175,3 +176,19 @@ def test_response_end():
     assert response_end_id(plain, StubTokenizer()) == 1
     with pytest.raises(UserError, match="has no end token"):
         response_end_id(plain, StubTokenizer(eos_token_ids=()))
+
+
+def test_a_template_without_end_is_ended(monkeypatch):
+    monkeypatch.setattr("mindrlhf.data.templates._MAX_RENDER_S", 0.1)
+    loops = "".join(f"{{% for a{number} in range(99999) %}}" for number in range(4)) + "{% endfor %}" * 4
+    template = PromptTemplate("x", "{{ question }}" + loops, None, StubTokenizer())
+    tracer = sys.gettrace()
+    with pytest.raises(RecordError, match="takes longer than 0 s"):
+        template.render(_question())
+    assert sys.gettrace() is tracer
+
+
+@pytest.mark.parametrize("source", ["{{ question * 10 ** 12 }}", "{{ 9**9**9 }}{{ question }}"])
+def test_powers_which_may_take_hours_are_refused(source):
+    with pytest.raises(UserError, match="cannot be compiled: ValueError: powers"):
+        PromptTemplate("x", source, None, StubTokenizer())

@@ -1,5 +1,6 @@
 """Tokenizers against transformers and SentencePiece themselves."""
 
+import itertools
 import json
 import os
 import shutil
@@ -258,6 +259,55 @@ def test_a_pattern_on_which_the_library_panics_is_one_line(small_directory):
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text, "b"])):
         with pytest.raises(UserError, match="the tokenizer fails on a text: Onig"):
             encode("a" * 40 + "!")
+
+
+def _tens(pairs):
+    return [hf.normalizers.Replace(old, new * 10) for old, new in pairs]
+
+
+GROWING = {
+    "normalizer": [
+        _tens(["aa"] * 9),
+        _tens(itertools.pairwise("abcdefghij")),
+        [hf.normalizers.Sequence(_tens(["aa"] * 5)), hf.normalizers.Sequence(_tens(["aa"] * 4))],
+        [*_tens(["aB"]), hf.normalizers.Lowercase(), *_tens(["bA"]), hf.normalizers.Lowercase()] * 3,
+        [hf.normalizers.Replace(hf.Regex("(?=x)"), "x")] * 40,
+        [hf.normalizers.Replace(hf.Regex("."), "xy")] * 30,
+        [hf.normalizers.Prepend("a" * 999), *_tens(["aa"] * 2)],
+    ],
+    "decoder": [[hf.decoders.Replace("a", "a" * 10)] * 9],
+    "post_processor": [["<|im_end|>"] * 99_999],
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "steps"), [(part, steps) for part, all_steps in GROWING.items() for steps in all_steps]
+)
+def test_a_short_text_that_would_become_endless_is_refused_before_it_is_read(small_directory, part, steps):
+    backend = hf.Tokenizer.from_file(str(small_directory / "tokenizer.json"))
+    if part == "post_processor":
+        backend.post_processor = hf.processors.TemplateProcessing([*steps, "$A"], special_tokens=[("<|im_end|>", 2)])
+    else:
+        setattr(backend, part, getattr(hf, f"{part}s").Sequence(steps))
+    backend.save(str(small_directory / "tokenizer.json"))
+    with pytest.raises(UserError, match=f"tokenizer.json is not a readable tokenizer: .* {part} "):
+        load_tokenizer(small_directory)
+
+
+def test_the_steps_of_published_normalisers_are_read(small_directory):
+    backend = hf.Tokenizer.from_file(str(small_directory / "tokenizer.json"))
+    spaces = [hf.normalizers.Replace(" ", "▁"), hf.normalizers.Replace(hf.Regex(" {2,}"), "▁")]
+    quotes = [hf.normalizers.Replace("``", '"'), hf.normalizers.NFKC(), hf.normalizers.StripAccents()]
+    backend.normalizer = hf.normalizers.Sequence([hf.normalizers.Prepend("▁"), *spaces, *quotes])
+    backend.decoder = hf.decoders.Sequence([hf.decoders.Replace("▁", " "), hf.decoders.ByteFallback()])
+    backend.save(str(small_directory / "tokenizer.json"))
+    assert load_tokenizer(small_directory).encode("b") == backend.encode("b").ids
+
+
+def test_a_text_without_token_is_one_line(tmp_path):
+    hf.Tokenizer(hf.models.WordLevel({"a": 0})).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="the tokenizer fails on a text: WordLevel error: Missing"):
+        load_tokenizer(tmp_path).encode_batch(["b"])
 
 
 def test_files_without_a_class_that_transformers_converts_are_refused(tmp_path, sentencepiece_model):

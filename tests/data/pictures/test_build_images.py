@@ -240,7 +240,7 @@ def test_worker_processes_change_nothing(model, tmp_path):
 
 def encoder(model, **options):
     settings = {
-        "tokenizer_path": str(model), "merges_path": None, "handler": "geo3k", "key_map": {}, "template": "plain",
+        "tokenizer_path": str(model), "handler": "geo3k", "key_map": {}, "template": "plain",
         "system": None, "task": "prompts", "max_prompt_length": 200, "max_length": None,
         "source_names": {"data.jsonl": "data.jsonl"}, "min_pixels": LIMITS.min_pixels, "max_pixels": LIMITS.max_pixels,
     }  # fmt: skip
