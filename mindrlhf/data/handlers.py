@@ -191,18 +191,6 @@ def read_gsm8k(fields: Mapping) -> Example:
     return Example(_question_messages(_required(fields, "question"), "question"), truth.text, response=response)
 
 
-def read_deepscaler(fields: Mapping) -> Example:
-    """DeepScaleR: fields ``problem`` and ``answer``."""
-    return Example(_question_messages(_required(fields, "problem"), "problem"), _answer(fields, "answer"))
-
-
-def read_geo3k(fields: Mapping) -> Example:
-    """Geometry3K: ``images``, a ``problem`` with ``<image>`` where each stands, and ``answer``."""
-    _required(fields, "images")
-    messages = _question_messages(_required(fields, "problem"), "problem", _images(fields, "images"))
-    return Example(messages, _answer(fields, "answer"))
-
-
 def read_verl(fields: Mapping) -> Example:
     """The form of verl, and DAPO-Math-17k's: a chat in ``prompt``, ``reward_model.ground_truth``, ``images`` if any."""
     if fields.get("videos"):
@@ -257,19 +245,6 @@ def _conversation(fields: Mapping, key: str) -> tuple[tuple[Message, ...], str]:
     return _question_messages(value[:-1], key), reply
 
 
-HANDLERS: dict[str, Handler] = {
-    "gsm8k": read_gsm8k,
-    "deepscaler": read_deepscaler,
-    "dapo_math_17k": read_verl,
-    "orca_pairs": read_orca_pairs,
-    "ultrafeedback": read_trl,
-    "hh_rlhf": read_trl,
-    "trl": read_trl,
-    "geo3k": read_geo3k,
-    "verl": read_verl,
-}
-
-
 def _map_keys_handler(key_map: Mapping[str, str]) -> Handler:
     wrong = [name for name in key_map if name not in MAPPED_FIELDS]
     if wrong:
@@ -290,6 +265,19 @@ def _map_keys_handler(key_map: Mapping[str, str]) -> Handler:
         )
 
     return read_mapped
+
+
+HANDLERS: dict[str, Handler] = {
+    "gsm8k": read_gsm8k,
+    "deepscaler": _map_keys_handler({"question": "problem", "answer": "answer"}),
+    "dapo_math_17k": read_verl,
+    "orca_pairs": read_orca_pairs,
+    "ultrafeedback": read_trl,
+    "hh_rlhf": read_trl,
+    "trl": read_trl,
+    "geo3k": _map_keys_handler({"question": "problem", "answer": "answer", "images": "images"}),
+    "verl": read_verl,
+}
 
 
 def _required(fields: Mapping, key: str) -> object:

@@ -229,21 +229,18 @@ def _plain(batch: "RecordBatch | None") -> "RecordBatch | None":
 def _plain_type(kind: "DataType") -> "DataType":
     """Return a type without dictionaries in it."""
     import pyarrow
+    from pyarrow import types
 
-    if pyarrow.types.is_dictionary(kind):
+    if types.is_dictionary(kind):
         return _plain_type(kind.value_type)
-    if pyarrow.types.is_struct(kind):
-        return pyarrow.struct([field.with_type(_plain_type(field.type)) for field in kind])
-    if pyarrow.types.is_map(kind):
+    fields = [kind.field(index).with_type(_plain_type(kind.field(index).type)) for index in range(kind.num_fields)]
+    if types.is_struct(kind):
+        return pyarrow.struct(fields)
+    if types.is_map(kind):
         return pyarrow.map_(_plain_type(kind.key_type), _plain_type(kind.item_type))
-    for is_kind, make in (
-        (pyarrow.types.is_list, pyarrow.list_),
-        (pyarrow.types.is_large_list, pyarrow.large_list),
-        (pyarrow.types.is_fixed_size_list, lambda field: pyarrow.list_(field, kind.list_size)),
-    ):
-        if is_kind(kind):
-            return make(kind.value_field.with_type(_plain_type(kind.value_type)))
-    return kind
+    if types.is_fixed_size_list(kind):
+        return pyarrow.list_(fields[0], kind.list_size)
+    return (pyarrow.large_list if types.is_large_list(kind) else pyarrow.list_)(fields[0]) if fields else kind
 
 
 def _without_nulls(value: object) -> object:

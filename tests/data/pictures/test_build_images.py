@@ -324,7 +324,7 @@ def test_sources_that_may_not_or_cannot_be_read_are_named(model, tmp_path):
 @pytest.mark.parametrize(
     ("handler", "row", "reason"),
     [
-        ("geo3k", {"problem": "<image>?", "answer": "1"}, "no field 'images'"),
+        ("geo3k", {"problem": "<image>?", "answer": "1"}, "has 1 places for images, the record has 0"),
         ("geo3k", {"problem": "<image>?", "answer": "1", "images": []}, "1 places for images, the record has 0"),
         (
             "geo3k",
