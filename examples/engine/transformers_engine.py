@@ -89,15 +89,11 @@ class TransformersEngine:
 
     def update_weights(self, version, buffer_path):
         with WeightBuffer.attach(buffer_path) as buffer:
-            buffer.require(version, self.find_required_slices(buffer.infos))
             buffer.verify(version)
             for name, dtype, array in buffer.tensors(version):
                 tensor = torch.from_numpy(np.array(array.view(np.int16) if dtype == "bfloat16" else array))
                 self._parameters[name].copy_(tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor)
         self._weights_version = version
-
-    def find_required_slices(self, infos, node=0, num_nodes=1):
-        return {info.name: None for info in infos}
 
     def sleep(self):
         pass

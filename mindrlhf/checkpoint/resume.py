@@ -32,7 +32,6 @@ FREE_KEYS = frozenset(
         "rollout.start_timeout_s",
         "rollout.restarts",
         "rollout.stall_timeout_s",
-        "rollout.weights_transport",
         "correction.preset",  # the keys that it sets are compared
         "reward.num_workers",
         "reward.every_node",

@@ -5,9 +5,6 @@ from dataclasses import dataclass
 from mindrlhf.config.keys import RunConfig, key
 from mindrlhf.errors import Rules
 
-# How weights come to the weight buffers of other nodes: from host to host, or by the devices' own network.
-TCP, COLLECTIVES = "tcp", "collectives"
-
 
 @dataclass(frozen=True)
 class RolloutSection:
@@ -72,12 +69,6 @@ class RolloutSection:
         "float32", "type of the generator's weights and arithmetic", choices=("float32", "bfloat16")
     )
     max_num_seqs: int = key(64, "most sequences decoded at once by a server", minimum=1)
-    weights_transport: str = key(
-        TCP,
-        "transport for weight sync between nodes: tcp between hosts, or collectives between devices (Ascend, "
-        "not run on NPUs yet); see docs/cluster.md",
-        choices=(TCP, COLLECTIVES),
-    )
     num_threads: int = key(1, "CPU threads of a server", minimum=1)
     tensor_parallel: int = key(
         1, "devices that share one replica's weights; above the ranks of a node, of whole nodes: see docs/cluster.md",
@@ -143,13 +134,9 @@ def schedule_rules(config: RunConfig) -> Rules:
 
 def server_rules(config: RunConfig) -> Rules:
     """Rules of how servers make samples and come by weights."""
-    rollout, device = config.rollout, config.run.device
+    rollout = config.rollout
     for name in ("profiler.vllm", "training.replay_routing"):
         section, _, key_name = name.partition(".")
         yield rollout.engine != "vllm" and bool(getattr(getattr(config, section), key_name)), (
             f"'rollout.engine' is {rollout.engine}, but '{name}' is vLLM's: remove one of them"
         )
-    yield rollout.weights_transport != TCP and device == "cpu", (
-        f"'rollout.weights_transport' is {rollout.weights_transport}, but on run.device=cpu every node has the whole "
-        "model, and ranks have no network of their own: set tcp"
-    )

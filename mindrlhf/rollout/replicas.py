@@ -16,8 +16,6 @@ from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions, cpu_cache_gib, devices_of, reserved_bytes
 from mindrlhf.system import heartbeat
 from mindrlhf.tools.loading import find_engine
-from mindrlhf.weights.publish.slices import RequiredSlices
-from mindrlhf.weights.tensors import TensorInfo
 
 
 class WeightsReplaced(RunFailure):
@@ -189,11 +187,6 @@ class Replicas:
 
     def update_weights(self, version: int) -> None:
         self._survive(lambda: self._all.update_weights(version))
-
-    def find_required_slices(self, infos: Sequence[TensorInfo], node: int, num_nodes: int) -> RequiredSlices:
-        """Return what the one server that there is reads; see :meth:`VllmGenerator.find_required_slices`."""
-        (generator,) = self._generators
-        return generator.find_required_slices(infos, node, num_nodes)
 
     def sleep(self) -> None:
         self._survive(self._all.sleep)

@@ -26,8 +26,6 @@ from mindrlhf.rollout.vllm_options import VllmOptions, check_options, sees_image
 from mindrlhf.system import timeline
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message, send_message
 from mindrlhf.weights.publish.buffer import WeightBuffer, WeightBufferError
-from mindrlhf.weights.publish.slices import RequiredSlices, merge_required
-from mindrlhf.weights.tensors import TensorInfo
 
 _LIVENESS_POLL_S = 0.5
 _STOP_TIMEOUT_S = 10.0
@@ -76,7 +74,6 @@ class VllmGenerator:
         self._asked = ""  # what it was last told to do
         self._buffer_path: str | None = None
         self._weights_version: int | None = None
-        self._asked_slices: dict[str, Any] | None = None
 
     @classmethod
     def start(cls, options: VllmOptions, parts: Parts | None = None) -> "VllmGenerator":
@@ -133,12 +130,6 @@ class VllmGenerator:
         self._call({"kind": "update_weights", "version": version, "buffer_path": self._buffer_path})
         self._weights_version = version
 
-    def find_required_slices(self, infos: Sequence[TensorInfo], node: int, num_nodes: int) -> RequiredSlices:
-        """Return what the workers on one of the nodes that the server lies on read of the tensors of a buffer."""
-        place = {"node": node, "num_nodes": num_nodes}
-        self._asked_slices = {"kind": "find_required_slices", "infos": list(infos), **place}
-        return merge_required([self._call(self._asked_slices)["required"]])
-
     def sleep(self) -> None:
         self._call({"kind": "sleep"})
 
@@ -175,8 +166,6 @@ class VllmGenerator:
         self.close()
         self._launch()
         self.wait_ready()
-        if self._asked_slices is not None:
-            self._call(self._asked_slices)  # new workers take it that they read everything, until they are asked
         version, self._weights_version = self._weights_version, None
         if version is not None and not self._buffer_has_moved_on(version):
             self.update_weights(version)

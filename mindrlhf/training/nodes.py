@@ -3,7 +3,6 @@
 import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
 
 from mindrlhf.config.reward import RewardSection, ToolSection
 from mindrlhf.config.schema import GrpoConfig
@@ -17,23 +16,14 @@ from mindrlhf.rollout.remote import NodesGenerator, ReplicatedGenerator, accept_
 from mindrlhf.rollout.types import CompletionSource
 from mindrlhf.system.handshake import SignedConnection
 from mindrlhf.system.ports import listen
-from mindrlhf.system.records import merged_by, result, union
 from mindrlhf.system.wire import own_host, rank_0_host
 from mindrlhf.tools.agent_nodes import start_agents
 from mindrlhf.training.batch import Machine
 from mindrlhf.training.team import Team
 from mindrlhf.weights.publish.publisher import PublishingWorker
-from mindrlhf.weights.publish.slices import RequiredSlices, merge_required
 from mindrlhf.weights.publish.sync import LeaderAddress
 
 Nodes = list[list[int]]  # the ranks of each machine, rank 0's first
-
-
-@result
-class ServerReads:
-    """Slices that the workers of a rollout server read, by node."""
-
-    required: dict[str, Any] = merged_by(union)
 
 
 class ServingWorker(PublishingWorker):
@@ -87,13 +77,6 @@ class ServingWorker(PublishingWorker):
         """On a server's first node, start it in the background; it has parts on ``nodes``."""
         if nodes is not None:
             self.node_generator = self._share.start(token.encode(), nodes, self.weight_buffer().path)
-
-    def find_required_slices(self, part: int, num_nodes: int) -> ServerReads:
-        """On a server's first node, say what its workers read on one of its nodes, counted from 0."""
-        if self._share is None or self.node_generator is None:
-            return ServerReads({})
-        infos = self.weight_buffer().infos
-        return ServerReads({str(self.node): self.node_generator.find_required_slices(infos, part, num_nodes)})
 
 
 def find_nodes(team: Team) -> Nodes:
@@ -152,23 +135,6 @@ def _connect(team: Team, others: Sequence[int], method: str) -> dict[int, Signed
     with listen(host, backlog=len(others)) as listener:
         team.call(method, host=host, port=listener.getsockname()[1], token=token)
         return accept_nodes(listener, token.encode(), others)
-
-
-def find_required_slices(team: Team, nodes: Nodes, places: Places) -> list[RequiredSlices]:
-    """Return by node what of the tensors the servers there read, and have the nodes know it.
-
-    All servers lie over several nodes, and are ready.
-    """
-    required: list[RequiredSlices] = [{} for _ in nodes]
-    owners, size = {str(place[0]): place for place in places}, len(places[0])
-    for part in range(size):
-        found: list[ServerReads] = team.call("find_required_slices", part=part, num_nodes=size)
-        for node, read in ((node, read) for one in found for node, read in one.required.items()):
-            required[owners[node][part]] = merge_required([read])
-    first_ranks = {ranks[0]: node for node, ranks in enumerate(nodes)}
-    own = [required[first_ranks[rank]] if rank in first_ranks else None for rank in range(team.world_size)]
-    team.call("require_slices", per_rank=[{"required": one} for one in own])
-    return required
 
 
 def start_multi_node(team: Team, nodes: Nodes, places: Places) -> ReplicatedGenerator | NodesGenerator:

@@ -132,8 +132,8 @@ class ReinforcementTraining(life_cycle.Training):
         stack.callback(self.team.close)
         form = {"dtype": config.rollout.dtype, "bucket_bytes": int(config.rollout.weight_buffer_gib * 2**30)}
         nodes = machines.find_nodes(ranks)
-        transport = config.rollout.weights_transport
-        buffer = stack.enter_context(open_weight_buffers(ranks, nodes, transport=transport, **form))
+        on_devices = config.run.device == "ascend"
+        buffer = stack.enter_context(open_weight_buffers(ranks, nodes, between_devices=on_devices, **form))
         machines.connect_verifiers(ranks, nodes, rewards, config.reward)
         if self._has_multi_node_servers:
             self._generator = machines.start_multi_node(ranks, nodes, self._places)
@@ -194,10 +194,6 @@ class ReinforcementTraining(life_cycle.Training):
             self._reward_model.warm_up()
         heartbeat.enter("waiting for vLLM")
         self._generator.wait_ready()
-        if self._has_multi_node_servers and trains_sharded(self._config):
-            heartbeat.enter("asking vLLM which parts of the weights it reads")
-            nodes = machines.find_nodes(self._ranks)
-            self._policy.require(machines.find_required_slices(self._ranks, nodes, self._places))
         return trainer
 
     def finish(self, worker, progress: Progress) -> None:

@@ -121,7 +121,7 @@ class _Rank0:
 
     def run(self) -> None:
         self._nodes = find_nodes(self._ranks)
-        buffer = open_weight_buffers(self._ranks, self._nodes, transport=self._job["transport"])
+        buffer = open_weight_buffers(self._ranks, self._nodes, between_devices=self._job["between_devices"])
         policy = Policy(self._team, buffer)
         micro_batch = self._batches[0].micro_batches[0]
         num_rows, length = micro_batch.mask.shape

@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from mindrlhf.config.rollout import TCP
 from mindrlhf.config.training import ParallelSection
 from mindrlhf.errors import RunFailure
 from mindrlhf.launch.launch import launch
@@ -61,7 +60,7 @@ class ExecutionJob:
         after_token: see :class:`mindrlhf.training.engine.shards.Shards`.
         lora: fields of :class:`mindrlhf.specs.lora.LoraOptions`, of adapters that are trained in place of the model;
             they begin with those of :data:`SEED`.
-        transport: `rollout.weights_transport`.
+        between_devices: see :func:`mindrlhf.weights.publish.publisher.open_weight_buffers`.
         gradient_graphs: those of the gradients alone, for the calls of an update before its last one; none: all go to
             that of the update.
         steps_apart: see :class:`mindrlhf.training.engine.sharded_updates.UpdateGraph`.
@@ -75,7 +74,7 @@ class ExecutionJob:
     computed_input: str = ""
     after_token: bool = False
     lora: dict | None = None
-    transport: str = TCP
+    between_devices: bool = False
     gradient_graphs: tuple[str, ...] = ()
     steps_apart: bool = False
 

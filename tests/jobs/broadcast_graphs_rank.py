@@ -80,7 +80,7 @@ def sync(work: dict, directory: Path, rank: int) -> None:
     with WeightBuffer.create(infos) as buffer:
         transport = CollectiveTransport(buffer, rank, work["nodes"], open_compiled, work["bucket_bytes"])
         transport.connect(
-            [Transfer(name, to_slice(of), to_slice(one), tuple(nodes)) for name, of, one, nodes in work["transfers"]],
+            [Transfer(name, to_slice(part), origin, tuple(nodes)) for name, part, origin, nodes in work["transfers"]],
             {},
             b"",
         )

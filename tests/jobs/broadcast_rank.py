@@ -4,8 +4,8 @@
 
 ``sync.json`` there has "infos", the fields of the tensors, and "cases": a name, "nodes" (the ranks of each),
 "bucket_bytes" and, by node, "held": regions [[tensor, [[start, stop], ...]], ...] that its ranks write between them.
-Node N of a case leaves its buffer as ``CASE_N_VERSION.npz``, and each rank ``CASE_wrote_R_VERSION``, what it wrote,
-``CASE_came_R_VERSION``, the sums of what came through it, and ``CASE_done_R_VERSION``, the bytes that it has sent.
+Transfers have "transfer_bytes". Node N of a case leaves its buffer as ``CASE_N_VERSION.npz``, and each rank
+``CASE_wrote_R_VERSION``, what it wrote, and ``CASE_done_R_VERSION``, the bytes that it has sent.
 """
 
 import functools
@@ -23,6 +23,7 @@ from random_bits import random_bits
 
 from mindrlhf.system.processes import die_with_launcher
 from mindrlhf.training.broadcast import group_of, open_broadcast
+from mindrlhf.weights.publish import sync as planning
 from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.publish.collective import CollectiveTransport
 from mindrlhf.weights.publish.sync import plan_sync, sums_of, written_of
@@ -38,6 +39,7 @@ def main(directory: Path) -> None:
     init()
     work = json.loads((directory / "sync.json").read_text())
     infos = [TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in work["infos"]]
+    planning.TRANSFER_BYTES = work["transfer_bytes"]
     for case in work["cases"]:
         sync(case, infos, Files(directory, case["name"]), get_rank())
 
@@ -99,12 +101,12 @@ def sync(case: dict, infos: list[TensorInfo], files: Files, rank: int) -> None:
         written = [sums_of(one for rank in ranks for one in files.hear(f"wrote_{rank}_{version}")) for ranks in nodes]
         if version == VERSIONS[0]:
             transport.connect(plan_sync(written, infos), {}, b"")
-        sums = transport.sync(version)
-        files.tell(f"came_{rank}_{version}", [[*key, checksum] for key, checksum in sums.items()])
-        for one in nodes[node]:
-            files.hear(f"came_{one}_{version}")
+        transport.sync(version)
+        files.tell(f"came_{rank}_{version}", True)
+        for member in nodes[node]:
+            files.hear(f"came_{member}_{version}")
         if place == 0:
-            buffer.commit(written_of({key: one for own in written for key, one in own.items()} | written[node]))
+            buffer.commit(written_of({key: checksum for sums in written for key, checksum in sums.items()}))
             buffer.verify(version)
             np.savez(files.path(f"{node}_{version}.npz"), **{name: array for name, _, array in buffer.tensors(version)})
         files.tell(f"done_{rank}_{version}", transport.sent_bytes)

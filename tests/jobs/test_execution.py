@@ -20,7 +20,6 @@ from graph_on_cpu.run import ExecutionResult
 from safetensors.numpy import load_file
 from slow_tests import SLOW
 
-from mindrlhf.config.rollout import COLLECTIVES, TCP
 from mindrlhf.layout.rows import updates_return_outputs
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.fuse import split
@@ -241,22 +240,24 @@ def test_the_adapter_is_exported_in_peft_s_format(executed, tmp_path, name, layo
 
 @SLOW
 @pytest.mark.parametrize(
-    "name, layout, transport",
+    "name, layout, between_devices",
     [
-        ("policy_computing", "pp2", TCP),
-        ("policy_computing", "pp2", COLLECTIVES),
-        ("policy_computing", "dp2_optimizer_parallel", TCP),
-        ("policy_computing", "dp2_optimizer_parallel", COLLECTIVES),
-        ("policy", "tp2_sequence_parallel", TCP),
+        ("policy_computing", "pp2", False),
+        ("policy_computing", "pp2", True),
+        ("policy_computing", "dp2_optimizer_parallel", False),
+        ("policy_computing", "dp2_optimizer_parallel", True),
+        ("policy", "tp2_sequence_parallel", False),
         # Not by collectives: with two ranks on each machine they are among some of the ranks.
-        ("policy", "tp2_pp2", TCP),
+        ("policy", "tp2_pp2", False),
     ],
 )
-def test_two_machines_compute_and_publish_what_one_does_to_the_last_bit(executed, tmp_path, name, layout, transport):
+def test_two_machines_compute_and_publish_what_one_does_to_the_last_bit(
+    executed, tmp_path, name, layout, between_devices
+):
     """Each machine has a rank (or two) and holds a part of the model; the buffers of both have all of it in the end."""
     one = executed(name, layout)
     graphs = Path(one.job.graphs[0]).parent
-    job = dataclasses.replace(one.job, transport=transport)
+    job = dataclasses.replace(one.job, between_devices=between_devices)
     two = execute_over_machines(job, MODEL, batches(), tmp_path, keep=graphs)
     assert len(set(one.machines)) == 1 and len(set(two.machines)) == 2
     np.testing.assert_array_equal(two.losses, one.losses)

@@ -99,11 +99,6 @@ def test_two_nodes_give_the_samples_of_one_also_with_new_weights(tmp_path):
         with start(new, tmp_path / "one_node.log", load_format="auto", tensor_parallel_size=2) as one_node:
             expected = collect(one_node)
         server.generator.wait_ready()
-        # Each node's worker reads a half of what tensor parallelism cuts, and says so.
-        halves = [server.generator.find_required_slices(server.buffers[0].infos, node, 2) for node in (0, 1)]
-        query, down = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"
-        assert [required[query] for required in halves] == [[((0, 64), (0, 128))], [((64, 128), (0, 128))]]
-        assert [required[down] for required in halves] == [[((0, 128), (0, 80))], [((0, 128), (80, 160))]]
         server.push((0, 0), 1)
         old = collect(server.generator)
         server.push((1, 1), 2)

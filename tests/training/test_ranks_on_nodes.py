@@ -28,7 +28,6 @@ from mindrlhf.training.nodes import (
     connect_agents,
     connect_verifiers,
     find_nodes,
-    find_required_slices,
     start_multi_node,
 )
 from mindrlhf.weights.publish.buffer import WeightBuffer
@@ -82,7 +81,7 @@ class Rank:
     def commit_weights(self, purpose: str, written: dict) -> None:
         if self.opened and self.node:
             self.committed += 1
-            self.buffer.commit(written[str(self.node)])
+            self.buffer.commit(written)
 
 
 class Ranks:
@@ -223,7 +222,6 @@ CUT = [
 def _look(ranks, seen, version, bucket):
     """Compare the bucket that the buffers of all ranks have, and note its tensors."""
     for own in {rank.weight_buffer().path: rank.weight_buffer() for rank in ranks}.values():
-        own.turn_to(bucket)  # the next is written meanwhile
         own.verify(version)
         for tensor, _, array in own.tensors(version):
             np.testing.assert_array_equal(array, ranks[0].model.tensors[tensor])
@@ -317,77 +315,8 @@ def test_fewer_machines_than_the_launchers_said_are_named():
         start_multi_node(team, nodes, [(0, 1)])
 
 
-class Servers:
-    """Servers over several nodes that read the same slices on each of their nodes, whatever they are asked."""
-
-    def __init__(self, required):
-        self.required = required  # by part of the server
-
-    def find_required_slices(self, infos, node, num_nodes):
-        assert [tuple(info) for info in infos] == [tuple(info) for info in INFOS] and num_nodes == len(self.required)
-        return self.required[node]
-
-
 class SpanningRank(ServingWorker, ShardRank):
     """A rank whose node may own a server over several nodes."""
-
-
-# What the workers of each node read of the tensors of CUT: parts of "a" [4, 2] and "b" [3].
-REQUIRED = [
-    {"a": [((0, 2), (0, 2))], "b": None},
-    {"a": [((1, 4), (1, 2))], "b": [((0, 1),), ((2, 3),)]},
-    {"a": [], "b": [((1, 2),)]},
-]
-
-
-@pytest.mark.parametrize("bucket_bytes", [0, 1], ids=["whole", "in buckets"])
-def test_buffers_get_what_servers_over_several_nodes_read_and_no_more(bucket_bytes):
-    assert [(info.name, info.shape) for info in INFOS] == [("a", (4, 2)), ("b", (3,))]
-    ranks = [SpanningRank(machine, held) for machine, held in zip("xyz", CUT)]
-    ranks[0].use_share(object())
-    ranks[0].use_generator(Servers(REQUIRED))
-    team = ThreadedRanks(ranks)
-    nodes = find_nodes(team)
-    with open_weight_buffers(team, nodes, bucket_bytes=bucket_bytes) as buffer:
-        whole = Policy(team, buffer).publish(1)
-        for rank in ranks:
-            own = rank._buffers[PUBLISH]
-            if own.transport is not None:
-                own.transport.close()
-                own.transport = None
-            for name, tensor in TENSORS.items():
-                own.buffer.view(name, [[0, size] for size in tensor.shape])[...] = -1
-        policy = Policy(team, buffer)
-        required = find_required_slices(team, nodes, [(0, 1, 2)])
-        assert required == REQUIRED
-        policy.require(required)
-        seen = [{name: set() for name in TENSORS} for _ in ranks]
-
-        def look(version, bucket):
-            for node, rank in enumerate(ranks):
-                own = rank.weight_buffer()
-                own.verify(version)
-                own.require(version, REQUIRED[node])
-                for name, slices in own.slices(version).items():
-                    for one in slices:
-                        place = tuple(slice(*bounds) for bounds in one)
-                        np.testing.assert_array_equal(own.view(name, one), rank.model.tensors[name][place])
-                        seen[node][name].add(one)
-
-        assert policy.publish(2, look) == whole, "the digest is of what was written, not of what was sent"
-        for rank, needed, found in zip(ranks, REQUIRED, seen):
-            for name, tensor in TENSORS.items():
-                has = np.zeros(tensor.shape, bool)
-                for one in found[name]:
-                    has[tuple(slice(*bounds) for bounds in one)] = True
-                wanted = np.zeros(tensor.shape, bool)
-                for one in [tuple((0, size) for size in tensor.shape)] if needed[name] is None else needed[name]:
-                    wanted[tuple(slice(*bounds) for bounds in one)] = True
-                if name in rank.held:
-                    wanted[rank.held[name]] = True
-                np.testing.assert_array_equal(has, wanted, err_msg=name)
-    for rank in ranks:
-        rank.close_weights(PUBLISH)
 
 
 def test_the_verifiers_of_all_nodes_are_asked_by_rank_0(tmp_path):

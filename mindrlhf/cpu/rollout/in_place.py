@@ -5,14 +5,15 @@ that its loaders do passes through PyTorch's dispatcher: where they do no more t
 which stay where they are, into parameters, these copies are all there is to do for the next version.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mindrlhf.cpu.rollout.linear import forget_copies
-from mindrlhf.rollout.server.required_slices import storage_of, tensors_in
 from mindrlhf.weights.publish.buffer import WeightBuffer
 
 _ATEN = torch.ops.aten
@@ -127,3 +128,13 @@ def _turn(target: torch.Tensor, source: torch.Tensor) -> None:
         columns = source[first : first + num_rows].t()
         turned = scratch[: columns.numel()].view(columns.shape).copy_(columns)
         target[first : first + num_rows].t().copy_(turned)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return a number that tells a tensor's storage from all others that are there."""
+    return tensor.untyped_storage()._cdata
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the arguments or results of an operator."""
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))

@@ -42,7 +42,7 @@ from mindrlhf.specs.lora import LoraOptions
 from mindrlhf.specs.rules import VISION_PREFIX
 from mindrlhf.weights.convert import buffer_infos
 from mindrlhf.weights.hf import read_hf_config
-from mindrlhf.weights.publish.buffer import arrange_buckets
+from mindrlhf.weights.publish.buffer import buffer_bytes
 
 
 @dataclass(frozen=True)
@@ -271,8 +271,7 @@ def _optimizer_state(model: Model, lora: LoraOptions | None, optimizer: str) -> 
 def _buffer_bytes(config: GrpoConfig, model: Model) -> int:
     """Host memory of the weight buffer on each node."""
     infos = buffer_infos(model.known, model.dims, config.model.param_dtype, config.rollout.dtype)
-    _, bucket_sizes = arrange_buckets(infos, int(config.rollout.weight_buffer_gib * 2**30))
-    return sum(bucket_sizes)
+    return buffer_bytes(infos, int(config.rollout.weight_buffer_gib * 2**30))
 
 
 def _plan_tower(inputs: MemoryInputs, layouts: Sequence[ParameterLayout]) -> TowerPlan | None:

@@ -8,7 +8,7 @@ On one connection (:class:`mindrlhf.launch.nodes.channel.Channel`) rank 0 asks a
     abort, while it generates        generated
 
 "failed" {message} and "leaving" may come at any time, and end it. Weights come by the transport of
-:mod:`mindrlhf.weights.publish.tcp`, as changes since the last version where that is less.
+:mod:`mindrlhf.weights.publish.tcp`.
 """
 
 import json

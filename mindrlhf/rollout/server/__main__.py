@@ -9,7 +9,6 @@ JSON``. It serves that one connection and ends with it. Messages (see ``mindrlhf
                     -> completions (as they finish, any number of times), then generated
     abort           (during generate) ends it early -> generated
     update_weights  {version, buffer_path} -> done
-    find_required_slices  {infos, node, num_nodes} -> done {required}
     sleep, wake     -> done
     profile         {step} starts vLLM's profiler, step 0 ends it -> done
     ping            -> done
@@ -47,7 +46,6 @@ from mindrlhf.rollout.types import Completion, pack_completions
 from mindrlhf.system import heartbeat, processes, speed_ups
 from mindrlhf.system.wire import ConnectionClosed, receive_message, send_message
 from mindrlhf.tools.loading import load_named
-from mindrlhf.weights.tensors import TensorInfo
 
 _PARENT_POLL_S = 0.5
 
@@ -155,10 +153,6 @@ class Server:
             self._engine.update_weights(header["version"], header["buffer_path"])
             self._stats["update_s"] += time.perf_counter() - start
             self._send("done")
-        elif kind == "find_required_slices":
-            infos = [TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in header["infos"]]
-            required = self._engine.find_required_slices(infos, header["node"], header["num_nodes"])
-            self._send("done", required=required)
         elif kind in ("sleep", "wake"):
             getattr(self._engine, kind)()
             self._send("done")

@@ -20,8 +20,6 @@ from mindrlhf.rollout.server.vision import VisionModel
 from mindrlhf.rollout.stop_strings import StoppingSamples
 from mindrlhf.rollout.types import Completion
 from mindrlhf.system import speed_ups
-from mindrlhf.weights.publish.slices import RequiredSlices, merge_required
-from mindrlhf.weights.tensors import TensorInfo
 
 _CPU_BLOCK_SIZE = 32  # vLLM caches whole blocks of this many tokens only, and its CPU kernels want multiples of 32
 _CPU_READ_TOKENS = 4096  # of prompts, read at once: of a small model another pass costs as much as 1,000 tokens
@@ -98,7 +96,6 @@ class VllmEngine:
         if config["device"] == "ascend":
             self._engine.collective_rpc("set_up_sampler")
         self._weights_load_in_place = False
-        self._required: tuple[list[TensorInfo], list] | None = None  # of each worker, for these tensors
         self._recorder = RoutingRecorder(self._model_runner()) if config["record_routing"] else None
         self._prompt_lengths: list[int] = []  # of the batch
         self._internal_names: dict[str, str] = {}  # vLLM's of the pending samples
@@ -200,21 +197,6 @@ class VllmEngine:
             self._kv_cache_is_asleep = False
             self._say_memory("awake")
         self._forget_prefixes()
-
-    def find_required_slices(self, infos: Sequence[TensorInfo], node: int = 0, num_nodes: int = 1) -> RequiredSlices:
-        """Return which parts of the tensors of a buffer the workers read together.
-
-        Args:
-            node: of those that the server lies on; its workers are meant.
-
-        Returns:
-            Disjoint slices by tensor. It stays so.
-        """
-        if self._required is None or self._required[0] != list(infos):
-            self._required = list(infos), self._engine.collective_rpc("find_required_slices", args=(list(infos),))
-        workers = self._required[1]
-        size = len(workers) // num_nodes
-        return merge_required(workers[node * size : (node + 1) * size])
 
     def sleep(self) -> None:
         """Give up device memory: weights and KV cache are discarded (level 2). Nothing to do on a CPU."""

@@ -1,7 +1,7 @@
 """The part of the rollout server that runs inside each vLLM worker: loading weights from the buffer."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,11 +13,8 @@ from vllm.platforms import current_platform
 from mindrlhf.rollout.server import ascend
 from mindrlhf.rollout.server.cpu import do_without_lscpu, rotate_every_head
 from mindrlhf.rollout.server.multi_node import buffer_of_node, join_nodes
-from mindrlhf.rollout.server.required_slices import trace_reads, without_memory
 from mindrlhf.system import speed_ups
 from mindrlhf.weights.publish.buffer import WeightBuffer, WeightBufferError
-from mindrlhf.weights.publish.slices import RequiredSlices
-from mindrlhf.weights.tensors import TensorInfo
 
 # Buffers are mapped for reading only; nothing here writes to the tensors made over them.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -47,8 +44,7 @@ class WorkerExtension:
     def load_weight_buffer(self, path: str, version: int, in_place: bool) -> bool:
         """Load every tensor of ``version`` from the buffer at ``path``: all, or the bucket that comes next.
 
-        Each worker reads the full tensors and vLLM's own loaders take their fused and sharded parts. Where
-        slices of the tensors were committed, these must hold what :meth:`find_required_slices` returned here.
+        Each worker reads the full tensors and vLLM's own loaders take their fused and sharded parts.
 
         Args:
             in_place: load into the live parameters; else vLLM rebuilds its kernel weights.
@@ -65,8 +61,8 @@ class WorkerExtension:
         if loading is None or loading.version != version or loading.num_buckets == buffer.num_buckets:
             self._loading = loading = _Loading(version)
         bucket, is_last = loading.num_buckets, loading.num_buckets == buffer.num_buckets - 1
-        buffer.turn_to(bucket)  # the next may be written meanwhile
-        buffer.require(version, self._known_slices(buffer))
+        if buffer.bucket != bucket:
+            raise WeightBufferError(f"bucket {bucket} of the weights is due; the buffer holds bucket {buffer.bucket}")
         parallel = self.parallel_config
         num_workers = parallel.world_size // parallel.nnodes  # that share the memory, and the work
         buffer.verify(version, self.rank % num_workers, num_workers)
@@ -110,26 +106,6 @@ class WorkerExtension:
     def device_memory(self) -> tuple[int, int]:
         """Return the bytes of this worker's NPU that are free, and all of them."""
         return torch.npu.mem_get_info()
-
-    def find_required_slices(self, infos: Sequence[TensorInfo]) -> RequiredSlices:
-        """Return which parts of each tensor this worker reads, which is so for as long as it lives.
-
-        vLLM's loaders are watched as they load tensors without memory; the weights stay as they are.
-
-        Args:
-            infos: name, dtype and shape of all tensors that will be loaded.
-        """
-        infos = tuple(TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in infos)
-        model = self.model_runner.get_model()
-        with without_memory(model):
-            self._required = infos, trace_reads(model.load_weights, infos, dict(model.named_parameters()))
-        return self._required[1]
-
-    def _known_slices(self, buffer: WeightBuffer) -> RequiredSlices:
-        """The slices of a buffer's tensors that this worker reads; whole tensors until they are traced."""
-        infos, required = getattr(self, "_required", ((), {}))
-        known = {(info.name, info.shape) for info in infos}
-        return {info.name: required[info.name] if (info.name, info.shape) in known else None for info in buffer.infos}
 
     def _load_in_place(self, model: torch.nn.Module, buffer: WeightBuffer, loading: _Loading) -> None:
         loader = getattr(self, "_loader", None)

@@ -14,7 +14,6 @@ from mindrlhf.checkpoint.state import StateWriter
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.causal_lm import CausalLM
 from mindrlhf.models.context import run_graph
-from mindrlhf.specs.rules import VISION_PREFIX
 from mindrlhf.system.files import remove
 from mindrlhf.training.routing.rows import experts_by_layer
 from mindrlhf.training.runtime import Rank
@@ -109,16 +108,14 @@ class Whole(Placement):
         return (iter_hf_tensors if self.network.lora is None else iter_merged_tensors)(self.network, *share)
 
     def write_to(self, buffer: WeightBuffer, ranks: Sequence[int] | None = None) -> None:
-        """Write this rank's share of the tensors that a buffer wants; those of a frozen tower are written once.
+        """Write this rank's share of the tensors that a buffer wants.
 
         Args:
             ranks: those of this node, which share the buffer and divide the tensors; None for all.
         """
         ranks = range(self._rank.world_size) if ranks is None else ranks
-        frozen = frozen_tensors(self.network).values()
         for name, array in self.tensors(ranks.index(self._rank.index), len(ranks), buffer.wants):
-            if not (name in frozen and buffer.keep(name)):
-                buffer.write(name, array)
+            buffer.write(name, array)
 
     def size_bytes(self) -> int:
         """Return the bytes of the whole model in a checkpoint."""
@@ -188,15 +185,6 @@ class Model:
         """See :meth:`Whole.outputs`."""
         with self._turned_off():
             return self.placement.outputs(self.graph, rows)
-
-
-def frozen_tensors(network: CausalLM) -> dict[str, str]:
-    """Return the Hugging Face names of the parameters of a vision tower that stay as they are, by their own."""
-    if network.dims.vision is None:
-        return {}
-    rules = {rule.mf_name: rule.hf_names[0] for rule in network.spec.rules(network.dims) if not rule.trained}
-    named = (parameter for parameter in network.get_parameters() if parameter.name.startswith(VISION_PREFIX))
-    return {parameter.name: rules[parameter.name] for parameter in named if not parameter.requires_grad}
 
 
 def model_tensors(network: CausalLM, rows: PackedRows) -> tuple:

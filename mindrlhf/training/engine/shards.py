@@ -21,7 +21,7 @@ from mindrlhf.shards.save import finish_saving, held_shards, plan_saving, write_
 from mindrlhf.shards.sources import ArraySource, open_source
 from mindrlhf.specs.lora import AdaptedRules
 from mindrlhf.training.engine.factory import layout_of, network_layouts
-from mindrlhf.training.engine.model import Placement, frozen_tensors
+from mindrlhf.training.engine.model import Placement
 from mindrlhf.weights.adapters.merge import merge
 from mindrlhf.weights.adapters.peft import adapter_config
 from mindrlhf.weights.publish.buffer import WeightBuffer
@@ -69,12 +69,11 @@ class Shards(Placement):
         self._num_logprob_micro_batches = num_logprob_micro_batches(parallel)
         self._publications: dict[tuple[int, ...] | None, dict[str, list[PublishedShard]]] = {}
         self._adapted = network.lora and AdaptedRules(network.spec, network.dims, network.lora.options)
-        self._saved, self._adapter_of, self._frozen = self.layouts, {}, frozen_tensors(network).keys()
+        self._saved, self._adapter_of = self.layouts, {}
         if self._adapted:
             trained = {rule.mf_name for rule in self._adapted.trained()}
             self._saved = [one for one in self.layouts if one.name in trained]
             self._adapter_of = {one.base.mf_name: one for one in self._adapted.adapters}
-            self._frozen = {one.name for one in self.layouts} - trained - self._adapter_of.keys()
 
     @property
     def is_in_last_stage(self) -> bool:
@@ -183,12 +182,12 @@ class Shards(Placement):
         return parameter.asnumpy().view(STORAGE_DTYPES[_dtype_name(parameter)])
 
     def write_to(self, buffer: WeightBuffer, ranks: Sequence[int] | None = None) -> None:
-        """See :meth:`Whole.write_to`: what no other rank of the node writes, and what stays the same only once."""
+        """See :meth:`Whole.write_to`: what no other rank of the node writes."""
         publication = self._publication(None if ranks is None else tuple(ranks))
         for name, parts in wanted_shards(publication, buffer).items():
             if name in self._adapter_of:
                 self._write_merged(buffer, name, parts)
-            elif not (name in self._frozen and all(buffer.keep(part.hf_name) for part in parts)):
+            else:
                 self._write_rounded(buffer, name, parts)
 
     def _write_rounded(self, buffer: WeightBuffer, name: str, parts: Sequence[PublishedShard]) -> None:

@@ -10,7 +10,6 @@ from mindrlhf.training.batch import Batch, PolicyUpdateResult, RowOptions, parts
 from mindrlhf.training.team import Team
 from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.publish.publisher import WeightPublisher
-from mindrlhf.weights.publish.slices import RequiredSlices
 
 
 def merge_update(results: Sequence[PolicyUpdateResult], batch: Batch) -> PolicyUpdateResult:
@@ -84,10 +83,6 @@ class Policy:
     def sync_reference(self) -> None:
         """Copy the policy into the reference model."""
         self._team.call("sync_reference")
-
-    def require(self, required: Sequence[RequiredSlices | None]) -> None:
-        """Say what the servers read, where that is not everything; see :meth:`WeightPublisher.require`."""
-        self._publisher.require(required)
 
     def publish(self, version: int, load: Callable[[int, int], None] | None = None) -> str:
         """Put the weights where the generator finds them; see :meth:`WeightPublisher.publish`."""

@@ -9,8 +9,7 @@ gone. Nothing is left behind by ``kill -9``, and the size limit of ``/dev/shm`` 
 does not apply. The creating process must outlive every attach, not every use.
 
 Where the memory of a node is not to hold all tensors at once, they share it: it then holds one bucket of them after
-the other (:func:`arrange_buckets`), and all of the following is done for each. As a rule they
-take turns in two places, so that one is read while the next is written.
+the other (:func:`cut_into_buckets`), and all of the following is done for each.
 
 One version at a time::
 
@@ -38,27 +37,22 @@ import numpy as np
 
 from mindrlhf.errors import RunFailure
 from mindrlhf.weights.publish.slices import (
-    RequiredSlices,
     TensorSlice,
     copy_and_sum,
-    first_missing,
     intersect,
     num_elements,
     sum_chunks,
     to_index,
     to_slice,
-    whole_slice,
 )
 from mindrlhf.weights.tensors import TensorInfo, align
 
 _MAGIC = b"MRLBUFFR"
-# Magic, the place written last, in each place the visible version and its bucket, manifest size, checksums' offset,
-# memory of the buckets.
-_HEADER = struct.Struct("<8sqqqqqQQQ")
-_LAST_PLACE, _VISIBLE = struct.Struct("<q"), struct.Struct("<qq")
+# Magic, the visible version and its bucket, manifest size, checksums' offset, memory of the buckets.
+_HEADER = struct.Struct("<8sqqQQQ")
+_VISIBLE = struct.Struct("<qq")
 _NO_VERSION = -1
 _STORED_DTYPES = ("float32", "float16", "bfloat16", "float64")
-_SIZE_BYTES = 8  # of the number before the list of committed slices
 
 Index = tuple[slice, ...]
 # A tensor's name, (start, stop) per axis of what was written of it, and the sum of the bits there.
@@ -73,9 +67,6 @@ class WeightBuffer:
     """A mapping of the shared memory, made by ``create`` or ``attach``. Not thread-safe.
 
     What is asked for a version raises ``WeightBufferError`` where the buffer does not hold that version.
-
-    Attributes:
-        slices_offset: bytes before the list of committed slices, behind the tensors.
     """
 
     def __init__(self, memory: mmap.mmap, fd: int, path: str, infos: tuple[TensorInfo, ...], writable: bool):
@@ -87,28 +78,24 @@ class WeightBuffer:
         self._index = {info.name: i for i, info in enumerate(infos)}
         *_, checksums_offset, bucket_bytes = _HEADER.unpack_from(memory)
         self._checksums = np.frombuffer(memory, np.uint64, len(infos), checksums_offset)
-        self._buckets, self._place_sizes = arrange_buckets(infos, bucket_bytes)
+        self._buckets = cut_into_buckets(infos, bucket_bytes)
         self._views = []
-        first = align(checksums_offset + 8 * len(infos))
-        self.slices_offset = first + sum(self._place_sizes)
-        for number, bucket in enumerate(self._buckets):
-            offset = first + sum(self._place_sizes[: self._place_of(number)])
+        for bucket in self._buckets:
+            offset = align(checksums_offset + 8 * len(infos))
             for info in infos[bucket.start : bucket.stop]:
                 view = np.frombuffer(memory, info.numpy_dtype, info.num_elements, offset).reshape(info.shape)
                 self._views.append(view)
                 offset = align(offset + info.size_bytes)
         self._version_in_progress: int | None = None
         self._bucket_in_progress = 0
-        self._bucket_read: int | None = None
-        self._written: dict[str, list[WrittenSlice]] = {}
-        self._earlier: dict[str, list[WrittenSlice]] = {}
+        self._written: list[WrittenSlice] = []
 
     @classmethod
     def create(cls, infos: Iterable[TensorInfo], bucket_bytes: int = 0) -> "WeightBuffer":
         """Allocate a buffer for ``infos``; all of its memory is taken at once.
 
         Args:
-            bucket_bytes: see :func:`arrange_buckets`.
+            bucket_bytes: see :func:`cut_into_buckets`.
 
         Raises:
             WeightBufferError: a repeated name or unknown dtype, or the memory cannot be had.
@@ -125,13 +112,13 @@ class WeightBuffer:
         manifest = json.dumps([[info.name, info.dtype, list(info.shape)] for info in infos]).encode()
         checksums_offset = align(_HEADER.size + len(manifest))
         data_offset = align(checksums_offset + 8 * len(infos))
-        size_bytes = data_offset + sum(arrange_buckets(infos, bucket_bytes)[1])
+        size_bytes = data_offset + buffer_bytes(infos, bucket_bytes)
         fd = os.memfd_create("mindrlhf-weight-buffer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(fd, 0o600)
             os.posix_fallocate(fd, 0, size_bytes)
-            # A buffer that shrank under a reader would kill it with SIGBUS; it grows by the list of committed slices.
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            # A buffer that shrank under a reader would kill it with SIGBUS.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             memory = mmap.mmap(fd, size_bytes)
         except OSError as error:
             os.close(fd)
@@ -139,7 +126,7 @@ class WeightBuffer:
                 f"no {size_bytes / 2**30:.2f} GiB of shared memory for the weight buffer: {error}"
             ) from error
         memory[_HEADER.size : _HEADER.size + len(manifest)] = manifest
-        _HEADER.pack_into(memory, 0, _MAGIC, 0, *[_NO_VERSION, 0] * 2, len(manifest), checksums_offset, bucket_bytes)
+        _HEADER.pack_into(memory, 0, _MAGIC, _NO_VERSION, 0, len(manifest), checksums_offset, bucket_bytes)
         return cls(memory, fd, f"/proc/{os.getpid()}/fd/{fd}", infos, writable=True)
 
     @classmethod
@@ -175,35 +162,25 @@ class WeightBuffer:
         return len(self._buckets)
 
     @property
-    def num_places(self) -> int:
-        """Number of buckets that the memory holds at once."""
-        return len(self._place_sizes)
-
-    @property
     def version(self) -> int | None:
         """The version that readers see, or None while none is committed."""
-        version, bucket = self._visible()
-        return None if version == _NO_VERSION or bucket != self.bucket else version
+        version, _ = self._visible()
+        return None if version == _NO_VERSION else version
 
     @property
     def bucket(self) -> int:
-        """Index of the bucket that readers see, from 0: the one written last, or what ``turn_to`` said."""
-        return self._visible()[1] if self._bucket_read is None else self._bucket_read
-
-    def turn_to(self, bucket: int) -> None:
-        """Read this bucket from now on, whatever is written in the other place."""
-        self._bucket_read = bucket
+        """Index of the bucket that was written last, from 0."""
+        return self._visible()[1]
 
     def begin(self, version: int, bucket: int = 0) -> None:
         """Start writing a bucket of ``version`` (at least 0): what this process wrote before no longer counts.
 
-        From the creator's ``begin`` to its ``commit``, readers see no version in the place of the bucket.
+        From the creator's ``begin`` to its ``commit``, readers see no version.
         """
         assert self._writable, "the weight buffer was attached for reading only"
         assert version >= 0, f"version {version} is negative"
         self._version_in_progress, self._bucket_in_progress = version, bucket
-        self._earlier |= self._written
-        self._written = {}
+        self._written = []
         self._show(_NO_VERSION, bucket)
 
     def info(self, name: str) -> TensorInfo:
@@ -234,35 +211,21 @@ class WeightBuffer:
         target = view[to_index(bounds)]
         if target.shape != array.shape:
             raise WeightBufferError(f"tensor '{name}': shape {array.shape} was written to a place of {target.shape}")
-        self._written.setdefault(name, []).append([name, bounds, copy_and_sum(target, array, info.dtype)])
+        self._written.append([name, bounds, copy_and_sum(target, array, info.dtype)])
 
     def view(self, name: str, bounds: Sequence[Sequence[int]]) -> np.ndarray:
         """Return a slice, (start, stop) per axis, in the shared memory, for those who bring it from another buffer."""
         return self._find(name)[1][to_index(bounds)]
 
-    def keep(self, name: str) -> bool:
-        """Count the tensor ``name`` as written, as this process wrote it for an earlier version.
-
-        Returns:
-            False when it never did, or when other tensors have taken its place since.
-        """
-        assert self._version_in_progress is not None, "keep() before begin()"
-        is_there = name in self._earlier and self.num_buckets == 1
-        if is_there:
-            self._written[name] = self._earlier[name]
-        return is_there
-
     def written(self) -> list[WrittenSlice]:
         """Slices that this process has written since ``begin``, as JSON-able values."""
-        return [one for own in self._written.values() for one in own]
+        return list(self._written)
 
-    def commit(self, written: Iterable[WrittenSlice] | None = None, required: RequiredSlices | None = None) -> None:
+    def commit(self, written: Iterable[WrittenSlice] | None = None) -> None:
         """Make the bucket visible, after checking that the ranks together wrote each element of it exactly once.
 
         Args:
             written: by all ranks, the caller included; None when the caller alone has written.
-            required: what readers will read, where that is not everything. Then each of these elements must have been
-                written, and none twice.
 
         Raises:
             WeightBufferError: a gap or an overlap, naming the tensor. No version is visible then.
@@ -271,18 +234,12 @@ class WeightBuffer:
         infos = [self.infos[i] for i in self._buckets[self._bucket_in_progress]]
         slices: dict[str, list[TensorSlice]] = {info.name: [] for info in infos}
         checksums = dict.fromkeys(slices, 0)
-        for name, bounds, checksum in self.written() if written is None else written:
+        for name, bounds, checksum in self._written if written is None else written:
             slices[name].append(to_slice(bounds))
             checksums[name] = (checksums[name] + checksum) % 2**64
         for info in infos:
-            _check_written(info, slices[info.name], required)
+            _check_written(info, slices[info.name])
             self._checksums[self._index[info.name]] = checksums[info.name]
-        text = b"" if required is None else json.dumps(slices).encode()
-        try:
-            if text or any(os.pread(self._fd, _SIZE_BYTES, self.slices_offset)):
-                os.pwrite(self._fd, len(text).to_bytes(_SIZE_BYTES, "little") + text, self.slices_offset)
-        except OSError as error:
-            raise WeightBufferError(f"no shared memory for the list of the weight buffer's slices: {error}") from error
         self._show(self._version_in_progress, self._bucket_in_progress)
         self._version_in_progress = None
 
@@ -298,48 +255,22 @@ class WeightBuffer:
         The checksum is the sum of the elements' bits as unsigned integers of the element's width, modulo that width
         (32 bits for float32, 16 for bfloat16). Sums do not depend on order, so those of shards written by different
         ranks add up, and they run as fast as memory. They notice torn, late and lost writes, not an exchange of
-        elements. Where slices of the tensors were committed, these are compared.
+        elements.
 
         Raises:
             WeightBufferError: a tensor differs.
         """
-        slices = self.slices(version)
+        self._require(version)
         by_size = sorted(self._buckets[self.bucket], key=lambda i: -self.infos[i].size_bytes)
         for i in by_size[share::num_shares]:
-            info, view = self.infos[i], self._views[i]
-            arrays = [view] if slices is None else [self.view(info.name, one) for one in slices[info.name]]
-            checksum = sum(map(sum_chunks, arrays)) % _modulus(info)
+            info = self.infos[i]
+            checksum = sum_chunks(self._views[i]) % _modulus(info)
             expected = int(self._checksums[i]) % _modulus(info)
             if checksum != expected:
                 raise WeightBufferError(
                     f"tensor '{info.name}' of weights version {version} changed after it was written "
                     f"(checksum {checksum:#x}, expected {expected:#x})"
                 )
-
-    def slices(self, version: int) -> dict[str, list[TensorSlice]] | None:
-        """Return by tensor the disjoint slices that were committed; None where it is all of every tensor.
-
-        Raises:
-            WeightBufferError: the list of slices is damaged.
-        """
-        self._require(version)
-        try:
-            slices = _read_slices(self._fd, self.slices_offset, self.infos)
-        except (ValueError, RecursionError) as error:
-            raise WeightBufferError(f"cannot read the weight buffer {self.path}: {error}") from error
-        if slices is None:
-            return None
-        return {self.infos[i].name: slices.get(self.infos[i].name, []) for i in self._buckets[self.bucket]}
-
-    def require(self, version: int, required: RequiredSlices) -> None:
-        """Check that what a reader reads of each tensor was committed.
-
-        Raises:
-            WeightBufferError: some of it was not.
-        """
-        slices = self.slices(version)
-        for i in self._buckets[self.bucket] if slices is not None else ():
-            _check_required(self.infos[i], slices[self.infos[i].name], required)
 
     def checksums(self, version: int) -> np.ndarray:
         """Return what ``verify`` compares with, uint64 [tensors]."""
@@ -366,27 +297,16 @@ class WeightBuffer:
             raise WeightBufferError(f"the weight buffer has no tensor '{name}'")
         return self.infos[self._index[name]], self._views[self._index[name]]
 
-    def _place_of(self, bucket: int) -> int:
-        return bucket % self.num_places
-
     def _visible(self) -> tuple[int, int]:
-        """Return version and bucket in the place that is read."""
-        if self._bucket_read is None:
-            place = _LAST_PLACE.unpack_from(self._memory, len(_MAGIC))[0] % self.num_places
-        else:
-            place = self._place_of(self._bucket_read)
-        return _VISIBLE.unpack_from(self._memory, _visible_offset(place))
+        return _VISIBLE.unpack_from(self._memory, len(_MAGIC))
 
     def _show(self, version: int, bucket: int) -> None:
-        place = self._place_of(bucket)
-        _VISIBLE.pack_into(self._memory, _visible_offset(place), version, bucket)
-        _LAST_PLACE.pack_into(self._memory, len(_MAGIC), place)
+        _VISIBLE.pack_into(self._memory, len(_MAGIC), version, bucket)
 
     def _require(self, version: int) -> None:
         if self.version != version:
             held = "no complete version" if self.version is None else f"version {self.version}"
-            of = f"bucket {self.bucket} of " if self.num_buckets > 1 else ""
-            raise WeightBufferError(f"{of}weights version {version} was asked for; the buffer {self.path} holds {held}")
+            raise WeightBufferError(f"weights version {version} was asked for; the buffer {self.path} holds {held}")
         if not 0 <= self.bucket < len(self._buckets):
             raise WeightBufferError(f"cannot read the weight buffer {self.path}: it has no bucket {self.bucket}")
 
@@ -416,27 +336,9 @@ def size_of(bucket: range, infos: Sequence[TensorInfo]) -> int:
     return sum(align(infos[place].size_bytes) for place in bucket)
 
 
-def arrange_buckets(infos: Sequence[TensorInfo], memory_bytes: int = 0) -> tuple[list[range], list[int]]:
-    """Cut a list of tensors into buckets that share a memory.
-
-    Args:
-        infos: the tensors of a model, in its order.
-        memory_bytes: of all buckets; a tensor that is larger has it nevertheless. 0 puts all into one.
-
-    Returns:
-        The places in ``infos`` of each bucket's tensors; and the bytes of two places of the memory that the buckets
-        take in turn, or of the only one: there is one bucket, or a tensor is too large for half of the memory.
-    """
-    whole = cut_into_buckets(infos, memory_bytes)
-    halves = cut_into_buckets(infos, memory_bytes // 2)
-    sizes = [max(size_of(bucket, infos) for bucket in halves[place::2]) for place in range(min(2, len(halves)))]
-    if len(whole) > 1 and memory_bytes > 1 and sum(sizes) <= memory_bytes:
-        return halves, sizes
-    return whole, [max(size_of(bucket, infos) for bucket in whole)]
-
-
-def _visible_offset(place: int) -> int:
-    return len(_MAGIC) + _LAST_PLACE.size + place * _VISIBLE.size
+def buffer_bytes(infos: Sequence[TensorInfo], bucket_bytes: int = 0) -> int:
+    """Return the memory that the tensors of a buffer take: that of its largest bucket."""
+    return max(size_of(bucket, infos) for bucket in cut_into_buckets(infos, bucket_bytes))
 
 
 def _info(entry: Any) -> TensorInfo:
@@ -466,56 +368,14 @@ def _bounds(info: TensorInfo, index: Index) -> list[list[int]]:
     return bounds
 
 
-def _check_required(info: TensorInfo, held: Sequence[TensorSlice], required: RequiredSlices) -> None:
-    """Check that disjoint slices of a tensor have what is required of it."""
-    read = required.get(info.name, ())
-    missing = first_missing(held, [whole_slice(info.shape)] if read is None else read)
-    if missing is not None:
-        raise WeightBufferError(f"the weight buffer lacks some of {missing} of tensor '{info.name}', which is read")
-
-
-def _check_written(info: TensorInfo, written: Sequence[TensorSlice], required: RequiredSlices | None) -> None:
-    """Check that each element of a tensor, or each that is required, was written exactly once."""
-    written = [one for one in written if num_elements(one)]
-    for i, one in enumerate(written):
+def _check_written(info: TensorInfo, written: Sequence[TensorSlice]) -> None:
+    """Check that each element of a tensor was written exactly once."""
+    written = [bounds for bounds in written if num_elements(bounds)]
+    for i, bounds in enumerate(written):
         for other in written[:i]:
-            if intersect(one, other) is not None:
-                raise WeightBufferError(f"tensor '{info.name}' was written twice: slices {other} and {one} overlap")
+            if intersect(bounds, other) is not None:
+                raise WeightBufferError(f"tensor '{info.name}' was written twice: slices {other} and {bounds} overlap")
     # Slices that are pairwise disjoint and hold as many elements as the tensor cover it exactly.
     num_written = sum(map(num_elements, written))
-    if required is not None:
-        _check_required(info, written, required)
-    elif num_written != info.num_elements:
+    if num_written != info.num_elements:
         raise WeightBufferError(f"tensor '{info.name}' has {info.num_elements} elements but {num_written} were written")
-
-
-def _read_slices(fd: int, offset: int, infos: Sequence[TensorInfo]) -> dict[str, list[TensorSlice]] | None:
-    """Return the list of committed slices that lies at a place in a file, None where there is none.
-
-    Raises:
-        ValueError: what lies there is no list of slices of these tensors.
-    """
-    size_bytes = int.from_bytes(os.pread(fd, _SIZE_BYTES, offset), "little")
-    if not size_bytes:
-        return None
-    if offset + _SIZE_BYTES + size_bytes > os.fstat(fd).st_size:
-        raise ValueError(f"its list of slices is said to have {size_bytes} bytes, which the file has not")
-    slices = json.loads(os.pread(fd, size_bytes, offset + _SIZE_BYTES))
-    shapes = {info.name: info.shape for info in infos}
-    for name, own in slices.items() if isinstance(slices, dict) else [("", None)]:
-        is_list = name in shapes and isinstance(own, list)
-        if not (is_list and all(_is_slice(bounds, shapes[name]) for bounds in own)):
-            raise ValueError(f"its list of slices is damaged at {name!r}")
-    return {name: [to_slice(bounds) for bounds in own] for name, own in slices.items()}
-
-
-def _is_slice(bounds: Any, shape: Sequence[int]) -> bool:
-    """Return whether a value that was read is a slice of a tensor of this shape."""
-    return (
-        isinstance(bounds, list)
-        and len(bounds) == len(shape)
-        and all(
-            isinstance(pair, list) and [type(end) for end in pair] == [int, int] and 0 <= pair[0] <= pair[1] <= size
-            for pair, size in zip(bounds, shape, strict=True)
-        )
-    )

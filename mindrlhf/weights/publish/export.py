@@ -25,8 +25,8 @@ def sharded_tensors(
     """
     with open_weight_buffers(ranks, nodes, EXPORT, of, bucket_bytes=_EXPORT_BUCKET_BYTES) as buffer:
         publisher = WeightPublisher(team, buffer, EXPORT)
-        publisher.require([None, *({} for _ in nodes[1:])])
         for bucket in range(buffer.num_buckets):
             publisher.put(1, bucket)
+            buffer.verify(1)
             yield from ((name, array) for name, _, array in buffer.tensors(1))
     ranks.call("close_weights", purpose=EXPORT)

@@ -10,18 +10,16 @@ The ranks of a node share a weight buffer, one for each purpose: one from which 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from mindrlhf.config.rollout import COLLECTIVES, TCP
 from mindrlhf.observe.fingerprint import digest_weights
 from mindrlhf.system.records import join, last, merged_by, result
 from mindrlhf.system.wire import own_host
 from mindrlhf.weights.publish.buffer import WeightBuffer, WrittenSlice
 from mindrlhf.weights.publish.collective import Broadcast, CollectiveTransport
-from mindrlhf.weights.publish.slices import RequiredSlices, merge_required, to_slice
-from mindrlhf.weights.publish.sync import BufferSync, LeaderAddress, Received, Transfer, sum_sent, sums_of, written_of
+from mindrlhf.weights.publish.slices import to_slice
+from mindrlhf.weights.publish.sync import BufferSync, LeaderAddress, Transfer
 from mindrlhf.weights.publish.tcp import TcpTransport
 
 PUBLISH, EXPORT = "publish", "export"
@@ -52,9 +50,7 @@ class _NodeBuffer:
         node: number of the node.
         ranks: those of the node; None for all.
         rank, nodes: this rank, and the ranks of each node, where weights travel between nodes by collectives.
-        required: what is read of it on this node; None for everything.
         transport: between nodes; there when something has to travel.
-        transfers: of all nodes, by bucket.
     """
 
     model: Any
@@ -64,9 +60,7 @@ class _NodeBuffer:
     ranks: Sequence[int] | None = None
     rank: int = 0
     nodes: Sequence[Sequence[int]] = ()
-    required: RequiredSlices | None = None
     transport: Transport | None = None
-    transfers: dict[int, list[Transfer]] = field(default_factory=dict)
 
 
 class PublishingWorker:
@@ -128,32 +122,17 @@ class PublishingWorker:
         own.model.write_to(own.buffer, own.ranks)
         return Published({str(own.node): own.buffer.written()})
 
-    def sync_weights(
-        self, purpose: str, version: int, bucket: int, written: dict[str, list[WrittenSlice]] | None = None
-    ) -> Received:
-        """On a rank with a transport, send what other nodes' buffers lack, and receive what this one does.
+    def sync_weights(self, purpose: str, version: int, bucket: int) -> None:
+        """On a rank with a transport, send what other nodes' buffers lack, and receive what this one does."""
+        transport = self._buffers[purpose].transport
+        if transport is not None:
+            transport.sync(version, bucket)
 
-        Args:
-            written: by node, what its ranks wrote, where less than all of that is sent.
-        """
-        own = self._buffers[purpose]
-        if own.transport is None:
-            return Received({})
-        came = own.transport.sync(version, bucket)
-        node, sent = str(own.node), {}
-        if written is not None and own.is_owner:
-            sent = sum_sent(own.buffer, own.transfers[bucket], own.node, sums_of(written[node]))
-        return Received({node: written_of(came)}, {node: written_of(sent)})
-
-    def commit_weights(self, purpose: str, written: dict[str, list[WrittenSlice]]) -> None:
-        """On the first rank of another node than rank 0's, make what was written, by node, visible there."""
+    def commit_weights(self, purpose: str, written: list[WrittenSlice]) -> None:
+        """On the first rank of another node than rank 0's, make what was written visible there."""
         own = self._buffers[purpose]
         if own.node and own.is_owner:
-            own.buffer.commit(written[str(own.node)], own.required)
-
-    def require_slices(self, required: dict[str, Any] | None) -> None:
-        """Take what the servers of this node read of each tensor, on its first rank; it gets no more from now on."""
-        self._buffers[PUBLISH].required = None if required is None else merge_required([required])
+            own.buffer.commit(written)
 
     def open_transport(self, purpose: str) -> LeaderAddress:
         """On the first rank of a node, wait for those of the others.
@@ -184,10 +163,9 @@ class PublishingWorker:
         """
         own = self._buffers[purpose]
         if own.transport is not None:
-            planned = [Transfer(name, to_slice(of), to_slice(one), tuple(nodes)) for name, of, one, nodes in transfers]
+            planned = [Transfer(name, to_slice(part), origin, tuple(nodes)) for name, part, origin, nodes in transfers]
             places = {int(node): (host, port) for node, (host, port) in addresses.items()}
             own.transport.connect(planned, places, token.encode(), bucket)
-            own.transfers[bucket] = planned
 
     def _published_model(self, name: str) -> Any:
         """Return the model that a rank means by a name."""
@@ -215,7 +193,7 @@ def open_weight_buffers(
     of: str = "",
     dtype: str | None = None,
     bucket_bytes: int = 0,
-    transport: str = TCP,
+    between_devices: bool = False,
 ) -> WeightBuffer:
     """Make a weight buffer on every node and give it to the ranks there; return that of rank 0's node.
 
@@ -223,7 +201,7 @@ def open_weight_buffers(
         ranks: all ranks, each for itself.
         nodes: the ranks of each node, rank 0's first.
         purpose, of, dtype, bucket_bytes: see :meth:`PublishingWorker.open_weights`.
-        transport: `rollout.weights_transport`.
+        between_devices: what buffers lack comes over the devices' network, not the hosts'.
     """
     firsts = {own[0] for own in nodes}
     wanted = [{"is_owner": rank in firsts} for rank in range(ranks.world_size)]
@@ -233,10 +211,8 @@ def open_weight_buffers(
     for node, members in enumerate(nodes):
         for rank in members:
             arguments[rank] = {"path": opened[members[0]].path, "node": node, "ranks": members}
-            if transport == COLLECTIVES:
+            if between_devices:
                 arguments[rank] |= {"rank": rank, "nodes": nodes}
-            if purpose == EXPORT and node:
-                arguments[rank]["required"] = {}  # rank 0's buffer alone is read
     ranks.call("attach_weights", per_rank=arguments, **common)
     return ranks.rank_0.weight_buffer(purpose)
 
@@ -250,38 +226,29 @@ class WeightPublisher:
     Args:
         team: the ranks, or the replicas of a sharded model.
         buffer: of rank 0's node.
-        purpose: of the buffers.
+        purpose: of the buffers; of those for export rank 0's alone is completed.
     """
 
     def __init__(self, team: Ranks, buffer: WeightBuffer, purpose: str = PUBLISH):
         self._team = team
         self._buffer = buffer
         self._purpose = purpose
-        self._sync = BufferSync(self._call, buffer)
+        self._sync = BufferSync(self._call, buffer, (0,) if purpose == EXPORT else ())
 
     def publish(self, version: int, load: Callable[[int, int], None] | None = None) -> str:
         """Put the weights into the buffers; return their digest.
 
         Args:
-            load: called with the version and a bucket, from 0, as soon as that is there, in a thread of its own while
-                the next is written to another place; the one after that takes its place when it has returned.
+            load: called with the version and a bucket, from 0, as soon as that is there; the next takes its place.
 
         Raises:
             RunFailure: the buffers of two nodes differ, or one lacks something.
         """
         written: list[WrittenSlice] = []
-        # The list of committed slices is one, so where there is one, buckets go one by one.
-        is_beside = self._buffer.num_places > 1 and self._sync.required is None
-        with ThreadPoolExecutor(1, "load weights") as thread:
-            loading = None
-            for bucket in range(self._buffer.num_buckets):
-                written += self.put(version, bucket)
-                if loading is not None:
-                    loading.result()
-                if load is not None:
-                    loading = thread.submit(load, version, bucket) if is_beside else load(version, bucket)
-            if loading is not None:
-                loading.result()
+        for bucket in range(self._buffer.num_buckets):
+            written += self.put(version, bucket)
+            if load is not None:
+                load(version, bucket)
         return digest_weights(written)
 
     def put(self, version: int, bucket: int) -> list[WrittenSlice]:
@@ -293,10 +260,6 @@ class WeightPublisher:
             self._buffer.commit(by_node["0"])
             return by_node["0"]
         return self._sync.complete(version, bucket, by_node)
-
-    def require(self, required: Sequence[RequiredSlices | None]) -> None:
-        """Have the buffers get what is required of the tensors alone, by node; None for everything."""
-        self._sync.require(required)
 
     def _call(self, method: str, **arguments: Any) -> list[Any]:
         return self._team.call(method, purpose=self._purpose, **arguments)

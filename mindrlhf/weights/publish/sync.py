@@ -1,36 +1,23 @@
-"""Weight sync between nodes: which node sends which slice of which tensor to which other, and what is checked of it.
+"""Weight sync between nodes: which node sends which slices to which others.
 
 The ranks of a node write what they hold to the weight buffer of their node. Where the model is sharded over nodes, that
-buffer lacks slices, which come from the buffers of nodes that have them: each slice along a chain, from one node to all
-that lack it, so that no node sends more than the model once, however many nodes there are. Where it is known what the
-servers of each node read, of each slice only that travels.
-
-Whatever travels is compared with the sums of bits that the ranks made as they wrote it.
+buffer lacks slices, which a node that has them sends. The writing ranks sum the bits of what they write; whoever reads
+a buffer compares its memory with these sums.
 """
 
 import secrets
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.system.records import join, merged_by, result, union
+from mindrlhf.system.records import merged_by, result, union
 from mindrlhf.weights.publish.buffer import WeightBuffer, WrittenSlice
-from mindrlhf.weights.publish.slices import (
-    RequiredSlices,
-    TensorSlice,
-    divide,
-    intersect,
-    num_elements,
-    slices_within,
-    sum_bits,
-    to_slice,
-)
+from mindrlhf.weights.publish.slices import TensorSlice, num_elements, to_slice
 from mindrlhf.weights.tensors import TensorInfo
 
-# Large slices are cut, so that the nodes of a chain work at the same time, and so do several streams.
-TRANSFER_BYTES = 8 << 20
+# Larger slices are cut, so that messages and buckets take little memory.
+TRANSFER_BYTES = 4 << 20
 
 Sums = Mapping[tuple[str, TensorSlice], int]  # of the bits of slices, by tensor and slice
 Address = tuple[str, int]
@@ -43,150 +30,71 @@ class LeaderAddress:
     places: dict[str, Any] = merged_by(union)
 
 
-@result
-class Received:
-    """Slices that crossed between nodes, as they lie in memory there: by node, see ``WrittenSlice``.
-
-    Attributes:
-        slices: what came to the node; where several of its ranks got parts of a slice, their sums add up.
-        sent: what it was the first to send, where that is less than what a rank wrote.
-    """
-
-    slices: dict[str, list] = merged_by(join)
-    sent: dict[str, list] = merged_by(join, default_factory=dict)
-
-
 @dataclass(frozen=True)
 class Transfer:
-    """A slice of a tensor, and its way.
+    """A slice of a tensor that travels.
 
     Attributes:
         name: of the tensor.
-        source: the slice that it is a part of, which one rank wrote, or what some nodes require of such a one.
-        slice: what travels.
-        nodes: the one that has it, and those that lack it in the order in which they get it, each from the one before.
+        slice: what travels, at most ``TRANSFER_BYTES``.
+        origin: the node that sends it.
+        nodes: those that lack it.
     """
 
     name: str
-    source: TensorSlice
     slice: TensorSlice
+    origin: int
     nodes: tuple[int, ...]
-
-    @property
-    def num_elements(self) -> int:
-        """Size of the slice."""
-        return num_elements(self.slice)
 
 
 def sums_of(written: Iterable[WrittenSlice]) -> dict[tuple[str, TensorSlice], int]:
-    """Return the sums of slices that were written, or came; those of what came through several ranks add up."""
-    sums: Counter[tuple[str, TensorSlice]] = Counter()
-    for name, bounds, checksum in written:
-        sums[name, to_slice(bounds)] += checksum
-    return dict(sums)
+    """Return the sums of slices that were written."""
+    return {(name, to_slice(bounds)): checksum for name, bounds, checksum in written}
 
 
 def written_of(sums: Sums) -> list[WrittenSlice]:
     """Return the inverse of :func:`sums_of`."""
-    return [[name, one, checksum] for (name, one), checksum in sums.items()]
+    return [[name, bounds, checksum] for (name, bounds), checksum in sums.items()]
 
 
 def plan_sync(
-    written: Sequence[Sums], infos: Sequence[TensorInfo], required: Sequence[RequiredSlices] | None = None
+    written: Sequence[Iterable[tuple[str, TensorSlice]]], infos: Sequence[TensorInfo], readers: Iterable[int] = ()
 ) -> list[Transfer]:
     """Return the transfers in the order in which every node sends and receives them.
 
     Args:
-        written: by node, what its ranks wrote to its buffer. Slices of two ranks are the same or disjoint.
+        written: by node, tensor and slice of what its ranks wrote. Slices of two ranks are the same or disjoint.
         infos: the tensors of a buffer.
-        required: by node, what its servers read; None where every node gets everything.
+        readers: the nodes that need the whole; none named: all.
     """
     element_bytes = {info.name: info.numpy_dtype.itemsize for info in infos}
-    sent_bytes = [0] * len(written)
+    readers, sent_bytes = sorted(readers) or range(len(written)), [0] * len(written)
+    holders: dict[tuple[str, TensorSlice], list[int]] = {}
+    for node, slices in enumerate(written):
+        for key in slices:
+            holders.setdefault(key, []).append(node)
     transfers = []
-    for name, source in dict.fromkeys(key for sums in written for key in sums):
-        holders = [node for node, sums in enumerate(written) if (name, source) in sums]
-        for part, nodes in _lacking_parts(name, source, set(range(len(written))) - set(holders), required):
-            origin = min(holders, key=lambda node: (sent_bytes[node], node))
-            # In a ring, so that few pairs of nodes talk to each other.
-            others = sorted(nodes, key=lambda node: (node - origin) % len(written))
-            size_bytes = element_bytes[name] * num_elements(part)
-            for node in (origin, *others[:-1]):
-                sent_bytes[node] += size_bytes
-            transfers += [Transfer(name, part, one, (origin, *others)) for one in _cut(part, size_bytes)]
+    for (name, bounds), nodes in holders.items():
+        lacking = tuple(node for node in readers if node not in nodes)
+        size_bytes = element_bytes[name] * num_elements(bounds)
+        if lacking and size_bytes:
+            origin = min(nodes, key=lambda node: (sent_bytes[node], node))
+            sent_bytes[origin] += size_bytes * len(lacking)
+            transfers += [Transfer(name, part, origin, lacking) for part in _cut(bounds, size_bytes)]
     return transfers
 
 
-def _lacking_parts(
-    name: str, source: TensorSlice, nodes: set[int], required: Sequence[RequiredSlices] | None
-) -> list[tuple[TensorSlice, Sequence[int]]]:
-    """Return the parts of a slice that some nodes, which lack it, have to get, each with these nodes."""
-    if not nodes:
-        return []
-    if required is None:
-        return [(source, sorted(nodes))]
-    slices_of = {node: required[node].get(name, ()) for node in sorted(nodes)}
-    return divide(
-        {node: [source] if slices is None else slices_within(slices, source) for node, slices in slices_of.items()}
-    )
-
-
-def _cut(one: TensorSlice, size_bytes: int) -> list[TensorSlice]:
-    if not one or size_bytes <= TRANSFER_BYTES:
-        return [one]
-    (start, stop), *others = one
-    num_rows = max(1, (stop - start) * TRANSFER_BYTES // size_bytes)
-    firsts = range(start, stop, num_rows)
-    return [((first, min(first + num_rows, stop)), *others) for first in firsts]
-
-
-def sum_sent(
-    buffer: WeightBuffer, transfers: Sequence[Transfer], node: int, written: Sums
-) -> dict[tuple[str, TensorSlice], int]:
-    """Return the sums of what a node is the first to send, where that is less than a slice that a rank wrote.
-
-    The ranks sum what they write; of parts of it the node where they begin does. So that nothing changes unseen, it
-    compares what was written with its sums in the same pass.
-
-    Args:
-        buffer: of this node, after all of its ranks have written.
-        transfers: of all nodes.
-        written: what the ranks of this node wrote.
-
-    Raises:
-        RunFailure: a slice of which a part is to be sent is not as it was written.
-    """
-    parts_of: dict[str, set[TensorSlice]] = {}
-    for transfer in transfers:
-        if transfer.nodes[0] == node and (transfer.name, transfer.source) not in written:
-            parts_of.setdefault(transfer.name, set()).add(transfer.source)
-    sums = {
-        (name, part): sum_bits(buffer.view(name, part)) for name, parts in parts_of.items() for part in sorted(parts)
-    }
-    for (name, one), checksum in written.items():
-        own = [part for part in parts_of.get(name, ()) if intersect(part, one)]
-        if own:
-            rest = [part for part, groups in divide({"all": [one], "sent": own}) if groups == ("all",)]
-            total = sum(sums[name, part] for part in own) + sum(sum_bits(buffer.view(name, part)) for part in rest)
-            if (total - checksum) % (1 << 8 * buffer.view(name, one).itemsize):
-                raise RunFailure(f"tensor '{name}' changed on node {node} after it was written: {one}")
-    return sums
-
-
-def check_received(found: Sums, expected: Sums, infos: Sequence[TensorInfo], node: int) -> None:
-    """Compare what lies in a node's memory now with what the writing ranks have summed.
-
-    Args:
-        found: the sums of what came, over the node's memory.
-        expected: those of all slices; see :func:`sums_of`.
-
-    Raises:
-        RunFailure: it differs, or something is missing; the message names node and tensor.
-    """
-    modulus = _moduli(infos)
-    for (name, one), checksum in found.items():
-        if (checksum - expected[name, one]) % modulus[name]:
-            raise RunFailure(f"tensor '{name}' came to node {node} with other values than were written: {one}")
+def _cut(bounds: TensorSlice, size_bytes: int) -> list[TensorSlice]:
+    """Halve a slice, along the first axis that can be cut, until no part is too large."""
+    axis = next((axis for axis, (start, stop) in enumerate(bounds) if stop - start > 1), None)
+    if size_bytes <= TRANSFER_BYTES or axis is None:
+        return [bounds]
+    start, stop = bounds[axis]
+    middle, row_bytes = (start + stop) // 2, size_bytes // (stop - start)
+    parts = []
+    for first, last in ((start, middle), (middle, stop)):
+        parts += _cut((*bounds[:axis], (first, last), *bounds[axis + 1 :]), row_bytes * (last - first))
+    return parts
 
 
 def check_replicas(written: Sequence[Sums], infos: Sequence[TensorInfo]) -> None:
@@ -195,17 +103,13 @@ def check_replicas(written: Sequence[Sums], infos: Sequence[TensorInfo]) -> None
     Raises:
         RunFailure: they did not; two replicas of the model have diverged.
     """
-    modulus = _moduli(infos)
+    moduli = {info.name: 1 << (8 * info.numpy_dtype.itemsize) for info in infos}
     first: dict[tuple[str, TensorSlice], tuple[int, int]] = {}
     for node, sums in enumerate(written):
-        for (name, one), checksum in sums.items():
-            other, expected = first.setdefault((name, one), (node, checksum))
-            if (checksum - expected) % modulus[name]:
-                raise RunFailure(f"the weights of node {node} are not those of node {other}: tensor '{name}', {one}")
-
-
-def _moduli(infos: Sequence[TensorInfo]) -> dict[str, int]:
-    return {info.name: 1 << (8 * info.numpy_dtype.itemsize) for info in infos}
+        for (name, bounds), checksum in sums.items():
+            other, expected = first.setdefault((name, bounds), (node, checksum))
+            if (checksum - expected) % moduli[name]:
+                raise RunFailure(f"the weights of node {node} are not those of node {other}: tensor '{name}', {bounds}")
 
 
 class BufferSync:
@@ -214,72 +118,41 @@ class BufferSync:
     Args:
         call: calls a method of :class:`mindrlhf.weights.publish.publisher.PublishingWorker` on all ranks.
         buffer: of rank 0's node.
-
-    Attributes:
-        required: by node, what its servers read; None for everything on all of them.
+        readers: see :func:`plan_sync`.
     """
 
-    def __init__(self, call: Callable[..., list[Any]], buffer: WeightBuffer):
+    def __init__(self, call: Callable[..., list[Any]], buffer: WeightBuffer, readers: Sequence[int] = ()):
         self._call = call
         self._buffer = buffer
+        self._readers = readers
         self._planned: dict[int, list[list[tuple[str, TensorSlice]]]] = {}  # by bucket and node, what was written
-        self._transfers: dict[int, list[Transfer]] = {}  # by bucket
-        self.required: Sequence[RequiredSlices | None] | None = None
-
-    def require(self, required: Sequence[RequiredSlices | None]) -> None:
-        """See :meth:`mindrlhf.weights.publish.publisher.WeightPublisher.require`."""
-        self.required = required
-        self._planned = {}
+        self._travels: dict[int, bool] = {}  # by bucket, whether anything has to
 
     def complete(self, version: int, bucket: int, by_node: Mapping[str, list[WrittenSlice]]) -> list[WrittenSlice]:
         """Complete and commit a bucket of which each node's ranks have written a part; return all of it."""
         written = [sums_of(by_node[str(node)]) for node in range(len(by_node))]
         check_replicas(written, self._buffer.infos)
-        received = self._fill(version, bucket, written)
+        self._plan(bucket, [list(sums) for sums in written])
+        if self._travels[bucket]:
+            self._call("sync_weights", version=version, bucket=bucket)
         # What came has the sums of the ranks that wrote it: whoever reads a buffer compares its memory with them.
-        whole = {key: checksum for sums in reversed(written) for key, checksum in sums.items()}
-        own = [whole] * len(written)
-        if self.required is not None:
-            own = [{**sums, **received.get(node, {})} for node, sums in enumerate(written)]
-        self._buffer.commit(written_of(own[0]), self.required and self.required[0])
-        self._call("commit_weights", written={str(node): written_of(own[node]) for node in range(1, len(own))})
-        return written_of(whole)
+        whole = written_of({key: checksum for sums in reversed(written) for key, checksum in sums.items()})
+        self._buffer.commit(whole)
+        if not self._readers:
+            self._call("commit_weights", written=whole)
+        return whole
 
-    def _fill(self, version: int, bucket: int, written: Sequence[Sums]) -> dict[int, Sums]:
-        """Have every node's buffer get what its ranks did not write, check it, and return its sums by node."""
-        infos, transfers = self._buffer.infos, self._plan(bucket, written)
-        if not transfers:
-            return {}
-        by_node = None if self.required is None else {str(node): written_of(one) for node, one in enumerate(written)}
-        results: list[Received] = self._call("sync_weights", version=version, bucket=bucket, written=by_node)
-        expected = {key: checksum for sums in written for key, checksum in sums.items()}
-        for one in results:
-            for sent in one.sent.values():
-                expected |= sums_of(sent)
-        received = {int(node): sums_of(came) for node, came in join([one.slices for one in results]).items()}
-        for node, found in received.items():
-            check_received(found, expected, infos, node)
-        return received
-
-    def _plan(self, bucket: int, written: Sequence[Sums]) -> list[Transfer]:
-        """Return what has to travel of a bucket; the nodes are connected for it."""
-        slices = [list(sums) for sums in written]
-        if self._planned.get(bucket) != slices:  # as a rule what it was: a large model's plan takes seconds
-            required, infos = None, self._buffer.infos
-            if self.required is not None:
-                everything: RequiredSlices = {info.name: None for info in infos}
-                required = [everything if one is None else one for one in self.required]
-            transfers = plan_sync(written, infos, required)
-            if transfers != self._transfers.get(bucket, []):
-                self._connect(bucket, transfers)
-            self._planned[bucket], self._transfers[bucket] = slices, transfers
-        return self._transfers[bucket]
-
-    def _connect(self, bucket: int, transfers: Sequence[Transfer]) -> None:
-        addresses: dict[str, list] = {}
-        found: list[LeaderAddress] = self._call("open_transport")
-        for one in found:
-            addresses |= one.places
-        planned = [[one.name, one.source, one.slice, one.nodes] for one in transfers]
-        token = secrets.token_hex(16)
-        self._call("connect_transport", bucket=bucket, transfers=planned, addresses=addresses, token=token)
+    def _plan(self, bucket: int, slices: list[list[tuple[str, TensorSlice]]]) -> None:
+        """Have the nodes know what has to travel of a bucket, where that is not what it was."""
+        if self._planned.get(bucket) == slices:
+            return
+        transfers = plan_sync(slices, self._buffer.infos, self._readers)
+        if transfers or self._travels.get(bucket):
+            addresses: dict[str, list] = {}
+            leaders: list[LeaderAddress] = self._call("open_transport")
+            for leader in leaders:
+                addresses |= leader.places
+            fields = [[each.name, each.slice, each.origin, each.nodes] for each in transfers]
+            token = secrets.token_hex(16)
+            self._call("connect_transport", bucket=bucket, transfers=fields, addresses=addresses, token=token)
+        self._planned[bucket], self._travels[bucket] = slices, bool(transfers)

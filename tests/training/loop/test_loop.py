@@ -170,7 +170,7 @@ class Rank:
 
 
 class Buffer:
-    num_buckets = num_places = 1
+    num_buckets = 1
 
     def __init__(self, journal):
         self.journal = journal

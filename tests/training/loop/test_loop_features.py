@@ -262,7 +262,6 @@ def start(monkeypatch, tmp_path):
         if feature == "buckets":
             rollout["weight_buffer_gib"] = 1.0
             monkeypatch.setattr(test_loop.Buffer, "num_buckets", 3)
-            monkeypatch.setattr(test_loop.Buffer, "num_places", 2)
         directory = {"output_dir": str(tmp_path / name)}
         if feature == "critic":
             monkeypatch.setattr(test_loop, "Rank", CriticRank)

@@ -9,11 +9,11 @@ from mindrlhf.weights.publish import buffer as buffer_module
 from mindrlhf.weights.publish.buffer import (
     WeightBuffer,
     WeightBufferError,
-    arrange_buckets,
+    buffer_bytes,
     cut_into_buckets,
     size_of,
 )
-from mindrlhf.weights.tensors import TensorInfo, align
+from mindrlhf.weights.tensors import TensorInfo
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=12)
 
@@ -37,28 +37,12 @@ def test_every_tensor_is_in_one_bucket_and_only_a_large_one_exceeds_its_size(sha
         assert len(buckets) == 1
 
 
-@given(SHAPES, st.integers(0, 2000))
-def test_buckets_take_turns_in_two_places_where_the_memory_holds_them(shapes, memory_bytes):
-    infos = infos_of(shapes)
-    buckets, places = arrange_buckets(infos, memory_bytes)
-    assert [place for bucket in buckets for place in bucket] == list(range(len(infos)))
-    for number, bucket in enumerate(buckets):
-        assert size_of(bucket, infos) <= places[number % len(places)]
-    largest = max(align(info.size_bytes) for info in infos)
-    if not memory_bytes or size_of(range(len(infos)), infos) <= memory_bytes:
-        assert len(buckets) == len(places) == 1
-    elif 2 * largest <= memory_bytes:
-        assert len(places) == 2
-    assert sum(places) <= memory_bytes or len(places) == 1, "only a tensor that is larger has more"
-    assert sum(places) <= max(memory_bytes, largest) or not memory_bytes
-
-
 @settings(max_examples=30, deadline=None)
 @given(SHAPES, st.integers(0, 1000))
 def test_a_reader_sees_every_tensor_of_every_version(shapes, bucket_bytes):
     infos = infos_of(shapes)
     with WeightBuffer.create(infos, bucket_bytes) as buffer, WeightBuffer.attach(buffer.path) as reader:
-        assert reader.num_buckets == buffer.num_buckets == len(arrange_buckets(infos, bucket_bytes)[0])
+        assert reader.num_buckets == buffer.num_buckets == len(cut_into_buckets(infos, bucket_bytes))
         for version in (1, 2):
             values = {info.name: np.full(info.shape, place + version, np.float32) for place, info in enumerate(infos)}
             found = {}
@@ -74,39 +58,6 @@ def test_a_reader_sees_every_tensor_of_every_version(shapes, bucket_bytes):
             assert found.keys() == values.keys()
             for name, array in found.items():
                 np.testing.assert_array_equal(array, values[name])
-
-
-def test_a_bucket_is_read_while_the_next_is_written_and_the_one_after_takes_its_place():
-    infos = infos_of([(4,)] * 6)  # 64 bytes each, with their gaps
-    with WeightBuffer.create(infos, 256) as buffer, WeightBuffer.attach(buffer.path) as reader:
-        assert (buffer.num_buckets, buffer.num_places) == (3, 2)
-
-        def write(bucket: int) -> None:
-            buffer.begin(5, bucket)
-            for place, info in enumerate(infos):
-                if buffer.wants(info.name):
-                    buffer.write(info.name, np.full(4, place, np.float32))
-
-        write(0)
-        buffer.commit()
-        reader.turn_to(0)
-        write(1)
-        for _ in range(2):  # before and after the commit of the next
-            reader.verify(5)
-            assert [array[0] for _, _, array in reader.tensors(5)] == [0, 1]
-            if reader.bucket == 0 and buffer._version_in_progress is not None:
-                buffer.commit()
-        write(2)
-        with pytest.raises(WeightBufferError, match="bucket 0 of weights version 5 .* holds no complete version"):
-            reader.verify(5)
-        reader.turn_to(1)
-        assert [array[0] for _, _, array in reader.tensors(5)] == [2, 3]
-        buffer.commit()
-        reader.turn_to(2)
-        reader.verify(5)
-        assert [array[0] for _, _, array in reader.tensors(5)] == [4, 5]
-        with pytest.raises(WeightBufferError, match="bucket 2 of weights version 4 was asked for; .* holds version 5"):
-            reader.verify(4)
 
 
 @settings(max_examples=40, deadline=None)
@@ -143,9 +94,10 @@ def test_readers_that_share_the_memory_each_sum_other_tensors_and_together_all(s
         assert found == 1
 
 
-def test_the_memory_is_that_of_the_largest_buckets():
+def test_the_memory_is_that_of_the_largest_bucket():
     infos = infos_of([(256,)] * 8)  # 1 KiB each
-    for bucket_bytes, num_buckets, expected in ((0, 1, 8192), (4096, 4, 4096), (3 * 1024, 8, 2048), (100, 8, 1024)):
+    for bucket_bytes, num_buckets, expected in ((0, 1, 8192), (4096, 2, 4096), (3 * 1024, 3, 3072), (100, 8, 1024)):
+        assert buffer_bytes(infos, bucket_bytes) == expected
         with WeightBuffer.create(infos, bucket_bytes) as buffer:
             assert buffer.num_buckets == num_buckets
             views = [buffer.view(info.name, [[0, 256]]).ctypes.data for info in infos]
@@ -159,7 +111,7 @@ def test_a_gap_in_a_bucket_is_named_and_nothing_is_kept_from_an_earlier_version(
         for version in (1, 2):
             buffer.begin(version, 0)
             buffer.write("tensor_0", np.ones(4, np.float32))
-            assert not buffer.keep("tensor_0") and not buffer.wants("tensor_2")
+            assert not buffer.wants("tensor_2")
             with pytest.raises(WeightBufferError, match="'tensor_1' has 4 elements but 0 were written"):
                 buffer.commit()
             buffer.write("tensor_1", np.ones(4, np.float32))
