@@ -115,3 +115,11 @@ def messages_of(failure: UserError | RunFailure) -> tuple[str, ...]:
 
 _FIRST_KEY = re.compile(r"'([a-z_]+\.[a-z_0-9]+)'")
 _DOTTED = re.compile(r"\b[a-z_]+\.[a-z_0-9]+\b")
+
+
+class Unavailable(RuntimeError):
+    """Raised by a verifier, an agent or an environment where it could not do its work, whatever the response was.
+
+    The sample is not scored: it leaves its group and the loss. What a response can cause (its program ends the process,
+    takes too long, fills the memory) must stay a failure, or a policy learns to cause it where it would earn less.
+    """

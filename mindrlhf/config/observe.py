@@ -17,11 +17,12 @@ class GuardSection:
         "stop when rollout_diff/mean_abs, in nats, exceeds this, and warn above a tenth of it; 0 means never",
         minimum=0,
     )
-    max_failed_steps: int = key(
-        5,
-        "stop after this many steps in a row in which a verifier failed on every sample it was asked for; 0 means "
-        "never",
+    max_unscored: float = key(
+        0.5,
+        "stop before a step of whose samples a larger share could not be scored: a judge out of reach, a sandbox that "
+        "does not start; a smaller share is left out",
         minimum=0,
+        maximum=1,
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mindrlhf.evaluation.heldout import NUM_SAMPLES_SHOWN, Evaluation
+from mindrlhf.evaluation.heldout import NUM_SAMPLES_SHOWN, Evaluation, known, paired
 from mindrlhf.evaluation.statistics import Interval, accuracy_interval, paired_difference
 from mindrlhf.observe.records import replace_file
 from mindrlhf.observe.samples import question_of
@@ -18,11 +18,11 @@ from mindrlhf.system.terminal import width
 def compare(before: Evaluation, after: Evaluation) -> dict[str, Any]:
     """Return accuracies, the paired difference with its 95 % interval, and sample answers, as JSON values."""
     chosen = _telling(before.shown, after.shown)
-    first, last = before.scores.mean(axis=1), after.scores.mean(axis=1)
+    first, last = paired(before, after)
     return {
         "steps": [before.step, after.step],
-        "before": _interval(accuracy_interval(first), "accuracy"),
-        "after": _interval(accuracy_interval(last), "accuracy"),
+        "before": _interval(accuracy_interval(known(before.means)), "accuracy"),
+        "after": _interval(accuracy_interval(known(after.means)), "accuracy"),
         "difference": _interval(paired_difference(last, first), "mean"),
         "num_prompts": len(first),
         "samples_before": [before.shown[index] for index in chosen],

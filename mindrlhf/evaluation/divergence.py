@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindrlhf.evaluation.heldout import Evaluation
+from mindrlhf.evaluation.heldout import Evaluation, paired
 from mindrlhf.evaluation.statistics import bootstrap_interval
 
 MIN_STEPS = 5  # between two evaluations, for a standard error of their mean reward
@@ -47,10 +47,11 @@ class RewardWatch:
         if best is None or not best.evaluation.is_comparable(evaluation):
             self._best = now
             return ""
-        if evaluation.scores.mean() >= best.evaluation.scores.mean():
+        if evaluation.accuracy >= best.evaluation.accuracy:
             self._best = now
             return ""
-        fall = bootstrap_interval(evaluation.scores.mean(axis=1) - best.evaluation.scores.mean(axis=1))
+        before, after = paired(best.evaluation, evaluation)
+        fall = bootstrap_interval(after - before)
         if fall.high >= 0 or not _has_risen(best.rewards, now.rewards):
             return ""
         return (

@@ -9,6 +9,7 @@ import numpy as np
 from mindrlhf.config.reward import REWARD_MODEL_NAME, RewardSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import Prompt
+from mindrlhf.errors import RunFailure
 from mindrlhf.evaluation.statistics import accuracy_interval, pass_at_k
 from mindrlhf.observe.fingerprint import digest_json
 from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, verifier_names
@@ -33,16 +34,24 @@ class Evaluation:
     shown: list[dict[str, Any]]  # prompt, completion, answer, reward
     # Digest of prompts and answers: only evaluations with the same one can be compared.
     questions: str = ""
+    num_unscored: int = 0  # samples, by no fault of the model; they count nowhere
 
     @classmethod
     def of(cls, step: int, verifier: str, samples: Sequence[Sample], num_samples: int) -> "Evaluation":
-        """Summarise samples that are ordered by prompt."""
+        """Summarise samples that are ordered by prompt.
+
+        Raises:
+            RunFailure: none of them is scored.
+        """
+        unscored = [sample.reward.unscored for sample in samples if not sample.is_scored]
+        if len(unscored) == len(samples):
+            raise RunFailure(f"none of {len(samples)} held-out samples could be scored ({unscored[0]}): mend that")
         shown = [
             {
                 "prompt": sample.prompt_text,
                 "completion": sample.response_text,
                 "answer": sample.prompt.answer,
-                "reward": sample.reward.total,
+                "reward": sample.reward.total if sample.is_scored else 0.0,
             }
             for sample in samples[::num_samples][:NUM_SAMPLES_KEPT]
         ]
@@ -52,17 +61,24 @@ class Evaluation:
             rewards={name: reward_matrix(samples, num_samples, name) for name in verifier_names(samples)},
             response_length=float(np.mean([len(sample.completion.token_ids) for sample in samples])),
             shown=shown,
+            num_unscored=len(unscored),
             questions=digest_json([[sample.prompt_text, sample.prompt.answer] for sample in samples[::num_samples]]),
         )
 
     @property
     def scores(self) -> np.ndarray:
-        """Rewards of the verifier that counts as accuracy, float64 [prompts that it applies to, num_samples]."""
-        return applicable(self.rewards[self.verifier])
+        """Rewards of the verifier that counts as accuracy, float64 [prompts that are scored whole, num_samples]."""
+        rewards = self.rewards[self.verifier]
+        return rewards[~np.isnan(rewards).any(axis=1)]
+
+    @property
+    def means(self) -> np.ndarray:
+        """Mean of that verifier for each prompt, float64 [prompts]; NaN where it does not apply, or scored none."""
+        return prompt_means(self.rewards[self.verifier])
 
     @property
     def accuracy(self) -> float:
-        return float(self.scores.mean())
+        return float(np.nanmean(self.means))
 
     @property
     def pass_at_k(self) -> float:
@@ -71,7 +87,7 @@ class Evaluation:
 
     @property
     def num_prompts(self) -> int:
-        return self.scores.shape[0]
+        return int(np.isfinite(self.means).sum())
 
     @property
     def num_samples(self) -> int:
@@ -83,19 +99,21 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float]:
         """Return ``eval/accuracy`` with its 95 % interval, and the mean of every verifier and of the length."""
-        interval = accuracy_interval(self.scores.mean(axis=1))
+        interval = accuracy_interval(known(self.means))
         values = {
             "eval/accuracy": interval.mean,
             "eval/accuracy_low": interval.low,
             "eval/accuracy_high": interval.high,
             "eval/response_length": self.response_length,
         }
-        values.update({f"eval/{name}/mean": applicable(rewards).mean() for name, rewards in self.rewards.items()})
+        values.update({f"eval/{name}/mean": np.nanmean(rewards) for name, rewards in self.rewards.items()})
+        if self.num_unscored:
+            values |= {"eval/unscored": self.num_unscored, "eval/samples": self.rewards[self.verifier].size}
         return {name: float(value) for name, value in values.items()}
 
     def set_metrics(self, name: str) -> dict[str, float]:
         """Return accuracy with its 95 % interval, and with several samples pass@k, as metrics of a further set."""
-        interval = accuracy_interval(self.scores.mean(axis=1))
+        interval = accuracy_interval(known(self.means))
         values = {
             f"eval/{name}/accuracy": interval.mean,
             f"eval/{name}/accuracy_low": interval.low,
@@ -126,9 +144,23 @@ def best_step(evaluations: Sequence[Evaluation]) -> int | None:
     return max(trained, key=lambda item: item.accuracy).step if trained else None
 
 
-def applicable(rewards: np.ndarray) -> np.ndarray:
-    """Return the rows of the prompts that a verifier applies to: a row is NaN as a whole, or not at all."""
-    return rewards[~np.isnan(rewards[:, 0])]
+def prompt_means(rewards: np.ndarray) -> np.ndarray:
+    """Return the mean of each prompt's rewards that are known, float64 [prompts]; NaN where none is."""
+    counts = (~np.isnan(rewards)).sum(axis=1)
+    return np.divide(np.nansum(rewards, axis=1), counts, out=np.full(len(rewards), np.nan), where=counts > 0)
+
+
+def known(means: np.ndarray) -> np.ndarray:
+    """Return what is no NaN."""
+    return means[~np.isnan(means)]
+
+
+def paired(first: Evaluation, last: Evaluation) -> tuple[np.ndarray, np.ndarray]:
+    """Return the means of the prompts that both have scored, float64 [prompts] each; of other prompts all means."""
+    if len(first.means) != len(last.means):
+        return known(first.means), known(last.means)
+    are_known = ~np.isnan(first.means) & ~np.isnan(last.means)
+    return first.means[are_known], last.means[are_known]
 
 
 @dataclass(frozen=True)

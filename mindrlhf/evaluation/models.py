@@ -12,7 +12,7 @@ from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.tokenizer_config import end_ids
 from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
 from mindrlhf.errors import UserError
-from mindrlhf.evaluation.heldout import Evaluation, HeldOut, accuracy_verifier, applicable
+from mindrlhf.evaluation.heldout import Evaluation, HeldOut, accuracy_verifier, known, prompt_means
 from mindrlhf.evaluation.statistics import accuracy_interval, pass_at_k
 from mindrlhf.observe.samples import SampleWriter
 from mindrlhf.rewards.pool import RewardPool
@@ -134,7 +134,8 @@ class _CountedSource:
 
 def describe(evaluation: Evaluation) -> list[str]:
     """Return lines with avg@k of every verifier, and pass@1, 2, 4, ... k of the one that counts as accuracy."""
-    return [
+    lost = [f"{evaluation.num_unscored} of {evaluation.rewards[evaluation.verifier].size} samples not scored"]
+    return (lost if evaluation.num_unscored else []) + [
         f"{score['score']:8s} {score['mean']:7.2%}  ({score['low']:.2%} to {score['high']:.2%})  {score['verifier']}"
         for score in intervals(evaluation)
     ]
@@ -144,7 +145,7 @@ def intervals(evaluation: Evaluation) -> list[dict[str, Any]]:
     """Return what ``describe`` puts into words: "score" ("avg@8", "pass@2"), "verifier", "mean", "low" and "high"."""
     k = evaluation.num_samples
     found = [
-        (f"avg@{k}", name, accuracy_interval(applicable(rewards).mean(axis=1)))
+        (f"avg@{k}", name, accuracy_interval(known(prompt_means(rewards))))
         for name, rewards in evaluation.rewards.items()
     ]
     correct = evaluation.scores > 0.5

@@ -145,6 +145,8 @@ class ConsoleSink:
             line += f"  held-out loss {_number(metrics['eval/loss'])}"
         if {"eval/accuracy_low", "eval/accuracy_high"} <= metrics.keys():
             line += f" (95% interval {metrics['eval/accuracy_low']:.1%} to {metrics['eval/accuracy_high']:.1%})"
+        if "eval/unscored" in metrics:
+            line += f"; {metrics['eval/unscored']:.0f} of {metrics['eval/samples']:.0f} samples not scored"
         if (left := self._time_left(step)) and len(line) + len(left) + 2 <= self._width:
             line += f"; {left}"
         print(f"{BOLD}{line}{RESET}" if self._styled else line, file=self._stream)

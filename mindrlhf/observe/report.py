@@ -251,7 +251,7 @@ def _sample(record: Mapping[str, Any]) -> dict[str, Any]:
         "prompt": shortened(_IMAGE_MARKS.sub("", question) if record.get("images") else question),
         "turns": turns_of(shortened(record.get("completion", ""))),
         "answer": shortened(record.get("answer", "")),
-        "reward": _reward_text(record["reward"]) if "reward" in record else None,
+        "reward": record.get("unscored") or (_reward_text(record["reward"]) if "reward" in record else None),
         "rewards": [(name, _reward_text(value)) for name, value in by_verifier],
         "cut": record.get("finish_reason") == "length",
     }

@@ -25,13 +25,14 @@ class SampleRecord:
     prompt: str
     completion: str
     answer: str  # the reference answer, "" when the prompt has none
-    reward: float  # weighted total
+    reward: float  # weighted total; not a number where it is unscored, null in the file
     rewards: Mapping[str, float]  # unweighted, by verifier
     finish_reason: str  # "stop" or "length"
     images: tuple[np.ndarray, ...] = ()  # uint8 [height, width, 3] each
     extra: Mapping[str, Any] = field(default_factory=dict)  # kept columns of the prompt, JSON values by name
     # "tokens": their texts, and by the names of TOKEN_VALUES a number for each, None where the model did not write it
     tokens: Mapping[str, list] | None = None
+    unscored: str = ""  # why it has no reward and was left out
 
 
 # How templates begin and end a user's turn: ChatML (small models' without roles), Llama 3, Gemma, GLM and Phi, Kimi,
@@ -93,7 +94,8 @@ class SampleWriter:
         for sample in samples:
             line = {**vars(sample), "rewards": dict(sample.rewards), "images": self._keep(sample.images)}
             line["extra"] = dict(sample.extra)
-            for name in ("images", "extra"):
+            line["reward"] = None if sample.unscored else sample.reward
+            for name in ("images", "extra", "unscored"):
                 if not line[name]:
                     del line[name]
             line |= line.pop("tokens") or {}

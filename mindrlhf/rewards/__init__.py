@@ -1,0 +1,3 @@
+"""Verifiers and judges of responses."""
+
+from mindrlhf.errors import Unavailable as Unavailable

@@ -18,13 +18,14 @@ from mindrlhf.rewards.judges.accounting import COUNTED
 from mindrlhf.rewards.registry import Reads
 from mindrlhf.rewards.remote import RemoteNodes
 from mindrlhf.rewards.selection import MAX_MAGNITUDE, Selection
-from mindrlhf.rewards.types import RewardResult, Task
+from mindrlhf.rewards.types import RewardInput, RewardResult, Task
 from mindrlhf.rewards.worker import WorkerSettings
 from mindrlhf.sandbox.worker_process import PIPE_BROKEN, WorkerOutput, WorkerProcess
 from mindrlhf.system import timeline
 
 # A worker that holds samples, is in no call and says nothing for this long has lost them.
 MAX_SILENCE_S = 30.0
+OUT_OF_MEMORY = "signal SIGKILL"  # nobody here sends it to a worker that has not been given up
 
 
 class RewardWorker(WorkerProcess):
@@ -107,7 +108,7 @@ def _is_outcome(outcome: Any, position: int, task: Task) -> bool:
         return abs(outcome) <= MAX_MAGNITUDE
     if outcome is None:
         return position in task.failures or position in task.skipped
-    return isinstance(outcome, dict) and isinstance(outcome.get("failed"), str)
+    return isinstance(outcome, dict) and isinstance(outcome.get("failed", outcome.get("unavailable")), str)
 
 
 MAX_BATCH_SAMPLES = 64
@@ -319,8 +320,7 @@ class Dispatcher(threading.Thread):
         self._incoming.extendleft(reversed(lost))
         self._add_counts(counts)
         for task, result in finished:
-            if result.failures and self._failure_log is not None:
-                self._failure_log.write(task.sample, result.failures)
+            self._log(task.sample, result.failures, result.unscored)
         self._publish([(task.sequence, result) for task, result in finished])
 
     def take_counts(self) -> Counter[str]:
@@ -339,22 +339,29 @@ class Dispatcher(threading.Thread):
             self.finished.put(results)
 
     def _finish(self, task: Task, outcomes: Sequence[Any]) -> tuple[int, RewardResult]:
-        parts, failures, steps, weighted = {}, {}, {}, []
+        parts, failures, steps, weighted, unscored = {}, {}, {}, [], ""
         for position, (name, weight, outcome) in enumerate(zip(self._part_names, self._weights, outcomes)):
             if position in task.skipped:
                 continue
             if isinstance(outcome, list):
                 steps[name] = outcome
                 outcome = math.fsum(outcome)
+            if outcome and isinstance(outcome, dict) and "unavailable" in outcome:
+                unscored = unscored or f"{name}: {outcome['unavailable']}"
+                continue
             if not isinstance(outcome, float):
                 failures[name] = outcome["failed"] if outcome else task.failures[position]
                 outcome = self._failure_value
             parts[name] = outcome
             weighted.append(weight * outcome)
-        if failures and self._failure_log is not None:
-            self._failure_log.write(task.sample, failures)
-        total = math.fsum(weighted)
-        return task.sequence, RewardResult(task.sample.index, parts, total, failures, steps)
+        self._log(task.sample, failures, unscored)
+        total = math.nan if unscored else math.fsum(weighted)
+        return task.sequence, RewardResult(task.sample.index, parts, total, failures, steps, unscored)
+
+    def _log(self, sample: RewardInput, failures: dict[str, str], unscored: str) -> None:
+        if self._failure_log is not None:
+            name, _, reason = unscored.partition(": ")
+            self._failure_log.write(sample, failures | ({name: reason} if unscored else {}))
 
     def _check_health(self, worker: RewardWorker) -> None:
         if not worker.is_ready and time.monotonic() - worker.started_at_s > START_LIMIT_S:
@@ -391,7 +398,10 @@ class Dispatcher(threading.Thread):
         # have returned just before the kill; then the next one is innocent.
         running = None if is_lost else worker.clock.running() if has_ended else worker.overdue_call(self._timeout_s)
         blamed = worker.tasks.get(running.sequence) if running is not None else None
-        if blamed is not None:
+        if blamed is not None and has_ended and ending == OUT_OF_MEMORY and not blamed.is_suspect:
+            for task in worker.tasks.values():  # the machine may have chosen any process: once more, each alone
+                task.is_suspect = True
+        elif blamed is not None:
             self._num_unexplained_deaths = 0
             self._blame(worker, blamed, running.position, f"worker died: {ending}" if has_ended else "timeout")
         elif (has_ended or is_lost) and worker.suspect is not None:

@@ -41,13 +41,13 @@ def lint(verifier: str, samples: Sequence[RewardInput], options: dict[str, str],
     with RewardPool(selection, timeout_s=timeout_s) as pool:
         pool.score(samples[:1])  # imports are not what is timed
         start_s = time.perf_counter()
-        first = pool.score(samples)
+        first = _score(pool, samples)
         elapsed_s = time.perf_counter() - start_s
     with RewardPool(selection, timeout_s=timeout_s) as pool:
-        second = pool.score(samples[::-1])[::-1]
+        second = _score(pool, samples[::-1])[::-1]
         hostile = [replace(one, extra=samples[0].extra) for one in hostile_samples()]
-        hostile_results = pool.score(hostile)
-        echoed = pool.score(echoes(samples))
+        hostile_results = _score(pool, hostile)
+        echoed = _score(pool, echoes(samples))
     good = [not a.failures and not b.failures for a, b in zip(first, second)]
     rewards = np.array([result.total for result in first])
     return [
@@ -112,6 +112,13 @@ def hostile_samples() -> Iterator[RewardInput]:
     }
     for name, text in texts.items():
         yield RewardInput(0, text, "42", name, "length", len(text) // 4 + 1)
+
+
+def _score(pool: RewardPool, samples: Sequence[RewardInput]) -> list[RewardResult]:
+    """Return the results, where what could not be scored is a failure too."""
+    return [
+        replace(one, total=0.0, failures={"": one.unscored}) if one.unscored else one for one in pool.score(samples)
+    ]
 
 
 def _failures(samples: Sequence[RewardInput], results: Sequence[RewardResult]) -> Finding:

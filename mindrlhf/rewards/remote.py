@@ -216,7 +216,7 @@ def unpack_tasks(message: dict[str, Any]) -> list[Task]:
 
 def pack_results(results: Sequence[tuple[int, RewardResult]]) -> dict[str, np.ndarray]:
     """Return the array of a message that tells results by sequence."""
-    return _pack([[sequence, one.parts, one.total, one.failures, one.steps] for sequence, one in results])
+    return _pack([[sequence, one.parts, one.total, one.failures, one.steps, one.unscored] for sequence, one in results])
 
 
 def with_tuples(values: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ _FIELDS = {"completion": str, "answer": str, "prompt": str, "finish_reason": str
 _FIELDS |= {"completions": list, "extra": dict}
 _KIND_WORDS = {str: "text", int: "an integer", list: "a list of texts", dict: "an object of columns"}
 _REQUIRED = ("completion", "answer")
-_SCORES = ("reward", "rewards", "failures", "step")  # what an earlier scoring, or a run, has added
+_SCORES = ("reward", "rewards", "failures", "unscored", "step")  # what an earlier scoring, or a run, has added
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,7 @@ class ScoreWriter:
         self.num_samples = 0
         self._total = 0.0
         self._failures: Counter[str] = Counter()
+        self._unscored: Counter[str] = Counter()
 
     def __enter__(self) -> "ScoreWriter":
         return self
@@ -134,19 +135,26 @@ class ScoreWriter:
     def write(self, line: SampleLine, result: RewardResult) -> None:
         self._writer.write(scored_record(line, result))
         self.num_samples += 1
-        self._total += result.total
+        self._unscored.update([result.unscored] if result.unscored else [])
+        self._total += 0.0 if result.unscored else result.total
         self._failures.update(f"{name}: {reason}" for name, reason in result.failures.items())
 
     def summary(self) -> list[str]:
         """Return lines that say how many there were, the mean reward, and the most frequent failures."""
-        mean = f"mean reward {self._total / self.num_samples:.6g}" if self.num_samples else "no mean reward"
+        num_scored = self.num_samples - self._unscored.total()
+        mean = f"mean reward {self._total / num_scored:.6g}" if num_scored else "no mean reward"
         lines = [f"{self.num_samples} samples, {mean}, {self._failures.total()} failures"]
-        return lines + [f"  {count} x {reason}" for reason, count in self._failures.most_common(NUM_FAILURES_SHOWN)]
+        lines += [f"  {count} x {reason}" for reason, count in self._failures.most_common(NUM_FAILURES_SHOWN)]
+        unscored = [f"  {count} x {reason}" for reason, count in self._unscored.most_common(NUM_FAILURES_SHOWN)]
+        lost = f"{self._unscored.total()} of {self.num_samples} not scored, which the mean leaves out"
+        return [*lines, *([lost, *unscored] if unscored else [])]
 
 
 def scored_record(line: SampleLine, result: RewardResult) -> dict[str, Any]:
     """Return a record of the output: the fields of the input with ``reward``, ``rewards`` and ``failures``."""
-    record = {**line.fields, "reward": result.total, "rewards": result.parts}
+    record = {**line.fields, "reward": None if result.unscored else result.total, "rewards": result.parts}
+    if result.unscored:
+        record["unscored"] = result.unscored
     if result.failures:
         record["failures"] = result.failures
     return record

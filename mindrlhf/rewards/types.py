@@ -32,10 +32,11 @@ class RewardResult:
 
     index: int
     parts: dict[str, float]  # by name of the verifiers that apply to the prompt, unweighted
-    total: float  # sum of weight * part
+    total: float  # sum of weight * part; NaN where it is unscored
     failures: dict[str, str] = field(default_factory=dict)  # reason, by name of the verifier that gave no value
     # What makes up a part, by name of a verifier that rewards each turn, or each token that the model wrote.
     steps: dict[str, list[float]] = field(default_factory=dict)
+    unscored: str = ""  # why nothing is known of the sample, by no fault of it: it leaves its group and the loss
 
 
 @dataclass(slots=True)

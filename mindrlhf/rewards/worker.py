@@ -3,8 +3,8 @@
 In: first the fields of ``WorkerSettings``, then ``[[sequence, failed positions, skipped positions, completion, answer,
 context, columns], ...]``, the last two by name. Out: first ``{"reads": [Reads of each verifier]}``
 or ``{"error": message}``, then batches of ``[[sequence, [outcome of each verifier, ...], counts], ...]``, where an
-outcome is a number, a list of them for steps, null (failed before, or skipped) or ``{"failed": reason}``, counts say
-what it took (``judges.accounting``).
+outcome is a number, a list of them for steps, null (failed before, or skipped), ``{"failed": reason}`` or
+``{"unavailable": reason}``, counts say what it took (``judges.accounting``).
 """
 
 import math
@@ -15,6 +15,7 @@ from time import monotonic
 from typing import Any
 
 from mindrlhf.errors import UserError
+from mindrlhf.rewards.availability import is_unavailable
 from mindrlhf.rewards.judges import accounting
 from mindrlhf.rewards.registry import STEP_TEXTS, Verifier, resolve
 from mindrlhf.rewards.selection import MAX_MAGNITUDE
@@ -79,7 +80,8 @@ def _outcome(verifier: Verifier, sample: list[Any]) -> float | list[float] | dic
     try:
         value = verifier(*sample)
     except BaseException as error:  # SystemExit too: a verifier must not end its worker
-        return {"failed": f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]}
+        kind = "unavailable" if is_unavailable(error) else "failed"
+        return {kind: f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]}
     steps = [len(sample[2][name]) for name in STEP_TEXTS if name in verifier.reads.context]
     if steps and isinstance(value, (list, tuple)):
         return _step_outcome(value, steps)

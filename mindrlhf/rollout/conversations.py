@@ -71,6 +71,7 @@ class _Conversation:
     episode: int | None = None  # number of it among all episodes
     episode_return: float | None = None
     step_rewards: list[float] = field(default_factory=list)  # of the environment, for each action
+    lost: str = ""
 
     @classmethod
     def taken_up(cls, request: GenerationRequest) -> "_Conversation":
@@ -92,6 +93,7 @@ class _Conversation:
             spans=begun.spans,
             experts=begun.experts,
             episode_return=begun.episode_return,
+            lost=begun.lost,
         )
 
     @property
@@ -105,6 +107,7 @@ class _Conversation:
         self.is_generated += [True] * len(completion.token_ids)
         self.logprobs.append(completion.logprobs)
         self.weights_version = completion.weights_version
+        self.lost = self.lost or completion.lost
         self.experts = extended_experts(self.experts, completion.experts)
         if self.request.begun is not None:
             self.spans = extended_spans(self.spans, completion)
@@ -146,6 +149,7 @@ class _Conversation:
             num_neutralised_answers=self.num_neutralised,
             spans=self.spans,
             experts=self.experts,
+            lost=self.lost,
         )
 
     def _turn_rewards(self) -> tuple[tuple[int, float], ...]:
@@ -376,6 +380,7 @@ class Episodes(Conversations):
         if step.failure:
             conversation.num_failures += 1
             conversation.episode_return = math.nan
+            conversation.lost = conversation.lost or (f"environment: {step.failure}" if step.is_lost else "")
             print(f"mindrlhf: an episode has ended early: {step.failure[:500]}", file=sys.stderr, flush=True)
             return "stop"
         conversation.episode_return += step.reward

@@ -96,7 +96,7 @@ class RemoteGenerator:
                     self._is_generating = False
                     return
                 heartbeat.tick()
-                yield from unpack_completions(header, arrays)
+                yield from unpack_completions(header, arrays, f"a server of node {self._node}")
         finally:
             if self._is_generating:
                 with contextlib.suppress(RunFailure):  # what ends the consumer matters more

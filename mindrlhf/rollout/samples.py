@@ -1,6 +1,8 @@
 """From prompts to scored samples: generation and verification, overlapped."""
 
 import dataclasses
+import math
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +23,9 @@ from mindrlhf.rollout.types import Completion, CompletionSource, GenerationReque
 from mindrlhf.system import timeline
 from mindrlhf.system.records import record
 
+# Samples of a run with a log-probability that is not finite, before it ends.
+MAX_NOT_FINITE = 3
+
 
 @record
 @dataclass(frozen=True)
@@ -39,6 +44,11 @@ class Sample:
     def num_generated(self) -> int:
         """Response tokens that the model generated; the rest is of tools."""
         return len(self.completion.logprobs)
+
+    @property
+    def is_scored(self) -> bool:
+        """False where a failure that the policy did not cause left it without a reward."""
+        return not self.reward.unscored
 
 
 class SampleRewards(Protocol):
@@ -70,6 +80,7 @@ class Sampler:
         self._tokenizer = tokenizer
         self.reward_model = reward_model
         self._reward_wait_s = 0.0
+        self._num_not_finite = 0
 
     def sample(
         self,
@@ -134,6 +145,7 @@ class Sampler:
                     f"the generator gave an empty response to the prompt {prompts[completion.request_id][:80]!r}: a "
                     "reward needs a token to stand at, so every response has one at least, the stop token"
                 )
+            self._check_finite(completion, prompts[completion.request_id])
             completions[place] = completion
             agent = completion.agent
             texts[place] = self._tokenizer.decode(completion.token_ids.tolist()) if agent is None else agent.text
@@ -155,19 +167,33 @@ class Sampler:
         )
         samples = []
         for place in range(expected):
-            request = place // num_samples
+            request, lost = place // num_samples, completions[place].lost
             samples.append(
                 Sample(
                     group=first_group + request,
                     prompt=records[request],
                     completion=completions[place],
-                    reward=results[place],
+                    reward=RewardResult(place, {}, math.nan, unscored=lost) if lost else results[place],
                     prompt_text=prompts[request],
                     response_text=texts[place],
                     images=images[request],
                 )
             )
         return self.add_model_rewards(samples)
+
+    def _check_finite(self, completion: Completion, prompt: str) -> None:
+        """Say so where the generator gave a log-probability that is not finite.
+
+        Raises:
+            RunFailure: it is the third time.
+        """
+        if np.isfinite(completion.logprobs).all():
+            return
+        self._num_not_finite += 1
+        what = f"sample {completion.sample_index} of the prompt {prompt[-80:]!r} is left out: {completion.lost}"
+        if self._num_not_finite >= MAX_NOT_FINITE:
+            raise RunFailure(f"{what}; it is number {self._num_not_finite} of this run: the generator is at fault")
+        print(f"mindrlhf: {what}", file=sys.stderr, flush=True)
 
     def add_model_rewards(self, samples: list[Sample]) -> list[Sample]:
         """Return samples with the rewards of the reward model, if there is one."""
@@ -274,9 +300,12 @@ def verifier_names(samples: Iterable[Sample]) -> list[str]:
 def reward_matrix(samples: Iterable[Sample], num_samples: int, verifier: str = "") -> np.ndarray:
     """Return the rewards (of one verifier, or weighted), float64 [prompts, num_samples].
 
-    They are NaN where the verifier does not apply to the prompt.
+    They are NaN where the verifier does not apply to the prompt, and of samples that are not scored.
     """
-    values = [sample.reward.parts.get(verifier, np.nan) if verifier else sample.reward.total for sample in samples]
+    values = [
+        (sample.reward.parts.get(verifier, np.nan) if verifier else sample.reward.total) if sample.is_scored else np.nan
+        for sample in samples
+    ]
     return np.asarray(values, np.float64).reshape(-1, num_samples)
 
 
@@ -292,4 +321,5 @@ def sample_record(sample: Sample, step: int) -> SampleRecord:
         finish_reason=sample.completion.finish_reason,
         images=sample.images,
         extra=sample.prompt.extra,
+        unscored=sample.reward.unscored,
     )

@@ -251,7 +251,7 @@ class VllmGenerator:
                 if self._is_cancelled:
                     raise Cancelled
                 num_samples -= len(arrays["request_ids"])
-                yield from unpack_completions(header, arrays)
+                yield from unpack_completions(header, arrays, self._name)
         finally:
             if self._is_generating and self._process is not None:
                 self._abort()

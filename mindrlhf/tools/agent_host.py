@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mindrlhf.errors import UserError
+from mindrlhf.errors import Unavailable, UserError
 from mindrlhf.sandbox.limits import landlock, namespaces
 from mindrlhf.system.processes import adopt_orphans, descendants, die_with_parent, kill_tree, signal_all
 from mindrlhf.tools.loading import load_named
@@ -40,6 +40,7 @@ _FLAGS = namespaces.NETWORK_AND_PROCESSES
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 0x1
 _PR_SET_NO_NEW_PRIVS = 38
 _FAILED = 1
+UNAVAILABLE = 75  # EX_TEMPFAIL of sysexits.h: the agent could not do its work, whatever the model wrote
 _kept: list[Any] = []
 
 
@@ -117,7 +118,7 @@ class _Host:
         try:
             outcome = json.loads(told)
         except ValueError:
-            outcome = {"failure": f"its process died (status {status})"}
+            outcome = {"failure": f"its process died (status {status})", "is_lost": status == -signal.SIGKILL}
         self._tell({"ended": number, **outcome})
 
 
@@ -232,7 +233,7 @@ async def _watch(
     printed, complaints, result = (one.result() if one.done() else b"" for one in texts)
     if status != 0:
         last = " ".join(complaints[-MAX_ERROR_BYTES:].decode(errors="replace").split())
-        return {"failure": f"exit status {status}: {last}"}
+        return {"failure": f"exit status {status}: {last}", "is_lost": status == UNAVAILABLE}
     return {"result": _read_result(result if is_function else printed, is_function)}
 
 
@@ -317,7 +318,7 @@ def _call(function: Any, record: dict[str, Any], base_url: str, key: str, result
     except BaseException as error:  # SystemExit too
         sys.stderr.write(f"{type(error).__name__}: {error}"[:MAX_ERROR_BYTES])
         sys.stderr.flush()
-        return _FAILED
+        return UNAVAILABLE if isinstance(error, Unavailable) else _FAILED
     if len(data) > MAX_RESULT_BYTES:
         sys.stderr.write(f"it returned {len(data)} bytes, and {MAX_RESULT_BYTES} are the most")
         sys.stderr.flush()

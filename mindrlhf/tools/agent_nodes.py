@@ -165,7 +165,7 @@ class RemoteAgents:
         self._streams.close()
         for ended in self._running.values():
             if not ended.done():
-                ended.set_result(AgentResult(failure=f"{self._name} {how}"))
+                ended.set_result(AgentResult(failure=f"{self._name} {how}", is_lost=True))
 
 
 def start_agents(tools: "ToolSection", stack: contextlib.ExitStack) -> NodeHelper | None:

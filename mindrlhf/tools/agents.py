@@ -38,6 +38,7 @@ class AgentResult:
     reward: float | None = None  # where roles have rewards, that of the first
     text: str | None = None
     failure: str = ""
+    is_lost: bool = False  # it failed by no doing of the model
     rewards: Mapping[str, float] = field(default_factory=dict)  # of roles, where it gave each its own
 
 
@@ -178,7 +179,7 @@ class AgentRunner:
         try:
             await self.start()
         except UserError as error:
-            return AgentResult(failure=str(error))
+            return AgentResult(failure=str(error), is_lost=True)
         self._number += 1
         number, ended = self._number, asyncio.get_running_loop().create_future()
         directory = tempfile.mkdtemp(dir=self._directory)
@@ -216,7 +217,7 @@ class AgentRunner:
             process.wait()
         for ended in self._running.values():
             if not ended.done():
-                ended.set_result(AgentResult(failure="the process that starts agents died"))
+                ended.set_result(AgentResult(failure="the process that starts agents died", is_lost=True))
 
 
 async def run_to_end(ended: "asyncio.Future[AgentResult]", timeout_s: float, clock: Callable[[], float]) -> AgentResult:
@@ -233,7 +234,7 @@ def read_result(message: Mapping[str, Any]) -> AgentResult:
     """Return what an agent has said: a number is a reward, a text what verifiers read, an object may hold both, and
     rewards of roles by their names in the place of one."""
     if message.get("failure"):
-        return AgentResult(failure=str(message["failure"]))
+        return AgentResult(failure=str(message["failure"]), is_lost=bool(message.get("is_lost")))
     result = message.get("result")
     given = result if isinstance(result, dict) else {}
     if isinstance(result, (int, float)):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindrlhf.errors import UserError
+from mindrlhf.errors import Unavailable, UserError
 from mindrlhf.sandbox.signatures import declared_signature
 from mindrlhf.tools.loading import load_named
 
@@ -156,12 +156,14 @@ class _Episodes:
             raise ValueError(f"the record chooses {chosen!r}, and there are {', '.join(self._environments)}")
         return self._environments[chosen]
 
-    def step(self, episode: int, action: str) -> list[Any]:
-        """Return observation, reward and whether the episode is over."""
+    def step(self, episode: int, action: str) -> list[Any] | dict[str, str]:
+        """Return observation, reward and whether the episode is over, or why it is lost by no doing of an action."""
         if episode not in self._running:
-            reason = self._failures.get(episode, "it was lost with its process")
-            raise ValueError(f"there is no such episode: {reason}")
-        observation, reward, is_over = self._running[episode].step(action)
+            return {"lost": f"there is no such episode: {self._failures.get(episode, 'it was lost with its process')}"}
+        try:
+            observation, reward, is_over = self._running[episode].step(action)
+        except Unavailable as error:
+            return {"lost": f"Unavailable: {error}"}
         value = float(reward)
         if not isinstance(observation, str) or not abs(value) <= MAX_REWARD:
             raise TypeError(f"step returned {observation!r:.80} and the reward {reward!r:.80}, not text and a number")

@@ -22,6 +22,7 @@ class Step:
     reward: float
     is_over: bool
     failure: str = ""  # why there is no more to come, where the environment broke down
+    is_lost: bool = False  # by no doing of the action
 
 
 class EpisodePool:
@@ -78,7 +79,11 @@ def read_step(answer: ToolAnswer) -> Step:
     if answer.is_failure:
         return Step("", 0.0, True, failure=answer.text)
     try:
-        observation, reward, is_over = json.loads(answer.text)
-        return Step(str(observation), float(reward), bool(is_over))
+        match json.loads(answer.text):
+            case {"lost": str(reason)}:
+                return Step("", 0.0, True, failure=reason, is_lost=True)
+            case [observation, reward, is_over]:
+                return Step(str(observation), float(reward), bool(is_over))
     except (ValueError, TypeError):
-        return Step("", 0.0, True, failure=f"the environment answered {answer.text[:80]!r}")
+        pass
+    return Step("", 0.0, True, failure=f"the environment answered {answer.text[:80]!r}")

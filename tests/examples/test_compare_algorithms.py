@@ -119,7 +119,7 @@ def test_a_run_from_before_a_key_existed_counts(script, at_root, tmp_path):
     _finish(run, before=0.35, after=0.75, low=0.35, high=0.45, last_metrics={"step": 12})
     path = run.directory / "config.yaml"
     lines = path.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if not line.startswith("  max_failed_steps:")]
+    kept = [line for line in lines if not line.startswith("  max_unscored:")]
     assert len(kept) == len(lines) - 1
     path.write_text("".join(kept))
     assert run.is_finished()

@@ -149,7 +149,7 @@ def groups_with_signal(rewards: np.ndarray, group_ids: np.ndarray) -> tuple[np.n
     (arXiv:2503.14476), eq. 11, for any rewards.
 
     Args:
-        rewards: float [samples].
+        rewards: float [samples]; NaN where nothing is known.
         group_ids: int [samples].
 
     Returns:
@@ -158,6 +158,6 @@ def groups_with_signal(rewards: np.ndarray, group_ids: np.ndarray) -> tuple[np.n
     rewards, group_ids = np.asarray(rewards, np.float64), np.asarray(group_ids)
     groups, places = np.unique(group_ids, return_inverse=True)
     highest, lowest = np.full(len(groups), -np.inf), np.full(len(groups), np.inf)
-    np.maximum.at(highest, places, rewards)
-    np.minimum.at(lowest, places, rewards)
+    np.fmax.at(highest, places, rewards)
+    np.fmin.at(lowest, places, rewards)
     return groups, highest - lowest > NO_SIGNAL_RANGE

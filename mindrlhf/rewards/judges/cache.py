@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from mindrlhf.rewards.judges.chat_client import ChatError
+from mindrlhf.rewards.judges.chat_client import NoAnswer
 from mindrlhf.sandbox import time_limit
 
 # SQLite waits this long for another worker's write, which takes milliseconds.
@@ -52,7 +52,7 @@ class AnswerCache:
 
         Raises:
             ValueError: the file is damaged.
-            ChatError: another worker was still asking when the time limit of the sample was near.
+            NoAnswer: another worker was still asking when the time limit of the sample was near.
         """
         try:
             with self._lock(key):
@@ -78,7 +78,7 @@ class AnswerCache:
                 break
             except BlockingIOError:
                 if time.monotonic() >= deadline_s:
-                    raise ChatError("another worker is still asking the judge the same") from None
+                    raise NoAnswer("another worker is still asking the judge the same") from None
                 time.sleep(LOCK_POLL_S)
         try:
             yield

@@ -8,21 +8,27 @@ import urllib.error
 import urllib.request
 from typing import Any
 
+from mindrlhf.errors import Unavailable
+from mindrlhf.rewards.availability import is_unserved
 from mindrlhf.rewards.judges import accounting
 from mindrlhf.sandbox import time_limit
 
 MAX_REPLY_BYTES = 1 << 20
 READ_SIZE_BYTES = 1 << 14
 FIRST_PAUSE_S = 0.5
-# Of the sample's time limit, left for reading the reply and going on.
-MARGIN_S = 0.25
+# Of the sample's time limit, left for going on: who is killed at its end has failed, who says so before is not scored.
+MARGIN_S = 1.0
 RETRIED_STATUSES = (408, 409, 425, 429, 500, 502, 503, 504)
 MAX_SHOWN_CHARS = 200
 MAX_USAGE = 10_000_000  # tokens of one request
 
 
 class ChatError(RuntimeError):
-    """The server gave no usable answer; the message is one line that names it and the reason."""
+    """The server's answer to this question is of no use; the message is one line that names it and the reason."""
+
+
+class NoAnswer(ChatError, Unavailable):
+    """The server was not reached, or answers nobody now; the message as of a ``ChatError``."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -42,15 +48,17 @@ def ask(url: str, body: dict[str, Any], *, api_key_variable: str, request_timeou
     sample's time limit allows. Attempts, tokens and seconds are counted (``accounting``).
 
     Raises:
-        ChatError: no usable answer, or one that the server cut off.
+        NoAnswer: the server was not reached in time, or something else answered in its place.
+        ChatError: it refused this question, or cut its answer off.
     """
-    deadline_s = time.monotonic() + time_limit.remaining_s() - MARGIN_S
+    remaining_s = time_limit.remaining_s()
+    deadline_s = time.monotonic() + remaining_s - min(MARGIN_S, max(0.25, remaining_s / 4))
     request = _request(url, body, api_key_variable)
     pause_s = FIRST_PAUSE_S
     for attempt in range(num_retries + 1):
         timeout_s = min(request_timeout_s, deadline_s - time.monotonic())
         if timeout_s <= 0:
-            raise ChatError(f"{url} gave no answer within the time limit of the sample")
+            raise NoAnswer(f"{url} gave no answer within the time limit of the sample")
         started_at_s = time.monotonic()
         accounting.add("requests")
         try:
@@ -59,7 +67,8 @@ def ask(url: str, body: dict[str, Any], *, api_key_variable: str, request_timeou
             with error:
                 reason = f"HTTP {error.code} {error.read(MAX_SHOWN_CHARS).decode(errors='replace')}".strip()
             if error.code not in RETRIED_STATUSES:
-                raise ChatError(f"{url} answered {reason}") from None
+                kind = NoAnswer if is_unserved(error.code) else ChatError
+                raise kind(f"{url} answered {reason}") from None
             wanted = error.headers.get("Retry-After", "")
             pause_s = max(pause_s, float(wanted)) if wanted.isascii() and wanted.isdigit() else pause_s
         except (OSError, http.client.HTTPException) as error:
@@ -70,7 +79,7 @@ def ask(url: str, body: dict[str, Any], *, api_key_variable: str, request_timeou
             break
         time.sleep(pause_s)
         pause_s *= 2
-    raise ChatError(f"{url} gave no answer in {attempt + 1} attempts: {reason}")
+    raise NoAnswer(f"{url} gave no answer in {attempt + 1} attempts: {reason}")
 
 
 def _request(url: str, body: dict[str, Any], api_key_variable: str) -> urllib.request.Request:
@@ -100,14 +109,16 @@ def _post(request: urllib.request.Request, timeout_s: float) -> bytes:
 
 
 def _content(url: str, reply: bytes) -> str:
+    shown, kind = repr(reply[:MAX_SHOWN_CHARS].decode(errors="replace")), NoAnswer
     try:
         answer = json.loads(reply)
         choice = answer["choices"][0]
+        kind = ChatError  # it is the judge's, and has refused, say
         content = choice["message"]["content"]
     except (ValueError, LookupError, TypeError, RecursionError):
         content = None
     if not isinstance(content, str):
-        raise ChatError(f"{url} answered no chat completion: {reply[:MAX_SHOWN_CHARS].decode(errors='replace')!r}")
+        raise kind(f"{url} answered no chat completion: {shown}")
     _count_tokens(answer)
     if isinstance(choice, dict) and choice.get("finish_reason") == "length":
         raise ChatError(f"{url} cut its answer off: raise the option max_reply_tokens; it ends {content[-100:]!r}")

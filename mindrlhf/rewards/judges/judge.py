@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from mindrlhf.rewards.answers.extraction import behind_thoughts
 from mindrlhf.rewards.judges import accounting
 from mindrlhf.rewards.judges.cache import open_cache
-from mindrlhf.rewards.judges.chat_client import ChatError, ask
+from mindrlhf.rewards.judges.chat_client import ChatError, NoAnswer, ask
 
 # Both ends of a longer response are shown.
 MAX_COMPLETION_CHARS = 20_000
@@ -48,8 +48,8 @@ class Judge:
             read: of a reply and the number of its vote; raises ValueError for a reply that is not as asked for.
 
         Raises:
-            ChatError: the server gave no answer.
-            ValueError: half of the replies or more could not be used; the reason of the last.
+            ChatError, ValueError: half of the replies or more could not be used; the reason of the last, or of the last
+                that the server did not give (``NoAnswer``).
         """
         if self.votes < 1:
             raise ValueError(f"votes is {self.votes}: it must be at least 1")
@@ -60,7 +60,7 @@ class Judge:
                 found.append(self._opinion(question(vote), functools.partial(_read_vote, read, vote), vote))
             except (ValueError, ChatError) as error:
                 accounting.add("unusable")
-                failure = error
+                failure = failure if isinstance(failure, NoAnswer) and not isinstance(error, NoAnswer) else error
         if 2 * len(found) <= self.votes:
             raise failure
         return found

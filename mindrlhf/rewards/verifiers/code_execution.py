@@ -2,6 +2,7 @@
 
 import re
 
+from mindrlhf.errors import Unavailable
 from mindrlhf.rewards.answers.extraction import behind_thoughts
 from mindrlhf.rewards.registry import register
 from mindrlhf.sandbox import time_limit
@@ -40,7 +41,7 @@ def code_execution(
 
     Raises:
         ValueError: the answer holds no unit tests, or one that cannot tell a right program from one that cheats.
-        OSError: the sandbox cannot run programs here.
+        Unavailable: the sandbox cannot run programs here.
     """
     tests = UnitTests.parse(answer)
     program = _program(behind_thoughts(completion, prompt))
@@ -49,7 +50,10 @@ def code_execution(
     limits = SandboxLimits(
         time_s=max(0.0, min(time_limit_s, time_limit.remaining_s() - MARGIN_S)), memory_bytes=memory_limit_mib << 20
     )
-    passed = tests.run(program, limits, not partial, allow_own_helpers)
+    try:
+        passed = tests.run(program, limits, not partial, allow_own_helpers)
+    except OSError as error:
+        raise Unavailable(f"the sandbox ran no program: {error}") from error
     return sum(passed) / len(passed) if partial else float(all(passed))
 
 

@@ -307,6 +307,7 @@ class Episode:
         sequences = tuple(sequence for sequence, _ in pairs)
         last = self._turns[-1].completion if self._turns else placeholder
         counts = (self._num_other_tokens, self._num_rewritten, self._num_refused)
+        lost = next((turn.completion.lost for turn in self._turns if turn.completion.lost), "")
         spans: tuple[tuple[int, int], ...] = ()
         if self.request.begun is not None:
             spans = _versions([turn.completion for turn in self._turns] or [placeholder])
@@ -324,6 +325,7 @@ class Episode:
             num_neutralised_answers=self._num_neutralised,
             spans=spans,
             agent=AgentRecord(sequences, text, outcome.failure, *counts, rewards=outcome.rewards),
+            lost=lost or (f"agent: {outcome.failure}" if outcome.is_lost else ""),
         )
 
 

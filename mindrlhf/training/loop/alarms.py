@@ -17,7 +17,7 @@ from mindrlhf.algorithms.advantages import NO_SIGNAL_RANGE, groups_with_signal
 from mindrlhf.checkpoint.algorithm_state import LearningState
 from mindrlhf.config.reward import REWARD_MODEL_NAME
 from mindrlhf.config.schema import AnyConfig, GrpoConfig
-from mindrlhf.evaluation.heldout import Evaluation
+from mindrlhf.evaluation.heldout import Evaluation, paired
 from mindrlhf.evaluation.statistics import bootstrap_interval
 from mindrlhf.observe.records import ALARM, ALARM_OVER, GUARDS_NAME, JsonlWriter
 from mindrlhf.rollout.samples import Sample, verifier_names
@@ -177,7 +177,8 @@ class LearningAlarm(LossAlarm):
         first = next(evaluation for evaluation in evaluations if evaluation.is_comparable(last))
         num_steps = self._state.held.get(_NEAR_HIGHEST, 0)
         if num_steps >= MIN_STEPS and last.step > first.step and last.accuracy < NEAR_ONE:
-            rise = bootstrap_interval(last.scores.mean(axis=1) - first.scores.mean(axis=1))
+            before, after = paired(first, last)
+            rise = bootstrap_interval(after - before)
             if not rise.low > 0:
                 self._begin(
                     last.step,

@@ -1,7 +1,7 @@
 """The guards of a run's numbers, on rank 0: they look at each step, warn, and stop the run."""
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from mindrlhf.observe.samples import SampleWriter
 from mindrlhf.rollout.samples import Sample, verifier_names
 from mindrlhf.training.loop.alarms import Condition, Events, LearningAlarm, warn
 from mindrlhf.training.loop.policy import Policy
-from mindrlhf.training.loop.step import Step
+from mindrlhf.training.loop.step import Step, StepSamples
 
 
 def describe(sample: Sample) -> dict[str, Any]:
@@ -27,6 +27,7 @@ def describe(sample: Sample) -> dict[str, Any]:
     return {"prompt": sample.prompt_text, "completion": sample.response_text, "reward": sample.reward.total}
 
 
+MAX_FAILED_STEPS = 5  # in a row in which a verifier failed on every sample
 SKIPPED_NAME = "skipped"
 MAX_SKIPPED_UPDATES = 3  # in a row
 MAX_SAVED_BATCHES = 16  # enough to see what they share; a run that goes wrong for days must not fill the disk
@@ -217,6 +218,22 @@ class Guards:
         """Return what a resumed run needs beside the state of the alarms."""
         return GuardsState(self._skipped.num_in_a_row, list(self._spikes.norms))
 
+    def check_scored(self, step: int, samples: StepSamples) -> None:
+        """Say which samples of a step, from 1, are left out as nothing could score them.
+
+        Raises:
+            RunFailure: they are more than ``guard.max_unscored``, or leave nothing to train on.
+        """
+        unscored = [sample.reward.unscored for sample in samples.generated if not sample.is_scored]
+        if not unscored:
+            return
+        (reason, _), limit = Counter(unscored).most_common(1)[0], self._limits.max_unscored
+        said = f"{len(unscored)} of {len(samples.generated)} samples of step {step} could not be scored ({reason})"
+        if len(unscored) > limit * len(samples.generated) or not samples.scored().used:
+            rest = f"guard.max_unscored is {limit:g}" if samples.scored().used else "no group has two left"
+            raise RunFailure(f"{said}, and {rest}: mend what they wait for, and resume from the last checkpoint")
+        warn(f"{said} and are left out")
+
     def review_rewards(self, step: int, samples: Sequence[Sample]) -> None:
         """Look at all samples that a step, from 1, generated, whether trained on or not; call it before ``review``."""
         for name in verifier_names(samples):
@@ -247,17 +264,15 @@ class Guards:
 
     def _failed_verifier(self, name: str, samples: Sequence[Sample]) -> Condition:
         failures = [sample.reward.failures.get(name) for sample in samples if name in sample.reward.parts]
-        limit = self._limits.max_failed_steps
 
         def text(num_steps: int) -> str:
             said = f"verifier {name} failed on all {len(failures)} samples ({failures[0]})"
             return f"{said}, {num_steps} steps in a row" if num_steps > 1 else said
 
         remedy = (
-            f", and guard.max_failed_steps is {limit}: fix the verifier ('mindrlhf rewards check' tries it), and "
-            "resume from a checkpoint before"
+            ": fix the verifier ('mindrlhf rewards check' tries it), and resume from a checkpoint before"
         )
-        return Condition(f"failed {name}", None not in failures, text, 1, stop_after=limit, remedy=remedy)
+        return Condition(f"failed {name}", None not in failures, text, 1, stop_after=MAX_FAILED_STEPS, remedy=remedy)
 
     def _drift(self, rollout_diff: float) -> Iterator[Condition]:
         stop_above = self._limits.max_rollout_diff

@@ -61,7 +61,9 @@ class StepReport:
         """
         config, samples, guards = self._config, step.samples, self._observers.guards
         shown = samples.used[: config.observe.num_samples(config.algorithm.num_generations)]
-        self._observers.samples.write(self._sample_records(step, shown))
+        unscored = [sample for sample in samples.generated if not sample.is_scored][: len(shown)]
+        more = [sample_record(sample, step.number) for sample in unscored]
+        self._observers.samples.write([*self._sample_records(step, shown), *more])
         self.details = StepDetails(
             rewards=np.array([sample.reward.total for sample in samples.used], np.float64),
             lengths=np.array([len(sample.completion.token_ids) for sample in samples.used]),
@@ -82,7 +84,7 @@ class StepReport:
             stopped = stop_string_fraction(completions, self._sampler.end_ids)
             metrics["response_length/stop_string_fraction"] = stopped
         metrics |= judges
-        guards.review_rewards(step.number, samples.generated)
+        guards.review_rewards(step.number, [sample for sample in samples.generated if sample.is_scored])
         metrics |= guards.review(step, metrics.get("rollout_diff/mean_abs"))
         self._progress.algorithm.guards = guards.state()
         if "kl" in metrics and np.isfinite(metrics["kl"]):
@@ -132,17 +134,19 @@ def step_metrics(config: GrpoConfig, objective: Objective, step: Step) -> dict[s
 
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Return rewards and lengths of all samples that a step generated, whether trained on or not."""
+    scored = [sample for sample in samples if sample.is_scored]
     rewards = measure.reward_metrics(
-        np.array([sample.reward.total for sample in samples]),
-        np.array([sample.group for sample in samples]),
-        {name: reward_matrix(samples, 1, name).ravel() for name in verifier_names(samples)},
+        np.array([sample.reward.total for sample in scored]),
+        np.array([sample.group for sample in scored]),
+        {name: reward_matrix(scored, 1, name).ravel() for name in verifier_names(scored)},
     )
     lengths = measure.length_metrics(
         np.array([len(sample.prompt.prompt_ids) for sample in samples]),
         np.array([len(sample.completion.token_ids) for sample in samples]),
         np.array([sample.completion.finish_reason == "length" for sample in samples]),
     )
-    return {**rewards, "reward/failures": sum(bool(sample.reward.failures) for sample in samples), **lengths}
+    rewards["reward/failures"] = sum(bool(sample.reward.failures) for sample in scored)
+    return {**rewards, "reward/unscored": len(samples) - len(scored), **lengths}
 
 
 def rollout_metrics(

@@ -1,11 +1,13 @@
 """Record of one step of the loop: samples, rows, log-probabilities, advantages, updates, metrics."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
 
+from mindrlhf.algorithms.advantages import groups_with_signal
 from mindrlhf.rollout.samples import Sample
 from mindrlhf.system.records import record
 from mindrlhf.training.batch import Batch, PolicyUpdateResult
@@ -42,6 +44,26 @@ class StepSamples:
     version: int = 0
     rollout_s: float | None = None
     num_unfinished: int = 0
+
+    def scored(self) -> "StepSamples":
+        """Return it without the used samples that are not scored, and without a sample that they leave alone."""
+        members = Counter(sample.group for sample in self.used)
+        left = Counter(sample.group for sample in self.used if sample.is_scored)
+        if members == left and all(sample.is_scored for sample in self.greedy):
+            return self
+        unknown = {sample.group for sample in self.greedy if not sample.is_scored}
+        unknown |= {group for group, count in members.items() if left[group] < min(count, 2)}
+        kept = [sample.is_scored and sample.group not in unknown for sample in self.used]
+        used = [sample for sample, is_kept in zip(self.used, kept) if is_kept]
+        rewards = np.array([sample.reward.total for sample in used])
+        groups, has_signal = groups_with_signal(rewards, np.array([sample.group for sample in used]))
+        same = {*groups[~has_signal].tolist()}
+        return replace(
+            self,
+            used=used,
+            num_stale=sum(kept[: self.num_stale]),
+            num_without_signal=sum(sample.group in same for sample in used),
+        )
 
     def num_older(self, version: int) -> int:
         """Return how many of the used samples, at their head, are of older weights than ``version``."""

@@ -90,6 +90,8 @@ class Trainer(Steps):
         """Return the step with its prompts, the responses to them and their rewards."""
         progress = self.progress
         samples = self.sampling.sample(progress.step)
+        self.parts.observers.guards.check_scored(progress.step + 1, samples)
+        samples = samples.scored()
         return Step(progress.step + 1, progress.weights_version, self._weights, self.objective.kl.coefficient, samples)
 
     def _compute_logprobs(self, step: Step) -> None:

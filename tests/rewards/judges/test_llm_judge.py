@@ -114,7 +114,7 @@ def test_a_dead_judge_does_not_stall_the_batch(judge):
     )
     with RewardPool(selection, timeout_s=6.0, failure_value=-1.0) as pool:
         (result,) = pool.score([RewardInput(0, "text", "42")])
-    assert (result.parts, list(result.failures)) == ({"llm_judge": -1.0}, ["llm_judge"])
+    assert not result.parts and "gave no answer" in result.unscored
     assert len(judge.requests) == 1
 
 

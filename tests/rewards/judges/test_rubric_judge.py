@@ -159,8 +159,9 @@ def test_a_judge_that_fails_in_every_way_costs_only_its_own_samples(judge):
         results = pool.score([RewardInput(i, name, '["a", "b"]') for i, name in enumerate(names)])
         counts = pool.take_counts()
         assert pool.take_counts() == {}
-    rewards = {name: result.total for name, result in zip(names, results)}
-    assert rewards == dict.fromkeys(names, -1.0) | {"good": 0.5, "good too": 0.5}
+    rewards = {name: None if result.unscored else result.total for name, result in zip(names, results)}
+    expected = dict.fromkeys(names, -1.0) | {"good": 0.5, "good too": 0.5} | dict.fromkeys(["html", "list"])
+    assert rewards == expected, "no judge has answered with what is no chat completion"
     assert all(bool(result.failures) == (result.total == -1.0) for result in results)
     assert counts.pop("wait_s") > 0
     assert counts == {"requests": 10, "unusable": 6, "prompt_tokens": 200, "reply_tokens": 14}

@@ -253,9 +253,12 @@ WHOLLY = rewarded([{"second": "KeyError: 'x'"}, {"second": "timeout"}, {}])
 PARTLY = rewarded([{"second": "timeout", "first": "timeout"}, {}, {"first": "timeout"}])
 
 
-def test_a_verifier_that_fails_on_every_sample_stops_the_run_also_across_a_resume(open_guards, tmp_path, capsys):
+def test_a_verifier_that_fails_on_every_sample_stops_the_run_also_across_a_resume(
+    open_guards, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("mindrlhf.training.loop.guards.MAX_FAILED_STEPS", 3)
     learning = LearningState()
-    guards = open_guards(learning=learning, max_failed_steps=3)
+    guards = open_guards(learning=learning)
     for number, samples in enumerate([WHOLLY, PARTLY, WHOLLY, WHOLLY], start=1):
         guards.review_rewards(number, samples)
         guards.check()
@@ -266,21 +269,15 @@ def test_a_verifier_that_fails_on_every_sample_stops_the_run_also_across_a_resum
     ]
     warnings = capsys.readouterr().err
     assert warnings.count("verifier second failed on all 2 samples (KeyError: 'x')") == 2
-    resumed = open_guards(first_step=4, learning=through_json(learning), max_failed_steps=3)
+    resumed = open_guards(first_step=4, learning=through_json(learning))
     resumed.review_rewards(5, WHOLLY)
-    with pytest.raises(RunFailure, match=r"^step 5: verifier second .*, 3 steps in a row, .*max_failed_steps is 3: "):
+    with pytest.raises(RunFailure, match=r"^step 5: verifier second .*, 3 steps in a row: fix "):
         resumed.check()
 
 
-def test_failed_verifiers_never_stop_a_run_that_wants_none_of_it(open_guards):
-    guards = open_guards(max_failed_steps=0)
-    for number in range(1, 9):
-        guards.review_rewards(number, WHOLLY)
-        guards.check()
-
-
-def test_of_several_failures_in_a_step_the_skipped_updates_are_named(open_guards, step):
-    limits = {"max_failed_steps": 1, "max_rollout_diff": 1.0}
+def test_of_several_failures_in_a_step_the_skipped_updates_are_named(open_guards, step, monkeypatch):
+    monkeypatch.setattr("mindrlhf.training.loop.guards.MAX_FAILED_STEPS", 1)
+    limits = {"max_rollout_diff": 1.0}
     guards = open_guards(**limits)
     guards.review_rewards(1, WHOLLY)
     guards.review(step.record(1, np.nan), 9.0)

@@ -195,6 +195,9 @@ class Memory:
         self.reviewed, self.rewards_reviewed, self.course = [], [], []
         self.evaluations_reviewed = []
 
+    def check_scored(self, step, samples):
+        assert all(sample.is_scored for sample in samples.generated)
+
     def review_rewards(self, step, samples):
         self.rewards_reviewed.append((step, len(samples)))
 
