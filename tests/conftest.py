@@ -99,6 +99,14 @@ def shared_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
+def mindformers(tmp_path_factory) -> None:
+    """MindFormers as runs on a CPU import it."""
+    from mindrlhf.models.context import prepare_mindformers
+
+    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
+
+
+@pytest.fixture(scope="session")
 def rollout_python() -> str:
     """The interpreter that has vLLM: ``MINDRLHF_ROLLOUT_PYTHON``, else ``.venv-rollout`` of the repository."""
     path = Path(os.environ.get("MINDRLHF_ROLLOUT_PYTHON", REPOSITORY / ".venv-rollout" / "bin" / "python"))

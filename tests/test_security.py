@@ -397,7 +397,7 @@ def test_strangers_without_end_are_not_waited_for_without_end(monkeypatch):
             team.connect(Rank(0, 2))
     finally:
         is_over.set()
-    assert len(num_visits) > 1
+    assert num_visits
 
 
 def test_tokens_are_long_and_not_repeated(monkeypatch):

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "rollout" / "agents"))
 
 from agent_fakes import END, TOKENIZER, Engine, decoded, prompt  # noqa: E402
+from slow_tests import SLOW  # noqa: E402
 
 from mindrlhf.config.reward import ToolSection  # noqa: E402
 from mindrlhf.data.templates import load_template  # noqa: E402
@@ -113,7 +114,9 @@ print(client.chat.completions.create(model="policy", messages=messages, tools=[t
 """
 
 
-@pytest.mark.parametrize(("client", "source"), [("anthropic", ANTHROPIC), ("openai", OPENAI_STREAM)])
+@pytest.mark.parametrize(
+    ("client", "source"), [pytest.param("anthropic", ANTHROPIC, marks=SLOW), ("openai", OPENAI_STREAM)]
+)
 def test_clients_of_others_and_their_streams(client, source, tmp_path, rollout_python):
     if subprocess.run([rollout_python, "-c", f"import {client}"], capture_output=True, timeout=120).returncode:
         pytest.skip(f"the rollout environment has no {client}")

@@ -10,6 +10,8 @@ import pytest
 from slow_tests import RUNS_SLOW_TESTS
 from test_causal_lm import CASES as BASES
 
+pytestmark = pytest.mark.usefixtures("mindformers")
+
 # One layer, but where layers differ.
 CASES = {
     "qwen2": {**BASES["qwen2-tied"], "num_hidden_layers": 1},
@@ -44,13 +46,6 @@ def case(request):
 @pytest.fixture(scope="module")
 def reference_dir(references_dir, case):
     return references_dir / case
-
-
-@pytest.fixture(scope="module", autouse=True)
-def mindformers(tmp_path_factory):
-    from mindrlhf.models.context import prepare_mindformers
-
-    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
 
 
 @pytest.fixture(scope="module")

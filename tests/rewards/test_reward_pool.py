@@ -264,39 +264,16 @@ def test_an_idle_worker_that_is_killed_is_replaced(verifier_file):
     assert second.total != first
 
 
-@pytest.mark.parametrize(
-    ("completion", "reason"), [("raise", "KeyError: 'no such thing'"), ("sys.exit", "SystemExit: enough")]
-)
-def test_an_exception_costs_the_part(verifier_file, completion, reason):
+def test_exceptions_and_rewards_that_are_no_finite_numbers_cost_the_part(verifier_file):
+    reasons = {"raise": "KeyError: 'no such thing'", "sys.exit": "SystemExit: enough"}
+    shown = {"nan": "nan", "inf": "-inf", "none": "None", "text": "'1.0'", "list": "[1.0]", "large": "1e+30"}
+    shown["huge"] = "1" + 79 * "0"
+    reasons |= {f"return {kind}": f"returned {value}, which is no finite number" for kind, value in shown.items()}
     with open_pool([f"{verifier_file}:obedient"], [2.0], failure_value=-1.0) as pool:
-        results = pool.score(inputs(completion, "aa"))
-    assert results[0] == RewardResult(100, {"obedient": -1.0}, -2.0, {"obedient": reason})
-    assert results[1] == RewardResult(101, {"obedient": 2.0}, 4.0, {})
-
-
-@pytest.mark.parametrize(
-    ("kind", "shown"),
-    [
-        ("nan", "nan"),
-        ("inf", "-inf"),
-        ("none", "None"),
-        ("text", "'1.0'"),
-        ("list", "[1.0]"),
-        ("huge", "1" + 79 * "0"),
-        ("large", "1e+30"),
-    ],
-)
-def test_a_reward_that_is_no_finite_number_costs_the_part(verifier_file, kind, shown):
-    with open_pool([f"{verifier_file}:obedient"], [2.0], failure_value=-1.0) as pool:
-        results = pool.score(inputs(f"return {kind}", "aa"))
-    failure = {"obedient": f"returned {shown}, which is no finite number"}
-    assert results[0] == RewardResult(100, {"obedient": -1.0}, -2.0, failure)
-    assert results[1] == RewardResult(101, {"obedient": 2.0}, 4.0, {})
-
-
-def test_booleans_count_as_numbers(verifier_file):
-    with open_pool([f"{verifier_file}:obedient"], [1.0]) as pool:
-        assert pool.score(inputs("return true"))[0].total == 1.0
+        *failed, boolean, last = pool.score(inputs(*reasons, "return true", "aa"))
+    for index, (result, reason) in enumerate(zip(failed, reasons.values(), strict=True), 100):
+        assert result == RewardResult(index, {"obedient": -1.0}, -2.0, {"obedient": reason})
+    assert (boolean.total, last.total, boolean.failures | last.failures) == (2.0, 4.0, {})
 
 
 def test_failures_are_logged_with_their_samples(verifier_file, tmp_path):

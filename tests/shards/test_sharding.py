@@ -1,8 +1,7 @@
-"""Cutting and merging: identity to the bit, every element once, and the shards that MindSpore's own tools make."""
+"""Cutting and merging: identity to the bit, and the shards that MindSpore's own tools make."""
 
 import json
 import os
-from collections import Counter
 from unittest import mock
 
 import mindspore
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 from sharding_models import CONFIG, contents, make_model
 
 from mindrlhf.errors import UserError
@@ -121,40 +119,6 @@ def test_experts_latent_attention_and_scores(tmp_path, changes, dtype):
     }
     assert stages["embedding.word_embeddings.weight"] == (0,)
     assert stages.get("score.weight", (2,)) == (2,)
-
-
-@pytest.mark.parametrize("text", ["dp=2,mp=2,pp=2,opt=1", "dp=4,mp=2,opt=2", "dp=2,cp=2,mp=2,pp=1", "dp=3,pp=3"])
-def test_the_files_hold_each_element_as_often_as_it_has_replicas(tmp_path, model, text):
-    """Counted in the files themselves: the elements of a model are made their own numbers first."""
-    config = read_hf_config(model)
-    shapes = {rule.mf_name: rule.mf_shape(DIMS) for rule in SPEC.rules(DIMS)}
-    numbered = tmp_path / "hf"
-    numbered.mkdir()
-    start, tensors = 0, {}
-    for rule in SPEC.rules(DIMS):
-        for name, shape in zip(rule.hf_names, rule.shape(DIMS)):
-            size = int(np.prod(shape))
-            tensors[name] = np.arange(start, start + size, dtype=np.float32).reshape(shape)
-            start += size
-    assert start < 2**24, "float32 holds these whole numbers exactly"
-    (numbered / "config.json").write_text(json.dumps(config))
-    save_arrays(
-        numbered / "model.safetensors",
-        tensors.items(),
-        array_infos(tensors),
-    )
-    shard_directory(numbered, tmp_path / "out", parallel=text)
-    layout = Layout.parse(text)
-    seen = Counter()
-    for rank in range(layout.world_size):
-        with safe_open(tmp_path / "out" / f"rank_{rank}" / f"checkpoint_{rank}.safetensors", framework="numpy") as file:
-            for name in file.keys():  # noqa: SIM118 - the file is no mapping
-                seen.update(file.get_tensor(name).astype(int).ravel().tolist())
-    assert seen.keys() == set(range(start))
-    replicas = {one.name: one.num_replicas for one in parameter_layouts(SPEC, DIMS, layout)}
-    assert sorted(seen.values()) == sorted(
-        count for name, shape in shapes.items() for count in [replicas[name]] * int(np.prod(shape))
-    )
 
 
 def save_whole(hf_dir, directory, dtype):

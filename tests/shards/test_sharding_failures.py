@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from sharding_models import CONFIG, make_model
+from slow_tests import SLOW
 
 from mindrlhf.cli import main
 from mindrlhf.errors import UserError
@@ -71,8 +72,9 @@ place.{name} = killing
     [
         ("weights.file_writer", "TensorFileWriter.write_summed", 30, 0),  # in the first batch
         ("weights.file_writer", "TensorFileWriter.finish", 4, 2),  # after the first batch of two ranks
-        ("shards.shard", "_Sharding._link_rank", 3, 6),  # four are written, and two of the others linked to them
-        ("shards.shard", "_Sharding._copy_companions", 1, 8),
+        # Four are written, and two of the others linked to them.
+        pytest.param("shards.shard", "_Sharding._link_rank", 3, 6, marks=SLOW),
+        pytest.param("shards.shard", "_Sharding._copy_companions", 1, 8, marks=SLOW),
         ("shards.shard", "_Sharding._finished_manifest", 1, 8),
     ],
 )

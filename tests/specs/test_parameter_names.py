@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from mindrlhf.models.causal_lm import build_model
-from mindrlhf.models.context import prepare_mindformers
+
+pytestmark = pytest.mark.usefixtures("mindformers")
 
 MODEL_CONFIGS = Path(__file__).parents[2] / "model_configs"
 # What the full models differ in from the small ones built here.
@@ -45,11 +46,6 @@ CASES = {
 }
 # State of MindFormers' balancing losses, which nothing here trains: made anew at each start.
 STATE = ("fi_accu", "expert_load")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def mindformers(tmp_path_factory):
-    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
 
 
 @pytest.mark.parametrize("device", ["ascend", "cpu"])

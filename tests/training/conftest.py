@@ -7,15 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from configs import grpo_config
 from preflight_cases import NUM_PROMPTS
 from prompt_files import write_with_header
 
-from mindrlhf.config.model import ModelSection
-from mindrlhf.config.reward import RewardSection
-from mindrlhf.config.rollout import RolloutSection
-from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.training import TrainingSection
 from mindrlhf.data.mindrecord import Prompt, PromptFileHeader
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.weights.convert import export_hf, random_hf_weights
@@ -104,14 +100,12 @@ def prompt_writer():
 
 @pytest.fixture
 def config(inputs_dir) -> GrpoConfig:
-    return GrpoConfig(
-        model=ModelSection(path=str(inputs_dir / "model")),
-        data=DataSection(
-            train_file=str(inputs_dir / "train.mindrecord"), tokenizer_dir=str(inputs_dir / "tokenizer")
-        ),
-        reward=RewardSection(verifier_function=("accuracy_reward",)),
-        rollout=RolloutSection(max_response_length=20),
-        training=TrainingSection(chunk_size=2, epochs=3),
+    return grpo_config(
+        model={"path": str(inputs_dir / "model")},
+        data={"train_file": str(inputs_dir / "train.mindrecord"), "tokenizer_dir": str(inputs_dir / "tokenizer")},
+        reward={"verifier_function": ("accuracy_reward",)},
+        rollout={"max_response_length": 20},
+        training={"chunk_size": 2, "epochs": 3},
     )
 
 

@@ -4,15 +4,11 @@ import dataclasses
 
 import numpy as np
 import pytest
+from configs import grpo_config
 from made_samples import make_sample, with_completion
 from saved_progress import stored
 
-from mindrlhf.config.algorithm import AlgorithmSection, CorrectionSection
-from mindrlhf.config.model import ModelSection
 from mindrlhf.config.reward import RewardSection, ToolSection
-from mindrlhf.config.rollout import RolloutSection
-from mindrlhf.config.run import DataSection
-from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import UserError
 from mindrlhf.rollout.types import AgentRecord, OwnSequence
 from mindrlhf.training.batch import RowOptions, make_update_batch
@@ -51,14 +47,7 @@ def of_agent(reward, num_turns=3):
 
 def objective(**algorithm):
     return Objective(
-        GrpoConfig(
-            model=ModelSection(path="model"),
-            data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
-            reward=RewardSection(verifier_function=("length",)),
-            rollout=RolloutSection(max_response_length=10),
-            algorithm=AlgorithmSection(**algorithm),
-            correction=CorrectionSection(weight="token"),
-        )
+        grpo_config(rollout={"max_response_length": 10}, algorithm=algorithm, correction={"weight": "token"})
     )
 
 

@@ -91,12 +91,6 @@ def test_shares_come_back_as_they_were_cut(shapes, options):
             assert ours.tokens.keys() == theirs.tokens.keys() == {"advantages"}
             ours.tokens["more"] = ours.mask  # as a rank does, which must not show in the batch
     assert all(rows.tokens.keys() == {"advantages"} for rows in batch.micro_batches)
-
-
-@settings(max_examples=50, deadline=None)
-@given(shapes=shape_lists, options=options)
-def test_shares_in_order_are_the_batch(shapes, options):
-    batch = make_batch(make_sequences(shapes), options)
     found = batch.in_order([batch.part_of(rank, options.num_ranks).micro_batches for rank in range(options.num_ranks)])
     for ours, theirs in zip(found, batch.micro_batches, strict=True):
         assert ours.input_ids is theirs.input_ids

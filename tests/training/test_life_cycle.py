@@ -7,12 +7,9 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+from configs import grpo_config
 
-from mindrlhf.config.model import ModelSection
-from mindrlhf.config.observe import CheckpointSection, ObserveSection
-from mindrlhf.config.reward import RewardSection
-from mindrlhf.config.run import DataSection, RunSection
-from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.observe import ObserveSection
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import RunFailure
 from mindrlhf.observe.trackers import background
@@ -100,13 +97,10 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(life_cycle, "connect", lambda rank: [])
     monkeypatch.setattr(life_cycle, "data_fingerprint", lambda data: {"train_file": {"checksum": data["train_file"]}})
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
-    config = GrpoConfig(
-        run=RunSection(output_dir=str(tmp_path / "run")),
-        model=ModelSection(path="model"),
-        data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
-        reward=RewardSection(verifier_function=("length",)),
-        checkpoint=CheckpointSection(every_steps=2, asynchronous=False),
-        observe=ObserveSection(sinks=()),
+    config = grpo_config(
+        run={"output_dir": str(tmp_path / "run")},
+        checkpoint={"every_steps": 2, "asynchronous": False},
+        observe={"sinks": ()},
     )
 
     def run_one(resume=False, observe=config.observe, **options):

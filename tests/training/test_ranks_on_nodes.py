@@ -8,11 +8,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from configs import grpo_config
 
-from mindrlhf.config.model import ModelSection
 from mindrlhf.config.reward import RewardSection, ToolSection
-from mindrlhf.config.run import DataSection
-from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import RunFailure
 from mindrlhf.launch.nodes.facts import MISSING
 from mindrlhf.rewards.pool import RewardPool
@@ -309,9 +307,7 @@ def test_one_server_over_all_nodes_is_rank_0s_own():
 
 def test_fewer_machines_than_the_launchers_said_are_named():
     team, nodes = spanning_team(["a", "a"])
-    with pytest.raises(
-        RunFailure, match="laid over nodes up to 1, but the ranks are on 1 machines: start a"
-    ):
+    with pytest.raises(RunFailure, match="laid over nodes up to 1, but the ranks are on 1 machines: start a"):
         start_multi_node(team, nodes, [(0, 1)])
 
 
@@ -376,11 +372,7 @@ def test_nodes_are_compared_by_the_files_of_agents(tmp_path):
     path = tmp_path / "own.py"
 
     def facts(agent, **keys):
-        config = GrpoConfig(
-            model=ModelSection(path="model"),
-            data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
-            tools=ToolSection(agent=agent, **keys),
-        )
+        config = grpo_config(tools={"agent": agent, **keys})
         return {fact.name: fact.value for fact in agent_facts(config)}
 
     path.write_text("one")
@@ -399,12 +391,7 @@ def test_nodes_are_compared_by_the_files_of_verifiers_and_the_keys_of_judges(tmp
 
     def facts(**keys):
         names = (f"{path}:score", "llm_judge", "ranking_judge")
-        reward = RewardSection(verifier_function=names, options=options, **keys)
-        config = GrpoConfig(
-            model=ModelSection(path="model"),
-            data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
-            reward=reward,
-        )
+        config = grpo_config(reward={"verifier_function": names, "options": options, **keys})
         return {fact.name: fact.value for fact in verifier_facts(config)}
 
     monkeypatch.setenv("THEIR_KEY", "x")

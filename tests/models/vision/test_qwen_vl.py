@@ -19,6 +19,8 @@ from mindrlhf.specs import find_spec
 from mindrlhf.training.batch import RowOptions, make_batch
 from mindrlhf.training.vision.image_rows import ImageTokens
 
+pytestmark = pytest.mark.usefixtures("mindformers")
+
 LENGTH = 64
 TOLERANCE = 1e-5  # of the largest entry
 # As few layers as there are kinds of them: both kinds of attention, rows of DeepStack and none.
@@ -36,13 +38,6 @@ if RUNS_SLOW_TESTS:
 # Height and width of the images of each segment: partial windows, whole ones, several images, none. Two sizes of slots
 # hold them all, and rows of LENGTH have alike slots: each shape is a graph.
 SIZES = ([(112, 168), (56, 84)], [(84, 56)], [(140, 112), (56, 84)], [])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def mindformers(tmp_path_factory):
-    from mindrlhf.models.context import prepare_mindformers
-
-    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
 
 
 @pytest.fixture(scope="module")
@@ -153,9 +148,9 @@ def test_logits_logprobs_and_all_gradients_match_transformers(network, batch, se
     assert {name.split(".")[0] for name in frozen} == {"visual"}
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     inputs = (rows.input_ids, rows.segment_ids, rows.labels, rows.tokens["weights"])
-    (loss, logits, logprobs), gradients = ms.value_and_grad(
-        Loss(), None, ms.ParameterTuple(parameters), has_aux=True
-    )(*map(ms.Tensor, inputs))
+    (loss, logits, logprobs), gradients = ms.value_and_grad(Loss(), None, ms.ParameterTuple(parameters), has_aux=True)(
+        *map(ms.Tensor, inputs)
+    )
     image_rows = network.inputs.image_rows
     assert float(loss.asnumpy()) == pytest.approx(float(expected["loss"]), rel=TOLERANCE)
     check_segments(batch, sequences, rows, logits.asnumpy(), logprobs.asnumpy(), expected)

@@ -9,15 +9,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from configs import grpo_config
 from made_samples import make_sample
 
 from mindrlhf.checkpoint.algorithm_state import AlgorithmState, GuardsState, KlState
 from mindrlhf.checkpoint.state import read_progress, read_state
-from mindrlhf.config.model import ModelSection
-from mindrlhf.config.observe import CheckpointSection
-from mindrlhf.config.reward import RewardSection
-from mindrlhf.config.run import DataSection, RunSection
-from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import UserError
 from mindrlhf.evaluation.heldout import Evaluation
@@ -57,12 +53,10 @@ class Lead(SavesState):
 
 class Run:
     def __init__(self, tmp_path, seed=0, data=None, train_file="train", teachers=None, **checkpoint):
-        self.config = GrpoConfig(
-            run=RunSection(output_dir=str(tmp_path), seed=seed),
-            model=ModelSection(path="model"),
-            data=DataSection(train_file=train_file, tokenizer_dir="tokenizer"),
-            reward=RewardSection(verifier_function=("length",)),
-            checkpoint=CheckpointSection(**{"every_steps": 0, "keep_last": 9, **checkpoint}),
+        self.config = grpo_config(
+            run={"output_dir": str(tmp_path), "seed": seed},
+            data={"train_file": train_file, "tokenizer_dir": "tokenizer"},
+            checkpoint={"every_steps": 0, "keep_last": 9, **checkpoint},
         )
         self.lead = Lead()
         team = SimpleNamespace(rank_0=self.lead, call=lambda name, directory: getattr(self.lead, name)(directory))

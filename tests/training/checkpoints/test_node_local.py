@@ -5,16 +5,11 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from configs import grpo_config
 from fakes import LocalTeam
 
 from mindrlhf.checkpoint.manifest import verify
 from mindrlhf.config.load import load_config
-from mindrlhf.config.model import ModelSection
-from mindrlhf.config.observe import CheckpointSection
-from mindrlhf.config.reward import RewardSection
-from mindrlhf.config.run import DataSection, RunSection
-from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.training import ParallelSection
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.layout.layout import Layout
@@ -75,17 +70,11 @@ def team_of(is_cut: bool) -> LocalTeam:
 class Run:
     def __init__(self, tmp_path: Path, *, is_cut: bool = True, layout: str = "dp=2,mp=2,pp=1"):
         parallel = Layout.parse(layout)
-        self.config = GrpoConfig(
-            run=RunSection(output_dir=str(tmp_path / "out")),
-            model=ModelSection(path="model"),
-            data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
-            reward=RewardSection(verifier_function=("length",)),
-            checkpoint=CheckpointSection(
-                every_steps=1, keep_last=2, asynchronous=False, save_dir=str(tmp_path / "disk"), node_local=True
-            ),
-            parallel_config=ParallelSection(
-                data_parallel=parallel.data_parallel, model_parallel=parallel.model_parallel
-            ),
+        save_dir = {"save_dir": str(tmp_path / "disk")}
+        self.config = grpo_config(
+            run={"output_dir": str(tmp_path / "out")},
+            checkpoint={"every_steps": 1, "keep_last": 2, "asynchronous": False, "node_local": True, **save_dir},
+            parallel_config={"data_parallel": parallel.data_parallel, "model_parallel": parallel.model_parallel},
         )
         self.team = team_of(is_cut)
         team = ReplicaTeam(self.team, parallel) if is_cut else self.team

@@ -6,14 +6,10 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from configs import grpo_config
 from fakes import LocalTeam
 
 from mindrlhf.checkpoint.manifest import verify
-from mindrlhf.config.model import ModelSection
-from mindrlhf.config.observe import CheckpointSection
-from mindrlhf.config.reward import RewardSection
-from mindrlhf.config.run import DataSection, RunSection
-from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import UserError
 from mindrlhf.layout.layout import Layout
@@ -60,12 +56,9 @@ class RankWorker(SavesState):
 
 class Run:
     def __init__(self, tmp_path, **checkpoint):
-        self.config = GrpoConfig(
-            run=RunSection(output_dir=str(tmp_path)),
-            model=ModelSection(path="model"),
-            data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
-            reward=RewardSection(verifier_function=("length",)),
-            checkpoint=CheckpointSection(**{"every_steps": 0, "keep_last": 9, **checkpoint}),
+        self.config = grpo_config(
+            run={"output_dir": str(tmp_path)},
+            checkpoint={"every_steps": 0, "keep_last": 9, **checkpoint},
         )
         self.team = LocalTeam([RankWorker(rank) for rank in range(NUM_RANKS)])
         replicas = ReplicaTeam(self.team, Layout.parse("dp=2,mp=2,pp=1"))

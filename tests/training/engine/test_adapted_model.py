@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from rewound import Rewound
 from safetensors.numpy import load_file
+from slow_tests import SLOW
 from test_critic import MODEL, PACKED, make_sequences
 
 from mindrlhf.checkpoint.optimizer import optimizer_infos
@@ -103,6 +104,7 @@ def test_only_adapters_change_and_only_they_have_gradients_and_moments(stepped):
     assert {info.name for info in optimizer_infos(worker.engine.updater.optimizer)} == moments | {"global_step"}
 
 
+@SLOW  # every day it begins at the policy, to the last bit
 def test_the_policy_without_adapters_is_a_separate_reference_model_to_the_last_bit(stepped, make_worker, model_dirs):
     separate = make_worker(reference=str(model_dirs / "copy"))
     assert separate.reference.network is not separate.model.network

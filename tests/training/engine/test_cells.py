@@ -5,12 +5,14 @@ import pytest
 from head_hooks import bind, collect_weight_gradient, graph_parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slow_tests import RUNS_SLOW_TESTS
+from slow_tests import RUNS_SLOW_TESTS, SLOW
 from tiny_models import tiny_model
 
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.training.batch import Batch, RowOptions, make_batch, make_update_batch
 from mindrlhf.training.engine.cells import BUCKET_ELEMENTS, bucket_ranges
+
+pytestmark = pytest.mark.usefixtures("mindformers")
 
 VOCABULARY = 96
 KL_COEFFICIENT = 0.1
@@ -88,13 +90,6 @@ class Gradients:
         return gradients
 
 
-@pytest.fixture(scope="module", autouse=True)
-def mindformers(tmp_path_factory):
-    from mindrlhf.models.context import prepare_mindformers
-
-    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
-
-
 @pytest.fixture(scope="module")
 def sequences() -> list[TokenSequence]:
     stream = np.random.default_rng(2)
@@ -137,7 +132,10 @@ def test_clips_and_kl_take_part(plain, sequences):
     assert low + high < sum(len(sequence.response_ids) for sequence in sequences)
 
 
-@pytest.mark.parametrize("cutting", list(CUTTINGS)[1:])
+# Every day two shapes, since each is compiled.
+@pytest.mark.parametrize(
+    "cutting", [pytest.param(name, marks=[SLOW] * (name == "two lengths")) for name in list(CUTTINGS)[1:]]
+)
 def test_the_cutting_of_a_batch_changes_nothing(gradients, plain, sequences, cutting):
     options = CUTTINGS[cutting]
     assert_same(gradients.of(make_batch(sequences, options), options.num_ranks), plain)
@@ -149,7 +147,7 @@ def test_the_order_of_the_samples_changes_nothing(gradients, plain, sequences):
     assert_same((totals, statistics, plain[2]), plain)
 
 
-@pytest.mark.parametrize("cutting", ["packed, padding rows", "two ranks"])
+@pytest.mark.parametrize("cutting", ["two ranks", pytest.param("packed, padding rows", marks=SLOW)])
 def test_samples_without_an_advantage_can_be_left_out(sequences, cutting):
     gradients, options = Gradients(kl_estimator=""), CUTTINGS[cutting]
     has_advantage = np.array([True, False, True, False, False, True, False])

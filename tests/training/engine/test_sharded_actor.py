@@ -175,21 +175,10 @@ def test_updates_read_the_own_rows_and_the_last_call_makes_them(make_ranks):
     np.testing.assert_array_equal(results[0][2].statistics, 2 * sums + 5 + 6)
     assert not any(result.statistics.any() for result in results[1])
     assert [result.grad_norm for result in results[1]] == [1.0, 2.0, 3.0]
-    collected = first.collect([ranks_results[2].logprobs for ranks_results in results])
-    for rows_of, response in zip(first.responses([rows.labels for rows in first.micro_batches]), collected):
-        # Calls 5 and 6, of two micro-batches: what each call said itself.
-        assert any(np.allclose(response, -rows_of / 7 * call, rtol=1e-6) for call in (5, 6))
-
-
-def test_an_update_returns_the_logprobs_that_its_own_calls_computed(make_ranks):
-    """No forward pass beside the update, and no number of another rank's rows."""
-    for rank, (actor, cells, _) in enumerate(make_ranks()):
-        own = make_two_batches()[0].part_of(rank, NUM_RANKS)
-        actor.receive([own])
-        result = actor.update(0, 0.1, 0.0)
-        assert cells.num_logprobs == 0 and len(result.logprobs) == len(own.micro_batches) == 2
-        for call, (found, rows) in enumerate(zip(result.logprobs, own.micro_batches), 1):
-            assert found.shape == rows.mask.shape and found.any()
+    for rank, own_results in enumerate(results):
+        # Calls 5 and 6, of two micro-batches: what each call said itself, of the rank's own rows.
+        own = first.part_of(rank, NUM_RANKS).micro_batches
+        for call, (found, rows) in enumerate(zip(own_results[2].logprobs, own, strict=True), 5):
             np.testing.assert_allclose(found, -rows.labels * rows.mask / 7 * call, rtol=1e-6)
 
 

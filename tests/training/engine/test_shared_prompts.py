@@ -9,6 +9,8 @@ from tiny_models import tiny_model
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.training.batch import Batch, RowOptions, make_batch
 
+pytestmark = pytest.mark.usefixtures("mindformers")
+
 VOCABULARY, LONGEST = 96, 64
 KL_COEFFICIENT = 0.1
 NUM_LAYERS = 2 if RUNS_SLOW_TESTS else 1
@@ -150,13 +152,6 @@ def build(model: dict):
     network = build_model(model, seq_length=LONGEST)
     load_random_weights(network, seed=5)
     return network
-
-
-@pytest.fixture(scope="module", autouse=True)
-def mindformers(tmp_path_factory):
-    from mindrlhf.models.context import prepare_mindformers
-
-    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
 
 
 @pytest.fixture(scope="module")

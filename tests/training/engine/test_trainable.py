@@ -10,18 +10,13 @@ from mindrlhf.config.training import OptimizerSection
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.training.batch import RowOptions, make_batch
 
+pytestmark = pytest.mark.usefixtures("mindformers")
+
 FROZEN = {
     "the head": lambda name: not name.startswith("output_layer"),
     "all but the last layer": lambda name: f".layers.{MODEL['num_hidden_layers'] - 1}." in name,
     "all but matrices of attention": lambda name: name.endswith("linear_qkv.weight"),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def mindformers(tmp_path_factory):
-    from mindrlhf.models.context import prepare_mindformers
-
-    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
 
 
 def make_updater(is_trained=None):

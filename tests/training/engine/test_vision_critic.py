@@ -5,6 +5,7 @@ import pytest
 import vision_actors
 from engines import accumulate
 from rewound import Rewound
+from slow_tests import SLOW
 from vision_actors import actor_maker, prepare_model, receive, slope_and_difference
 
 RANDOM = np.random.default_rng(3)
@@ -73,6 +74,7 @@ def test_gradients_are_the_slope_of_the_loss(actor):
     assert difference == pytest.approx(slope, rel=2e-2)
 
 
+@SLOW  # every day a critic of text, and an actor that sees
 def test_a_checkpoint_brings_back_the_same_updates_of_both(actor, built, tmp_path):
     """In models that are as they were built; graphs are compiled anew in the tests of runs."""
     batch = batch_of(actor, SHOWN)

@@ -5,17 +5,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from configs import grpo_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_samples import make_sample
 from saved_progress import through_json
 
 from mindrlhf.checkpoint.algorithm_state import LearningState
-from mindrlhf.config.algorithm import AlgorithmSection
-from mindrlhf.config.model import ModelSection
-from mindrlhf.config.reward import RewardSection
-from mindrlhf.config.run import DataSection, RunSection
-from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.run import RunSection
 from mindrlhf.evaluation.heldout import Evaluation
 from mindrlhf.observe.report import render_report
 from mindrlhf.observe.run_data import read_run
@@ -31,12 +28,10 @@ class Run:
     """Guards of a run whose steps are told as the rewards of each group's samples."""
 
     def __init__(self, output_dir, *, first_step=0, state=None, num_steps=100, advantage="grpo"):
-        config = GrpoConfig(
-            model=ModelSection(path="model"),
-            data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
-            reward=RewardSection(verifier_function=VERIFIERS),
-            run=RunSection(output_dir=str(output_dir)),
-            algorithm=AlgorithmSection(advantage=advantage),
+        config = grpo_config(
+            reward={"verifier_function": VERIFIERS},
+            run={"output_dir": str(output_dir)},
+            algorithm={"advantage": advantage},
         )
         self.directory, self.step = output_dir, max(0, first_step - 1)
         self.state = state or LearningState()
@@ -87,9 +82,7 @@ def test_a_run_whose_references_match_nothing_is_told_so_once_and_again_at_the_e
     assert "it tells no response from another; one ends with 'so it is 8', and its reference is 'seven'" in said
     run.guards.close()
     said = capsys.readouterr().err
-    assert (
-        said.count("warning: at the end of the run: verifier accuracy_reward gave 0 to all samples of 8 steps") == 1
-    )
+    assert said.count("warning: at the end of the run: verifier accuracy_reward gave 0 to all samples of 8 steps") == 1
     assert "nothing was learned" not in said, "the format was"
 
 

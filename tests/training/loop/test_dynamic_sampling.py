@@ -4,18 +4,13 @@ import dataclasses
 
 import numpy as np
 import pytest
+from configs import grpo_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_samples import make_sample, with_completion, with_prompt, with_reward
 from saved_progress import stored
 
 from mindrlhf.checkpoint.algorithm_state import SampleTotals
-from mindrlhf.config.algorithm import AlgorithmSection
-from mindrlhf.config.model import ModelSection
-from mindrlhf.config.reward import RewardSection
-from mindrlhf.config.run import DataSection
-from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.training import TrainingSection
 from mindrlhf.images.pixels import encode_png
 from mindrlhf.training.loop.leftover import SampleLedger, with_images, without_images
 from mindrlhf.training.loop.sampling.in_step import GroupSampling
@@ -24,14 +19,9 @@ SIZE = 3  # samples of a group
 
 
 def make_config(chunk_size=2, num_rollouts=2, max_oversampling=10, dynamic_sampling=True):
-    return GrpoConfig(
-        model=ModelSection(path="model"),
-        data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
-        reward=RewardSection(verifier_function=("length",)),
-        algorithm=AlgorithmSection(
-            num_generations=SIZE, dynamic_sampling=dynamic_sampling, max_oversampling=max_oversampling
-        ),
-        training=TrainingSection(chunk_size=chunk_size, num_rollouts=num_rollouts),
+    return grpo_config(
+        algorithm={"num_generations": SIZE, "dynamic_sampling": dynamic_sampling, "max_oversampling": max_oversampling},
+        training={"chunk_size": chunk_size, "num_rollouts": num_rollouts},
     )
 
 

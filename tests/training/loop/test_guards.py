@@ -5,14 +5,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from configs import grpo_config
 from made_samples import make_sample, with_reward
 from saved_progress import through_json
 
 from mindrlhf.checkpoint.algorithm_state import GuardsState, LearningState
-from mindrlhf.config.model import ModelSection
-from mindrlhf.config.observe import GuardSection
-from mindrlhf.config.reward import RewardSection
-from mindrlhf.config.run import DataSection, RunSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.errors import RunFailure
@@ -31,13 +28,7 @@ LOGPROBS = [-1.0, -2.0, -30.0, -3.0]
 
 
 def make_config(output_dir, **guard) -> GrpoConfig:
-    return GrpoConfig(
-        model=ModelSection(path="model"),
-        data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
-        reward=RewardSection(verifier_function=("length",)),
-        run=RunSection(output_dir=str(output_dir)),
-        guard=GuardSection(**guard),
-    )
+    return grpo_config(run={"output_dir": str(output_dir)}, guard=guard)
 
 
 def numbered_sample(index: int, length: int) -> Sample:

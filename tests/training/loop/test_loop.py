@@ -7,18 +7,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from configs import grpo_config
 from fakes import LocalTeam
 
 from mindrlhf.checkpoint.algorithm_state import GuardsState
-from mindrlhf.config.algorithm import AlgorithmSection, CorrectionSection
-from mindrlhf.config.evaluation import EvaluationSection
-from mindrlhf.config.model import ModelSection
-from mindrlhf.config.observe import CheckpointSection, ObserveSection
-from mindrlhf.config.reward import RewardSection
-from mindrlhf.config.rollout import RolloutSection
-from mindrlhf.config.run import DataSection, RunSection
-from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.training import OptimizerSection, TrainingSection
 from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import RunFailure
@@ -48,8 +40,7 @@ class Prompts:
 
     def __init__(self, num_prompts: int):
         self.records = [
-            Prompt(np.array([i + 1], np.int32), np.zeros(0, np.int32), str(i), f"s:{i}")
-            for i in range(num_prompts)
+            Prompt(np.array([i + 1], np.int32), np.zeros(0, np.int32), str(i), f"s:{i}") for i in range(num_prompts)
         ]
         self.num_reads = 0
 
@@ -296,6 +287,20 @@ class Run:
         return dict(self.memory.metrics)
 
 
+def finish(run):
+    """Train to the end, and return the metrics but for what the clock decides, and the fingerprint."""
+    try:
+        run.train()
+    finally:
+        run.trainer.close()
+    changing = ("timing/", "async/", "e2e_tps", "update_tps", "vllm_tps", "segments/unfinished")
+    kept = {
+        step: {name: value for name, value in values.items() if not name.startswith(changing)}
+        for step, values in run.memory.metrics
+    }
+    return kept, [(step, parts) for step, _, parts in run.memory.course]
+
+
 def make_config(**options):
     chosen = {
         "algorithm": {"num_generations": NUM_GENERATIONS},
@@ -307,23 +312,7 @@ def make_config(**options):
     }
     for section, values in options.items():
         chosen[section] = {**chosen.get(section, {}), **values}
-    classes = {
-        "run": RunSection,
-        "algorithm": AlgorithmSection,
-        "correction": CorrectionSection,
-        "training": TrainingSection,
-        "optimizer": OptimizerSection,
-        "evaluation": EvaluationSection,
-        "checkpoint": CheckpointSection,
-        "rollout": RolloutSection,
-        "observe": ObserveSection,
-    }
-    return GrpoConfig(
-        model=ModelSection(path="model"),
-        data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
-        reward=RewardSection(verifier_function=("length", "half")),
-        **{name: classes[name](**values) for name, values in chosen.items()},
-    )
+    return grpo_config(reward={"verifier_function": ("length", "half")}, **chosen)
 
 
 def test_one_step_in_order():

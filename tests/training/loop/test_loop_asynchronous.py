@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import test_loop
 from saved_progress import load_progress, save_progress
-from test_loop import NUM_GENERATIONS, Run
+from test_loop import NUM_GENERATIONS, Run, finish
 from test_loop_segments import LONGEST, SPAN
 from test_loop_segments import Server as Spans
 
@@ -64,20 +64,6 @@ def start(output_dir, staleness=2, replays="", **options):
     options = {"num_prompts": 4, "training": {"chunk_size": NUM_GROUPS, "micro_batch_size": 4, "epochs": 50}, **options}
     rollout["replay_order"] = str(replays)
     return Run(steps=NUM_STEPS, run={"output_dir": str(output_dir)}, rollout=rollout, **options)
-
-
-def finish(run):
-    """Train to the end, and return the metrics but for times, and the fingerprint."""
-    try:
-        run.train()
-    finally:
-        run.trainer.close()
-    changing = ("timing/", "async/", "e2e_tps", "update_tps", "vllm_tps", "segments/unfinished")
-    kept = {
-        step: {name: value for name, value in values.items() if not name.startswith(changing)}
-        for step, values in run.memory.metrics
-    }
-    return kept, [(step, parts) for step, _, parts in run.memory.course]
 
 
 def first_requests(run):

@@ -5,7 +5,6 @@ import pytest
 import test_loop
 from test_loop import Run
 
-from mindrlhf.config.algorithm import CriticSection
 from mindrlhf.errors import RunFailure
 from mindrlhf.training.batch import ProcessStatistics, UpdateResult
 from mindrlhf.training.loop.value_function import critic_optimizer, value_metrics
@@ -48,16 +47,7 @@ def make_run(monkeypatch):
     monkeypatch.setattr(test_loop, "Rank", CriticRank)
 
     def make(critic=None, **options):
-        make_config = test_loop.make_config
-
-        def with_critic(**chosen):
-            config = make_config(**chosen)
-            section = CriticSection(**{"path": "critic", "start_lr": 0.5, **(critic or {})})
-            return test_loop.GrpoConfig(**{**vars(config), "critic": section})
-
-        with monkeypatch.context() as patch:
-            patch.setattr(test_loop, "make_config", with_critic)
-            return Run(**options)
+        return Run(critic={"path": "critic", "start_lr": 0.5, **(critic or {})}, **options)
 
     return make
 

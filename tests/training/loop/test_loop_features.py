@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 import test_loop
 from saved_progress import load_progress, save_progress
-from test_loop import END, NUM_GENERATIONS, Run
+from test_loop import END, NUM_GENERATIONS, Run, finish
 from test_loop_critic import ALGORITHM, CriticRank, brute_force, responses_of
 
-from mindrlhf.config.algorithm import CriticSection
 from mindrlhf.errors import RunFailure
 from mindrlhf.images.pixels import encode_png
 from mindrlhf.rewards.types import RewardResult
@@ -231,7 +230,10 @@ FEATURES = {
     "greedy": {"algorithm": {"num_generations": NUM_GENERATIONS, "advantage": "remax"}},
     "reward model": {},
     "images": {},
-    "critic": {"algorithm": {"num_generations": NUM_GENERATIONS, **ALGORITHM}},
+    "critic": {
+        "algorithm": {"num_generations": NUM_GENERATIONS, **ALGORITHM},
+        "critic": {"path": "critic", "start_lr": 0.5},
+    },
     "buckets": {},
 }
 # Only while the ranks wait: beside the training nobody could score when groups are chosen.
@@ -241,7 +243,7 @@ FEATURES["reward model, dynamic sampling"] = FEATURES["dynamic sampling"]
 @pytest.fixture
 def start(monkeypatch, tmp_path):
     """Start a run: ``start(schedule, feature, name)``."""
-    pools, make_config = [], test_loop.make_config
+    pools = []
 
     def sampler(generator, rewards, tokens, feature):
         limits = ConversationLimits(4, 8, 100)
@@ -265,9 +267,6 @@ def start(monkeypatch, tmp_path):
         directory = {"output_dir": str(tmp_path / name)}
         if feature == "critic":
             monkeypatch.setattr(test_loop, "Rank", CriticRank)
-            section = CriticSection(path="critic", start_lr=0.5)
-            with_critic = lambda **chosen: dataclasses.replace(make_config(**chosen), critic=section)  # noqa: E731
-            monkeypatch.setattr(test_loop, "make_config", with_critic)
         return Run(steps=NUM_STEPS, rollout=rollout, run=directory, checkpoint={"every_steps": 1}, **options)
 
     make.pools = pools
@@ -292,19 +291,6 @@ def images(monkeypatch):
 
     monkeypatch.setattr(test_loop.Prompts, "__init__", make)
     monkeypatch.setattr(Server, "images", {})
-
-
-def finish(run):
-    try:
-        run.train()
-    finally:
-        run.trainer.close()
-    changing = ("timing/", "async/", "e2e_tps", "update_tps", "vllm_tps", "segments/unfinished")
-    kept = {
-        step: {name: value for name, value in values.items() if not name.startswith(changing)}
-        for step, values in run.memory.metrics
-    }
-    return kept, [(step, parts) for step, _, parts in run.memory.course]
 
 
 def check(run, metrics, schedule, feature):

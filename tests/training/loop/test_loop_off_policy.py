@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 import test_loop
-from test_loop import END, Rank, Run, Script
+from test_loop import END, Rank, Run, Script, finish
 
 from mindrlhf.errors import RunFailure
 from mindrlhf.rollout.types import Completion
@@ -54,20 +54,6 @@ def start(ahead, steps=NUM_STEPS, **options):
     """Return a run of ``steps`` steps of two prompts."""
     options = {"num_prompts": 4, "training": {"chunk_size": 2, "micro_batch_size": 4, "epochs": 50}, **options}
     return Run(steps=steps, rollout={"off_policy_steps": ahead}, **options)
-
-
-def finish(run):
-    """Train to the end, and return the metrics but for times, and the parts of the fingerprint."""
-    try:
-        run.train()
-    finally:
-        run.trainer.close()
-    changing = ("timing/", "async/", "e2e_tps", "update_tps", "vllm_tps")
-    kept = {
-        step: {name: value for name, value in values.items() if not name.startswith(changing)}
-        for step, values in run.memory.metrics
-    }
-    return kept, [(step, parts) for step, _, parts in run.memory.course]
 
 
 def versions_used(run):

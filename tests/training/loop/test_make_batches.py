@@ -1,18 +1,12 @@
 """Which samples of a step are computed, and what their updates divide by."""
 
-
 import numpy as np
 import pytest
+from configs import grpo_config
 from made_samples import make_sample, with_reward
 
-from mindrlhf.config.algorithm import AlgorithmSection
 from mindrlhf.config.derived import skips_zero_advantages
-from mindrlhf.config.model import ModelSection
-from mindrlhf.config.observe import ObserveSection
-from mindrlhf.config.reward import RewardSection
-from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.training import TrainingSection
 from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.loop.objective import Objective
 from mindrlhf.training.loop.step import Step, StepSamples
@@ -37,14 +31,7 @@ ALL = [True] * len(SAMPLES)
 
 
 def config_with(training=None, observe=None, **algorithm) -> GrpoConfig:
-    return GrpoConfig(
-        model=ModelSection(path="model"),
-        data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
-        reward=RewardSection(verifier_function=("length",)),
-        algorithm=AlgorithmSection(**algorithm),
-        training=TrainingSection(**(training or {})),
-        observe=ObserveSection(**(observe or {})),
-    )
+    return grpo_config(algorithm=algorithm, training=training or {}, observe=observe or {})
 
 
 def rows_of(config, samples=SAMPLES, greedy=()):

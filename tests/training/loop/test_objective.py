@@ -4,15 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
+from configs import grpo_config
 from made_samples import make_sample, with_completion, with_reward
 
-from mindrlhf.config.algorithm import AlgorithmSection, CorrectionSection
-from mindrlhf.config.model import ModelSection
 from mindrlhf.config.reward import RewardSection
-from mindrlhf.config.rollout import RolloutSection
-from mindrlhf.config.run import DataSection
-from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.training import TrainingSection
 from mindrlhf.errors import UserError
 from mindrlhf.training.loop.objective import Objective
 
@@ -30,14 +25,11 @@ SAMPLES = [sample(1.0, 2), sample(0.0, 9), sample(0.5, 10, 1, "length"), sample(
 
 def objective(correction=None, training=None, **algorithm):
     return Objective(
-        GrpoConfig(
-            model=ModelSection(path="model"),
-            data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
-            reward=RewardSection(verifier_function=("length",)),
-            rollout=RolloutSection(max_response_length=MAX_LENGTH),
-            algorithm=AlgorithmSection(**algorithm),
-            correction=CorrectionSection(**(correction or {})),
-            training=TrainingSection(**(training or {})),
+        grpo_config(
+            rollout={"max_response_length": MAX_LENGTH},
+            algorithm=algorithm,
+            correction=correction or {},
+            training=training or {},
         )
     )
 

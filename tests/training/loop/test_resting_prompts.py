@@ -3,14 +3,9 @@
 import contextlib
 
 import numpy as np
+from configs import grpo_config
 from made_samples import make_sample
 
-from mindrlhf.config.algorithm import AlgorithmSection
-from mindrlhf.config.model import ModelSection
-from mindrlhf.config.reward import RewardSection
-from mindrlhf.config.run import DataSection
-from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.training import TrainingSection
 from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.observe.timing import StageTimer
 from mindrlhf.training.loop.difficulty import DifficultyStream, pass_rates
@@ -50,12 +45,10 @@ class Sampler:
 
 
 def sampling(stream):
-    config = GrpoConfig(
-        model=ModelSection(path="model"),
-        data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
-        reward=RewardSection(verifier_function=("file.py:right", "length")),
-        algorithm=AlgorithmSection(num_generations=2, rest_epochs=1),
-        training=TrainingSection(chunk_size=2, num_rollouts=1),
+    config = grpo_config(
+        reward={"verifier_function": ("file.py:right", "length")},
+        algorithm={"num_generations": 2, "rest_epochs": 1},
+        training={"chunk_size": 2, "num_rollouts": 1},
     )
     return PromptSampling(config, Prompts(), stream, Sampler(), (0,), StageTimer(), contextlib.nullcontext)
 

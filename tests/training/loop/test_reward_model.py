@@ -4,14 +4,13 @@ import contextlib
 
 import numpy as np
 import pytest
+from configs import grpo_config
 from engines import whole_engine, whole_model
 from fakes import LocalTeam
 from made_samples import make_sample, with_completion
 from tiny_models import tiny_model
 
-from mindrlhf.config.model import ModelSection
 from mindrlhf.config.reward import RewardSection
-from mindrlhf.config.run import DataSection
 from mindrlhf.rollout.types import AgentRecord, OwnSequence
 from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.loop.reward_model import RewardModel
@@ -140,7 +139,6 @@ def test_a_scorer_on_a_rank_gives_what_its_weights_say(tmp_path):
 
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.scores import TokenScores
-    from mindrlhf.config.schema import GrpoConfig
     from mindrlhf.models.context import prepare_mindformers
     from mindrlhf.models.load import load_model, load_scorer
     from mindrlhf.training.engine.actor import Actor
@@ -153,11 +151,8 @@ def test_a_scorer_on_a_rank_gives_what_its_weights_say(tmp_path):
     language_model = {**MODEL, "architectures": ["Qwen2ForCausalLM"]}
     export_hf(random_hf_weights(language_model, 1), language_model, tmp_path / "policy")
     export_hf(random_hf_weights(MODEL, 2), MODEL, tmp_path / "scorer")
-    config = GrpoConfig(
-        model=ModelSection(path=str(tmp_path / "policy")),
-        data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
-        reward=RewardSection(model_path=str(tmp_path / "scorer"), model_weight=2.0),
-    )
+    reward = {"model_path": str(tmp_path / "scorer"), "model_weight": 2.0}
+    config = grpo_config(model={"path": str(tmp_path / "policy")}, reward=reward)
     network = load_model(config.model, config.model.path, config.run, 32)
     loss = build_policy_loss(config, PolicyLogProbs(network, 1.0, "cpu"))
     actor = Actor(whole_engine(loss, config.optimizer))

@@ -14,9 +14,9 @@ from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.preflight import RunInputs
 
-# Scorers come back every day in the tests of critics, the steps of pairs in those of DPO.
-KINDS = ("sft", *(pytest.param(kind, marks=SLOW) for kind in ("dpo", "reward-model")))
 ADAPTED = "dpo of adapters"
+# Scorers and adapters come back every day in the tests of their engines.
+KINDS = ("sft", *(pytest.param(kind, marks=SLOW) for kind in ("dpo", "reward-model", ADAPTED)))
 NUM_STEPS = 7
 
 
@@ -105,7 +105,7 @@ def weights_of(learner):
     return weights | adapters
 
 
-@pytest.mark.parametrize("kind", [*KINDS, ADAPTED])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_ends_like_one_that_never_stopped(kind, make, tmp_path):
     _, trainer, learner = make(kind, tmp_path / "whole")
     whole_progress = Progress()
@@ -150,7 +150,7 @@ def _with_rate_of(trainer, num_steps):
 
 def test_a_request_to_end_saves_the_step_and_stops(make, tmp_path):
     requests = SaveRequests()
-    config, trainer, learner = make("dpo", tmp_path / "run", ["checkpoint.every_steps=0"])
+    config, trainer, learner = make("sft", tmp_path / "run", ["checkpoint.every_steps=0"])
     step = trainer.step
 
     def ask_in_the_second(index, items):

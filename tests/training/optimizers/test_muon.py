@@ -15,6 +15,8 @@ from mindrlhf.specs import Matrices, find_spec
 from mindrlhf.specs.fuse import fuse, split
 from mindrlhf.specs.lora import AdaptedRules, LoraOptions
 
+pytestmark = pytest.mark.usefixtures("mindformers")
+
 OPTIONS = OptimizerSection(type="muon", weight_decay=0.1, momentum=0.9)
 RATES = (1e-2, 3e-3, 2e-2)
 QWEN = {
@@ -64,13 +66,6 @@ MODELS = {
     "experts lora": {},
 }
 MODELS["experts lora"] = MODELS["experts"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def mindformers(tmp_path_factory):
-    from mindrlhf.models.context import prepare_mindformers
-
-    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
 
 
 def orthogonal(matrix: np.ndarray) -> np.ndarray:
