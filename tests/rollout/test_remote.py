@@ -112,7 +112,7 @@ def test_messages_come_back_as_they_were():
     assert unpack_sampling(pack_sampling(SAMPLING)) == SAMPLING
     assert unpack_requests(pack_requests(requests, SAMPLING)) == [limited(request) for request in requests]
     completions = [completion_of(limited(request), index, 4) for request in requests for index in range(2)]
-    found = list(unpack_completions({"weights_version": 4}, pack_completions(completions)))
+    found = list(unpack_completions({"weights_version": 4}, pack_completions(completions), "server 1"))
     assert_same(found, completions)
     assert all(one.experts is None for one in found)
 
@@ -126,7 +126,7 @@ def test_experts_come_back_in_their_own_dtype():
             )
             for length, request in zip((3, 1, 5), requests_of(3))
         ]
-        found = list(unpack_completions({"weights_version": 4}, pack_completions(completions)))
+        found = list(unpack_completions({"weights_version": 4}, pack_completions(completions), "server 1"))
         for one, other in zip(found, completions, strict=True):
             assert one.experts.dtype == dtype
             np.testing.assert_array_equal(one.experts, other.experts)

@@ -141,7 +141,7 @@ class Peer:
                         raise RunFailure(f"has not sent {num_samples} samples that it was asked for")
                     return
                 heartbeat.tick()
-                for completion in unpack_completions(message, message["arrays"]):
+                for completion in unpack_completions(message, message["arrays"], f"a server of {self.name}"):
                     num_samples -= 1
                     yield completion
         finally:
