@@ -25,7 +25,7 @@ NOT_RUN = {
     "mindrlhf eval": "starts vLLM",
     "mindrlhf models get": "fetches; in tests/hub",
     "mindrlhf data get": "fetches; in tests/hub",
-    "mindrlhf diff": "needs two runs; in tests/jobs/test_run_diff.py",
+    "mindrlhf diff": "needs two runs; in tests/jobs/test_fault_matrix.py",
     "mindrlhf report": "needs a run; in tests/observe/test_report.py",
     "mindrlhf view": "needs a run; in tests/observe",
     "mindrlhf rewards serve": "serves until it is ended; in tests/jobs/test_judge_served.py",

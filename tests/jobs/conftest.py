@@ -1,4 +1,4 @@
-"""What the tests of faults share: their inputs, jobs that are cleaned up, and the run that nobody disturbed."""
+"""What jobs share: their inputs, commands that are cleaned up, and the run that nobody disturbed."""
 
 from pathlib import Path
 
@@ -6,26 +6,37 @@ import fault_jobs
 import pytest
 import sanity_inputs
 from fault_jobs import RECIPE, FaultJob
-from machine_jobs import start_machines  # noqa: F401 (a fixture)
+from machine_jobs import one_machine, start_machines  # noqa: F401 (fixtures)
 
 _TIMEOUT_S = 400  # generous: other work may load the machine
 
 
 @pytest.fixture(scope="session")
-def fault_inputs_dir(rollout_python) -> Path:
-    """The model and the prompts of all runs with faults: one place, since checkpoints name it and are compared."""
+def sanity_dir(rollout_python) -> Path:
+    """The model and the prompts of most runs: one place, since checkpoints name it and are compared."""
     return sanity_inputs.made_once("fault_inputs", sanity_inputs.make)
 
 
 @pytest.fixture(scope="session")
-def start_job(fault_inputs_dir, tmp_path_factory):
+def pairs_dir(rollout_python) -> Path:
+    """A model, and the same pairs as records to imitate and as preferences."""
+
+    def make(directory: Path) -> None:
+        sanity_inputs.make(directory)
+        sanity_inputs.make_pairs(directory)
+
+    return sanity_inputs.made_once("pairs", make)
+
+
+@pytest.fixture(scope="session")
+def start_job(sanity_dir, tmp_path_factory):
     """Start a job: ``start_job(output_dir, options...)``; keyword arguments change the recipe."""
     jobs = []
     segments = fault_jobs.shared_memory()
 
     def start(output_dir: Path, *options: object, environment: dict[str, str] | None = None, **changes) -> FaultJob:
-        recipe = {**RECIPE, "data__eval_file": fault_inputs_dir / "prompts.mindrecord", **changes}
-        arguments = [*sanity_inputs.overrides(fault_inputs_dir, output_dir, **recipe), *options]
+        recipe = {**RECIPE, "data__eval_file": sanity_dir / "prompts.mindrecord", **changes}
+        arguments = [*sanity_inputs.overrides(sanity_dir, output_dir, **recipe), *options]
         jobs.append(FaultJob(tmp_path_factory.mktemp("job"), output_dir, arguments, environment))
         return jobs[-1]
 

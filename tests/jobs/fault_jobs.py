@@ -23,6 +23,15 @@ FAULTY_START = Path(__file__).parent / "faulty_start"
 _POLL_INTERVAL_S = 0.002  # each look takes processor time from the run that is watched
 _STOPPED_STATES = ("T", "Z", "X", "")
 
+# What a command line of each kind of process holds; the scheduler's is a rank's.
+KINDS = {
+    "launcher": "-m mindrlhf.cli ",
+    "msrun": "/msrun ",
+    "rank": "-m mindrlhf.training.main ",
+    "rollout server": "-m mindrlhf.rollout.server ",
+    "verifier worker": "-m mindrlhf.rewards.worker ",
+    "verifiers": "-m mindrlhf.rewards.node",
+}
 NUM_STEPS = 9
 # The run that the faults disturb, and the one that nobody does.
 RECIPE = {

@@ -109,15 +109,8 @@ _MEMORY = {
         "recompute_operators": ("attention", "norms", "activation"),
     },
 }
-# Two counted by hand, one in which all axes take part, a VLM, and adapters of a critic; the others nightly.
-# Stages are executed every day as well by test_execution.py.
-_OF_EVERY_DAY = (
-    "qwen2-mp2",
-    "qwen2-mp2-tiles",
-    "qwen2-dp2-mp4-pp2-cp2-sp-zero",
-    "sees-dp2-mp2",
-    "critic-dp2-mp2-sp-adapted",
-)
+# One counted by hand, and one in which all axes take part; the others nightly.
+_OF_EVERY_DAY = ("qwen2-mp2", "qwen2-dp2-mp4-pp2-cp2-sp-zero")
 LAYOUTS = _ALL_LAYOUTS if RUNS_SLOW_TESTS else {name: _ALL_LAYOUTS[name] for name in _OF_EVERY_DAY}
 
 

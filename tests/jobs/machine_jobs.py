@@ -2,24 +2,17 @@
 
 import shlex
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import fault_jobs
 import pytest
 import sanity_inputs
+from fault_jobs import KINDS
 from machines import Machines
 
 from mindrlhf.system.processes import read_environment
 
-# What a command line of each kind of process holds; the scheduler's is a rank's.
-KINDS = {
-    "launcher": "-m mindrlhf.cli ",
-    "msrun": "/msrun ",
-    "rank": "-m mindrlhf.training.main ",
-    "rollout server": "-m mindrlhf.rollout.server ",
-    "verifier worker": "-m mindrlhf.rewards.worker ",
-    "verifiers": "-m mindrlhf.rewards.node",
-}
 TIMEOUT_S = 400  # generous: other work may load the machine
 RECIPE = {
     "run__max_steps": 2,
@@ -28,33 +21,51 @@ RECIPE = {
     "evaluation__every_steps": 2,
     "evaluation__max_prompts": 8,
 }
+# The machine lives on after the run, so that what the run has left is seen.
+SCRIPT = """
+cd {repository}
+export PYTHONPATH=$PWD
+train() {{ {python} -m mindrlhf.cli {command} $SHAPE --master $MASTER_IP:8118 "$@"; }}
+SHAPE="--nodes {num_nodes} --node-rank $NODE_RANK"
+{run}
+code=$?
+echo THE END
+until [ -e {directory}/go ]; do sleep 0.1; done
+exit $code
+"""
 
 
 @pytest.fixture
-def start_machines(fault_inputs_dir, tmp_path):
+def start_machines(sanity_dir, tmp_path):
     """Start machines: ``start(num_nodes, script, key=value...)``; in the script ``train OPTIONS`` is the run,
-    on as many nodes unless SHAPE says otherwise.
+    on as many nodes unless SHAPE says otherwise; ``command`` is another than that of the sanity recipe.
 
     Its output directory is ``run`` in that of the machines, which all see, as they see the directories of ``keep``.
     """
     started = []
 
-    def start(num_nodes: int, run: str = "train", keep: tuple[Path, ...] = (), **changes: object) -> Machines:
-        recipe = {**RECIPE, "data__eval_file": fault_inputs_dir / "prompts.mindrecord", **changes}
+    def start(
+        num_nodes: int,
+        run: str = "train",
+        keep: tuple[Path, ...] = (),
+        command: Sequence[object] = (),
+        **changes: object,
+    ) -> Machines:
         directory = tmp_path / f"machines_{len(started)}"
         directory.mkdir()
-        words = sanity_inputs.overrides(fault_inputs_dir, directory / "run", **recipe)
-        script = f"""
-            cd {shlex.quote(str(sanity_inputs.REPOSITORY))}
-            export PYTHONPATH=$PWD
-            train() {{
-                {sys.executable} -m mindrlhf.cli train examples/sanity/config.yaml {shlex.join(words)} \\
-                    $SHAPE --master $MASTER_IP:8118 "$@"
-            }}
-            SHAPE="--nodes {num_nodes} --node-rank $NODE_RANK"
-            {run}
-        """
-        started.append(Machines(directory, script, num_nodes, keep=(fault_inputs_dir, sanity_inputs.REPOSITORY, *keep)))
+        recipe = {**RECIPE, "data__eval_file": sanity_dir / "prompts.mindrecord", **changes}
+        sanity = ("train", "examples/sanity/config.yaml")
+        sanity += (*sanity_inputs.overrides(sanity_dir, directory / "run", **recipe),)
+        words = (*command, f"run.output_dir={directory / 'run'}") if command else sanity
+        script = SCRIPT.format(
+            repository=shlex.quote(str(sanity_inputs.REPOSITORY)),
+            python=sys.executable,
+            command=shlex.join(map(str, words)),
+            num_nodes=num_nodes,
+            run=run,
+            directory=directory,
+        )
+        started.append(Machines(directory, script, num_nodes, keep=(sanity_dir, sanity_inputs.REPOSITORY, *keep)))
         return started[-1]
 
     yield start
@@ -62,18 +73,37 @@ def start_machines(fault_inputs_dir, tmp_path):
         machines.clean_up()
 
 
-def one_machine(fault_inputs_dir: Path, output_dir: Path, num_ranks: int, **changes: object) -> Path:
-    """Make the same run on one machine."""
-    finished = sanity_inputs.train(
-        fault_inputs_dir,
-        output_dir,
-        "--workers",
-        num_ranks,
-        timeout_s=TIMEOUT_S,
-        **{**RECIPE, "data__eval_file": fault_inputs_dir / "prompts.mindrecord", **changes},
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    return output_dir
+def finish(machines: Machines, lost: Sequence[int] = ()) -> list[int | None]:
+    """Wait until the run has ended on all machines but the lost, and nothing of it is left; return the exit codes."""
+    nodes = [node for node in range(machines.num_nodes) if node not in lost]
+    machines.wait_for(lambda: all("THE END" in machines.text(node) for node in nodes), TIMEOUT_S)
+    parts = [part for kind, part in KINDS.items() if kind != "launcher"]
+
+    def is_left(line: str) -> bool:
+        return not line.startswith("bash ") and any(part in line for part in parts)
+
+    machines.wait_for(lambda: not any(is_left(line) for node in nodes for line in machines.processes(node).values()))
+    (machines.directory / "go").touch()
+    return machines.wait(TIMEOUT_S)
+
+
+@pytest.fixture(scope="session")
+def one_machine(sanity_dir, tmp_path_factory) -> Callable[..., Path]:
+    """Return the output directory of the same run on one machine: ``one_machine(num_ranks, key=value...)``."""
+    made: dict[str, Path] = {}
+
+    def find(num_ranks: int, **changes: object) -> Path:
+        recipe = {**RECIPE, "data__eval_file": sanity_dir / "prompts.mindrecord", **changes}
+        recipe.pop("checkpoint__every_steps", None)  # which changes nothing
+        key = repr((num_ranks, sorted(recipe.items())))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("one") / "run"
+            words = (sanity_dir, made[key], "--workers", num_ranks)
+            finished = sanity_inputs.train(*words, timeout_s=TIMEOUT_S, **recipe)
+            assert finished.returncode == 0, finished.stdout + finished.stderr
+        return made[key]
+
+    return find
 
 
 def assert_same(output_dir: Path, expected: Path) -> None:
@@ -83,30 +113,24 @@ def assert_same(output_dir: Path, expected: Path) -> None:
         assert (output_dir / name).read_bytes() == (expected / name).read_bytes(), name
 
 
-def assert_same_but_for_rounding(output_dir: Path, expected: Path, num_steps: int) -> None:
+def assert_same_but_for_rounding(output_dir: Path, expected: Path) -> None:
     """Check that two runs have the same samples, rewards, losses, gradients and weights, bit for bit.
 
     vLLM's kernels round by the number of sequences that they compute at once, so with other servers the log-probs that
     they report may differ in their last bits.
     """
-    own, theirs = (
-        [
+
+    def rounded(run: Path) -> list:
+        lines = sanity_inputs.read_lines(run / "trajectory.jsonl")
+        course = [(line.get("samples"), line.get("rewards"), line["weights"]) for line in lines]
+        return [course] + [
             {name: value for name, value in line.items() if not name.startswith("rollout_")}
             for line in fault_jobs.metrics(run)
         ]
-        for run in (output_dir, expected)
-    )
-    assert own == theirs and len(own) == num_steps + 1
+
+    assert rounded(output_dir) == rounded(expected)
     for line in fault_jobs.metrics(output_dir):
         assert line.get("rollout_diff/max_abs", 0.0) < 1e-5
-    own, theirs = (
-        [
-            (line.get("samples"), line.get("rewards"), line["weights"])
-            for line in sanity_inputs.read_lines(run / "trajectory.jsonl")
-        ]
-        for run in (output_dir, expected)
-    )
-    assert own == theirs and len(own) == num_steps + 1
     for name in ("samples.jsonl", "final/model.safetensors"):
         assert (output_dir / name).read_bytes() == (expected / name).read_bytes(), name
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import sanity_inputs
+from slow_tests import SLOW
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), SLOW]
 
 SAID = "verifier accuracy_reward gave 0 to all"
 

@@ -4,12 +4,11 @@ import math
 
 import pytest
 import sanity_inputs
-from slow_tests import RUNS_SLOW_TESTS
+from slow_tests import SLOW
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), SLOW]
 
 NUM_STEPS = 3
-NIGHTLY = ("reinforce_pp", "rloo", "gspo", "dapo")  # another advantage or weight, no other part
 TWO_UPDATES = {"training__num_minibatches": 2}
 # Preset -> what to add so that every part of it takes part, and metrics that it must report.
 RUNS = {
@@ -21,18 +20,11 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="module")
-def inputs_dir(tmp_path_factory, rollout_python):
-    directory = tmp_path_factory.mktemp("inputs")
-    sanity_inputs.make(directory)
-    return directory
-
-
-@pytest.mark.parametrize("preset", [name for name in RUNS if RUNS_SLOW_TESTS or name not in NIGHTLY])
-def test_a_short_run_ends_with_finite_numbers(inputs_dir, tmp_path, preset):
+@pytest.mark.parametrize("preset", RUNS)
+def test_a_short_run_ends_with_finite_numbers(sanity_dir, tmp_path, preset):
     options, reported = RUNS[preset]
     finished = sanity_inputs.train(
-        inputs_dir,
+        sanity_dir,
         tmp_path / "run",
         timeout_s=300,
         run__max_steps=NUM_STEPS,

@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from pathlib import Path
+from functools import partial
 
 import pytest
 import sanity_inputs
@@ -12,13 +12,7 @@ from slow_tests import SLOW
 pytestmark = pytest.mark.timeout(200)
 
 TIMEOUT_S = 60
-
-
-@pytest.fixture(scope="module")
-def inputs_dir(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("inputs")
-    sanity_inputs.make(directory)
-    return directory
+slow = partial(pytest.param, marks=SLOW)
 
 
 def assert_one_line(finished, *words: str) -> None:
@@ -29,9 +23,9 @@ def assert_one_line(finished, *words: str) -> None:
     assert "Traceback" not in finished.stdout
 
 
-def assert_train_refuses(inputs_dir, tmp_path, words, *options, **overrides) -> None:
+def assert_train_refuses(sanity_dir, tmp_path, words, *options, **overrides) -> None:
     output_dir = tmp_path / "run"
-    finished = sanity_inputs.train(inputs_dir, output_dir, *options, timeout_s=TIMEOUT_S, **overrides)
+    finished = sanity_inputs.train(sanity_dir, output_dir, *options, timeout_s=TIMEOUT_S, **overrides)
     assert_one_line(finished, "mindrlhf train: error:", *words)
     # Nothing but the stage under way; on a busy machine how long it has lasted, too.
     assert re.fullmatch(r"(mindrlhf: checking examples/sanity/config\.yaml(, for \d+ s)?\n)+", finished.stdout)
@@ -42,53 +36,55 @@ def assert_train_refuses(inputs_dir, tmp_path, words, *options, **overrides) -> 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ({"data__tokenizer_dir": "no/such/tokenizer"}, ["no/such/tokenizer"]),
         ({"data__train_file": "no/such.mindrecord"}, ["no/such.mindrecord", "mindrlhf data build"]),
-        (
+        ({"training__chunksize": 4}, ["training.chunksize", "did you mean 'training.chunk_size'"]),
+        slow({"data__tokenizer_dir": "no/such/tokenizer"}, ["no/such/tokenizer"]),
+        slow(
             {"training__sequence_lengths": "[16]", "rollout__max_response_length": 12},
             ["sequence_lengths", "16", "8 tokens"],
         ),
-        ({"training__chunksize": 4}, ["training.chunksize", "did you mean 'training.chunk_size'"]),
-        ({"reward__verifier_function": "acuracy_reward"}, ["acuracy_reward", "did you mean accuracy_reward"]),
-        ({"reward__verifier_function": "no/such.py:reward"}, ["no/such.py"]),
-        ({"algorithm__num_generations": 1}, ["algorithm.num_generations", "2 or more"]),
-        ({"optimizer__start_lr": "fast"}, ["optimizer.start_lr", "number", "fast"]),
+        slow({"reward__verifier_function": "acuracy_reward"}, ["acuracy_reward", "did you mean accuracy_reward"]),
+        slow({"reward__verifier_function": "no/such.py:reward"}, ["no/such.py"]),
+        slow({"algorithm__num_generations": 1}, ["algorithm.num_generations", "2 or more"]),
+        slow({"optimizer__start_lr": "fast"}, ["optimizer.start_lr", "number", "fast"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_train_refuses(inputs_dir, tmp_path, overrides, words):
-    assert_train_refuses(inputs_dir, tmp_path, words, **overrides)
+def test_train_refuses(sanity_dir, tmp_path, overrides, words):
+    assert_train_refuses(sanity_dir, tmp_path, words, **overrides)
 
 
-def test_ranks_that_do_not_divide(inputs_dir, tmp_path):
+def test_ranks_that_do_not_divide(sanity_dir, tmp_path):
     words = ["data_parallel", "is 3", "2 were started", "set data_parallel to 2"]
-    assert_train_refuses(inputs_dir, tmp_path, words, "--workers", 2, parallel_config__data_parallel=3)
+    assert_train_refuses(sanity_dir, tmp_path, words, "--workers", 2, parallel_config__data_parallel=3)
 
 
-def test_a_missing_tensor(inputs_dir, tmp_path):
+@SLOW
+def test_a_missing_tensor(sanity_dir, tmp_path):
     model = tmp_path / "model"
-    shutil.copytree(inputs_dir / "model", model)
+    shutil.copytree(sanity_dir / "model", model)
     config = json.loads((model / "config.json").read_text())
     num_layers = config["num_hidden_layers"]
     (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": num_layers + 1}))
-    assert_train_refuses(inputs_dir, tmp_path, [str(model), f"model.layers.{num_layers}."], model__path=model)
+    assert_train_refuses(sanity_dir, tmp_path, [str(model), f"model.layers.{num_layers}."], model__path=model)
 
 
-def test_another_tokenizer_than_the_datas(inputs_dir, tmp_path):
+@SLOW
+def test_another_tokenizer_than_the_datas(sanity_dir, tmp_path):
     tokenizer = tmp_path / "tokenizer"
-    shutil.copytree(inputs_dir / "bare", tokenizer)
+    shutil.copytree(sanity_dir / "bare", tokenizer)
     content = json.loads((tokenizer / "tokenizer.json").read_text())
     content["model"]["merges"].pop()
     (tokenizer / "tokenizer.json").write_text(json.dumps(content))
-    assert_train_refuses(inputs_dir, tmp_path, ["prompts.mindrecord", "tokenizer"], data__tokenizer_dir=tokenizer)
+    assert_train_refuses(sanity_dir, tmp_path, ["prompts.mindrecord", "tokenizer"], data__tokenizer_dir=tokenizer)
 
 
-@pytest.mark.parametrize("text", ["", '{"prompt": "far too long for the limit", "answer": "x"}\n'])
-def test_data_without_a_usable_record(inputs_dir, tmp_path, text):
+@pytest.mark.parametrize("text", [slow(""), '{"prompt": "far too long for the limit", "answer": "x"}\n'])
+def test_data_without_a_usable_record(sanity_dir, tmp_path, text):
     (tmp_path / "raw.jsonl").write_text(text)
     finished = sanity_inputs.run(
         *("data", "build", "--input", tmp_path / "raw.jsonl", "--output", tmp_path / "out.mindrecord"),
-        *("--tokenizer", inputs_dir / "model", "--handler", "map_keys", "--map", "question=prompt,answer=answer"),
+        *("--tokenizer", sanity_dir / "model", "--handler", "map_keys", "--map", "question=prompt,answer=answer"),
         *("--template", "plain", "--max-prompt-length", 3, "--processes", 1),
         timeout_s=TIMEOUT_S,
     )
@@ -97,13 +93,13 @@ def test_data_without_a_usable_record(inputs_dir, tmp_path, text):
 
 
 @SLOW  # every day tests/rewards/test_reward_pool.py, and test_fault_matrix.py with a value in its place
-def test_a_reward_that_is_not_a_number(inputs_dir, tmp_path, rollout_python):
+def test_a_reward_that_is_not_a_number(sanity_dir, tmp_path, rollout_python):
     """It gets the default, is counted and kept with its sample; the run goes on."""
     verifier = tmp_path / "broken.py"
     verifier.write_text('def reward(completion, answer):\n    return float("nan")\n')
     output_dir = tmp_path / "run"
     finished = sanity_inputs.train(
-        inputs_dir, output_dir, timeout_s=120, run__max_steps=2, reward__verifier_function=f"{verifier}:reward"
+        sanity_dir, output_dir, timeout_s=120, run__max_steps=2, reward__verifier_function=f"{verifier}:reward"
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     steps = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
@@ -118,11 +114,12 @@ def test_a_reward_that_is_not_a_number(inputs_dir, tmp_path, rollout_python):
     assert (output_dir / "final").exists()
 
 
-def test_a_verifier_file_that_does_not_load_ends_the_run_before_it_trains(inputs_dir, tmp_path, rollout_python):
+@SLOW
+def test_a_verifier_file_that_does_not_load_ends_the_run_before_it_trains(sanity_dir, tmp_path, rollout_python):
     verifier = tmp_path / "broken.py"
     verifier.write_text("import no_such_module\n")
     finished = sanity_inputs.train(
-        inputs_dir, tmp_path / "run", timeout_s=120, reward__verifier_function=f"{verifier}:reward"
+        sanity_dir, tmp_path / "run", timeout_s=120, reward__verifier_function=f"{verifier}:reward"
     )
     assert finished.returncode == 2
     (line,) = [line for line in finished.stdout.splitlines() if "error:" in line]

@@ -4,6 +4,9 @@ import json
 
 import numpy as np
 from launch_jobs import Job
+from slow_tests import SLOW
+
+pytestmark = SLOW
 
 WORKER = """
     import hashlib, json, sys

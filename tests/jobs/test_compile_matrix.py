@@ -106,7 +106,7 @@ def test_shared_prompts_cost_no_communication(reports, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["sees-dp2-mp2", pytest.param("critic-sees-dp2-mp2", marks=of_layout("critic-sees-dp2-mp2"))]
+    "name", [pytest.param(name, marks=of_layout(name)) for name in ("sees-dp2-mp2", "critic-sees-dp2-mp2")]
 )
 def test_each_rank_has_the_image_rows_of_its_replica(reports, name):
     """Half of those of all rows, without a collective: what is exchanged is as in a model of text."""

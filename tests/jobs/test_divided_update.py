@@ -14,7 +14,7 @@ from slow_tests import SLOW
 
 from mindrlhf.weights.array_file import load_arrays
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), SLOW]
 
 NUM_STEPS, SAVED = 4, 2
 NO_SHARED_MEMORY = "gradients are summed by collectives, and every rank keeps all moments: no "
@@ -101,14 +101,12 @@ def test_two_ranks_end_with_the_bits_of_collectives(divided, train, tmp_path, mo
     assert moments and all((array > 0).any() for array in moments), "moments of the other rank are missing"
 
 
-@SLOW
 def test_a_resumed_run_ends_with_the_bits_of_an_undisturbed_one(divided, train, tmp_path):
     resumed = broken_off(divided, tmp_path / "run")
     train(resumed, 2, NUM_STEPS, "--resume")
     assert_same_bits(saved(resumed), saved(divided))
 
 
-@SLOW
 def test_the_state_of_two_ranks_goes_on_with_one_and_with_four(divided, train, tmp_path):
     """The sums of gradients round differently, so the last bits may; the state that is taken over does not change."""
     changed = broken_off(divided, tmp_path / "run")

@@ -10,6 +10,7 @@ from slow_tests import SLOW
 
 PYTHON = os.environ.get("MINDRLHF_ROLLOUT_PYTHON", str(Path(__file__).parents[2] / ".venv-rollout" / "bin" / "python"))
 pytestmark = [
+    SLOW,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not os.access(PYTHON, os.X_OK), reason="no rollout environment"),
 ]
@@ -26,7 +27,6 @@ def test_two_ranks_train_and_have_the_losses_of_one(tmp_path):
     assert found["losses here"] == pytest.approx(found["losses on one CPU"], rel=1e-5)
 
 
-@SLOW
 def test_the_whole_ladder_holds_on_a_cpu_of_two_ranks(tmp_path):
     finished = run("doctor", "--device", "cpu", "--npus", 2, "--output", tmp_path / "out", timeout_s=850)
     assert finished.returncode == 0, finished.stdout + finished.stderr

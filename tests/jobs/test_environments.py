@@ -60,10 +60,10 @@ def small_shared_memory(size: str = "64m") -> tuple[str, ...]:
 
 
 @SLOW
-def test_a_run_without_variables_home_temporary_directory_and_lscpu(fault_inputs_dir, tmp_path):
+def test_a_run_without_variables_home_temporary_directory_and_lscpu(sanity_dir, tmp_path):
     """All at once: each alone is a slow test."""
     environment = {"LC_ALL": "C", "TMPDIR": "/proc/1", "PATH": path_without_lscpu(tmp_path / "bin")}
-    train(fault_inputs_dir, tmp_path / "run ü", **environment)
+    train(sanity_dir, tmp_path / "run ü", **environment)
 
 
 @SLOW
@@ -73,12 +73,12 @@ def test_a_run_without_variables_home_temporary_directory_and_lscpu(fault_inputs
     [{}, {"LC_ALL": "C"}, {"TMPDIR": "/proc/1"}, {"TMPDIR": "DIR/missing"}, {"HOME": "DIR/missing"}],
     ids=str,
 )
-def test_a_run_with_next_to_no_variables(fault_inputs_dir, tmp_path, environment, num_workers):
+def test_a_run_with_next_to_no_variables(sanity_dir, tmp_path, environment, num_workers):
     # A run as root makes a home that is not there, so that must be a place of the test's own.
     environment = {name: value.replace("DIR", str(tmp_path)) for name, value in environment.items()}
-    train(fault_inputs_dir, tmp_path / "run", "--workers", num_workers, **environment)
+    train(sanity_dir, tmp_path / "run", "--workers", num_workers, **environment)
 
 
 @SLOW
-def test_a_run_with_little_shared_memory(fault_inputs_dir, tmp_path):
-    train(fault_inputs_dir, tmp_path / "run", "--workers", 2, prefix=small_shared_memory(), **os.environ)
+def test_a_run_with_little_shared_memory(sanity_dir, tmp_path):
+    train(sanity_dir, tmp_path / "run", "--workers", 2, prefix=small_shared_memory(), **os.environ)

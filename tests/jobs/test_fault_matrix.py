@@ -1,16 +1,21 @@
-"""Faults of every kind, each with the outcome that docs/runs.md promises; what is left behind is counted after each.
+"""Runs of every schedule through faults of every kind, each with the outcome that docs/runs.md promises.
 
-Kills of rank 0 and of the launcher while it samples, stopped ranks, SIGTERM and other numbers of ranks are
-test_resume_exact.py's.
+What is left behind is counted after each. ``MINDRLHF_RANDOM_KILLS`` says how many random kills there are, and
+``MINDRLHF_RANDOM_KILLS_SEED`` which; what they hit is printed by stage (``pytest -s`` shows it).
 """
 
+import collections
 import contextlib
 import json
 import os
+import random
 import resource
-import shutil
 import signal
+import sys
+import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,23 +23,24 @@ import sanity_inputs
 import small_disks
 from fault_jobs import (
     FAULTY_START,
+    KINDS,
     NUM_STEPS,
     FaultJob,
-    FaultProcess,
     assert_same_run,
     check_no_shared_memory_was_left,
+    last_state,
+    metrics,
     shared_memory,
 )
 from slow_tests import RUNS_SLOW_TESTS, SLOW
 
 from mindrlhf.checkpoint.manifest import verify
-from mindrlhf.data.mindrecord import PromptFile
+from mindrlhf.system.processes import state
 
 pytestmark = pytest.mark.timeout(1800)
 
 TIMEOUT_S = 400  # generous: other work may load the machine
-# Stages with their first step. Each start of a server costs as much as a short run, so that every day's test has one of
-# them, while test_random_kills.py kills at any moment; nightly all.
+# Stages with their first step. Each start of a server costs as much as a short run: one every day, nightly all.
 SERVER_KILLS = (("reshard_to_infer", 3), ("update", 2))[: 2 if RUNS_SLOW_TESTS else 1][::-1]
 
 
@@ -82,12 +88,15 @@ def test_one_run_through_all_faults_ends_like_the_undisturbed(start_job, undistu
         survivor = damage_two_newest(job.finished())
 
         slow = {**environment, "environment": {**jumping_clock, "MINDRLHF_TEST_SLOW_CHECKPOINTS_S": "0.3"}}
-        job = start_job(output_dir, "--resume", "auto", **slow)
+        job = start_job(output_dir, "--resume", "auto", "--max-restarts", 1, **slow)
         job.wait_until(lambda: "mindrlhf: resumed after step" in job.text())
         assert f"mindrlhf: resumed after step {survivor}\n" in job.text()
         for name in ("manifest.json", "model/model.safetensors"):
             warnings = [line for line in job.text().splitlines() if "is skipped" in line and name in line]
             assert len(warnings) == 1, job.text()
+        with job.frozen(lambda: job.is_in("update", survivor + 2)):
+            job.kill_rank(0)
+        job.wait_until(lambda: "restart 1 of 1, from the newest" in job.text())
         # By then both damaged checkpoints have been written again.
         if RUNS_SLOW_TESTS:
             with job.frozen(lambda: job.is_in("update", survivor + 4)):
@@ -194,6 +203,7 @@ def reward(completion, answer):
 """
 
 
+@SLOW
 def test_a_verifier_that_hangs_and_a_launcher_that_is_killed_while_weights_move(start_job, tmp_path):
     """The limit of 9 s is longer than that of a run in which nothing happens, which must not be taken for hung."""
     (tmp_path / "faults").mkdir()
@@ -221,151 +231,401 @@ def test_a_verifier_that_hangs_and_a_launcher_that_is_killed_while_weights_move(
     assert len(samples) == 16 * len({sample["step"] for sample in samples}), "a sample was lost"
 
 
+ENDLESS = {"run__max_steps": 100_000, "training__epochs": 100_000}
+
+
 @SLOW
-def test_another_rank_than_rank_0_killed_in_every_stage(start_job, undisturbed_run, tmp_path):
-    output_dir = tmp_path / "run"
-    job = start_job(output_dir, "--workers", 2, "--max-restarts", 4)
-    stages = [lambda stage=stage: job.is_in(stage, 2) for stage in ("rollout", "update", "reshard_to_infer")]
-    for num_earlier, is_reached in enumerate([*stages, lambda: job.is_in("rollout", 3) and bool(job.unfinished())]):
-        with job.frozen(is_reached):
-            job.kill_rank(1)
-        job.wait_until(lambda count=num_earlier + 1: f"restart {count} of 4, from the newest" in job.text())
-    assert job.wait(TIMEOUT_S) == 0, job.text()
-    assert job.text().count("rank 1 was killed by SIGKILL") == 4
+@pytest.mark.parametrize("victim", ["rank", "rollout server"])
+def test_kill_9_ends_a_run_that_nothing_restarts(start_job, tmp_path, victim):
+    job = start_job(tmp_path / "run", "--workers", 2, **ENDLESS, rollout__restarts=0)
+    job.wait_until(lambda: job.num_steps() >= 2)
+    if victim == "rank":
+        said, log = "rank 1 was killed by SIGKILL", "worker_1.log"
+        job.kill_rank(1)
+    else:
+        server = job.server_pid()
+        said, log = f"the rollout server (process {server}) was killed by signal 9 (SIGKILL)", "rollout_0.log"
+        os.kill(server, signal.SIGKILL)
+    assert job.wait(60) != 0
+    assert said in job.text() and str(job.output_dir / "logs" / log) in job.text() and "Traceback" not in job.text()
     assert job.leftovers() == []
-    assert_same_run(output_dir, undisturbed_run(2))
 
 
-NUM_RECORDS = 4_000
-NAME = "prompts.mindrecord"
+def kill_at(job: FaultJob, is_reached: Callable[[], bool], victim: int) -> str:
+    """Kill a rank at a moment of rank 0, wait for the restart, and return the last words of rank 0."""
+    with job.frozen(is_reached):
+        lead = job.beat()
+        job.kill_rank(victim)
+        job.wait_until(lambda: (beat := job.beat()) is not None and beat.pid != lead.pid)
+    logs = max((job.output_dir / "logs").glob("attempt_*"), key=lambda path: int(path.name.split("_")[1]))
+    return json.loads((logs / "heartbeat_0.json").read_text())["activity"]
+
+
+@SLOW
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_whose_last_rank_is_killed_everywhere_ends_like_the_undisturbed(
+    start_job, undisturbed_run, tmp_path, world_size
+):
+    output_dir, victim = tmp_path / "run", world_size - 1
+    job = start_job(output_dir, "--workers", world_size, "--max-restarts", 12)
+    for stage, first_step in (("rollout", 2), ("update", 3), ("reshard_to_infer", 4), ("evaluation", 4)):
+        words = kill_at(job, lambda stage=stage, step=first_step: job.is_in(stage, step), victim)
+        assert words.endswith(stage), words
+    # The server alone: the ranks live on.
+    job.wait_until(lambda: job.is_in("rollout", 5))
+    lead = job.beat()
+    os.kill(job.server_pid(), signal.SIGKILL)
+    job.wait_until(lambda: "starting it again" in job.text())
+    job.wait_until(lambda: job.is_in("update", 5))
+    assert job.beat().pid == lead.pid
+    # In the middle of a checkpoint; what is left of it goes with the restart.
+    kill_at(job, lambda: bool(job.unfinished()), victim)
+    # A process that does not die, but stops; then the launcher itself, which nobody restarts.
+    with job.frozen(lambda: job.is_in("rollout")):
+        stopped = job.beat()
+        job.kill_rank(victim, signal.SIGSTOP)
+        if victim == 0:
+            job.wait_until(lambda: "rank 0 has been stopped for" in job.text())
+    job.wait_until(lambda: f"rank {victim} has been stopped for" in job.text())
+    job.wait_until(lambda: (beat := job.beat()) is not None and beat.pid != stopped.pid)
+    job.kill()
+    assert job.leftovers() == []
+    assert job.text().count(f"rank {victim} was killed by SIGKILL") >= 5
+    resumed = start_job(output_dir, "--workers", world_size, "--resume", "auto")
+    assert resumed.wait(TIMEOUT_S) == 0, resumed.text()
+    assert resumed.leftovers() == [] == resumed.unfinished()
+    assert_same_run(output_dir, undisturbed_run(world_size))
+
+
+IN_BUCKETS = {"rollout__weight_buffer_gib": 2 * 512 * 64 * 4 / 2**30}  # twice the sanity model's largest tensor
+
+
+@SLOW
+def test_a_run_goes_on_with_other_numbers_of_ranks(start_job, undisturbed_run, tmp_path):
+    output_dir = tmp_path / "run"
+    job = start_job(output_dir, "--workers", 2, environment={"PYTHONPATH": str(FAULTY_START)})
+    job.wait_until(lambda: job.is_in("update", 3))
+    # Not killed: it leaves by sys.exit, as a library might in its name.
+    job.kill_rank(1, signal.SIGRTMIN)
+    assert job.wait(60) == 7, job.text()
+    assert "rank 1 ended with exit code 7 at " in job.text()
+    assert job.leftovers() == []
+    # The weights now reach the server in buckets, too.
+    job = start_job(output_dir, "--resume", **IN_BUCKETS)
+    # The evaluation before the first step has a line of its own.
+    job.wait_until(lambda: job.num_steps() >= 5)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait(60) == 0, job.text()
+    assert "\nmindrlhf: SIGTERM: step " in job.text()
+    assert job.leftovers() == []
+    job = start_job(output_dir, "--workers", 4, "--resume")
+    assert job.wait(TIMEOUT_S) == 0, job.text()
+    assert job.leftovers() == []
+    undisturbed = undisturbed_run(1)
+    assert (output_dir / "samples.jsonl").read_text() == (undisturbed / "samples.jsonl").read_text()
+    assert last_state(output_dir)["prompt_stream"] == last_state(undisturbed)["prompt_stream"]
+    changed, plain = metrics(output_dir), metrics(undisturbed)
+    assert [line["step"] for line in changed] == list(range(NUM_STEPS + 1))
+    for line, expected in zip(changed[1:], plain[1:]):
+        assert line["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+        assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+        assert (line["reward/mean"], line["lr"]) == (expected["reward/mean"], expected["lr"])
+
+
+@SLOW
+def test_runs_of_one_seed_are_the_same_and_another_seed_is_named(start_job, undisturbed_run, tmp_path):
+    expected, other, strange = undisturbed_run(1), tmp_path / "other", tmp_path / "strange"
+    job = start_job(other)
+    assert job.wait(TIMEOUT_S) == 0, job.text()
+    same = sanity_inputs.run("diff", expected, other, timeout_s=120)
+    assert (same.returncode, same.stdout) == (0, f"the same up to step {NUM_STEPS}\n"), same.stdout + same.stderr
+    # Said without the command: everything written is the same, byte for byte.
+    assert_same_run(other, expected)
+    lines = sanity_inputs.read_lines(expected / "trajectory.jsonl")
+    assert [line["step"] for line in lines] == list(range(NUM_STEPS + 1))
+    assert len({line["weights"] for line in lines}) == NUM_STEPS + 1, "every step changes the weights"
+    trained = metric_lines(expected)
+    assert [line["loss"] for line in trained if line["step"]] == [line["loss"] for line in lines[1:]]
+    assert {line["guard/skipped_updates"] for line in trained if line["step"]} == {0}
+
+    job = start_job(strange, run__seed=2)
+    assert job.wait(TIMEOUT_S) == 0, job.text()
+    different = sanity_inputs.run("diff", expected, strange, timeout_s=120)
+    assert different.returncode == 1, different.stderr
+    first, *details = different.stdout.splitlines()
+    # Both begin with the same weights; the seed shuffles the prompts.
+    assert first == "step 1: prompts differ first"
+    assert any(line.startswith("  sample 1 of step 1, ") for line in details)
+    assert any("checkpoints/step_00000007/model, " in line and "differ by up to" in line for line in details)
+    assert "  config run.seed: 0 and 2" in details
+
+
+@SLOW
+def test_a_second_run_in_the_directory_of_a_living_one_is_refused_and_changes_nothing(start_job, sanity_dir, tmp_path):
+    output_dir = tmp_path / "run"
+    job = start_job(output_dir, **ENDLESS)
+    job.wait_until(lambda: job.num_steps() >= 2)
+    arguments = sanity_inputs.overrides(sanity_dir, output_dir, **ENDLESS)
+    for name, *options in (("train",), ("train", "--resume"), ("train", "--max-restarts", "2")):
+        second = sanity_inputs.run(name, "examples/sanity/config.yaml", *arguments, *options, timeout_s=120)
+        assert second.returncode == 2, second.stderr
+        (line,) = second.stderr.strip().splitlines()
+        assert f"process {job.process.pid} on " in line and "belongs to a run that is going on" in line
+    elsewhere = [*arguments, f"run.output_dir={tmp_path / 'other'}", f"checkpoint.save_dir={job.save_dir}"]
+    second = sanity_inputs.run("train", "examples/sanity/config.yaml", *elsewhere, timeout_s=120)
+    assert second.returncode == 2 and f"{job.save_dir} belongs to a run" in second.stderr, second.stderr
+    assert not (tmp_path / "other").exists()
+    # The first run was not disturbed.
+    before = job.num_steps()
+    job.wait_until(lambda: job.num_steps() >= before + 2)
+    steps = [json.loads(line)["step"] for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(len(steps)))
+    # A killed one leaves no lock that holds.
+    kill_launcher(job)
+    resumed = start_job(output_dir, "--resume", **ENDLESS)
+    resumed.wait_until(lambda: "resumed after step" in resumed.text() and resumed.is_in("rollout"))
+    resumed.process.send_signal(signal.SIGTERM)
+    assert resumed.wait(120) == 0, resumed.text()
+    assert list(output_dir.rglob(".lock")) == []
+
+
+# Every way of sampling, through what disturbs its ranks, its server and its launcher: the same run, bit for bit. The
+# server's products are rounded by their number of rows, as they are on many processors, so that a sample which is
+# computed beside others, or from another part of its prefix, shows in the fingerprint.
+SCHEDULES = {
+    "in step": {},
+    "ahead": {"rollout__off_policy_steps": 1},
+    "two ahead": {"rollout__off_policy_steps": 2},
+    "segments": {"rollout__segment_tokens": 4, "rollout__in_flight": 2},
+    "asynchronous": {"rollout__asynchronous": "true", "rollout__off_policy_steps": 2, "rollout__segment_tokens": 4},
+}
+SHORT = 4  # steps of such a run
+# More restarts than anything below takes: a server that finds its weights replaced ends the run, which is then resumed.
+RESTARTS = ("--max-restarts", 20)
 
 
 @pytest.fixture(scope="module")
-def many_prompts(tmp_path_factory) -> Path:
-    """Raw data that takes a moment to encode and to write."""
-    path = tmp_path_factory.mktemp("raw") / "many.jsonl"
-    lines = (json.dumps({"prompt": f"{number}: " + "#$%&" * 40, "answer": "none"}) for number in range(NUM_RECORDS))
-    path.write_text("\n".join(lines) + "\n")
-    return path
+def start(start_job, tmp_path_factory):
+    """Start a run of a schedule: ``start(name, schedule, seed, options...)``."""
+    directory = tmp_path_factory.mktemp("schedules")
+    (directory / "mindrlhf").symlink_to(sanity_inputs.REPOSITORY / "mindrlhf")
+    paths = f"{FAULTY_START}:{sanity_inputs.REPOSITORY / 'tests' / 'helpers'}:{directory}"
+
+    def start_run(name: str, schedule: str, seed: int, *options: object, **changes: object) -> FaultJob:
+        # Prefixes over two blocks of the cache, of prompts that differ.
+        recipe = {"run__max_steps": SHORT, "run__seed": seed, "rollout__restarts": 20, "evaluation__every_steps": 0}
+        recipe |= {"rollout__max_response_length": 48, "rollout__env": f"{{PYTHONPATH: '{paths}'}}"}
+        environment = {"MINDRLHF_TEST_ROUND_BY_ROWS": "1"}
+        recipe |= SCHEDULES[schedule] | changes
+        output_dir = directory / f"{schedule} {seed} {name}".replace(" ", "_")
+        return start_job(output_dir, *RESTARTS, *options, environment=environment, **recipe)
+
+    return start_run
 
 
-@pytest.fixture
-def start_command(tmp_path_factory):
-    """Start a command in the background: ``start_command("data", "build", ...)``."""
-    commands = []
+@pytest.fixture(scope="module")
+def expected_of(start):
+    """Return the fingerprint of an undisturbed run, and the options of one that is to be equal."""
+    made: dict[tuple[str, int], tuple[dict, tuple]] = {}
 
-    def start(*arguments: object) -> FaultProcess:
-        commands.append(FaultProcess(tmp_path_factory.mktemp("command"), *arguments))
-        return commands[-1]
+    def find(schedule: str, seed: int) -> tuple[dict, tuple]:
+        if (schedule, seed) not in made:
+            job = start("undisturbed", schedule, seed)
+            made[schedule, seed] = ended(job), replay_of(job, schedule)
+        return made[schedule, seed]
 
-    yield start
-    for command in commands:
-        command.clean_up()
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """Mount a disk: ``small_disk("4m")``; skips the test where this user may not."""
-    with contextlib.ExitStack() as stack:
-
-        def mount(size: str) -> small_disks.SmallDisk:
-            disk = stack.enter_context(small_disks.mounted(tmp_path / "disk", size))
-            return disk or pytest.skip("mounting a tmpfs takes root")
-
-        yield mount
+    return find
 
 
-def build_arguments(raw: Path, output: Path, tokenizer_dir: Path) -> list[object]:
-    return [
-        *("data", "build", "--input", raw, "--output", output, "--tokenizer", tokenizer_dir),
-        *("--handler", "map_keys", "--map", "question=prompt,answer=answer", "--template", "plain"),
-        *("--max-prompt-length", 512, "--processes", 2),
-    ]
+def replay_of(job: FaultJob, schedule: str) -> tuple:
+    """The clock decides one thing of an asynchronous run, which others repeat."""
+    return ("--replay-order", job.output_dir) if schedule == "asynchronous" else ()
 
 
-def test_kill_9_of_a_data_build_leaves_nothing_under_the_final_name(
-    start_command, many_prompts, fault_inputs_dir, tmp_path
-):
-    directory = tmp_path / "out"
-    directory.mkdir()
-    arguments = build_arguments(many_prompts, directory / NAME, fault_inputs_dir / "model")
-    build = start_command(*arguments)
-    build.wait_until(lambda: any(directory.glob(".mindrecord-*/*")))
-    build.kill()
-    assert build.leftovers() == []
-    assert not list(directory.glob(f"{NAME}*"))
-    build = start_command(*arguments)
-    assert build.wait(TIMEOUT_S) == 0, build.text()
-    assert sorted(path.name for path in directory.iterdir()) == [NAME, f"{NAME}.db"]
-    assert len(PromptFile.open(directory / NAME)) == NUM_RECORDS
+def ended(job: FaultJob) -> dict:
+    """Wait for the end of a run, and return its fingerprint."""
+    assert job.wait(TIMEOUT_S) == 0, job.text()
+    assert job.leftovers() == [] == job.unfinished()
+    lines = sanity_inputs.read_lines(job.output_dir / "trajectory.jsonl")
+    assert len({line["hash"] for line in lines}) == SHORT + 1 == len(metrics(job.output_dir))
+    return lines[-1]
 
 
-@pytest.mark.parametrize(
-    ("size", "num_files", "words"),
-    [
-        ("1m", 0, "No free disk"),
-        ("10m", 0, "No free disk"),
-        ("64m", 5, "Failed to write mindrecord meta files"),  # when the index is written
-    ],
-)
-def test_a_full_disk_ends_a_data_build_and_spares_the_old_file(
-    start_command, many_prompts, fault_inputs_dir, small_disk, size, num_files, words
-):
-    disk = small_disk(size)
-    old = {disk.path / name: b"of an earlier build" for name in (NAME, f"{NAME}.db")}
-    for path, content in old.items():
-        path.write_bytes(content)
-    assert disk.allow_files(num_files)
-    build = start_command(*build_arguments(many_prompts, disk.path / NAME, fault_inputs_dir / "model"))
-    assert build.wait(TIMEOUT_S) == 2, build.text()
-    (line,) = [line for line in build.text().splitlines() if line.startswith("mindrlhf data: error: ")]
-    assert words in line
-    assert "Traceback" not in build.text()
-    assert build.leftovers() == []
-    assert {path: path.read_bytes() for path in disk.path.iterdir()} == old
+def slow_server_down(job: FaultJob, source: random.Random) -> None:
+    """Stop the server for random times, each shorter than the time after which it counts as stuck."""
+    is_over = threading.Event()
+
+    def slow() -> None:
+        while not is_over.wait(source.uniform(0, 0.3)):
+            with contextlib.suppress(ValueError, ProcessLookupError):  # it is being started, or has gone
+                pid = job.server_pid()
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(source.choice((0.02, 0.1, 0.5, 2.0)))
+                os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    try:
+        job.process.wait(TIMEOUT_S)
+    finally:
+        is_over.set()
+        thread.join()
 
 
-def shard_arguments(model: Path, out: Path) -> list[object]:
-    return ["weights", "shard", model, "--parallel", "dp=4,opt=4", "--output", out]
+def step_of(job: FaultJob) -> int:
+    """Return the step that the living rank 0 is in, from 1; 0 where there is none."""
+    beat = job.beat()
+    words = beat.activity.split(":")[0] if beat and state(beat.pid) not in ("", "Z", "X") else ""
+    return int(words.removeprefix("step ")) if words.startswith("step ") else 0
 
 
-def verified(out: Path, model: Path) -> None:
-    finished = sanity_inputs.run("weights", "verify", out, "--against", model, timeout_s=TIMEOUT_S)
-    assert finished.returncode == 0, finished.stderr
+def wait_for_step(job: FaultJob, step: int, source: random.Random) -> bool:
+    """Wait for a moment of a step; return whether the run came so far."""
+    while job.process.poll() is None and step_of(job) < step:
+        time.sleep(0.01)
+    time.sleep(source.uniform(0, 0.3))
+    return job.process.poll() is None
 
 
-def test_kill_9_of_sharding_is_made_good_by_the_same_command(start_command, fault_inputs_dir, tmp_path):
-    out, model = tmp_path / "out", fault_inputs_dir / "model"
-    for _ in range(10):
-        shard = start_command(*shard_arguments(model, out))
-        shard.wait_until(lambda: any(out.glob("rank_*/*")))
-        shard.kill()
-        if not (out / "sharded.json").exists():
-            break
-        shutil.rmtree(out)  # it was done before the kill
-    else:
-        raise AssertionError("the command was never caught at work")
-    assert shard.leftovers() == []
-    shard = start_command(*shard_arguments(model, out))
-    assert shard.wait(TIMEOUT_S) == 0, shard.text()
-    assert not list(out.rglob("*.partial"))
-    verified(out, model)
+def kill_at_each_step(job: FaultJob, source: random.Random, find_pid: Callable[[FaultJob], int]) -> None:
+    num_kills = 0
+    for step in range(1, SHORT + 1):
+        if wait_for_step(job, step, source):
+            with contextlib.suppress(ValueError, ProcessLookupError):  # none is up at the moment
+                os.kill(find_pid(job), signal.SIGKILL)
+                num_kills += 1
+    assert num_kills >= SHORT // 2
 
 
-def test_a_full_disk_ends_sharding_and_the_same_command_goes_on(start_command, fault_inputs_dir, small_disk):
-    disk = small_disk("64m")
-    out, model = disk.path / "out", fault_inputs_dir / "model"
-    # Three for the directories and the progress, three for each rank that is done: the last of four ranks fails.
-    assert disk.allow_files(12)
-    shard = start_command(*shard_arguments(model, out))
-    assert shard.wait(TIMEOUT_S) == 2, shard.text()
-    (line,) = [line for line in shard.text().splitlines() if "error:" in line]
-    assert "No space left on device" in line and "run the same command again" in line
-    assert "Traceback" not in shard.text()
-    assert shard.leftovers() == []
-    assert not list(out.rglob("*.partial")) and not (out / "sharded.json").exists()
-    assert disk.allow_files(0)
-    shard = start_command(*shard_arguments(model, out))
-    assert shard.wait(TIMEOUT_S) == 0, shard.text()
-    assert "3 ranks are there already" in shard.text()
-    verified(out, model)
+def kill_launcher_at_each_step(job: FaultJob, source: random.Random, start_run) -> FaultJob:
+    """Kill the launcher in each step, and go on from what is on the disk; return the last of the runs."""
+    for step in range(1, SHORT + 1):
+        if wait_for_step(job, step, source):
+            job.kill()
+            assert [left for left in job.leftovers() if "mindrlhf-server-" not in left] == []
+            job = start_run(*["--resume"] * bool(job.finished()))
+    return job
+
+
+def stop_server(job: FaultJob) -> None:
+    """The limit of the server is longer than the one by which a launcher would take a run without servers for hung."""
+    job.wait_until(lambda: step_of(job) >= 3)
+    os.kill(job.server_pid(), signal.SIGSTOP)
+    job.wait_until(lambda: "has been stuck for 10 s" in job.text())
+
+
+DISTURBANCES = ("nothing", "server slowed", "server killed", "server stopped", "rank killed", "launcher killed")
+
+
+@SLOW
+@pytest.mark.parametrize("how", DISTURBANCES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_run_is_the_same_whatever_disturbs_it(start, expected_of, seed, schedule, how):
+    expected, replay = expected_of(schedule, seed)
+    changes = {"rollout__stall_timeout_s": 10} if how == "server stopped" else {}
+    start_run, source = partial(start, how, schedule, seed, *replay, **changes), random.Random(seed)
+    job = start_run()
+    if how == "server slowed":
+        slow_server_down(job, source)
+    elif how == "server killed":
+        kill_at_each_step(job, source, FaultJob.server_pid)
+    elif how == "server stopped":
+        stop_server(job)
+    elif how == "rank killed":
+        kill_at_each_step(job, source, lambda job: job.beat().pid)
+    elif how == "launcher killed":
+        job = kill_launcher_at_each_step(job, source, start_run)
+    assert ended(job) == expected
+    assert "waits: no process of the run has done anything" not in job.text()
+
+
+@SLOW
+def test_an_asynchronous_run_that_was_killed_is_repeated_from_its_order(start):
+    job = start("killed", "asynchronous", 0)
+    kill_at_each_step(job, random.Random(0), lambda job: job.beat().pid)
+    expected = ended(job)
+    again = start("again", "asynchronous", 0, *replay_of(job, "asynchronous"))
+    assert ended(again) == expected
+    for name in ("samples.jsonl", "final/model.safetensors", "rollout_order.jsonl"):
+        assert (again.output_dir / name).read_bytes() == (job.output_dir / name).read_bytes(), name
+
+
+NUM_KILLS = int(os.environ.get("MINDRLHF_RANDOM_KILLS", 200))
+SEED = int(os.environ.get("MINDRLHF_RANDOM_KILLS_SEED", 0))
+# How often each kind is hit. Starting a server costs most, and it begins anew with its rank and with its launcher.
+WEIGHTS = {"verifier worker": 7, "rank": 6, "launcher": 4, "rollout server": 3}
+
+
+def pids_of(job: FaultJob) -> dict[str, list[int]]:
+    """Return the living processes of a run by kind."""
+    pids = collections.defaultdict(list)
+    for pid, words in job.running().items():
+        for kind in WEIGHTS:
+            if KINDS[kind] in words:
+                pids[kind].append(pid)
+    return pids
+
+
+def wait_for_a_moment(job: FaultJob, rng: random.Random) -> bool:
+    """Wait until a random point within one of the next steps; False when the run ended before."""
+    ahead, lead, first = rng.randrange(3), None, 0
+    while job.process.poll() is None:
+        if step := step_of(job):
+            if (pid := job.beat().pid) != lead:
+                lead, first = pid, step
+            if step >= first + ahead:
+                time.sleep(rng.random() * 0.4)  # about the time of a step
+                return job.process.poll() is None
+        time.sleep(0.01)  # looking costs processor time
+    return False
+
+
+def kill_one(job: FaultJob, rng: random.Random) -> tuple[str, str] | None:
+    """Kill a process of a random kind; return the kind and what rank 0 was doing, None when nothing was hit."""
+    beat, processes = job.beat(), pids_of(job)
+    kinds = [kind for kind in WEIGHTS if processes[kind]]
+    if beat is None or not kinds:
+        return None
+    [kind] = rng.choices(kinds, [WEIGHTS[kind] for kind in kinds])
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(rng.choice(processes[kind]), signal.SIGKILL)
+        return kind, beat.activity.rpartition(": ")[2]
+    return None
+
+
+def disturb(start_job, output_dir, rng: random.Random, num_kills: int) -> collections.Counter:
+    """Kill processes of one run until it is through, at most ``num_kills``; return what was hit."""
+    hits: collections.Counter = collections.Counter()
+    options = ["--max-restarts", 100]
+    job = start_job(output_dir, *options)
+    while wait_for_a_moment(job, rng) and hits.total() < num_kills:
+        if (hit := kill_one(job, rng)) is None:
+            continue
+        hits[hit] += 1
+        if hit[0] == "launcher":
+            job.process.wait()
+            # A server that was killed just before cannot tidy up, and nor can those who would have done it then: what
+            # may remain until the next start is its directory of temporary files. No process does.
+            assert [left for left in job.leftovers() if "mindrlhf-server-" not in left] == []
+            if (output_dir / "final").exists():  # it had nothing left to do
+                return hits
+            job = start_job(output_dir, *options, *["--resume"] * bool(job.finished()))
+    assert job.wait(TIMEOUT_S) == 0, job.text()
+    assert job.leftovers() == [] == job.unfinished()
+    return hits
+
+
+@SLOW
+@pytest.mark.timeout(60 * NUM_KILLS + 900)
+def test_runs_with_random_kills_end_like_the_undisturbed_one(start_job, undisturbed_run, tmp_path):
+    rng, hits, num_runs = random.Random(SEED), collections.Counter(), 0
+    while hits.total() < NUM_KILLS:
+        output_dir = tmp_path / f"run_{num_runs}"
+        hits += disturb(start_job, output_dir, rng, NUM_KILLS - hits.total())
+        assert_same_run(output_dir, undisturbed_run(1))
+        num_runs += 1
+        print(f"{hits.total()} kills in {num_runs} equal runs of {NUM_STEPS} steps, seed {SEED}", file=sys.stderr)
+        for (kind, stage), count in sorted(hits.items()):
+            print(f"{count:5d}  {kind} in {stage}", file=sys.stderr)
+    assert len({kind for kind, _ in hits}) == len(WEIGHTS) or NUM_KILLS < 40, "a kind of process was never hit"

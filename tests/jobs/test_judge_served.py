@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from slow_tests import SLOW
 
 from mindrlhf.rewards.judges.chat_client import ask
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rewards.types import RewardInput
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), SLOW]
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "examples" / "quickstart" / "checkpoint"
 

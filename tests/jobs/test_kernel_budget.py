@@ -7,6 +7,7 @@ import platform
 import sys
 
 import pytest
+from slow_tests import SLOW
 
 if __name__ == "__main__":
     sys.path[:0] = [".", "tests", "tests/helpers"]
@@ -19,6 +20,7 @@ from mindrlhf.dryrun.compile.request import GRADIENTS, UPDATE, CompileRequest
 from mindrlhf.dryrun.plan.roofline import DEVICES, of_node
 
 pytestmark = [
+    SLOW,
     pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulation of CANN is x86-64 only"),
     pytest.mark.timeout(900),
 ]
@@ -33,8 +35,12 @@ LAYOUTS = {
         QWEN2,
         {},
         {
-            "data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2,
-            "use_seq_parallel": True, **ZERO,
+            "data_parallel": 2,
+            "model_parallel": 2,
+            "pipeline_stage": 2,
+            "micro_batch_num": 2,
+            "use_seq_parallel": True,
+            **ZERO,
         },
     ),
     "experts": (
@@ -45,7 +51,6 @@ LAYOUTS = {
 }
 # The calls of an update before its last.
 LAYOUTS["dp8 gradients"] = LAYOUTS["dp8"]
-OF_EVERY_DAY = ("dp8",)
 BUDGET: dict[str, dict[str, float]] = {
     "dp8": {
         "forward": 29.0,
@@ -151,9 +156,7 @@ def table(counts: KernelCounts) -> dict[str, float]:
     return {key: round(number, 1) for key, number in numbers.items()}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in OF_EVERY_DAY else pytest.mark.nightly) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_no_number_rises(name):
     found, allowed = measure(name), BUDGET[name]
     risen = {key: (number, allowed.get(key, 0)) for key, number in found.items() if number > allowed.get(key, 0)}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from launch_jobs import Job
+from slow_tests import SLOW
 
 from mindrlhf.system.processes import read_status
 
@@ -46,6 +47,7 @@ def start(tmp_path) -> Iterator[object]:
         job.clean_up()
 
 
+@SLOW
 def test_two_ranks_of_mindspore_meet_and_end_well(start):
     job = start(
         """
@@ -77,7 +79,7 @@ def test_two_ranks_of_mindspore_meet_and_end_well(start):
     assert job.running() == []
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=SLOW), 1])
 def test_kill_9_of_a_rank_ends_the_run_with_cause_and_log_and_no_process_left(start, rank):
     job = start(PATIENT_WORKER)
     pids = [job.wait_for_rank(0), job.wait_for_rank(1)]

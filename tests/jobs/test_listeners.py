@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from slow_tests import SLOW
 
 from mindrlhf.system.ports import find_free_port
 from mindrlhf.system.processes import read_environment
@@ -59,6 +60,7 @@ def test_a_listening_socket_is_found():
         assert all(port != 0 for _, port in listening_addresses(os.getpid()))
 
 
+@SLOW
 def test_no_process_of_a_run_listens_but_those_that_docs_security_names(start_job, tmp_path):
     first = find_free_port()
     ours = set(range(first, first + 101))

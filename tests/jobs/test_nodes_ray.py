@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from machine_jobs import TIMEOUT_S, assert_same, num_steps, one_machine
+from machine_jobs import TIMEOUT_S, assert_same, num_steps
 from slow_tests import SLOW
 
 pytestmark = [pytest.mark.timeout(1800), SLOW]
@@ -37,9 +37,7 @@ else
     until [ -e {directory}/over ]; do sleep 0.2; done
     code=0
 fi
-echo THE END
-until [ -e {directory}/go ]; do sleep 0.1; done
-exit $code
+(exit $code)
 """
 TOKEN = "RAY_AUTH_MODE=token RAY_AUTH_TOKEN=0123456789abcdef0123456789abcdef"
 
@@ -187,7 +185,7 @@ def test_what_is_lost_is_noticed_and_leaves_nothing(stand_ins, what):
     assert (code == 0) == (what in (AGENT, "stand_in.py")), machines.all_text()
 
 
-def test_two_nodes_of_a_ray_cluster_train_as_one_machine_also_after_losses(ray_machines, fault_inputs_dir, tmp_path):
+def test_two_nodes_of_a_ray_cluster_train_as_one_machine_also_after_losses(ray_machines, one_machine):
     changes = {"checkpoint__every_steps": 1, "run__max_steps": 4}
     machines = ray_machines("--max-restarts 3", **changes)
     for number, what in enumerate((AGENT, LAUNCHER), 1):
@@ -200,7 +198,7 @@ def test_two_nodes_of_a_ray_cluster_train_as_one_machine_also_after_losses(ray_m
     machines.wait_for(lambda: "THE END" in machines.text(0), TIMEOUT_S)
     assert "node 0 is node0 (10.77.0.1)" in machines.text(0), "rank 0 is on the head"
     assert finish(machines) == [0, 0], machines.all_text()
-    assert_same(machines.directory / "run", one_machine(fault_inputs_dir, tmp_path / "one", 2, **changes))
+    assert_same(machines.directory / "run", one_machine(2, **changes))
 
 
 @pytest.mark.parametrize("what", [RAYLET, HEAD], ids=["raylet", "head"])

@@ -1,6 +1,9 @@
 """A run whose rollout server samples with an engine of one's own, the example's."""
 
 import sanity_inputs
+from slow_tests import SLOW
+
+pytestmark = SLOW
 
 ENGINE = "examples/engine/transformers_engine.py:TransformersEngine"
 

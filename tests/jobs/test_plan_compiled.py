@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 from layout_matrix import QWEN2, QWEN3, SEQ_LENGTH, hf_config
-from slow_tests import RUNS_SLOW_TESTS
+from slow_tests import SLOW
 
 from mindrlhf.config.training import ParallelSection
 from mindrlhf.dryrun.compile.request import CompileRequest, compile_ranks
@@ -17,6 +17,7 @@ from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.specs import find_spec
 
 pytestmark = [
+    SLOW,
     pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulation of CANN is x86-64 only"),
     pytest.mark.timeout(1200),
 ]
@@ -38,7 +39,7 @@ LATENT = {
 }
 ZERO = {"enable_parallel_optimizer": True}
 # (config.json, keys of parallel_config beside model_parallel 2 and data_parallel 2)
-_ALL_FAMILIES = {
+FAMILIES = {
     "qwen2": (hf_config(QWEN2, 1), {**ZERO}),
     "qwen3": (hf_config(QWEN3, 2), {**ZERO, "pipeline_stage": 2, "micro_batch_num": 2}),
     "qwen3-experts": (
@@ -50,8 +51,6 @@ _ALL_FAMILIES = {
         {"expert_parallel": 4, "use_seq_parallel": True, "enable_parallel_optimizer": True},
     ),
 }
-_NIGHTLY = ("qwen2", "qwen3", "deepseek-v3")  # the one left has all that they have but stages and latents
-FAMILIES = {name: one for name, one in _ALL_FAMILIES.items() if RUNS_SLOW_TESTS or name not in _NIGHTLY}
 # Prefixes of what a parameter of the graph is, but for those of one element.
 KINDS = {"adam_m.": "moments", "adam_v.": "moments", "grad.": "gradient_sums", "accu_grads.": "accumulators"}
 FLOAT = 1  # as MindIR numbers dtypes

@@ -17,16 +17,9 @@ CRITIC_METRICS = {
 ACTOR_METRICS = {"loss", "grad_norm", "lr", "clip_fraction/low", "entropy"}
 
 
-@pytest.fixture(scope="module")
-def inputs_dir(tmp_path_factory, rollout_python):
-    directory = tmp_path_factory.mktemp("inputs")
-    sanity_inputs.make(directory)
-    return directory
-
-
-def train(inputs_dir, output_dir, *options, **more):
+def train(sanity_dir, output_dir, *options, **more):
     finished = sanity_inputs.train(
-        inputs_dir,
+        sanity_dir,
         output_dir,
         *options,
         timeout_s=400,
@@ -34,7 +27,7 @@ def train(inputs_dir, output_dir, *options, **more):
             "run__max_steps": 3,
             "algorithm__name": "ppo",
             "algorithm__beta": 0.05,
-            "critic__path": inputs_dir / "model",
+            "critic__path": sanity_dir / "model",
             "critic__start_lr": 0.003,
             "critic__warmup_steps": 1,
             "training__num_minibatches": 2,
@@ -47,17 +40,17 @@ def train(inputs_dir, output_dir, *options, **more):
 
 
 @pytest.fixture(scope="module")
-def run(inputs_dir, tmp_path_factory):
+def run(sanity_dir, tmp_path_factory):
     """Directory and metrics of three steps, the first of which trains the critic alone."""
     directory = tmp_path_factory.mktemp("ppo") / "run"
-    return directory, train(inputs_dir, directory)
+    return directory, train(sanity_dir, directory)
 
 
 def weights(directory):
     return (directory / "model.safetensors").read_bytes()
 
 
-def test_a_run_reports_and_exports_both_models(run, inputs_dir):
+def test_a_run_reports_and_exports_both_models(run, sanity_dir):
     directory, metrics = run
     assert sorted(metrics) == [1, 2, 3]
     for step, line in metrics.items():
@@ -74,15 +67,16 @@ def test_a_run_reports_and_exports_both_models(run, inputs_dir):
     critic = json.loads((directory / "critic" / "config.json").read_text())
     assert critic["architectures"] == ["Qwen2ForSequenceClassification"] and critic["id2label"] == {"0": "score"}
     assert (directory / "critic" / "tokenizer.json").exists()
-    assert weights(directory / "final") != weights(inputs_dir / "model")
+    assert weights(directory / "final") != weights(sanity_dir / "model")
 
 
-def test_a_resumed_run_ends_with_the_same_bits(run, inputs_dir, tmp_path):
+@SLOW
+def test_a_resumed_run_ends_with_the_same_bits(run, sanity_dir, tmp_path):
     directory, metrics = run
     again = tmp_path / "again"
     shutil.copytree(directory, again, ignore=shutil.ignore_patterns("final"))
     shutil.rmtree(again / "critic")
-    resumed = train(inputs_dir, again, "--resume")
+    resumed = train(sanity_dir, again, "--resume")
     timed = ("timing/", "memory/", "recompiles")
     for step in (2, 3):
         found, expected = (
@@ -95,9 +89,9 @@ def test_a_resumed_run_ends_with_the_same_bits(run, inputs_dir, tmp_path):
 
 
 @SLOW  # test_train_ranks compares ranks every day, without a critic
-def test_two_ranks_compute_what_one_does(run, inputs_dir, tmp_path):
+def test_two_ranks_compute_what_one_does(run, sanity_dir, tmp_path):
     _, metrics = run
-    both = train(inputs_dir, tmp_path / "run", "--workers", 2)
+    both = train(sanity_dir, tmp_path / "run", "--workers", 2)
     for name in ("value/loss", "value/clip_fraction", "value/grad_norm", "value/mean", "kl", "reward/mean"):
         # Rounding may change a sampled token sooner or later, but not in the first steps.
         for step in (1, 2):
@@ -105,9 +99,9 @@ def test_two_ranks_compute_what_one_does(run, inputs_dir, tmp_path):
 
 
 @SLOW  # every day a run is resumed with its critic, and an exported scoring model is read in tests/training
-def test_the_exported_critic_starts_another_run(run, inputs_dir, tmp_path):
+def test_the_exported_critic_starts_another_run(run, sanity_dir, tmp_path):
     directory, metrics = run
     options = {"critic__path": directory / "critic", "run__max_steps": 1, "critic__warmup_steps": 0}
-    first = train(inputs_dir, tmp_path / "run", **options)[1]
+    first = train(sanity_dir, tmp_path / "run", **options)[1]
     assert first["value/mean"] == pytest.approx(metrics[3]["value/mean"], abs=0.1) != 0
     assert first["value/loss"] < metrics[1]["value/loss"]

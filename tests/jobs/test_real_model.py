@@ -91,6 +91,7 @@ def completions(model_dir, sums, rollout_python, tmp_path_factory):
     return {request.request_id: request.prompt_ids for request in requests}, found
 
 
+@SLOW
 @pytest.mark.timeout(500)
 def test_trainer_and_vllm_and_transformers_agree(model_dir, completions, rollout_python, tmp_path_factory, capsys):
     prompts, found = completions

@@ -146,7 +146,7 @@ MODELS = {
 TOLERANCE = 1e-4
 BUCKET_BYTES = 90_000  # ends in the middle of layers, and of what vLLM fuses
 # Runs of every day compare generator and trainer too: test_train_ranks of a plain model, test_train_experts of experts.
-NAMES = list(MODELS) if RUNS_SLOW_TESTS else ["yarn", "latent"]
+NAMES = list(MODELS) if RUNS_SLOW_TESTS else ["latent"]
 
 
 def prompt(length: int, seed: int) -> tuple[int, ...]:

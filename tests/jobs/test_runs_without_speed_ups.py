@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sanity_inputs
+from slow_tests import SLOW
 
 import mindrlhf
 from mindrlhf.system.speed_ups import MISSING
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), SLOW]
 
 NUM_STEPS = 40
 CPU = "cpu"

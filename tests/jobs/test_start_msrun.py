@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from launch_jobs import Job
+from slow_tests import SLOW
 
 from mindrlhf.launch.health import NOTICE_LIMIT_S
 from mindrlhf.system.heartbeat import JOINING, heartbeat_path, read_beat
@@ -123,6 +124,7 @@ def visit(port: int, is_over: threading.Event, message: bytes, counts: list[int]
         del kept[:-200]
 
 
+@SLOW
 def test_strangers_at_the_scheduler_do_not_keep_the_ranks_from_each_other(start):
     port, is_over = find_free_port(), threading.Event()
     messages = (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, os.urandom(1 << 16))
@@ -144,6 +146,7 @@ def test_strangers_at_the_scheduler_do_not_keep_the_ranks_from_each_other(start)
     assert job.running() == []
 
 
+@SLOW
 def test_a_start_that_takes_too_long_says_who_waits_for_whom(start):
     job = start(LATE_WORKER.format(joining=["0"]), start_timeout_s=45)
     assert job.wait(TIMEOUT_S) == 1
@@ -157,6 +160,7 @@ def test_a_start_that_takes_too_long_says_who_waits_for_whom(start):
     assert job.running() == []
 
 
+@SLOW
 def test_ranks_that_wait_for_nothing_but_the_scheduler_are_started_once_more(start):
     job = start(LATE_WORKER.format(joining=["0", "1"]), start_timeout_s=45)
     assert job.wait(TIMEOUT_S) == 0, job.errors()
@@ -167,6 +171,7 @@ def test_ranks_that_wait_for_nothing_but_the_scheduler_are_started_once_more(sta
     assert job.running() == []
 
 
+@SLOW
 def test_sigterm_ends_a_start_in_which_mindspore_waits_for_a_rank(start):
     missing_rank = MEETING_WORKER.replace(
         "import mindspore as ms\n",
@@ -181,7 +186,7 @@ def test_sigterm_ends_a_start_in_which_mindspore_waits_for_a_rank(start):
     assert job.running() == []
 
 
-@pytest.mark.parametrize("activity", [JOINING, "step 7: update"])
+@pytest.mark.parametrize("activity", [pytest.param(JOINING, marks=SLOW), "step 7: update"])
 def test_sigterm_ends_a_run_that_hears_no_signal_before_its_first_step_is_done(start, activity):
     job = start(DEAF_WORKER.format(activity=activity), rank_0_signals=SIGNALS)
     wait_for_activity(job, 0, activity)

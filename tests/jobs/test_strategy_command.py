@@ -5,7 +5,7 @@ import platform
 
 import pytest
 from layout_matrix import QWEN3, hf_config
-from slow_tests import RUNS_SLOW_TESTS, SLOW
+from slow_tests import SLOW
 
 from mindrlhf.cli import main
 from mindrlhf.layout.layout import Layout, parameter_layouts
@@ -13,6 +13,7 @@ from mindrlhf.shards.strategy_files import read_strategy
 from mindrlhf.specs import find_spec
 
 pytestmark = [
+    SLOW,
     pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulation of CANN is x86-64 only"),
     pytest.mark.timeout(1200),
 ]
@@ -30,19 +31,18 @@ parallel_config: {model_parallel: 2, pipeline_stage: 4, micro_batch_num: 4, voca
 
 @pytest.fixture(scope="module")
 def strategies(tmp_path_factory):
-    """For five layers in four stages: one compiled layer for each of three stages; nightly also all layers."""
+    """For five layers in four stages: one compiled layer for each of three stages, and all layers."""
     directory = tmp_path_factory.mktemp("strategy")
     (directory / "model").mkdir()
     (directory / "model" / "config.json").write_text(json.dumps(hf_config(QWEN3, 5)))
     config = directory / "config.yaml"
     config.write_text(CONFIG.replace("MODEL", str(directory / "model")))
-    for layers in ("1", "all") if RUNS_SLOW_TESTS else ("1",):
+    for layers in ("1", "all"):
         arguments = [str(config), "--workers", "32", "--output", str(directory / layers), "--layers-per-stage", layers]
         assert main(["strategy", *arguments, "parallel_config.enable_parallel_optimizer=true"]) == 0
     return directory
 
 
-@SLOW
 def test_few_layers_extended_equal_all_layers_compiled(strategies):
     from mindspore.train.node_strategy_pb2 import ParallelStrategyMap
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sanity_inputs
-from slow_tests import RUNS_SLOW_TESTS, SLOW
+from slow_tests import SLOW
 
 from mindrlhf.weights.hf import SafetensorsDirectory
 
@@ -42,7 +42,7 @@ def inputs_dir(tmp_path_factory, rollout_python) -> Path:
 def runs(inputs_dir, tmp_path_factory) -> dict[int, Path]:
     """The output directory of the same run on each number of ranks."""
     directories = {}
-    for world_size in (1, 2) if RUNS_SLOW_TESTS else (1,):
+    for world_size in (1, 2):
         directories[world_size] = tmp_path_factory.mktemp(f"ranks{world_size}") / "run"
         finished = sanity_inputs.train(
             inputs_dir,
@@ -83,6 +83,7 @@ def test_a_run_replays_the_routing(replayed_run):
         assert line["grad_norm"] > 0
 
 
+@SLOW
 def test_a_run_that_replays_the_routing_is_the_run_without(replayed_run, runs):
     """Generator and trainer compute alike here, so that their routers choose alike: replay must change nothing."""
     for replayed, plain in zip(*(sanity_inputs.read_lines(run / "metrics.jsonl") for run in (replayed_run, runs[1]))):
@@ -100,14 +101,15 @@ def test_one_rank_and_two_train_alike(runs):
         assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-4)
 
 
+@SLOW
 def test_the_server_samples_from_the_trained_weights(runs):
     for line in sanity_inputs.read_lines(runs[1] / "metrics.jsonl"):
         assert line["rollout_diff/max_abs"] < 1e-4
         assert line["grad_norm"] > 0
 
 
-def test_routers_and_experts_are_trained(runs, inputs_dir):
-    trained, start = SafetensorsDirectory(runs[1] / "final"), SafetensorsDirectory(inputs_dir / "experts")
+def test_routers_and_experts_are_trained(replayed_run, inputs_dir):
+    trained, start = SafetensorsDirectory(replayed_run / "final"), SafetensorsDirectory(inputs_dir / "experts")
     names = [name for name in start.names() if ".mlp." in name]
     assert len(names) == sanity_inputs.SMALLER["num_hidden_layers"] * (1 + 4 * 3)
     for name in names:

@@ -1,21 +1,14 @@
-"""Whole runs of `mindrlhf train`: one fingerprint on any ranks, a model that transformers loads, and kills."""
+"""Whole runs of `mindrlhf train`: one fingerprint on any ranks, a model that transformers loads."""
 
-import contextlib
 import json
-import os
-import signal
 import subprocess
-import time
-import uuid
 from pathlib import Path
 
 import numpy as np
 import pytest
 import sanity_inputs
-from slow_tests import RUNS_SLOW_TESTS, SLOW
+from slow_tests import RUNS_SLOW_TESTS
 from trace_events import read_trace, spans
-
-from mindrlhf.system.processes import read_environment, read_status
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -26,21 +19,14 @@ PROFILED = 2
 
 
 @pytest.fixture(scope="module")
-def inputs_dir(tmp_path_factory, rollout_python) -> Path:
-    directory = tmp_path_factory.mktemp("inputs")
-    sanity_inputs.make(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def runs(inputs_dir, tmp_path_factory) -> dict[int, Path]:
+def runs(sanity_dir, tmp_path_factory) -> dict[int, Path]:
     """The output directory of the same run on each number of ranks."""
     directories = {}
     for world_size in WORLD_SIZES:
         profiler = {"steps": "[2,3]", "mindspore": "true", "vllm": "true"} if world_size == PROFILED else {}
         directories[world_size] = tmp_path_factory.mktemp(f"ranks{world_size}") / "run"
         finished = sanity_inputs.train(
-            inputs_dir,
+            sanity_dir,
             directories[world_size],
             "--workers",
             world_size,
@@ -55,20 +41,20 @@ def runs(inputs_dir, tmp_path_factory) -> dict[int, Path]:
 
 
 @pytest.fixture(scope="module")
-def off_policy(inputs_dir, tmp_path_factory, undisturbed_run) -> Path:
+def off_policy(sanity_dir, tmp_path_factory, undisturbed_run) -> Path:
     """A run with a reference, mini-batches and evaluations, nightly with iterations as well."""
     if not RUNS_SLOW_TESTS:
         return undisturbed_run(1)
     output_dir = tmp_path_factory.mktemp("off_policy") / "run"
     finished = sanity_inputs.train(
-        inputs_dir,
+        sanity_dir,
         output_dir,
         timeout_s=200,
         run__max_steps=2,
         algorithm__beta=0.05,
         training__num_minibatches=2,
         training__num_iterations=2,
-        data__eval_file=inputs_dir / "prompts.mindrecord",
+        data__eval_file=sanity_dir / "prompts.mindrecord",
         evaluation__max_prompts=8,
         observe__groups_per_step=16,
     )
@@ -163,7 +149,7 @@ print(json.dumps({"sums": sums, "logits": logits[:, -1, :8].double().tolist(), "
 """
 
 
-def test_the_final_model_loads_in_transformers_with_the_trained_weights(runs, inputs_dir, rollout_python, tmp_path):
+def test_the_final_model_loads_in_transformers_with_the_trained_weights(runs, sanity_dir, rollout_python, tmp_path):
     import mindspore as ms
     from causal_logits import CausalLMLogits
 
@@ -182,7 +168,7 @@ def test_the_final_model_loads_in_transformers_with_the_trained_weights(runs, in
     )
     assert finished.returncode == 0, finished.stderr
     loaded = json.loads(finished.stdout)
-    trained, start = SafetensorsDirectory(final), SafetensorsDirectory(inputs_dir / "model")
+    trained, start = SafetensorsDirectory(final), SafetensorsDirectory(sanity_dir / "model")
     assert set(loaded["sums"]) == set(trained.names()) == set(start.names())
     for name, total in loaded["sums"].items():
         assert total == pytest.approx(trained.read(name).astype(np.float64).sum(), rel=1e-9, abs=1e-9), name
@@ -214,101 +200,3 @@ def test_a_run_with_reference_minibatches_and_iterations(off_policy):
     assert summary["num_prompts"] == 8
     assert summary["after"]["accuracy"] == lines[-1]["eval/accuracy"]
     assert summary["before"]["accuracy"] == before["eval/accuracy"]
-
-
-class Job:
-    """A run in the background, all of whose processes can be told by a mark in their environment."""
-
-    def __init__(self, inputs_dir: Path, directory: Path, world_size: int):
-        self.output_dir = directory / "run"
-        self.mark = uuid.uuid4().hex
-        self.err_path, self.out_path = directory / "err", directory / "out"
-        endless = {"training__epochs": 1000, "run__max_steps": 5000, "rollout__restarts": 0}
-        arguments = sanity_inputs.overrides(inputs_dir, self.output_dir, **endless)
-        with self.out_path.open("w") as out, self.err_path.open("w") as err:
-            self.process = subprocess.Popen(
-                sanity_inputs.command("train", "examples/sanity/config.yaml", *arguments, "--workers", world_size),
-                cwd=sanity_inputs.REPOSITORY,
-                env=sanity_inputs.environment(self.mark),
-                stdout=out,
-                stderr=err,
-            )
-
-    def text(self) -> str:
-        return self.out_path.read_text() + self.err_path.read_text()
-
-    def wait_for_step(self, step: int) -> None:
-        deadline = time.monotonic() + 200
-        metrics = self.output_dir / "metrics.jsonl"
-        while not (metrics.exists() and metrics.read_text().count("\n") >= step):
-            assert self.process.poll() is None and time.monotonic() < deadline, self.text()
-            time.sleep(0.05)
-
-    def running(self) -> dict[int, str]:
-        """Return the command lines of all processes of the run that still run, by pid."""
-        pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-        marked = [pid for pid in pids if read_environment(pid).get("MINDRLHF_TEST_MARK") == self.mark]
-        commands = {}
-        for pid in marked:
-            status = read_status(pid)
-            if status is not None and status.returncode is None:
-                with contextlib.suppress(OSError):
-                    commands[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-        return commands
-
-    def server_pid(self) -> int:
-        (pid,) = [pid for pid, words in self.running().items() if "-m mindrlhf.rollout.server " in words]
-        return pid
-
-    def rank_pid(self, rank: int) -> int:
-        ranks = [pid for pid, words in self.running().items() if "-m mindrlhf.training.main " in words]
-        environments = {pid: read_environment(pid) for pid in ranks}
-        (pid,) = [
-            pid
-            for pid, values in environments.items()
-            if values.get("RANK_ID") == str(rank) and values.get("MS_ROLE", "MS_WORKER") == "MS_WORKER"
-        ]
-        return pid
-
-    def clean_up(self) -> None:
-        for pid in self.running():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
-
-
-@pytest.fixture
-def start(inputs_dir, tmp_path):
-    jobs = []
-
-    def start_job(world_size: int) -> Job:
-        jobs.append(Job(inputs_dir, tmp_path, world_size))
-        return jobs[-1]
-
-    yield start_job
-    for job in jobs:
-        job.clean_up()
-
-
-@SLOW
-def test_kill_9_of_the_rollout_server_ends_the_run(start):
-    job = start(1)
-    job.wait_for_step(2)
-    server = job.server_pid()
-    os.kill(server, signal.SIGKILL)
-    assert job.process.wait(30) != 0
-    assert f"the rollout server (process {server}) was killed by signal 9 (SIGKILL)" in job.text()
-    assert str(job.output_dir / "logs" / "rollout_0.log") in job.text()
-    assert "Traceback" not in job.text()
-    assert job.running() == {}
-
-
-@SLOW  # every day of a rank without a model in test_launch_msrun.py, and at any moment in test_random_kills.py
-def test_kill_9_of_a_rank_ends_the_run(start):
-    job = start(2)
-    job.wait_for_step(2)
-    os.kill(job.rank_pid(1), signal.SIGKILL)
-    assert job.process.wait(30) != 0
-    assert "rank 1 was killed by SIGKILL" in job.text()
-    assert str(job.output_dir / "logs" / "worker_1.log") in job.text()
-    assert job.running() == {}

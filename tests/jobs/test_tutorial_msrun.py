@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from slow_tests import SLOW
 
 from mindrlhf.data.build import build_prompts
 from mindrlhf.system import processes
 from mindrlhf.system.ports import find_free_port
+
+pytestmark = SLOW
 
 ROOT = Path(__file__).parents[2]
 TUTORIAL = ROOT / "examples" / "grpo" / "qwen_grpo_tutorial"

@@ -34,6 +34,7 @@ from mindrlhf.system.processes import descendants, shared_memory_files
 from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer
 
 pytestmark = [
+    SLOW,
     pytest.mark.skipif(not os.access(PYTHON, os.X_OK), reason="no rollout environment"),
     pytest.mark.timeout(900),
 ]
@@ -127,7 +128,6 @@ def test_two_nodes_give_the_samples_of_one_also_with_new_weights(tmp_path):
     assert_gone([pid for node in pids for pid in node], segments)
 
 
-@SLOW
 def test_two_processes_on_each_of_two_nodes_give_the_tokens_of_one_process(tmp_path):
     greedy = SamplingParams(max_tokens=20, temperature=0.0)
     with spanning(tmp_path, 4) as server:
@@ -150,7 +150,6 @@ with spanning(Path(sys.argv[1]), 2) as server:
 """
 
 
-@SLOW
 def test_trainers_that_are_killed_leave_nothing(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", TRAINER, str(tmp_path)]
@@ -162,7 +161,6 @@ def test_trainers_that_are_killed_leave_nothing(tmp_path):
     assert_gone(pids, segments)
 
 
-@SLOW
 @pytest.mark.parametrize(
     "victim", ["engine", "part", "worker of the engine", "worker of the part", "stopped worker of the part"]
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from slow_tests import SLOW
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.replicas import GeneratorPool
@@ -253,6 +254,7 @@ def test_updated_weights_equal_a_fresh_engine(fresh, pushed):
     assert any(not np.array_equal(new[key].token_ids, old[key].token_ids) for key in new)
 
 
+@SLOW
 def test_a_generator_in_bfloat16_has_the_weights_that_were_pushed_last(models, directory):
     infos = [TensorInfo(name, "bfloat16", tensor.shape) for name, tensor in make_tensors(0).items()]
     with WeightBuffer.create(infos) as buffer:
@@ -268,6 +270,7 @@ def test_a_generator_in_bfloat16_has_the_weights_that_were_pushed_last(models, d
     assert gaps_to_transformers(earlier, models["new"]).mean() > 1
 
 
+@SLOW
 def test_two_tensor_parallel_ranks_give_the_tokens_of_one(fresh, models, directory):
     # Greedy: the server's own sampler, whose tokens depend on nothing but seeds, works in one process only.
     greedy = SamplingParams(max_tokens=20, temperature=0.0)
@@ -336,12 +339,14 @@ def test_a_prompt_that_does_not_fit_is_the_users_error(fresh, length):
         fresh.generate([GenerationRequest(3, (11,) * length, 1, seed=0)], SAMPLING)
 
 
+@SLOW
 def test_a_pool_gives_the_samples_of_its_generators(fresh, pushed):
     generator, buffer = pushed
     push(generator, buffer, seed=1, version=11)
     assert_same(collect(GeneratorPool([fresh, generator])), collect(fresh))
 
 
+@SLOW
 def test_a_killed_server_is_noticed_named_and_replaced(pushed):
     generator, buffer = pushed
     push(generator, buffer, seed=1, version=12)
@@ -366,6 +371,7 @@ time.sleep(300)
 """
 
 
+@SLOW
 @pytest.mark.parametrize("moment", ["ready", "starting"])
 def test_a_killed_trainer_leaves_no_server_behind(models, directory, moment):
     arguments = [PYTHON, models["new"], str(directory / "orphan.log"), moment]

@@ -24,6 +24,7 @@ from mindrlhf.weights.publish.sync import plan_sync
 from mindrlhf.weights.tensors import TensorInfo
 
 pytestmark = [
+    SLOW,
     pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulation of CANN is x86-64 only"),
     pytest.mark.timeout(900),
 ]
@@ -37,11 +38,10 @@ CASES = {
     "optimiser shards over four nodes": (Layout(8, optimizer_shard=-1), 2, 256 << 10, None),
 }
 TRANSFER_BYTES = 32 << 10
-_OF_EVERY_DAY = "stages on two nodes each"
 BFLOAT16 = 2
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == _OF_EVERY_DAY else SLOW) for name in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_compiled_broadcasts_are_those_planned(name, tmp_path, monkeypatch):
     monkeypatch.setattr(planning, "TRANSFER_BYTES", TRANSFER_BYTES)
     layout, node_size, bucket_bytes, num_lacking = CASES[name]
