@@ -110,7 +110,7 @@ def test_one_run_through_all_faults_ends_like_the_undisturbed(start_job, undistu
         assert job.wait(TIMEOUT_S) == 0, job.text()
         assert job.leftovers() == [] == job.unfinished()
         assert_same_run(output_dir, undisturbed_run(1))
-        same = sanity_inputs.run("diff", undisturbed_run(1), output_dir, timeout_s=120)
+        same = sanity_inputs.run("diff", undisturbed_run(1), output_dir, timeout_s=TIMEOUT_S)
         verdict, difference = same.stdout.splitlines()
         assert (same.returncode, verdict) == (0, f"the same up to step {NUM_STEPS}"), same.stdout + same.stderr
         assert difference.startswith("  config rollout.env.PYTHONPATH: not set and ")
@@ -246,7 +246,7 @@ def test_kill_9_ends_a_run_that_nothing_restarts(start_job, tmp_path, victim):
         server = job.server_pid()
         said, log = f"the rollout server (process {server}) was killed by signal 9 (SIGKILL)", "rollout_0.log"
         os.kill(server, signal.SIGKILL)
-    assert job.wait(60) != 0
+    assert job.wait(TIMEOUT_S) != 0
     assert said in job.text() and str(job.output_dir / "logs" / log) in job.text() and "Traceback" not in job.text()
     assert job.leftovers() == []
 
@@ -307,7 +307,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(start_job, undisturbed_run, t
     job.wait_until(lambda: job.is_in("update", 3))
     # Not killed: it leaves by sys.exit, as a library might in its name.
     job.kill_rank(1, signal.SIGRTMIN)
-    assert job.wait(60) == 7, job.text()
+    assert job.wait(TIMEOUT_S) == 7, job.text()
     assert "rank 1 ended with exit code 7 at " in job.text()
     assert job.leftovers() == []
     # The weights now reach the server in buckets, too.
@@ -315,7 +315,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(start_job, undisturbed_run, t
     # The evaluation before the first step has a line of its own.
     job.wait_until(lambda: job.num_steps() >= 5)
     job.process.send_signal(signal.SIGTERM)
-    assert job.wait(60) == 0, job.text()
+    assert job.wait(TIMEOUT_S) == 0, job.text()
     assert "\nmindrlhf: SIGTERM: step " in job.text()
     assert job.leftovers() == []
     job = start_job(output_dir, "--workers", 4, "--resume")
@@ -337,7 +337,7 @@ def test_runs_of_one_seed_are_the_same_and_another_seed_is_named(start_job, undi
     expected, other, strange = undisturbed_run(1), tmp_path / "other", tmp_path / "strange"
     job = start_job(other)
     assert job.wait(TIMEOUT_S) == 0, job.text()
-    same = sanity_inputs.run("diff", expected, other, timeout_s=120)
+    same = sanity_inputs.run("diff", expected, other, timeout_s=TIMEOUT_S)
     assert (same.returncode, same.stdout) == (0, f"the same up to step {NUM_STEPS}\n"), same.stdout + same.stderr
     # Said without the command: everything written is the same, byte for byte.
     assert_same_run(other, expected)
@@ -350,7 +350,7 @@ def test_runs_of_one_seed_are_the_same_and_another_seed_is_named(start_job, undi
 
     job = start_job(strange, run__seed=2)
     assert job.wait(TIMEOUT_S) == 0, job.text()
-    different = sanity_inputs.run("diff", expected, strange, timeout_s=120)
+    different = sanity_inputs.run("diff", expected, strange, timeout_s=TIMEOUT_S)
     assert different.returncode == 1, different.stderr
     first, *details = different.stdout.splitlines()
     # Both begin with the same weights; the seed shuffles the prompts.
@@ -367,12 +367,12 @@ def test_a_second_run_in_the_directory_of_a_living_one_is_refused_and_changes_no
     job.wait_until(lambda: job.num_steps() >= 2)
     arguments = sanity_inputs.overrides(sanity_dir, output_dir, **ENDLESS)
     for name, *options in (("train",), ("train", "--resume"), ("train", "--max-restarts", "2")):
-        second = sanity_inputs.run(name, "examples/sanity/config.yaml", *arguments, *options, timeout_s=120)
+        second = sanity_inputs.run(name, "examples/sanity/config.yaml", *arguments, *options, timeout_s=TIMEOUT_S)
         assert second.returncode == 2, second.stderr
         (line,) = second.stderr.strip().splitlines()
         assert f"process {job.process.pid} on " in line and "belongs to a run that is going on" in line
     elsewhere = [*arguments, f"run.output_dir={tmp_path / 'other'}", f"checkpoint.save_dir={job.save_dir}"]
-    second = sanity_inputs.run("train", "examples/sanity/config.yaml", *elsewhere, timeout_s=120)
+    second = sanity_inputs.run("train", "examples/sanity/config.yaml", *elsewhere, timeout_s=TIMEOUT_S)
     assert second.returncode == 2 and f"{job.save_dir} belongs to a run" in second.stderr, second.stderr
     assert not (tmp_path / "other").exists()
     # The first run was not disturbed.
@@ -385,7 +385,7 @@ def test_a_second_run_in_the_directory_of_a_living_one_is_refused_and_changes_no
     resumed = start_job(output_dir, "--resume", **ENDLESS)
     resumed.wait_until(lambda: "resumed after step" in resumed.text() and resumed.is_in("rollout"))
     resumed.process.send_signal(signal.SIGTERM)
-    assert resumed.wait(120) == 0, resumed.text()
+    assert resumed.wait(TIMEOUT_S) == 0, resumed.text()
     assert list(output_dir.rglob(".lock")) == []
 
 

@@ -15,7 +15,7 @@ from mindrlhf.training.preflight.output import FINAL_NAME
 pytestmark = pytest.mark.timeout(900)
 
 TIMEOUT_S = 400  # generous: other work may load the machine
-NUM_STEPS = 300
+NUM_STEPS = 120
 SUPERVISED = {"rows_per_step": 4, "micro_batch_size": 2, "sequence_lengths": [32]}
 PREFERENCE = {"pairs_per_step": 4, "micro_batch_size": 4, "sequence_lengths": [32]}
 

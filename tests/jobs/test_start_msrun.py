@@ -182,7 +182,7 @@ def test_sigterm_ends_a_start_in_which_mindspore_waits_for_a_rank(start):
     wait_for_activity(job, 0, JOINING)
     time.sleep(3)
     job.launcher.send_signal(signal.SIGTERM)
-    assert job.wait(60) == 128 + signal.SIGTERM
+    assert job.wait(TIMEOUT_S) == 128 + signal.SIGTERM
     assert job.running() == []
 
 
@@ -193,6 +193,6 @@ def test_sigterm_ends_a_run_that_hears_no_signal_before_its_first_step_is_done(s
     wait_for_activity(job, 1, activity)
     time.sleep(1.5)  # the launcher looks once a second
     job.launcher.send_signal(signal.SIGTERM)
-    assert job.wait(NOTICE_LIMIT_S + 60) == 128 + signal.SIGTERM
+    assert job.wait(NOTICE_LIMIT_S + TIMEOUT_S) == 128 + signal.SIGTERM
     assert "SIGTERM received, but rank 0 takes no notice in its first step" in job.errors()
     assert job.running() == []
