@@ -21,38 +21,20 @@ NO_SHARED_MEMORY = "gradients are summed by collectives, and every rank keeps al
 
 
 @pytest.fixture(scope="module")
-def inputs_dir(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("inputs")
-    sanity_inputs.make(directory)
-    prompts = [json.loads(line)["prompt"] for line in (directory / "prompts.jsonl").read_text().splitlines()]
-    records = (json.dumps({"prompt": prompt, "good": prompt[::-1]}) for prompt in prompts[:40])
-    (directory / "records.jsonl").write_text("\n".join(records))
-    finished = sanity_inputs.run(
-        *("data", "build", "--task", "sft", "--input", directory / "records.jsonl"),
-        *("--output", directory / "sft.mindrecord", "--tokenizer", directory / "model"),
-        *("--handler", "map_keys", "--map", "question=prompt,response=good", "--template", "plain"),
-        *("--max-prompt-length", 16, "--max-length", 32, "--processes", 1),
-        timeout_s=300,
-    )
-    assert finished.returncode == 0, finished.stderr
-    return directory
-
-
-@pytest.fixture(scope="module")
-def train(inputs_dir):
+def train(pairs_dir, tmp_path_factory):
     """Run to a step on some ranks: ``train(output_dir, num_ranks, num_steps, options...)``; returns what it printed."""
 
     def run(output_dir: Path, num_ranks: int, num_steps: int, *options: str) -> str:
         config = {
-            "model": {"path": str(inputs_dir / "model")},
-            "data": {"train_file": str(inputs_dir / "sft.mindrecord"), "tokenizer_dir": str(inputs_dir / "model")},
+            "model": {"path": str(pairs_dir / "model")},
+            "data": {"train_file": str(pairs_dir / "sft.mindrecord"), "tokenizer_dir": str(pairs_dir / "model")},
             "run": {"output_dir": str(output_dir), "max_steps": num_steps},
             "optimizer": {"start_lr": 1e-3},
             "checkpoint": {"every_steps": SAVED, "keep_last": 9},
             "observe": {"sinks": []},
             "supervised": {"rows_per_step": 8, "micro_batch_size": 2, "sequence_lengths": [32], "epochs": 80},
         }
-        path = inputs_dir / "sft.yaml"  # YAML is a superset of JSON
+        path = tmp_path_factory.mktemp("sft") / "sft.yaml"  # YAML is a superset of JSON
         path.write_text(json.dumps(config))
         finished = sanity_inputs.run("sft", path, "--workers", num_ranks, *options, timeout_s=400)
         assert finished.returncode == 0, finished.stdout + finished.stderr

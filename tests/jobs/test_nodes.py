@@ -327,7 +327,7 @@ CASES = {
             1: ("rank 1 was killed by SIGKILL",),
             2: (r"node 1 \(node1, 10.77.0.2\) rank 1 was killed by SIGKILL",),
         },
-        codes=(1, 1, 1),
+        codes=(137, 137, 137),
         ranks=0,
     ),
     **{
