@@ -74,7 +74,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     longest: dict[Path, float] = {}
     for item in items:
         timeout = item.get_closest_marker("timeout")
-        longest[item.path] = max(longest.get(item.path, 0.0), timeout.args[0] if timeout else 0.0)
+        runs = item.get_closest_marker("skip") is None
+        longest[item.path] = max(longest.get(item.path, 0.0), timeout.args[0] if timeout and runs else 0.0)
     items.sort(key=lambda item: (SYSTEM_TESTS in item.path.parents, -longest[item.path]))
 
 

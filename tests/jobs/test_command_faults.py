@@ -63,6 +63,7 @@ def build_arguments(raw: Path, output: Path, tokenizer_dir: Path) -> list[object
     ]
 
 
+@SLOW
 def test_kill_9_of_a_data_build_leaves_nothing_under_the_final_name(start_command, many_prompts, sanity_dir, tmp_path):
     directory = tmp_path / "out"
     directory.mkdir()

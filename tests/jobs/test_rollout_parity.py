@@ -6,13 +6,14 @@ import json
 import numpy as np
 import pytest
 from engines import whole_model
-from slow_tests import RUNS_SLOW_TESTS, SLOW
+from slow_tests import SLOW
 
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
 from mindrlhf.training.batch import RowOptions, make_batch
 
-pytestmark = pytest.mark.timeout(300)
+# Runs of every day compare generator and trainer too: test_train_ranks of a plain model, test_train_experts of experts.
+pytestmark = [pytest.mark.timeout(300), SLOW]
 
 VOCABULARY, ROW_LENGTH = 500, 64
 MODEL = {
@@ -145,8 +146,6 @@ MODELS = {
 }
 TOLERANCE = 1e-4
 BUCKET_BYTES = 90_000  # ends in the middle of layers, and of what vLLM fuses
-# Runs of every day compare generator and trainer too: test_train_ranks of a plain model, test_train_experts of experts.
-NAMES = list(MODELS) if RUNS_SLOW_TESTS else ["latent"]
 
 
 def prompt(length: int, seed: int) -> tuple[int, ...]:
@@ -156,7 +155,7 @@ def prompt(length: int, seed: int) -> tuple[int, ...]:
 REQUESTS = [GenerationRequest(i, prompt(length, i), 4, seed=i) for i, length in enumerate((1, 7, 16, 33))]
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=MODELS)
 def network(request, tmp_path_factory):
     from mindrlhf.models.causal_lm import build_model
     from mindrlhf.models.context import prepare_mindformers
@@ -228,7 +227,7 @@ def put(buffer, network, *, version, bucket, factor):
 
 @pytest.mark.parametrize(
     "temperature, pack",
-    [(1.0, False), (0.7, True), pytest.param(1.0, True, marks=SLOW), pytest.param(0.7, False, marks=SLOW)],
+    [(1.0, False), (0.7, True), (1.0, True), (0.7, False)],
 )
 def test_log_probabilities_agree_with_the_training_cell(server, network, temperature, pack):
     completions = list(server.generate(REQUESTS, SamplingParams(max_tokens=24, temperature=temperature)))
@@ -307,7 +306,6 @@ def test_top_k_and_top_p_agree_with_the_forward_loop(server, network):
         assert float(completion.logprobs[0]) == pytest.approx(expected[token], abs=TOLERANCE)
 
 
-@SLOW
 def test_buckets_that_do_not_follow_each_other_are_refused(network, rollout_python, tmp_path):
     from mindrlhf.errors import RunFailure
 

@@ -10,7 +10,7 @@ import sanity_inputs
 from slow_tests import RUNS_SLOW_TESTS
 from trace_events import read_trace, spans
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(1000)
 
 NUM_STEPS = 3
 WORLD_SIZES = (1, 2, 4) if RUNS_SLOW_TESTS else (1, 2)
@@ -164,7 +164,7 @@ def test_the_final_model_loads_in_transformers_with_the_trained_weights(runs, sa
         env={**sanity_inputs.environment(), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
     )
     assert finished.returncode == 0, finished.stderr
     loaded = json.loads(finished.stdout)

@@ -24,7 +24,10 @@ from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("MINDRLHF_ROLLOUT_PYTHON", str(ROOT / ".venv-rollout" / "bin" / "python"))
-pytestmark = pytest.mark.skipif(not os.access(PYTHON, os.X_OK), reason="no rollout environment")
+pytestmark = [
+    pytest.mark.timeout(1600),
+    pytest.mark.skipif(not os.access(PYTHON, os.X_OK), reason="no rollout environment"),
+]
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, INTERMEDIATE = 300, 128, 2, 4, 2, 160
 HEAD_DIM = HIDDEN // HEADS
