@@ -41,7 +41,7 @@ MOST = {
     "mindrlhf/tools": 2517,
     "mindrlhf/training": 10635,
     "mindrlhf/weights": 4246,
-    "tests": 73279,  # limits for strangers' files; in its place: tests of data follow as tables
+    "tests": 72889,  # limits for strangers' files; in its place: tests of data follow as tables
     "scripts": 1996,
     "docs": 30413,
 }
