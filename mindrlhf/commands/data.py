@@ -255,8 +255,6 @@ def run_show(arguments) -> int:
     from mindrlhf.data.mindrecord import PromptFile
     from mindrlhf.data.tokenizers import load_tokenizer
 
-    if arguments.num < 0:
-        raise UserError(f"--num must be 0 or more, got {arguments.num}")
     tokenizer = load_tokenizer(arguments.tokenizer) if arguments.tokenizer else None
     prompts = PromptFile.open(arguments.file, tokenizer.fingerprint if tokenizer else None)
     records = prompts.read(range(min(arguments.num, len(prompts))))

@@ -24,17 +24,19 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from mindrlhf.dryrun.plan.report import PlanOptions, report_plan
+    from mindrlhf.dryrun.plan.plan import Machine
+    from mindrlhf.dryrun.plan.report import report_plan
+    from mindrlhf.dryrun.plan.roofline import DEVICES
+    from mindrlhf.system.sizes import parse_size
 
-    options = PlanOptions(
-        world_size=arguments.workers,
-        device_memory=arguments.device_memory,
-        node_size=arguments.node_size,
+    device_bytes = parse_size(arguments.device_memory, "--device-memory")
+    text, fits = report_plan(
+        arguments.config,
+        arguments.overrides,
+        Machine(arguments.workers, device_bytes, arguments.node_size, DEVICES[arguments.device]),
         json_path=arguments.json,
-        compiles=arguments.compile,
-        device=arguments.device,
         searches=arguments.search,
+        compiles=arguments.compile,
     )
-    text, fits = report_plan(arguments.config, arguments.overrides, options)
     print(text)
     return 0 if fits else 1

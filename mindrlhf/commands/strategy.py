@@ -44,5 +44,5 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     if arguments.json:
         return print_json(report.plain())
-    print(report.text())
+    print(*report.lines(), sep="\n")
     return 0

@@ -73,7 +73,7 @@ def build_prompts(
     settings = EncoderSettings(tokenizer_path, source_names=_source_names(inputs), **settings)
     totals = BuildTotals(deduplicate)
     _check_paths(inputs, output)
-    _check_numbers(settings.task, settings.max_prompt_length, settings.max_length, num_workers)
+    _check_task(settings.task, settings.max_length)
     input_size_bytes = sum(path.stat().st_size for path in inputs)
     if num_workers is None:
         num_workers = default_num_workers(input_size_bytes)
@@ -126,19 +126,13 @@ def _check_paths(inputs: Sequence[Path], output: Path) -> None:
         raise UserError("writing MindRecord needs MindSpore, which is not installed: see 'mindrlhf doctor'")
 
 
-def _check_numbers(task: str, max_prompt_length: int, max_length: int | None, num_workers: int | None) -> None:
+def _check_task(task: str, max_length: int | None) -> None:
     if task not in TASKS:
         raise UserError(f"unknown task {task!r}; choose from {', '.join(TASKS)}")
-    if max_prompt_length < 1:
-        raise UserError(f"max_prompt_length must be 1 or more, got {max_prompt_length}")
-    if num_workers is not None and num_workers < 1:
-        raise UserError(f"the number of workers must be 1 or more, got {num_workers}")
     if task == "prompts" and max_length is not None:
         raise UserError("max_length bounds prompt + response, which task prompts lacks: give --max-prompt-length alone")
     if task != "prompts" and max_length is None:
         raise UserError(f"task {task} needs max_length: give --max-length, the most tokens of prompt + response")
-    if max_length is not None and max_length < 2:
-        raise UserError(f"max_length must be 2 or more, got {max_length}")
 
 
 def _source_names(inputs: Sequence[Path]) -> dict[str, str]:

@@ -21,19 +21,10 @@ class PromptStream:
         num_records: records in the file, at least 1.
         seed: at least 0.
         shuffle: False keeps the order of the file in every epoch.
-        num_epochs: None never ends.
-
-    Raises:
-        UserError: an argument out of range.
+        num_epochs: at least 1; None never ends.
     """
 
     def __init__(self, num_records: int, seed: int, shuffle: bool = True, num_epochs: int | None = None):
-        if num_records < 1:
-            raise UserError(f"a prompt stream needs at least 1 record, got {num_records}")
-        if seed < 0:
-            raise UserError(f"seed must be 0 or more, got {seed}")
-        if num_epochs is not None and num_epochs < 1:
-            raise UserError(f"num_epochs must be 1 or more, got {num_epochs}")
         self.num_records = num_records
         self.seed = seed
         self.shuffle = shuffle
@@ -58,8 +49,6 @@ class PromptStream:
             EndOfEpochs: nothing is left. (Not ``StopIteration``, which a calling generator would turn
                 into a ``RuntimeError``.)
         """
-        if count < 1:
-            raise UserError(f"count must be 1 or more, got {count}")
         if self.num_remaining == 0:
             raise EndOfEpochs(f"all {self.num_epochs} epochs of {self.num_records} records are used up")
         indices: list[int] = []

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.errors import UserError
 from mindrlhf.layout.layout import Layout
 
@@ -49,7 +50,7 @@ def plan_batch(config: GrpoConfig, data_parallel: int) -> BatchPlan:
     """Count a step of ``config`` on ``data_parallel`` replicas of the model.
 
     Raises:
-        UserError: the row length is left to the data, or a micro-batch does not divide into pipeline micro-batches.
+        UserError: the row length is left to the data, or rows do not divide as :func:`check_rows` has it.
     """
     training, parallel = config.training, config.parallel_config
     if not training.sequence_lengths:
@@ -57,13 +58,8 @@ def plan_batch(config: GrpoConfig, data_parallel: int) -> BatchPlan:
             "'training.sequence_lengths' is empty, so the sequence length depends on the data, which a plan does not "
             f"read: set it, for example training.sequence_lengths=[{2 * config.rollout.max_response_length}]"
         )
+    check_rows(parallel, (max(training.sequence_lengths),), training.micro_batch_size, "training")
     micro_batch_num = parallel.micro_batch_num
-    if training.micro_batch_size % micro_batch_num:
-        raise UserError(
-            f"'training.micro_batch_size' is {training.micro_batch_size}, which does not divide into "
-            f"parallel_config.micro_batch_num = {micro_batch_num} equal pipeline micro-batches: set it to "
-            f"{-(-training.micro_batch_size // micro_batch_num) * micro_batch_num}"
-        )
     row_length = max(training.sequence_lengths)
     num_prompts = training.chunk_size * training.num_rollouts
     num_samples = num_prompts * config.algorithm.num_generations
@@ -87,24 +83,44 @@ def plan_batch(config: GrpoConfig, data_parallel: int) -> BatchPlan:
     )
 
 
-def check_micro_batches(layout: Layout, batch: BatchPlan) -> None:
-    """Check that the pipeline has a micro-batch for every stage, and rows divide over the ranks that share a sequence.
+def check_rows(parallel: ParallelSection, row_lengths: tuple[int, ...], micro_batch_size: int, section: str) -> None:
+    """Check that a micro-batch divides into those of a pipeline, and its rows over the ranks that share a sequence.
+
+    Args:
+        micro_batch_size: rows per micro-batch and replica.
+        section: of the config, that has `micro_batch_size` and `sequence_lengths`.
 
     Raises:
         UserError: they do not.
+    """
+    num_parts = parallel.micro_batch_num
+    if micro_batch_size % num_parts:
+        raise UserError(
+            f"'{section}.micro_batch_size' is {micro_batch_size}, which does not divide into "
+            f"parallel_config.micro_batch_num = {num_parts} equal pipeline micro-batches: set it to "
+            f"{-(-micro_batch_size // num_parts) * num_parts}"
+        )
+    num_ranks = parallel.context_parallel * (parallel.model_parallel if parallel.use_seq_parallel else 1)
+    for length in row_lengths:
+        if length % num_ranks:
+            raise UserError(
+                f"'{section}.sequence_lengths' has {length}, which does not divide over {num_ranks} ranks that share a "
+                "sequence (context_parallel, and model_parallel with use_seq_parallel): set it to "
+                f"{-(-length // num_ranks) * num_ranks}"
+            )
+
+
+def check_pipeline(layout: Layout, batch: BatchPlan) -> None:
+    """Check that the pipeline has a micro-batch for every stage.
+
+    Raises:
+        UserError: it has not.
     """
     if batch.num_pipeline_micro_batches < layout.pipeline_stage:
         raise UserError(
             f"'parallel_config.micro_batch_num' is {batch.num_pipeline_micro_batches}, but a pipeline of "
             f"{layout.pipeline_stage} stages needs at least {layout.pipeline_stage}: set it to that, and "
             "training.micro_batch_size to a multiple"
-        )
-    parts = layout.context_parallel * (layout.model_parallel if layout.use_seq_parallel else 1)
-    if batch.row_length % parts:
-        raise UserError(
-            f"'training.sequence_lengths' has {batch.row_length}, which does not divide over {parts} ranks that share "
-            f"a sequence (context_parallel, and model_parallel with use_seq_parallel): set it to "
-            f"{-(-batch.row_length // parts) * parts}"
         )
 
 

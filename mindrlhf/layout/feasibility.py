@@ -4,9 +4,8 @@ from mindrlhf.algorithms import policy_losses
 from mindrlhf.config.derived import correction_weight
 from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.training import ParallelSection
 from mindrlhf.errors import UserError, refuse
-from mindrlhf.layout.batch import BatchPlan, check_micro_batches, plan_batch
+from mindrlhf.layout.batch import BatchPlan, check_pipeline, plan_batch
 from mindrlhf.layout.layout import Layout, check_divisible
 from mindrlhf.specs import ModelDims
 
@@ -46,7 +45,7 @@ def check_feasible(config: GrpoConfig, dims: ModelDims, layout: Layout) -> Batch
     check_divisible(dims, layout)
     batch = plan_batch(config, layout.data_parallel)
     dims.check_window(batch.row_length)
-    check_micro_batches(layout, batch)
+    check_pipeline(layout, batch)
     check_model(dims, layout)
     if layout.context_parallel > 1:
         check_tokens_only(config, layout.context_parallel)
@@ -83,35 +82,6 @@ def check_num_ranks(num_ranks: int) -> None:
         raise UserError(
             f"the run has {num_ranks} ranks, but MindSpore shards models over 1, 2, 4 or a multiple of 8: use {choice}"
         )
-
-
-def check_rows(
-    parallel: ParallelSection, layout: Layout, row_lengths: tuple[int, ...], micro_batch_size: int, section: str
-) -> None:
-    """Check that the rows of training on fixed data divide over what shares them.
-
-    Args:
-        micro_batch_size: rows per micro-batch and replica.
-        section: of the config, that has `micro_batch_size` and `sequence_lengths`.
-
-    Raises:
-        UserError: they do not.
-    """
-    num_parts = parallel.micro_batch_num
-    if micro_batch_size % num_parts:
-        raise UserError(
-            f"'{section}.micro_batch_size' is {micro_batch_size}, which does not divide into {num_parts} parts "
-            "(parallel_config.micro_batch_num): set it to "
-            f"{-(-micro_batch_size // num_parts) * num_parts}"
-        )
-    num_ranks = layout.context_parallel * (layout.model_parallel if layout.use_seq_parallel else 1)
-    for length in row_lengths:
-        if length % num_ranks:
-            raise UserError(
-                f"'{section}.sequence_lengths' has {length}, which does not divide over {num_ranks} ranks that share a "
-                "sequence (context_parallel, and model_parallel with use_seq_parallel): set it to "
-                f"{-(-length // num_ranks) * num_ranks}"
-            )
 
 
 def check_rollout(rollout: RolloutSection, dims: ModelDims, world_size: int) -> None:

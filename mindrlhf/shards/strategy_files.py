@@ -13,7 +13,6 @@ protobuf messages (`mindspore.train.node_strategy_pb2`), so MindSpore is importe
 import dataclasses
 import hashlib
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -304,25 +303,18 @@ def _layout(path: Path, name: str, shape: tuple[int, ...], stages: tuple[int, ..
         tensor_map = tuple(entry if len(entry) > 1 else entry[0] for entry in entries if entry)
     else:
         tensor_map = entries[0] if entries else ()
-    flat = [axis for entry in tensor_map for axis in (entry if isinstance(entry, tuple) else (entry,))]
-    another = (
-        f"{path} shards {name} {list(shape)} by device matrix {list(matrix)} and tensor map {list(tensor_map)}, which"
-    )
-    is_cut = len(tensor_map) == len(shape) and all(-1 <= axis < len(matrix) for axis in flat)
-    if not is_cut or not matrix or min(matrix) < 1 or math.prod(matrix) > MAX_RANKS:
-        raise UserError(f"{another} does not fit: it is the strategy of another model, or damaged")
-    whole = ParameterLayout(name, shape, stages, matrix, tensor_map)
-    size = message.opt_weight_shard_size if message.opt_weight_shard_step else 1
-    size = whole.num_repeats if size == -1 else max(size, 1)
-    if any(length % parts for length, parts in zip(shape, whole.splits)) or whole.num_repeats % size:
-        raise UserError(f"{another} does not divide it: it is the strategy of another model")
-    layout = dataclasses.replace(whole, optimizer_shard_size=size)
-    if whole.shard_shape[0] % size:
-        raise UserError(f"{another} does not divide it among {size} optimiser ranks: it is of another model")
     try:
+        whole = ParameterLayout(name, shape, stages, matrix, tensor_map)
+        check_layout(whole)
+        size = message.opt_weight_shard_size if message.opt_weight_shard_step else 1
+        size = whole.num_repeats if size == -1 else max(size, 1)
+        layout = dataclasses.replace(whole, optimizer_shard_size=size)
         check_layout(layout)
     except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}): make the strategy again") from error
+        raise UserError(
+            f"{path} shards {name} {list(shape)} by device matrix {list(matrix)} and tensor map {list(tensor_map)}, "
+            f"which does not fit ({error}): it is the strategy of another model, or damaged"
+        ) from error
     return layout
 
 

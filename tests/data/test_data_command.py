@@ -113,8 +113,7 @@ def test_show_refuses_another_tokenizer_and_a_foreign_file(run, tokenizer_direct
     (tmp_path / "x.mindrecord").write_text("no")
     with pytest.raises(UserError, match="is not a prompt file"):
         run("data", "show", tmp_path / "x.mindrecord")
-    with pytest.raises(UserError, match="--num must be 0 or more"):
-        run("data", "show", tmp_path / "x.mindrecord", "--num", -1)
+    assert main(["data", "show", str(tmp_path / "x.mindrecord"), "--num", "-1"]) == 2
 
 
 @pytest.mark.parametrize("text", ["question", "question=", "=q", "question=q,"])

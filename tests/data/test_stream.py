@@ -94,11 +94,3 @@ def test_state_of_another_run_is_refused(change, message):
     stream = PromptStream(5, seed=1)
     with pytest.raises(UserError, match=message):
         stream.restore({**stream.state(), **change})
-
-
-@pytest.mark.parametrize("arguments", [(0, 1), (5, -1), (5, 1, True, 0)])
-def test_arguments_out_of_range(arguments):
-    with pytest.raises(UserError):
-        PromptStream(*arguments)
-    with pytest.raises(UserError, match="count must be 1 or more"):
-        PromptStream(5, 1).next(0)

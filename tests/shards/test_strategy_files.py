@@ -120,7 +120,7 @@ def test_another_model(tmp_path):
     fewer = {name: shape for name, shape in SHAPES.items() if ".layers.2." not in name}
     assert "which the model does not" in refused(tmp_path / "merged.ckpt", DIMS, fewer)
     odd = {name: tuple(size + 1 for size in shape) for name, shape in SHAPES.items()}
-    assert "does not divide it" in refused(tmp_path / "merged.ckpt", DIMS, odd)
+    assert "does not divide by its device matrix" in refused(tmp_path / "merged.ckpt", DIMS, odd)
     flat = {name: (shape[0],) for name, shape in SHAPES.items()}
     assert "does not fit" in refused(tmp_path / "merged.ckpt", DIMS, flat)
 

@@ -182,7 +182,7 @@ def test_fine_tuning_takes_layouts_that_shard_the_model(npu_sft_config, world_si
         (
             {"pipeline_stage": 2, "micro_batch_num": 2},
             {"micro_batch_size": 3},
-            "'supervised.micro_batch_size' is 3, which does not divide into 2 parts .* set it to 4",
+            "'supervised.micro_batch_size' is 3, which .* into parallel_config.micro_batch_num = 2 .* set it to 4",
         ),
         (
             {"context_parallel": 4},

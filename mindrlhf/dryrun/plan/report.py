@@ -3,63 +3,57 @@
 import dataclasses
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mindrlhf.config.load import load_layout_config
 from mindrlhf.dryrun.plan.compiled import PlannedStage, compile_plan
 from mindrlhf.dryrun.plan.plan import Machine, Plan, make_plan, read_model
-from mindrlhf.dryrun.plan.roofline import DEVICES
 from mindrlhf.dryrun.plan.search import SearchResult, search
 from mindrlhf.dryrun.plan.text import planned_lines, render_text, search_lines, section
 from mindrlhf.dryrun.plan.verdict import Verdict, give_verdict
 from mindrlhf.errors import UserError
 from mindrlhf.system.files import write_file
-from mindrlhf.system.sizes import parse_size
 
 STANDARD_OUTPUT = "-"
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """Options of the command line; ``json_path`` is None when no file is wanted."""
-
-    world_size: int
-    device_memory: str = "64GB"
-    node_size: int = 8
-    json_path: str | None = None
-    compiles: bool = False
-    device: str = "A2"
-    searches: bool = False
-
-
-def report_plan(config_path: str | Path, overrides: Iterable[str], options: PlanOptions) -> tuple[str, bool]:
+def report_plan(
+    config_path: str | Path,
+    overrides: Iterable[str],
+    machine: Machine,
+    *,
+    json_path: str | None = None,
+    searches: bool = False,
+    compiles: bool = False,
+) -> tuple[str, bool]:
     """Plan a run, write the JSON if it is asked for, and return the text and whether the run fits.
 
+    Args:
+        json_path: None when no JSON is wanted, ``STANDARD_OUTPUT`` for JSON in place of the text.
+        searches, compiles: look for better layouts; ask MindSpore's memory planner too.
+
     Raises:
-        UserError: an option, the config or the model does not make a plan; names the fix.
+        UserError: the config or the model does not make a plan, or the file cannot be written; names the fix.
         RunFailure: a compilation failed.
     """
-    machine = _machine(options)
-    _check_target(options.json_path)
+    _check_target(json_path)
     config = load_layout_config(config_path, overrides)
     model = read_model(config.model.path)
     plan = make_plan(config, model, machine)
     verdict = give_verdict(plan)
     parts = [render_text(plan, verdict)]
-    result = search(config, model, machine) if options.searches else None
+    result = search(config, model, machine) if searches else None
     if result is not None:
         parts.append(section("Search", search_lines(result)))
-    planned = compile_plan(plan) if options.compiles else []
+    planned = compile_plan(plan) if compiles else []
     if planned:
         parts.append(section("MindSpore's memory planner", planned_lines(planned)))
-    if not options.json_path:
-        return "\n\n".join(parts), verdict.fits
-    text = json.dumps(plan_json(plan, verdict, result, planned), indent=1)
-    if options.json_path == STANDARD_OUTPUT:
-        return text, verdict.fits
-    _write(options.json_path, f"{text}\n")
+    if json_path:
+        text = json.dumps(plan_json(plan, verdict, result, planned), indent=1)
+        if json_path == STANDARD_OUTPUT:
+            return text, verdict.fits
+        _write(json_path, f"{text}\n")
     return "\n\n".join(parts), verdict.fits
 
 
@@ -86,14 +80,6 @@ def plan_json(
     values["search"] = result and dataclasses.asdict(result)
     values["planned_memory"] = [dataclasses.asdict(stage) for stage in planned]
     return values
-
-
-def _machine(options: PlanOptions) -> Machine:
-    for value, option in ((options.world_size, "--workers"), (options.node_size, "--node-size")):
-        if value < 1:
-            raise UserError(f"{option} is {value}: give a number of devices, 1 or more")
-    device_bytes = parse_size(options.device_memory, "--device-memory")
-    return Machine(options.world_size, device_bytes, options.node_size, DEVICES[options.device])
 
 
 def _check_target(path: str | None) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from mindrlhf.config.derived import needs_critic, reference_path
 from mindrlhf.config.schema import GrpoConfig, OfflineConfig
 from mindrlhf.errors import UserError
-from mindrlhf.layout.feasibility import check_feasible, check_model, check_num_ranks, check_rollout, check_rows
+from mindrlhf.layout.batch import check_rows
+from mindrlhf.layout.feasibility import check_feasible, check_model, check_num_ranks, check_rollout
 from mindrlhf.layout.layout import Layout
 from mindrlhf.layout.servers import place_servers, spans_nodes
 from mindrlhf.rollout.vllm_options import VLLM
@@ -58,10 +59,9 @@ def check_offline_layout(
     """
     if config.run.device == "cpu":  # which trains whole models
         return
-    parallel = config.parallel_config
-    layout = Layout.from_config(parallel, world_size)
+    layout = Layout.from_config(config.parallel_config, world_size)
     check_num_ranks(world_size)
-    check_rows(parallel, layout, row_lengths, micro_batch_size, section)
+    check_rows(config.parallel_config, row_lengths, micro_batch_size, section)
     for path in dict.fromkeys(paths):
         dims = model_dims(path)
         check_model(model_dims(path, as_scorer=as_scorer), layout)

@@ -44,34 +44,22 @@ def config(tmp_path):
     return path
 
 
-@pytest.mark.parametrize(
-    ("overrides", "world_size", "message"),
-    [
-        (["model_parallel=4"], 4, r"model_parallel is 4, but the model has 6 query heads: set it to one of 1, 2"),
-        (["model_parallel=3"], 3, r"model_parallel is 3, but the model has 2 key/value heads: set it to one of 1, 2"),
-        (["pipeline_stage=8", "micro_batch_num=8"], 8, r"pipeline_stage is 8, but the model has 6 layers: set it to 6"),
-        (["model_parallel=2"], 5, r"5 ranks do not divide by .* = 2: start 6 workers"),
-        (["data_parallel=2"], 4, r"makes 2 ranks, but 4 were started: set data_parallel to 4"),
-        (["context_parallel=24"], 24, r"'training.sequence_lengths' has 64, which does not divide over 24 ranks"),
-        (["expert_parallel=2"], 2, r"expert_parallel is 2, but the model has no experts: set it to 1"),
-        (["micro_batch_num=3"], 1, r"'training.micro_batch_size' is 4, .* 3 equal pipeline micro-batches: set it to 6"),
-    ],
-)
-def test_impossible_layouts_are_explained_before_compiling(config, tmp_path, overrides, world_size, message):
-    with pytest.raises(UserError, match=message):
-        report_strategy(
-            config,
-            [f"parallel_config.{override}" for override in overrides],
-            world_size=world_size,
-            directory=tmp_path / "out",
-            layers_per_stage="auto",
-        )
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
+IMPOSSIBLE = [
+    (["model_parallel=4"], 4, r"model_parallel is 4, but the model has 6 query heads: set it to one of 1, 2"),
+    (["model_parallel=3"], 3, r"model_parallel is 3, but the model has 2 key/value heads: set it to one of 1, 2"),
+    (["pipeline_stage=8", "micro_batch_num=8"], 8, r"pipeline_stage is 8, but the model has 6 layers: set it to 6"),
+    (["model_parallel=2"], 5, r"5 ranks do not divide by .* = 2: start 6 workers"),
+    (["data_parallel=2"], 4, r"makes 2 ranks, but 4 were started: set data_parallel to 4"),
+    (["context_parallel=24"], 24, r"'training.sequence_lengths' has 64, which does not divide over 24 ranks"),
+    (["expert_parallel=2"], 2, r"expert_parallel is 2, but the model has no experts: set it to 1"),
+    (["micro_batch_num=3"], 1, r"'training.micro_batch_size' is 4, .* 3 equal pipeline micro-batches: set it to 6"),
+    (["pipeline_stage=2", "micro_batch_num=2", "TIED"], 2, r"output layer is its embedding .*: set it to 1"),
+    ([], 1, r"--output .*out exists"),
+]
+# What spans a response refuses context parallelism.
+IMPOSSIBLE += [
+    (["context_parallel=2", override], 2, message)
+    for override, message in (
         ("algorithm.loss=gspo", r"splits responses, but 'algorithm.loss' is gspo, .* to ppo_clip"),
         ("algorithm.loss=gspo_token", r"'algorithm.loss' is gspo_token"),
         ("algorithm.name=rloo", r"'algorithm.loss' is sequence_clip"),
@@ -79,29 +67,22 @@ def test_impossible_layouts_are_explained_before_compiling(config, tmp_path, ove
         ("correction.mask=geometric", r"'correction.mask' is geometric"),
         ("correction.off_policy_mask=0.1", r"'correction.off_policy_mask' is 0.1, .* to 0"),
         ("correction.veto=0.0001", r"'correction.veto' is 0.0001, .* to 0"),
-    ],
-)
-def test_what_spans_a_response_refuses_context_parallelism(config, tmp_path, override, message):
+    )
+]
+
+
+@pytest.mark.parametrize(("overrides", "world_size", "message"), IMPOSSIBLE)
+def test_what_is_impossible_is_explained_before_compiling(config, tmp_path, overrides, world_size, message):
+    if "TIED" in overrides:
+        overrides = [override for override in overrides if override != "TIED"]
+        (tmp_path / "model" / "config.json").write_text(json.dumps({**HF_CONFIG, "tie_word_embeddings": True}))
+    words = [override if "." in override.partition("=")[0] else f"parallel_config.{override}" for override in overrides]
+    exists = "exists" in message
+    if exists:
+        (tmp_path / "out").mkdir()
     with pytest.raises(UserError, match=message):
-        report_strategy(
-            config,
-            [override, "parallel_config.context_parallel=2"],
-            world_size=2,
-            directory=tmp_path / "out",
-            layers_per_stage="auto",
-        )
-
-
-def test_a_tied_embedding_refuses_a_pipeline(config, tmp_path):
-    (tmp_path / "model" / "config.json").write_text(json.dumps({**HF_CONFIG, "tie_word_embeddings": True}))
-    with pytest.raises(UserError, match=r"output layer is its embedding .*: set it to 1"):
-        report_strategy(
-            config,
-            ["parallel_config.pipeline_stage=2", "parallel_config.micro_batch_num=2"],
-            world_size=2,
-            directory=tmp_path / "out",
-            layers_per_stage="auto",
-        )
+        report_strategy(config, words, world_size=world_size, directory=tmp_path / "out", layers_per_stage="auto")
+    assert (tmp_path / "out").exists() == exists
 
 
 @pytest.mark.parametrize(("num_ranks", "choice"), [(3, 4), (5, 8), (12, 16)])
@@ -109,17 +90,6 @@ def test_numbers_of_ranks_that_mindspore_refuses(num_ranks, choice):
     with pytest.raises(UserError, match=f"has {num_ranks} ranks, .*: use {choice}$"):
         check_num_ranks(num_ranks)
     check_num_ranks(choice)
-
-
-def test_an_existing_directory_is_not_touched(config, tmp_path):
-    (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match=r"--output .*out exists"):
-        report_strategy(config, [], world_size=1, directory=tmp_path / "out", layers_per_stage="auto")
-
-
-def test_world_size_zero_is_refused(config, tmp_path):
-    with pytest.raises(UserError, match="--workers is 0"):
-        report_strategy(config, [], world_size=0, directory=tmp_path / "out", layers_per_stage="auto")
 
 
 def test_a_shortened_model_keeps_a_layer_of_each_kind():
