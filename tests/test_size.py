@@ -33,7 +33,7 @@ MOST = {
     "mindrlhf/models": 3136,
     "mindrlhf/observe": 2621,
     "mindrlhf/rewards": 6677,
-    "mindrlhf/rollout": 6517,
+    "mindrlhf/rollout": 6521,
     "mindrlhf/sandbox": 3915,
     "mindrlhf/shards": 1521,
     "mindrlhf/specs": 2167,
@@ -41,7 +41,7 @@ MOST = {
     "mindrlhf/tools": 2517,
     "mindrlhf/training": 10635,
     "mindrlhf/weights": 4246,
-    "tests": 72847,  # limits for strangers' files; in its place: tests of data follow as tables
+    "tests": 72859,  # limits for strangers' files; in its place: tests of data follow as tables
     "scripts": 1996,
     "docs": 30413,
 }

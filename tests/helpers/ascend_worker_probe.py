@@ -72,6 +72,16 @@ for _ in range(10):  # what the runner does with a prompt that is read in part
 turned = {row: Stream(5 + 9 - row) for row in range(10)}
 mixed = sample_rows(rows[:10], dict(reversed(turned.items()))).tolist()
 few = {0: Stream(1)}
+
+
+def blocked_sum(values, dim):
+    """A running sum as an accelerator's, in float32: rounding moves it up or down where a block begins."""
+    return torch.Tensor.cumsum(values, dim) - 1e-2 * (torch.arange(values.shape[-1]) % 2)
+
+
+falling = rows.clone()
+falling.cumsum = lambda dim: blocked_sum(falling, dim)
+unlikely = sum(int((SHARES[sample_rows(falling, streams).numpy()] == 0).sum()) for _ in range(20))
 found = {
     "shares": (np.bincount(drawn.ravel(), minlength=8) / drawn.size).tolist(),
     "shares of each draw": [(np.bincount(one, minlength=8) / one.size).tolist() for one in drawn],
@@ -79,6 +89,7 @@ found = {
     "alone": [of_one, repeated, drawn[:, 77].tolist()],
     "turned": [mixed[::-1], drawn[0, :10].tolist()],
     "operators": [num_operators(1), num_operators(64)],
+    "unlikely": unlikely,
     "ours where all have seeds": [
         isinstance(sampling.random_sample(rows[:1].clone(), few), torch.Tensor), sampling.random_sample(rows[:2], few)
     ],

@@ -23,6 +23,7 @@ def test_rows_are_sampled_at_once_each_by_its_own_seed(found):
     assert found["turned"][0] == found["turned"][1], "whatever the row"
     few, many = found["operators"]
     assert few == many, "as many launches for 64 rows as for one"
+    assert found["unlikely"] == 0, "where sums fall on the way, as in blocks of float32"
     assert found["ours where all have seeds"] == [True, "theirs"]
 
 

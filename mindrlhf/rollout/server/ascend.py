@@ -82,7 +82,11 @@ def sample_rows(probs: torch.Tensor, generators: Mapping[int, torch.Generator]) 
         host = host.pin_memory()  # so that nobody waits for the copy
     sums = probs.cumsum(-1)
     wanted = host.to(probs.device, non_blocking=True)[:, None] * sums[:, -1:]
-    return torch.searchsorted(sums, wanted, right=True).view(-1)
+    # An accelerator sums in blocks, so that in float32 the sums may fall on the way: no token of probability 0 is it.
+    is_likely, places = probs > 0, torch.arange(probs.shape[-1], dtype=torch.int32, device=probs.device)
+    first = torch.where(is_likely & (sums > wanted), places, len(places)).amin(-1)
+    last = torch.where(is_likely, places, -1).amax(-1)
+    return torch.minimum(first, last).long()
 
 
 class WhatSleepForgets:
