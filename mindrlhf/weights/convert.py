@@ -2,8 +2,9 @@
 
 import logging
 import os
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -209,21 +210,36 @@ def export_hf(
     """
     if dtype not in STORAGE_DTYPES:
         raise UserError(f"dtype={dtype!r}: use one of {', '.join(STORAGE_DTYPES)}")
+    answers = tokenizer_dir is not None and not find_spec(hf_config).is_scorer
+    generation = generation_config(tokenizer_dir) if answers else None
+    files = {"max_shard_bytes": max_shard_bytes, "tokenizer_dir": tokenizer_dir, "generation": generation}
+    return write_hf(tensors, {}, hf_config, out_dir, dtype, **files)
+
+
+def write_hf(
+    tensors: Iterator[tuple[str, np.ndarray]],
+    stored: Mapping[str, str],
+    hf_config: dict,
+    out_dir: str | os.PathLike,
+    dtype: str | None,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    **options: Any,
+) -> dict[str, str]:
+    """Write tensors as a Hugging Face directory, one after the other; see :func:`export_hf`.
+
+    Args:
+        stored: the dtype of each tensor by name, which its file gets where ``dtype`` is None.
+        options: of :func:`mindrlhf.weights.writer.model_directory`.
+    """
     spec = find_spec(hf_config)
     dims = spec.dims(hf_config)
-    dtypes = {name: file_dtype(rule, dtype) for rule in spec.rules(dims) for name in rule.hf_names}
+    dtypes = {name: file_dtype(rule, dtype) or stored[name] for rule in spec.rules(dims) for name in rule.hf_names}
     infos = [TensorInfo(name, dtypes[name], shape) for name, shape in hf_shapes(spec, dims).items()]
     converted = ((name, convert_dtype(array, dtype_name(array), dtypes[name])) for name, array in tensors)
-    return write_model_directory(
-        converted,
-        infos,
-        with_dtype(hf_config, dtype),
-        out_dir,
-        file_format="pt",
-        max_shard_bytes=max_shard_bytes,
-        tokenizer_dir=tokenizer_dir,
-        generation=None if tokenizer_dir is None or spec.is_scorer else generation_config(tokenizer_dir),
-    )
+    config = with_dtype(hf_config, dtype or infos[0].dtype)
+    options |= {"file_format": "pt", "max_shard_bytes": max_shard_bytes}
+    return write_model_directory(converted, infos, config, out_dir, **options)
 
 
 def file_dtype(rule: ParameterRule, dtype: str | None) -> str | None:

@@ -18,6 +18,7 @@ from mindrlhf.weights.convert import (
     ignored_names,
     with_dtype,
     without_drafts,
+    write_hf,
 )
 from mindrlhf.weights.hf import SafetensorsDirectory, TensorDirectory, read_hf_config
 from mindrlhf.weights.open import open_tensors
@@ -57,16 +58,11 @@ def export_directory(mf_dir: str | os.PathLike, out_dir: str | os.PathLike, dtyp
     source = SafetensorsDirectory(mf_dir)
     rules = spec.rules(dims)
     source.check_coverage({rule.mf_name: rule.mf_shape(dims) for rule in rules})
-    own = {rule.mf_name: source.info(rule.mf_name).dtype for rule in rules}
-    dtypes = {name: file_dtype(rule, dtype) or own[rule.mf_name] for rule in rules for name in rule.hf_names}
-    infos = [TensorInfo(name, dtypes[name], shape) for name, shape in hf_shapes(spec, dims).items()]
-    parts = (
-        (name, convert_dtype(part, own[rule.mf_name], dtypes[name]))
-        for rule in rules
-        for name, part in zip(rule.hf_names, split_parts(rule, dims, source.read(rule.mf_name)))
+    stored = {name: source.info(rule.mf_name).dtype for rule in rules for name in rule.hf_names}
+    tensors = (
+        tensor for rule in rules for tensor in zip(rule.hf_names, split_parts(rule, dims, source.read(rule.mf_name)))
     )
-    options = {"file_format": "pt", "max_shard_bytes": MAX_SHARD_BYTES, "tokenizer_dir": mf_dir}
-    write_model_directory(parts, infos, with_dtype(hf_config, dtype) if dtype else hf_config, out_dir, **options)
+    write_hf(tensors, stored, hf_config, out_dir, dtype, tokenizer_dir=mf_dir)
 
 
 def _read_config(model_dir: str | os.PathLike) -> tuple[dict, ModelSpec, ModelDims]:

@@ -13,10 +13,9 @@ import numpy as np
 
 from mindrlhf.errors import UserError
 from mindrlhf.specs import find_spec
-from mindrlhf.weights.convert import MAX_SHARD_BYTES, check_checkpoint, file_dtype, hf_shapes, with_dtype
+from mindrlhf.weights.convert import check_checkpoint, hf_shapes, write_hf
 from mindrlhf.weights.hf import SafetensorsDirectory, TensorDirectory, read_hf_config
 from mindrlhf.weights.tensors import FLOAT8, STORAGE_DTYPES, TensorInfo, convert_dtype
-from mindrlhf.weights.writer import write_model_directory
 
 SCALE_ENDING = "_scale_inv"
 _BIAS, _NUM_FRACTION_BITS = 7, 3
@@ -145,24 +144,14 @@ def write_converted(
     spec = find_spec(hf_config)
     dims = spec.dims(hf_config)
     check_checkpoint(source, spec, dims)
-    shapes = hf_shapes(spec, dims)
-    rules = {name: rule for rule in spec.rules(dims) for name in rule.hf_names}
-    dtypes = {name: file_dtype(rules[name], dtype) or source.info(name).dtype for name in shapes}
+    stored = {name: source.info(name).dtype for name in hf_shapes(spec, dims)}
 
     def tensors():
-        for name in shapes:
-            yield name, convert_dtype(source.read(name), source.info(name).dtype, dtypes[name])
+        for name in stored:
+            yield name, source.read(name)
             source.release(name)
 
-    write_model_directory(
-        tensors(),
-        [TensorInfo(name, dtypes[name], shape) for name, shape in shapes.items()],
-        with_dtype(hf_config, dtype or dtypes[next(iter(shapes))]),
-        out_dir,
-        file_format="pt",
-        max_shard_bytes=MAX_SHARD_BYTES,
-        tokenizer_dir=tokenizer_dir,
-    )
+    write_hf(tensors(), stored, hf_config, out_dir, dtype, tokenizer_dir=tokenizer_dir)
 
 
 def _block(quantization: object, hf_dir: str | os.PathLike) -> tuple[int, int]:
