@@ -1,4 +1,4 @@
-"""What processes and models say: messages of the socket, the weight buffer, tool calls."""
+"""What processes and models say: messages of the socket, tool calls."""
 
 import json
 import random
@@ -37,44 +37,6 @@ def wire(directory: Path) -> Case:
             left.sendall(message)
             left.close()
             receive_message(right, timeout_s=20, max_payload_bytes=1 << 24)
-
-    return case
-
-
-def weight_buffer(directory: Path) -> Case:
-    from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer
-
-    infos = [
-        TensorInfo("embed", "float32", (4, 6)),
-        TensorInfo("norm", "bfloat16", (3,)),
-        TensorInfo("scale", "float16", ()),
-    ]
-    with WeightBuffer.create(infos) as buffer:
-        buffer.begin(1)
-        for info in infos:
-            buffer.write(info.name, np.ones(info.shape, np.float32))
-        buffer.commit()
-        whole = Path(buffer.path).read_bytes()
-    prefix = struct.Struct("<8sqq3Q")
-    magic, version, bucket, manifest_bytes, checksums_offset, bucket_bytes = prefix.unpack_from(whole)
-    manifest = json.loads(whole[prefix.size : prefix.size + manifest_bytes])
-    path = directory / "buffer"
-
-    def any_size(rng: random.Random, size: int) -> int:
-        return rng.choice((size, size, size, 0, 2**63, 2**64 - 1))
-
-    def case(rng: random.Random) -> None:
-        if rng.randrange(2):
-            path.write_bytes(corruption.corrupt_bytes(rng, whole))
-        else:
-            text = corruption.corrupt_json(rng, manifest)
-            sizes = [any_size(rng, size) for size in (len(text), checksums_offset, bucket_bytes)]
-            header = prefix.pack(magic, version, rng.choice((bucket, bucket, -1, 2**62)), *sizes)
-            path.write_bytes((header + text).ljust(checksums_offset) + whole[checksums_offset:])
-        with WeightBuffer.attach(str(path)) as buffer:
-            buffer.verify(1)
-            for name, dtype, array in buffer.tensors(1):
-                assert (name, dtype, array.size) and array.nbytes <= len(whole), "a tensor of no use"
 
     return case
 

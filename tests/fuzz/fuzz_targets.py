@@ -7,7 +7,7 @@ from fuzz_checkpoints import checkpoint_arrays, checkpoint_manifest, checkpoint_
 from fuzz_config import config_file, config_override
 from fuzz_data import mindrecord_header, mindrecord_index, mindrecord_pages, parquet, records
 from fuzz_files import RECORDS
-from fuzz_messages import judge_reply, tool_call, weight_buffer, wire
+from fuzz_messages import judge_reply, tool_call, wire
 from fuzz_run_files import run_records, samples_to_score
 from fuzz_target import Target
 from fuzz_tokenizers import chat_template, sentencepiece, tokenizer_file
@@ -49,7 +49,6 @@ TARGETS = {
     "strategy file": Target(strategy_file),
     "strategy description": Target(strategy_description),
     "rollout message": Target(wire, (ConnectionClosed, ProtocolError)),
-    "weight buffer": Target(weight_buffer),
     "tool call": Target(tool_call, ()),
     "judge's reply": Target(judge_reply, (ChatError,)),
     "records of a run": Target(run_records),

