@@ -41,7 +41,7 @@ from mindrlhf.weights.publish.slices import (
     copy_and_sum,
     intersect,
     num_elements,
-    sum_chunks,
+    sum_bits,
     to_index,
     to_slice,
 )
@@ -265,7 +265,7 @@ class WeightBuffer:
         by_size = sorted(self._buckets[self.bucket], key=lambda i: -self.infos[i].size_bytes)
         for i in by_size[share::num_shares]:
             info = self.infos[i]
-            checksum = sum_chunks(self._views[i]) % _modulus(info)
+            checksum = sum_bits(self._views[i]) % _modulus(info)
             expected = int(self._checksums[i]) % _modulus(info)
             if checksum != expected:
                 raise WeightBufferError(

@@ -6,7 +6,7 @@ Needs the standard library and NumPy only: both interpreters (training and rollo
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from mindrlhf.weights.tensors import convert_dtype, dtype_name
 
 TensorSlice = tuple[tuple[int, int], ...]
 
-# Memory is copied, summed and sent in chunks, so that what comes next finds the chunk in the cache.
+# Memory is copied and summed in chunks, so that the sum finds the chunk in the cache.
 _CHUNK_BYTES = 1 << 20
 
 
@@ -44,21 +44,10 @@ def intersect(one: TensorSlice, other: TensorSlice) -> TensorSlice | None:
     return common if all(start < stop for start, stop in common) else None
 
 
-def chunks(array: np.ndarray) -> Iterator[np.ndarray]:
-    """Cut an array into views that fit the cache: one that lies in one piece anywhere, else along its first axis."""
-    array = array.reshape(-1) if array.flags.c_contiguous else array
-    return (array[rows] for rows in _chunk_rows(array))
-
-
 def sum_bits(array: np.ndarray) -> int:
     """Return the sum of the elements' bits, modulo the width of an element."""
     words = array.view(f"<u{array.dtype.itemsize}")
     return int(np.add.reduce(words, axis=None, dtype=words.dtype))
-
-
-def sum_chunks(array: np.ndarray) -> int:
-    """Return the sum of the bits of an array of any size, not yet modulo the width of an element."""
-    return sum(map(sum_bits, chunks(array)))
 
 
 def copy_and_sum(target: np.ndarray, source: np.ndarray, dtype: str) -> int:
@@ -69,16 +58,11 @@ def copy_and_sum(target: np.ndarray, source: np.ndarray, dtype: str) -> int:
     if target.flags.c_contiguous and source.flags.c_contiguous:
         target, source = target.reshape(-1), source.reshape(-1)
     is_other, checksum = source.dtype != target.dtype, 0
-    for rows in _chunk_rows(source):
-        chunk = convert_dtype(source[rows], dtype_name(source), dtype) if is_other else source[rows]
-        np.copyto(target[rows], chunk)
-        checksum += sum_bits(target[rows])
+    if source.size:
+        num_rows = max(1, _CHUNK_BYTES // (source.nbytes // len(source)))
+        for start in range(0, len(source), num_rows):
+            rows = slice(start, start + num_rows)
+            chunk = convert_dtype(source[rows], dtype_name(source), dtype) if is_other else source[rows]
+            np.copyto(target[rows], chunk)
+            checksum += sum_bits(target[rows])
     return checksum
-
-
-def _chunk_rows(array: np.ndarray) -> Iterator[slice]:
-    """Cut an array along its first axis into chunks that fit the cache."""
-    if array.size:
-        num_rows = max(1, _CHUNK_BYTES // (array.nbytes // len(array)))
-        for start in range(0, len(array), num_rows):
-            yield slice(start, start + num_rows)

@@ -71,7 +71,7 @@ def test_readers_that_share_the_memory_each_sum_other_tensors_and_together_all(s
         buffer.commit()
         summed = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(buffer_module, "sum_chunks", lambda array: summed.append(array.ctypes.data) or 0)
+            patch.setattr(buffer_module, "sum_bits", lambda array: summed.append(array.ctypes.data) or 0)
             patch.setattr(buffer, "_checksums", np.zeros(len(infos), np.uint64))
             sizes = []
             for share in range(num_shares):
