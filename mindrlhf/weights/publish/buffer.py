@@ -322,11 +322,11 @@ def cut_into_buckets(infos: Sequence[TensorInfo], bucket_bytes: int = 0) -> list
     """
     buckets, first, size_bytes = [], 0, 0
     for place, info in enumerate(infos):
-        own = align(info.size_bytes)
-        if bucket_bytes and place > first and size_bytes + own > bucket_bytes:
+        tensor_bytes = align(info.size_bytes)
+        if bucket_bytes and place > first and size_bytes + tensor_bytes > bucket_bytes:
             buckets.append(range(first, place))
             first, size_bytes = place, 0
-        size_bytes += own
+        size_bytes += tensor_bytes
     return [*buckets, range(first, len(infos))]
 
 

@@ -110,17 +110,17 @@ class PublishingWorker:
 
     def close_weights(self, purpose: str) -> None:
         """Unmap the buffer and end the connections with other nodes."""
-        own = self._buffers.pop(purpose)
-        if own.transport is not None:
-            own.transport.close()
-        own.buffer.close()
+        shared = self._buffers.pop(purpose)
+        if shared.transport is not None:
+            shared.transport.close()
+        shared.buffer.close()
 
     def publish(self, version: int, bucket: int = 0, purpose: str = PUBLISH) -> Published:
         """Write this rank's share of a bucket of the tensors to the buffer of its node."""
-        own = self._buffers[purpose]
-        own.buffer.begin(version, bucket)
-        own.model.write_to(own.buffer, own.ranks)
-        return Published({str(own.node): own.buffer.written()})
+        shared = self._buffers[purpose]
+        shared.buffer.begin(version, bucket)
+        shared.model.write_to(shared.buffer, shared.ranks)
+        return Published({str(shared.node): shared.buffer.written()})
 
     def sync_weights(self, purpose: str, version: int, bucket: int) -> None:
         """On a rank with a transport, send what other nodes' buffers lack, and receive what this one does."""
@@ -130,25 +130,25 @@ class PublishingWorker:
 
     def commit_weights(self, purpose: str, written: list[WrittenSlice]) -> None:
         """On the first rank of another node than rank 0's, make what was written visible there."""
-        own = self._buffers[purpose]
-        if own.node and own.is_owner:
-            own.buffer.commit(written)
+        shared = self._buffers[purpose]
+        if shared.node and shared.is_owner:
+            shared.buffer.commit(written)
 
     def open_transport(self, purpose: str) -> LeaderAddress:
         """On the first rank of a node, wait for those of the others.
 
         Where collectives are the transport, all ranks take part, and have no address.
         """
-        own = self._buffers[purpose]
-        if own.nodes:
-            if own.transport is None:
-                own.transport = CollectiveTransport(own.buffer, own.rank, own.nodes, self._open_broadcast)
+        shared = self._buffers[purpose]
+        if shared.nodes:
+            if shared.transport is None:
+                shared.transport = CollectiveTransport(shared.buffer, shared.rank, shared.nodes, self._open_broadcast)
             return LeaderAddress({})
-        if not own.is_owner:
+        if not shared.is_owner:
             return LeaderAddress({})
-        if own.transport is None:
-            own.transport = TcpTransport(own.buffer, own.node, own_host())
-        return LeaderAddress({str(own.node): list(own.transport.address)})
+        if shared.transport is None:
+            shared.transport = TcpTransport(shared.buffer, shared.node, own_host())
+        return LeaderAddress({str(shared.node): list(shared.transport.address)})
 
     def connect_transport(
         self, purpose: str, bucket: int, transfers: list, addresses: dict[str, Any], token: str
@@ -161,11 +161,11 @@ class PublishingWorker:
             addresses: host and port by node.
             token: a secret of the nodes.
         """
-        own = self._buffers[purpose]
-        if own.transport is not None:
+        shared = self._buffers[purpose]
+        if shared.transport is not None:
             planned = [Transfer(name, to_slice(part), origin, tuple(nodes)) for name, part, origin, nodes in transfers]
             places = {int(node): (host, port) for node, (host, port) in addresses.items()}
-            own.transport.connect(planned, places, token.encode(), bucket)
+            shared.transport.connect(planned, places, token.encode(), bucket)
 
     def _published_model(self, name: str) -> Any:
         """Return the model that a rank means by a name."""
@@ -203,7 +203,7 @@ def open_weight_buffers(
         purpose, of, dtype, bucket_bytes: see :meth:`PublishingWorker.open_weights`.
         between_devices: what buffers lack comes over the devices' network, not the hosts'.
     """
-    firsts = {own[0] for own in nodes}
+    firsts = {members[0] for members in nodes}
     wanted = [{"is_owner": rank in firsts} for rank in range(ranks.world_size)]
     common = {"purpose": purpose, "of": of}
     opened = ranks.call("open_weights", per_rank=wanted, **common, dtype=dtype, bucket_bytes=bucket_bytes)
@@ -255,7 +255,7 @@ class WeightPublisher:
         """Put a bucket of the weights into the buffers; return what the ranks together have written."""
         self._buffer.begin(version, bucket)
         results: list[Published] = self._call("publish", version=version, bucket=bucket)
-        by_node = join([one.written for one in results])
+        by_node = join([published.written for published in results])
         if len(by_node) == 1:
             self._buffer.commit(by_node["0"])
             return by_node["0"]

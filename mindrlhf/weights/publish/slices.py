@@ -38,9 +38,9 @@ def num_elements(bounds: TensorSlice) -> int:
     return math.prod(stop - start for start, stop in bounds)
 
 
-def intersect(one: TensorSlice, other: TensorSlice) -> TensorSlice | None:
+def intersect(bounds: TensorSlice, other: TensorSlice) -> TensorSlice | None:
     """Return what two slices of one tensor have in common, None where that is nothing."""
-    common = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True))
+    common = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(bounds, other, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
 
