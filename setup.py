@@ -107,7 +107,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["mindrlhf", "mindrlhf.*"]),
-    package_data={"mindrlhf": ["**/*.jinja", "**/*.html", "**/*.js", "**/*.css"]},
+    package_data={"mindrlhf": ["rewards/answers/*.json", "**/*.jinja", "**/*.html", "**/*.js", "**/*.css"]},
     python_requires=">=3.10,<3.12",
     install_requires=CORE,
     extras_require=EXTRAS,

@@ -59,9 +59,9 @@ def main() -> None:
     }
     print(f"{'table':24s}{'checker':14s}{'wrong paid':>12s}{'right unpaid':>14s}{'agreement':>11s}{'longest':>9s}")
     totals: dict[str, list[int]] = defaultdict(lambda: [0] * 4)  # wrong, those paid, right, those unpaid
-    for table in (*case_tables.table_names(), "completions"):
+    for table in (*case_tables.table_names(), *case_tables.completion_tables()):
         cases = case_tables.read_cases(table)
-        for checker, is_equal in ways[table == "completions"].items():
+        for checker, is_equal in ways[table.startswith("completions")].items():
             counts, longest_s, wrong = {True: [0, 0], False: [0, 0]}, 0.0, []
             for case in cases:
                 start_s = time.perf_counter()

@@ -41,9 +41,9 @@ MOST = {
     "mindrlhf/tools": 2517,
     "mindrlhf/training": 10635,
     "mindrlhf/weights": 4221,
-    "tests": 72777,  # limits for strangers' files; in its place: tests of data follow as tables
+    "tests": 72713,  # limits for strangers' files; in its place: tests of data follow as tables
     "scripts": 1996,
-    "docs": 30413,
+    "docs": 30411,
 }
 # Modules of these are found by the name of their file.
 FOUND_BY_NAME = tuple(

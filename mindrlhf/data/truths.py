@@ -23,7 +23,8 @@ OBJECT = "objects, kept whole"
 
 # Objects whose one field is the truth and no structure of its own.
 _WRAPPERS = frozenset({"answer", "answers", "final_answer", "ground_truth", "label", "solution", "target", "value"})
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+# Without braces as in MATH: what no space or dollar sign ends.
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?:\{|(?![A-Za-z{])(?P<bare>(?:\{[^{}]{0,60}\}|[^\s{}$]){1,60}))")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 # A list of one sentence is a rubric of one criterion rather than an answer.
 _PROSE = re.compile(r"(?:\b[^\W\d_]{2,}\b\W+){3}")
@@ -87,7 +88,7 @@ def _read_text(text: str, key: str, depth: int) -> Truth:
     if (final := _behind_hashes(text)) is not None:
         if not final:
             raise RecordError(f"nothing after '#### ' in field {key!r}")
-        return Truth(_without_thousands(final), FROM_SOLUTION)
+        return Truth(re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", final), FROM_SOLUTION)
     boxes = _boxes(text)
     if not boxes:
         return Truth(text)
@@ -103,10 +104,6 @@ def _behind_hashes(text: str) -> str | None:
     before, hashes, behind = text.rpartition("####")
     is_marked = hashes and "\n" not in behind.strip() and (not before or before[-1].isspace())
     return behind.strip() if is_marked else None
-
-
-def _without_thousands(number: str) -> str:
-    return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", number)
 
 
 def _structure_in(text: str) -> object | None:
@@ -163,6 +160,9 @@ def _boxes(text: str) -> list[str]:
     """Return the contents of all outermost boxes of a text that are closed, in order."""
     contents, end = [], 0
     while box := _BOX.search(text, end):
+        if (bare := box["bare"]) is not None:
+            contents, end = [*contents, bare.rstrip(".,;:")], box.end()
+            continue
         depth, end = 1, len(text)
         for brace in _BRACE.finditer(text, box.end()):
             depth += {"{": 1, "}": -1}.get(brace.group(), 0)

@@ -37,6 +37,7 @@ READ = [
     ("So it is.\n#### 1,200", "1200", FROM_SOLUTION),
     ("#### 7", "7", FROM_SOLUTION),
     (r"We get $1+1=\boxed{2}$.", "2", FROM_SOLUTION),
+    (r"The larger one is $\boxed 2$.", "2", FROM_SOLUTION),
     (r"Thus \boxed{\frac{1}{2}} \% of it", r"\frac{1}{2}", FROM_SOLUTION),
     ([r"It is \boxed{\text{a}}"], r"\text{a}", FROM_SOLUTION),
     (r"\boxed{1} is wrong, \fbox{3} is right", "3", FROM_SEVERAL_BOXES),

@@ -283,7 +283,6 @@ def honest():
         ("x = 14 - 7\nx = 7", "7", "Solve x + 7 = 14."),
         ("In a box are 12.", "12", STORY),
         ("12", "12", STORY),
-        ("Each of the boxes has 12", "12", STORY),
         ("We have $72 - 24 = 48$", "48", STORY),
         ("The larger one is 9.", "9", "Which is larger, 9 or 4?"),
         ("\\boxed{x+1}", "x+1", "Which divides x^2-1: x+1 or x+2?"),

@@ -28,7 +28,7 @@ from mindrlhf.system.ports import listen
 
 pytestmark = pytest.mark.timeout(180)
 TOKEN = b"of this test"
-VERIFIERS = '''
+VERIFIERS = """
 import os, time
 from mindrlhf.rewards.judges import accounting
 
@@ -71,7 +71,7 @@ def by_turn(completion, answer, *, turn_texts):
 
 def of_return(completion, answer, *, episode_return):
     return float(episode_return != episode_return)
-'''
+"""
 
 
 @pytest.fixture

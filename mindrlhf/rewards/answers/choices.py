@@ -2,7 +2,8 @@
 
 import re
 
-from mindrlhf.rewards.answers.prose import denies
+from mindrlhf.rewards.answers.marks import pattern
+from mindrlhf.rewards.answers.prose import denies, is_rejected
 
 # Where prose states its choice; no more of its end is searched.
 MAX_TAIL_CHARS = 300
@@ -15,21 +16,23 @@ _LIST = re.compile(r"\(?[A-J]\)?(?:\s*(?:,|;|&|and|\s)\s*\(?[A-J]\)?)+")
 _WITH_TEXT = re.compile(
     r"(?:(?:option|choice|answer)\s*:?\s*)?(?:\(([A-J])\)|([A-J])(?:[.):]| -(?= )))(?:\s.*)?", re.DOTALL | re.IGNORECASE
 )
+_OPTION = re.compile(r"(?:\(([A-J])\)|([A-J])[.):\uff0e])\s+(\S.*)", re.DOTALL)
 _NAMED = re.compile(r"(?:option|choice|answer)\s*:?\s*\(?([A-J])\)?\.?", re.IGNORECASE)
 # "a" and "I" are words too: as letters of choices they stand at the end, before a mark, or in brackets.
-_ALONE = r"(?=\s*(?:[.,;:!?)*$}\"]|$|\n|because\b|since\b|as\b|which\b))"
+_ALONE = r"(?=\s*(?:[.,;:!?)*$}\"]|$|\n|[^\x00-\u0fff]|because\b|since\b|as\b|which\b))"
 _BEFORE = r"(?:[*$({\"']|\\(?:text|textbf|mathbf|mathrm)\s*\{)*"
 _AT_THE_END = re.compile(r"(?:^|[,:\n])\s*\**([A-J])\**\.?\s*$")
-_STATED = re.compile(
-    r"\b(?:[Aa]nswer|ANSWER|[Oo]ption|[Cc]hoice)\b(?:\s+is)?\s*:?\s*(?:option\s+)?"
-    rf"(?:{_BEFORE}([B-HJ])\b(?!')|{_BEFORE}([AIa-j])\b{_ALONE}|[({{]+([A-Ja-j])[)}}])"
+_STATED = (
+    r"(?:(?<![<>/])<answer>(?:[^\n.:;!?=0-9$\\()]{0,30}?(?:\s<equals>|(?=[^\x00-\u0fff])<equals>))?|<choose>)[\s:*]*"
+    r"(?:(?:for sure|surely|definitely|clearly|therefore|simply|the|<equals>|<concludes>)\s+)?(?:<choose>[\s:]*)?"
+    rf"(?:{_BEFORE}(?-i:([B-HJ]))(?![A-Za-z0-9'])|{_BEFORE}(?-i:([AIa-j]))(?![A-Za-z0-9']){_ALONE}"
+    r"|[({{]+(?-i:([A-Ja-j]))[)}}])"
 )
 # "or C", "No, C": another letter behind the one that is stated.
-_ANOTHER = re.compile(
-    r"^[\s*)$}.,]*(?:/|\b(?:or|and|maybe|perhaps|possibly|but)\b)[\s*($]*"
-    r"(?:(?:maybe|perhaps|possibly|also|even|option) )*\(?[A-J]\b"
-    r"|\b(?:[Nn]o|[Ww]ait|[Aa]ctually|[Rr]ather|[Ii]nstead|[Cc]orrection)\b[,.:\s]*"
-    r"(?:it is |it's |it should be )?[*(]*[A-J]\b(?!')"
+_ANOTHER = (
+    r"^[\s*)$}.,]*(?:/|<joins>|\bbut\b)[\s*($]*(?:(?:maybe|perhaps|possibly|also|even|option) )*"
+    r"\(?(?-i:[A-J])(?![A-Za-z])"
+    r"|\b(?:no|wait|actually|rather|instead|correction)\b[,.:\s]*(?:it is |it's |it should be )?[*(]*(?-i:[A-J])\b(?!')"
 )
 # Between letters that are compared, not listed.
 _CHOOSING = re.compile(
@@ -39,12 +42,18 @@ _IN_PARENTHESES = re.compile(r"\(([A-J])\)")
 
 
 def reference_choices(text: str) -> frozenset[str] | None:
-    """The letters of a reference answer that is one letter, or letters separated by commas; else None."""
+    """The letters of a reference: one, alone or with its option (``B. 42``), or several with commas; else None."""
     text = unwrapped(text)
-    match = _LETTER.fullmatch(text)
-    if match is not None:
-        return frozenset(match[1])
-    return frozenset(re.findall("[A-J]", text)) if _LIST.fullmatch(text) else None
+    if _LIST.fullmatch(text):
+        return frozenset(re.findall("[A-J]", text))
+    match = _LETTER.fullmatch(text) or _OPTION.fullmatch(text)
+    return None if match is None else frozenset(next(letter for letter in match.groups() if letter))
+
+
+def option_text(text: str) -> str:
+    """What stands behind the letter of an option: ``42`` of ``B. 42``; "" where ``text`` is none."""
+    match = _OPTION.fullmatch(unwrapped(text))
+    return "" if match is None else match[3]
 
 
 def chosen(text: str) -> frozenset[str] | None:
@@ -69,11 +78,13 @@ def chosen(text: str) -> frozenset[str] | None:
 def stated_choice(text: str) -> str | None:
     """The letter that running text ends up with ("So the answer is (B)."), or None."""
     tail = text[-MAX_TAIL_CHARS:]
-    for pattern in (_STATED, _IN_PARENTHESES, _AT_THE_END):
-        matches = list(pattern.finditer(tail))
+    for is_stated, mark in ((True, pattern(_STATED)), (False, _IN_PARENTHESES), (False, _AT_THE_END)):
+        matches = [match for match in mark.finditer(tail) if not is_stated or not _is_denied(tail, match)]
         if matches:
-            behind = tail[matches[-1].end() :]
-            if _ANOTHER.search(behind) or denies(behind) or (pattern is not _STATED and _is_listing(tail, matches)):
+            before, behind = tail[: matches[-1].start()], tail[matches[-1].end() :]
+            is_open = pattern(_ANOTHER).search(behind) or denies(behind) or is_rejected(before)
+            is_open = is_open or pattern(r"<denies>[^\w]*(?:\w+\s+)?\(?$").search(before)
+            if is_open or (not is_stated and (_is_listing(tail, matches) or re.search(r"\b[A-J]\s*$", before))):
                 return None
             return next(letter for letter in matches[-1].groups() if letter).upper()
     letters = chosen(text) if len(text) <= MAX_CHOICE_CHARS else None
@@ -82,7 +93,12 @@ def stated_choice(text: str) -> str | None:
 
 def states_choice(text: str) -> bool:
     """Return whether running text says of a letter that it is the answer, the option or the choice."""
-    return _STATED.search(text[-MAX_TAIL_CHARS:]) is not None
+    return pattern(_STATED).search(text[-MAX_TAIL_CHARS:]) is not None
+
+
+def _is_denied(text: str, match: re.Match[str]) -> bool:
+    """Return whether a letter is denied where it is stated: "the answer is not B"."""
+    return is_rejected(text[: match.start()]) or pattern("<denies|rejects>").search(match.group()) is not None
 
 
 def _is_listing(text: str, matches: list[re.Match[str]]) -> bool:

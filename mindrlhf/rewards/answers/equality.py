@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from mindrlhf.rewards.answers.choices import chosen, reference_choices, unwrapped
+from mindrlhf.rewards.answers.choices import chosen, option_text, reference_choices, unwrapped
 from mindrlhf.rewards.answers.expressions import expressions_equal
 from mindrlhf.rewards.answers.forms import (
     MAX_PARTS,
@@ -21,10 +21,10 @@ from mindrlhf.rewards.answers.forms import (
     split,
 )
 from mindrlhf.rewards.answers.limits import MAX_EXPRESSION_CHARS, Refused, check_text_size
-from mindrlhf.rewards.answers.numeric import is_near, numbers_equal, parse_number
+from mindrlhf.rewards.answers.numeric import is_float32_of, is_near, numbers_equal, parse_number
 from mindrlhf.rewards.answers.relations import is_set_like, real_set, relations_equal
 from mindrlhf.rewards.answers.spelling import plain_spelling
-from mindrlhf.rewards.answers.units import parse_quantity, split_unit, units_fit
+from mindrlhf.rewards.answers.units import parse_quantity, split_unit, units_fit, words_fit
 from mindrlhf.rewards.answers.wording import counts, is_algebra, ordered_form, standard_form, times_equal, words_of
 
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[ '-][^\W\d_]+)*")
@@ -34,6 +34,10 @@ _EQUALS_OR_IN = re.compile(r"==?|\\in(?![A-Za-z])")
 _POINT = re.compile(r"^[A-Z]\s*(?=\([^()]*,[^()]*\)$)")
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])\s*")
 _COMMA = re.compile(r",\s*")
+# p=5,q=2;p=7,q=2
+_SOLUTIONS = re.compile(r"[A-Za-z]\s*=([^,;=]+),\s*[A-Za-z]\s*=([^,;=]+)")
+_SYSTEM = re.compile(rf"{_SOLUTIONS.pattern}(?:\s*;\s*{_SOLUTIONS.pattern})+")
+_RANGE = re.compile(r"(-?[0-9]{1,4}), ?(-?[0-9]{1,4}), ?(?:\\[lc]?dots|\.\.\.) ?, ?(-?[0-9]{1,4})")
 _EQUALS = re.compile("==?")
 _LISTED_IN_TEXT = re.compile(r"^\\text\s*\{([^{}]*(?:,| and | or )[^{}]*)\}$")
 _AND = re.compile(r"\band\b")
@@ -46,16 +50,8 @@ _MAX_DEPTH = 4
 def answers_equal(prediction: str, reference: str, tolerance: float = 0.0) -> bool:
     """Return whether ``prediction`` means the same as ``reference``.
 
-    Spelling does not matter (``spelling``). By the first of these rules that applies:
-
-    - the same text, but for spaces;
-    - ``reference`` is a choice such as ``B`` or ``A, C``: the same letters are chosen;
-    - both are numbers, with or without a unit (see ``numeric`` and ``units``): the same exact value;
-    - dates, times of day, measures in several units, remainders, other words: the same in order, but for case;
-    - sets of numbers, also written as intervals or inequalities in one variable: the same set;
-    - ``x = 5``: the value, and the name where both have one; other equations only equal equations;
-    - lists and sets in any order, tuples in theirs, each part by these rules; ``\\{1, 2\\}`` is not ``(1, 2)``;
-    - expressions and matrices: the same value (``expressions``).
+    The rules, of which the first that applies decides, are those of docs/verifiers.md: the same text, numbers, choices,
+    quantities, what is ordered, words, sets of numbers, equations, lists, values of expressions.
 
     ``tolerance`` is the relative error that numbers may have; 0 means that decimals of surds are wrong.
     What is too large to be computed (``limits``) is equal only as text. No pair raises.
@@ -77,10 +73,14 @@ def _answers_equal(prediction: str, reference: str, tolerance: float) -> bool:
         return True
     numbers = parse_number(prediction), parse_number(reference)
     if numbers[0] is not None and numbers[1] is not None:
-        return numbers_equal(*numbers) or is_near(*numbers, tolerance)
+        return numbers_equal(*numbers) or is_near(*numbers, tolerance) or is_float32_of(numbers[1], numbers[0])
     letters = reference_choices(reference)
-    if letters is not None and (picked := chosen(prediction)) is not None:
-        return picked == letters
+    if letters is not None:
+        picked, option = chosen(prediction), option_text(reference)
+        if picked is not None:
+            return picked == letters
+        if option:
+            return _answers_equal(prediction, option, tolerance)
     return _Comparison(tolerance).equal(prediction, reference)
 
 
@@ -97,9 +97,9 @@ class _Comparison:
             return True
         quantities = parse_quantity(prediction), parse_quantity(reference)
         if quantities[0] is not None and quantities[1] is not None:
-            (number, unit), (other, other_unit) = quantities
+            (number, unit, behind), (other, other_unit, other_behind) = quantities
             is_equal = numbers_equal(number, other) or is_near(number, other, self._tolerance)
-            return is_equal and units_fit(unit, other_unit)
+            return is_equal and units_fit(unit, other_unit) and words_fit(behind, other_behind)
         if (verdict := _in_order(prediction, reference)) is not None:
             return verdict
         words, reference_words = _words(prediction), _words(reference)
@@ -132,10 +132,7 @@ class _Comparison:
             return False
         if not _names_fit(read, reference_read):
             return False
-        # x/x = 1 is true of every x, and \cos 0 = 1 says nothing of x+y: neither has its value for an answer.
-        if read.name and reference_read.name and expressions_equal(read.name, read.values[-1]):
-            return False
-        if not read.name and re.search(r"[-+/]", reference_read.name or "") and "=" in prediction:
+        if reference_read.is_relation and _squeezed(read.name or "") != _squeezed(reference_read.name):
             return False
         is_apart = len(split(prediction, _EQUALS)) + len(split(reference, _EQUALS)) > 2
         return any(
@@ -167,6 +164,10 @@ class _Comparison:
 
     def _forms_equal(self, form: Form, reference: Form, depth: int) -> bool:
         kinds = {form.kind, reference.kind}
+        if {form.kind, reference.kind} == {"set", "tuple"} and 1 in (len(form.parts), len(reference.parts)):
+            pair, whole = (form.parts[0], reference.parts) if form.kind == "set" else (reference.parts[0], form.parts)
+            pair = read_form(pair)
+            return pair.kind == "tuple" and self._matched(pair.parts, whole, depth, is_ordered=True)
         if kinds == {"set", "tuple"} or max(len(form.parts), len(reference.parts)) > MAX_PARTS:
             return False
         if "value" in kinds and not (kinds == {"value", "set"} and len(form.parts) == len(reference.parts) == 1):
@@ -282,6 +283,16 @@ def _named(parts: Sequence[str]) -> bool:
     return all(len(pair := split(part, _EQUALS)) == 2 and is_name(pair[0]) for part in parts)
 
 
+def _listed(text: str) -> str:
+    """``1, 2, \\ldots, 5`` with all its numbers."""
+    match = _RANGE.search(text)
+    if match is None or int(match[2]) - int(match[1]) not in (1, -1):
+        return text
+    first, step, last = int(match[1]), int(match[2]) - int(match[1]), int(match[3])
+    numbers = range(first, last + step, step)
+    return text if len(numbers) > MAX_PARTS else _RANGE.sub(", ".join(map(str, numbers)), text)
+
+
 def _both_signs(text: str) -> str:
     """``x = 3 \\pm y`` as a list of two."""
     if len(_PLUS_MINUS.findall(text)) != 1 or "\\mp" in text:
@@ -295,7 +306,7 @@ def _both_signs(text: str) -> str:
 
 def _form(text: str) -> Form:
     text = _POINT.sub("", text)
-    form = read_form(_both_signs(text))
+    form = read_form(_both_signs(_SOLUTIONS.sub(r"(\1,\2)", text) if _SYSTEM.fullmatch(text) else _listed(text)))
     if form.kind not in ("set", "list") or "\\pm" not in text:
         return form
     return form._replace(parts=tuple(part for one in form.parts for part in split(_both_signs(one), _COMMA)))
@@ -303,6 +314,7 @@ def _form(text: str) -> Form:
 
 def _for_computing(value: str) -> str:
     value = re.sub(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|[$€£]|(?<=[0-9]),(?=[0-9]{3})", "", value)
+    value = re.sub("(?<=[0-9])°", r"^\\circ ", value)
     return _TIMES.sub(r"\\times ", re.sub(r"([0-9.]+)\s*%", r"\\frac{\1}{100}", value))
 
 

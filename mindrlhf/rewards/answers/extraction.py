@@ -5,16 +5,19 @@ thoughts are drafts: what counts stands behind them (``behind_thoughts``), and o
 """
 
 import re
+from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from mindrlhf.rewards.answers.equality import answers_equal
+from mindrlhf.rewards.answers.marks import pattern
 from mindrlhf.rewards.answers.prose import (
+    MAX_LINE_CHARS,
+    Mark,
     denies,
     final_expression,
     is_denied,
     other_value,
-    stated_value,
+    stated_answers,
     value_beside,
 )
 from mindrlhf.rewards.answers.spelling import without_end_tokens
@@ -52,28 +55,21 @@ _FINAL_TAGS = re.compile(rf"<{_TAG}>\s*(?:</{_TAG}>\s*)?(?:<answer>\s*)?$|<answe
 
 _TOOL_TURN = re.compile(r"<tool_call>(?:(?!<tool_call>).)*?</tool_call>|<tool_response>.*?</tool_response>", re.DOTALL)
 
-_BOXES = ("\\boxed{", "\\boxed {", "\\fbox{")
+# In a box without braces, as MATH has them, stands what no space or dollar sign ends.
+_BOX = re.compile(
+    r"\\(?:boxed|fbox|framebox)(?:\s{0,3}\{|\s{0,3}(?![A-Za-z{])(?P<bare>(?:\{[^{}]{0,60}\}|[^\s{}$]){1,60}))"
+)
 # As in the authors' code the line may begin below: "Answer:" and a line break.
 _ANSWER_LINE = re.compile(r"\banswer[*_ \t]{0,8}:[*_\s]{0,16}([^\n]*)", re.IGNORECASE)
-_WHOLE_STATEMENT = re.compile(r"\banswer is:? \$(?! )([^$\n]{1,500})\$\.?\s*$")
 _DISPLAYED = re.compile(r"\$\$\s*([^$]{1,500}?)\s*\$\$|\\\[\s*(.{1,500}?)\s*\\\]", re.DOTALL)
 # Between answers that belong together, or are both kept open.
-_JOINT = re.compile(
-    r"(?:\s|[$.*~]|\\[()\[\],;! ]|</?answer>)*"
-    r"(?:,|;|/|\\(?:text|mathrm)\s*\{\s*(?:or|and|,)\s*\}|\b(?:or|and|and/or|maybe|perhaps|possibly|alternatively|else)\b)"
-    r"(?:\s|[$*~,]|\\[()\[\],;! ]|</?answer>|\b(?:maybe|perhaps|possibly|also|else|even|it is|it's)\b|[a-z]\s*=|=)*",
-    re.IGNORECASE,
+_JOINT = (
+    r"(?:\s|[$.*~:]|\\[()\[\],;! ]|\\q?quad|</?answer>)*"
+    r"(?:,|;|/|\\(?:text|mathrm)\s*\{\s*(?:<joins>|,)\s*\}|<joins>|(?<=</answer>)(?=\s*<answer>))"
+    r"(?:\s|[$*~,.]|\\[()\[\],;! ]|\\q?quad|</?answer>|<answer>|<equals>|\b(?:also|the|it|it's)\b|[a-z]\s*=|=)*"
 )
 # An escaped character (\{ and \} are printed braces, \\ a line break) is skipped as one.
 _BRACE_OR_ESCAPE = re.compile(r"\\.|[{}]", re.DOTALL)
-
-
-class Found(NamedTuple):
-    """A marked answer: where it begins and ends with its marks; ``content`` is None in a box that is not closed."""
-
-    start: int
-    end: int
-    content: str | None
 
 
 def prefilled(prompt: str) -> str:
@@ -131,7 +127,7 @@ def last_boxed(text: str) -> str | None:
 
 def has_box(text: str) -> bool:
     """Return whether a box is opened in ``text``, closed or not."""
-    return any(box in text for box in _BOXES)
+    return _BOX.search(text) is not None
 
 
 def is_marked(text: str) -> bool:
@@ -142,19 +138,17 @@ def is_marked(text: str) -> bool:
 def final_answer(text: str) -> str | None:
     """The final answer of a text behind its thoughts, or None.
 
-    Of these four the one that begins last in the text decides: the line after ``#### ``, the content of
-    ``<answer>...</answer>``, the content of ``\\boxed{...}``, the value in "the answer is ...". A box that is not
-    closed by then was cut off: there is no answer. Without any of them it is the last expression with a number in it
-    (``prose``). Control tokens at the end of the text do not count.
+    Of a line after ``#### ``, ``<answer>...</answer>``, ``\\boxed{...}`` and "the answer is ..." (``marks``) that which
+    begins last decides; a box that is not closed is none. Without any it is the last expression (``prose``).
 
     Answers side by side ("\\boxed{1} or \\boxed{2}") are a list; one that the text denies or takes back is none.
     """
     text = without_end_tokens(text)
-    marks = sorted([*_hashes(text), *_answer_tags(text), *_boxes(text)])
-    if not marks:
-        whole = _WHOLE_STATEMENT.search(text[-MAX_BOXED_CHARS:])
-        return whole[1] if whole is not None else final_expression(text)
-    return _settled(text, marks, is_last_word=True)
+    marks = [*_hashes(text), *_answer_tags(text), *_boxes(text)]
+    stated = [mark for mark in stated_answers(text) if not any(mark.start < other.end for other in marks)]
+    if not marks and not stated:
+        return final_expression(text)
+    return _settled(text, sorted([*marks, *stated], key=lambda mark: mark.start))
 
 
 def boxed_answer(text: str) -> str | None:
@@ -175,41 +169,31 @@ def answer_line(text: str) -> str | None:
         return None
     start, end, line = lines[-1].start(1), lines[-1].end(1), lines[-1][1]
     if has_box(line):
-        box = min(found for name in _BOXES if (found := tail.find(name, start)) >= 0)
-        return _settled(tail, [mark for mark in _boxes(tail) if mark.start >= box])
+        return _settled(tail, [mark for mark in _boxes(tail) if mark.start >= start])
     displayed = _DISPLAYED.match(tail, start)
     if displayed is not None:
         end, line = displayed.end(), displayed[1] or displayed[2]
-    return _settled(tail, [Found(start, end, line)])
+    return _settled(tail, [Mark(start, end, line)])
 
 
-def _settled(text: str, marks: Sequence[Found], is_last_word: bool = False) -> str | None:
-    """The answer of the last of ``marks``, with those beside it; None where the text around denies or changes it.
-
-    With ``is_last_word`` a later "the answer is 7" takes its place; otherwise it must say the same.
-    """
+def _settled(text: str, marks: Sequence[Mark]) -> str | None:
+    """The answer of the last of ``marks``, with those beside it; None where the text around denies or changes it."""
     if not marks or marks[-1].content is None:
         return None
     joined = [marks[-1]]
     for mark in reversed(marks[:-1]):
         if mark.end > joined[0].start:  # an answer block around its box
             continue
-        if mark.content is None or not _JOINT.fullmatch(text[max(mark.end, joined[0].start - 60) : joined[0].start]):
+        between = text[max(mark.end, joined[0].start - 60) : joined[0].start]
+        is_beside = pattern(_JOINT).fullmatch(between) or not between
+        if mark.content is None or not is_beside:
             break
         joined.insert(0, mark)
-    behind = text[joined[-1].end :]
-    stated = stated_value(behind)
-    if is_last_word and stated is not None:
-        return stated
-    answer = marks[-1].content
-    if is_denied(text[: joined[0].start]) or denies(behind):
+    answer, before, behind = marks[-1].content, text[: joined[0].start], text[joined[-1].end :]
+    if is_denied(before) or denies(behind) or _is_part_of_box(text, marks[-1]):
         return None
-    later = [mark.content for mark in (*_hashes(behind), *_boxes(behind)) if mark.content is not None]
-    others = [
-        value
-        for value in (stated, value_beside(text[: joined[0].start]), other_value(behind), *later)
-        if value is not None
-    ]
+    later = [mark.content for mark in (*stated_answers(behind), *_hashes(behind), *_boxes(behind))]
+    others = [value for value in (value_beside(before), other_value(behind), *later) if value is not None]
     if not all(answers_equal(other, answer) for other in others):
         return None
     contents = [mark.content for mark in joined]
@@ -218,42 +202,48 @@ def _settled(text: str, marks: Sequence[Found], is_last_word: bool = False) -> s
     return ", ".join(contents)
 
 
-def _hashes(text: str) -> list[Found]:
+def _hashes(text: str) -> list[Mark]:
     found, end = [], len(text)
     while len(found) < MAX_JOINED and (start := text.rfind("#### ", 0, end)) >= 0:
         line = text[start + len("#### ") :].partition("\n")[0].partition("</")[0]
-        found.insert(0, Found(start, start + len("#### ") + len(line), line))
+        found.insert(0, Mark(start, start + len("#### ") + len(line), line))
         end = start
     return found
 
 
-def _answer_tags(text: str) -> list[Found]:
+def _answer_tags(text: str) -> list[Mark]:
     found, before = [], len(text)
     while len(found) < MAX_JOINED and (end := text.rfind("</answer>", 0, before)) >= 0:
         start = text.rfind("<answer>", 0, end)
         if start < 0:
             break
-        found.insert(0, Found(start, end + len("</answer>"), text[start + len("<answer>") : end]))
+        found.insert(0, Mark(start, end + len("</answer>"), text[start + len("<answer>") : end]))
         before = start
     return found
 
 
-def _boxes(text: str) -> list[Found]:
+def _boxes(text: str) -> list[Mark]:
     """The last boxes, in order, without those around another."""
-    found, end = [], len(text)
-    names = [box for box in _BOXES if box in text]
-    for _ in range(MAX_JOINED if names else 0):
-        start, box = max((text.rfind(box, 0, end), box) for box in names)
-        if start < 0:
-            break
-        content = _braced(text, start + len(box))
-        close = start + len(box) + len(content) + 1 if content is not None else len(text)
-        if not found or (content is not None and close <= found[0].start):
-            found.insert(0, Found(start, close, content))
+    boxes: list[Mark] = []
+    for match in reversed(deque(_BOX.finditer(text), maxlen=MAX_JOINED)):
+        content = _braced(text, match.end()) if match["bare"] is None else match["bare"].rstrip(".,;:")
+        close = match.end() if match["bare"] is not None else len(text)
+        close = match.end() + len(content) + 1 if match["bare"] is None and content is not None else close
+        if not boxes or (content is not None and close <= boxes[0].start):
+            boxes.insert(0, Mark(match.start(), close, content))
         elif content is None:
             break
-        end = start
-    return found
+    return boxes
+
+
+def _is_part_of_box(text: str, mark: Mark) -> bool:
+    """Return whether ``mark`` stands in a box beside something else: ``\\boxed{7 or \\boxed{8}}``."""
+    start = max(0, mark.start - MAX_LINE_CHARS)
+    for match in _BOX.finditer(text[start : mark.start]):
+        content = _braced(text, start + match.end()) if match["bare"] is None else None
+        if content is not None and start + match.end() + len(content) >= mark.end:
+            return content.strip("$ ") != text[mark.start : mark.end]
+    return False
 
 
 def _braced(text: str, start: int) -> str | None:

@@ -33,7 +33,8 @@ _NAMED_BY = re.compile(
     r"|sigma|tau|Delta|Omega|Phi|epsilon|varepsilon|eta|xi|psi|chi|kappa|nu|zeta|ell|partial|det|gcd|max|min|dim|deg|Pr)(?![A-Za-z])"
 )
 _BARE = re.compile(r"[A-Za-z][A-Za-z\s+\-/{}]*|\[[A-Z]+\]|\(\s*[A-Za-z]\s*(?:,\s*[A-Za-z]\s*)+\)|[A-Za-z][A-Za-z ']*")
-_LENGTH = re.compile(r"\|\s*(?:z|[A-Z]{2,}|\{?[a-z]\}?)\s*\|")
+_COMPOUND = re.compile(r"[A-Za-z]{1,3}(?:[-+/*][A-Za-z]{1,3})+|(?!am|pm|my|no|up)[a-z]{2}|abc|xyz|pqr|[a-z](?: [a-z])+")
+_LENGTH = re.compile(r"\|\s*(?:z|[A-Z]+|\{?[a-z]\}?)\s*\|")
 
 
 class Form(NamedTuple):
@@ -86,6 +87,8 @@ def is_name(text: str) -> bool:
     text = text.strip()
     if _OF_A_RANGE.match(text):
         return True
+    if ":" in text:  # the terms of a ratio
+        return all(map(is_name, text.split(":")))
     bare = _NAMED_BY.sub("a", _WORDS_AROUND.sub("W", text))
     for _ in range(2):
         bare = _ARGUMENTS.sub("", _INDEX.sub("", bare))
@@ -99,6 +102,11 @@ class Equation(NamedTuple):
 
     name: str | None
     values: tuple[str, ...]
+
+    @property
+    def is_relation(self) -> bool:
+        """True for a sum, product or quotient of variables: its value alone says nothing of them."""
+        return self.name is not None and _COMPOUND.fullmatch(_INDEX.sub("", self.name).strip()) is not None
 
 
 def read_equation(text: str, agree: Callable[[str, str], bool]) -> Equation | None:
@@ -127,6 +135,9 @@ def read_equation(text: str, agree: Callable[[str, str], bool]) -> Equation | No
         return None
     if len(constants) > 1 and not all(agree(value, constants[-1]) for value in constants[:-1]):
         return None
+    # x/x = 1 is true of every x.
+    if name is not None and Equation(name, ()).is_relation and agree(name, values[-1]):
+        return None
     exact = split(text, _EQUALS)[-1]
     last_exact = split(exact, _EQUALS_OR_SO)[0]
     # Of two decimals the last is the answer: the other may be any of a chain of roundings.
@@ -140,7 +151,7 @@ def _bare_decimal(text: str) -> str:
 
 def is_constant(text: str) -> bool:
     """Return whether ``text`` has no variables, as far as its letters show."""
-    text = _WORDS_AROUND.sub("", text)
+    text = re.sub(r"(?<![A-Za-z\\])(?:e(?=\s*\^)|i(?=\s*\\pi))", "", _WORDS_AROUND.sub("", text))
     text = re.sub(r"\\(?:frac|sqrt|pi|times|cdot|div|binom|circ|ast|log|ln|exp|sin|cos|tan)(?![A-Za-z])", "", text)
     return re.search(r"[A-Za-wyzA-WYZ\\]|(?<![0-9] )[xX]|[xX](?! ?[0-9(])", text) is None
 

@@ -1,15 +1,20 @@
 """Right or wrong: the final answer of a response against the reference answer of a record."""
 
 import ast
+import contextlib
 import re
 
 from mindrlhf.rewards.answers.choices import reference_choices, stated_choice, states_choice
 from mindrlhf.rewards.answers.equality import answers_equal
 from mindrlhf.rewards.answers.extraction import behind_thoughts, final_answer, has_box, is_marked, last_boxed, own_words
-from mindrlhf.rewards.answers.prose import stated_answer, states_value
+from mindrlhf.rewards.answers.marks import extend, has_decimal_comma, plain_width
+from mindrlhf.rewards.answers.prose import stated_answer, stated_answers
 from mindrlhf.rewards.answers.restated import is_result, restates
 from mindrlhf.rewards.answers.spelling import without_end_tokens
 
+_MAX_TAIL_CHARS = 2000
+# Before three digits it may separate thousands.
+_DECIMAL_COMMA = re.compile(r"(?<=[0-9]),(?=(?:[0-9]{1,2}|[0-9]{4,})(?![0-9,]))(?<![0-9,]{9})")
 # ["7"], ['7']: OlympiadBench and others keep a list of answers.
 _LIST = re.compile(r"\[\s*([\"']).*\1\s*\]", re.DOTALL)
 
@@ -34,29 +39,34 @@ def is_correct(
     if " " not in prediction.strip():
         return False
     if is_choice:
-        return stated_choice(without_end_tokens(prediction)) == reference
+        return {stated_choice(without_end_tokens(prediction))} == reference_choices(reference)
     stated = stated_answer(prediction)
-    # "\ln e = 1" states 1, but not that x+y is 1.
-    is_nameless = "=" in reference and "=" in prediction and stated is not None and "=" not in stated
-    if stated is None or is_nameless or restates(prediction) or not answers_equal(stated, reference, tolerance):
+    if stated is None or restates(prediction) or not answers_equal(stated, reference, tolerance):
         return False
     return is_result(stated, reference, prompt, is_marked=is_marked)
 
 
-def answers_right(completion: str, answer: str, *, prompt: str, finish_reason: str, tolerance: float) -> bool:
+def answers_right(completion: str, answer: str, prompt: str, finish_reason: str, tolerance: float, marks: str) -> bool:
     """Return whether a response ends with the right answer, marked or not.
 
-    A response without a mark that was cut (``finish_reason`` "length") has none.
+    A response without a mark that was cut (``finish_reason`` "length") has none. ``marks``: see ``marks.extend``.
 
     Raises:
         ValueError: the reference answer is empty.
     """
-    text = without_end_tokens(own_words(behind_thoughts(completion, prompt))).replace("\u00f7", "\\div ")
+    if marks:
+        extend(marks)
+    text = plain_width(without_end_tokens(own_words(behind_thoughts(completion, prompt)))).replace("\u00f7", "\\div ")
     is_choice = reference_choices(reference_answer(answer)) is not None
-    has_mark = is_marked(text) or (states_choice(text) if is_choice else states_value(text))
+    has_mark = is_marked(text) or (states_choice(text) if is_choice else bool(stated_answers(text)))
     if not has_mark and (finish_reason == "length" or (not is_choice and restates(text, prompt))):
         return False
-    return is_correct(answer_to(text, answer), answer, tolerance, prompt, is_marked=has_mark)
+    prediction = answer_to(text, answer)
+    if is_correct(prediction, answer, tolerance, prompt, is_marked=has_mark):
+        return True
+    if prediction is None or not has_decimal_comma(text[-_MAX_TAIL_CHARS:]):
+        return False
+    return is_correct(_DECIMAL_COMMA.sub(".", prediction), answer, tolerance, prompt, is_marked=has_mark)
 
 
 def answer_to(text: str, answer: str) -> str | None:
@@ -79,16 +89,9 @@ def reference_answer(answer: str) -> str:
     if not hashes and has_box(reference):
         reference = (last_boxed(reference) or reference).strip()
     if _LIST.fullmatch(reference):
-        reference = _joined(reference)
+        # A list that no program has written, such as ["a" and "b"], stays.
+        with contextlib.suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            reference = ", ".join(ast.literal_eval(reference))
     if not reference:
         raise ValueError("the reference answer is empty")
     return reference
-
-
-def _joined(text: str) -> str:
-    try:
-        parts = ast.literal_eval(text)
-    # A list that a program has not written, such as ["a" and "b"].
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text
-    return ", ".join(parts) if all(isinstance(part, str) for part in parts) else text

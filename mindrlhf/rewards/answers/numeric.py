@@ -1,21 +1,11 @@
 """Numbers as people and models write them, compared as exact rationals.
 
-What counts as a number, after surrounding spaces, ``$...$``, ``**`` and a closing full stop are dropped:
-
-- ``42``, ``-3``, ``+3``, ``42.``, ``42.0``, ``.5``, ``1e-3``; a minus sign may be the Unicode one;
-- commas that separate thousands (``1,042``; also ``1{,}042`` and ``1\\,042`` of LaTeX), not others (``1,04``);
-- fractions of those: ``3/4``, ``\\frac{3}{4}``, ``\\frac34``; mixed numbers: ``1 3/4``, ``1\\frac{3}{4}``;
-- powers of ten behind: ``1.5 \\times 10^{3}``, ``1.5*10^3``; repeating decimals: ``0.1\\overline{6}``;
-- thousands and decimals of other languages, where only one reading is left: ``1.234.567``, ``1.234,56``, ``1 234,56``,
-  ``1'234.5``, ``12,34,567``;
-- with a currency sign before (``$42``, ``-$3``), which is ignored;
-- with a per cent sign behind. ``42%`` equals ``42%`` and, beside a number without the sign, both ``42``
-  ("what percentage ...?") and ``0.42``.
-
-Numbers are equal only when they are exactly equal: ``0.33`` is not ``1/3``.
+``1,042``, ``1e-3``, ``\\frac{3}{4}``, ``1 3/4``, ``1.5 \\times 10^3``, ``0.1\\overline{6}``; ``1.234,56`` and other
+languages' thousands, where only one reading is left. ``42%`` is ``42%``, ``42`` and ``0.42``.
 """
 
 import re
+import struct
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -116,6 +106,12 @@ def is_near(number: Number, reference: Number, tolerance: float) -> bool:
     if not tolerance or number.is_percentage != reference.is_percentage:
         return False
     return abs(number.value - reference.value) <= Fraction(tolerance) * abs(reference.value)
+
+
+def is_float32_of(reference: Number, number: Number) -> bool:
+    """Return whether ``reference`` is what single precision makes of ``number``: 0.10000000149011612 of 0.1."""
+    rounded = struct.unpack("f", struct.pack("f", float(number.value)))[0]
+    return number.value == Fraction(f"{rounded:.7g}") and reference.value == Fraction(repr(rounded))
 
 
 def _in_english(text: str) -> str:

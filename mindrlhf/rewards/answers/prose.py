@@ -1,12 +1,15 @@
-"""The answer in running text that marks none: its last expression, as a whole or not at all.
+"""Answers in running text: what "the answer is ..." states, in any language of ``marks``, and the last expression.
 
 ``so it is \\frac{3}{4}.`` answers ``\\frac{3}{4}``, never 4; ``2x = 10`` answers the equation, never 10; ``6 * 7 = 42``
-answers 42. Only the end of the text is looked at.
+answers 42. A number that its sentence does not conclude with ("see Fig. 5") is none. Only the end of the text is looked
+at.
 """
 
 import re
+from typing import NamedTuple
 
-from mindrlhf.rewards.answers.forms import MAX_PARTS, is_constant
+from mindrlhf.rewards.answers.forms import is_constant
+from mindrlhf.rewards.answers.marks import pattern
 from mindrlhf.rewards.answers.numeric import MAX_NUMBER_CHARS
 from mindrlhf.rewards.answers.spelling import plain_unicode
 from mindrlhf.rewards.answers.units import FACTORS, is_measure
@@ -14,192 +17,241 @@ from mindrlhf.rewards.answers.units import FACTORS, is_measure
 # A final expression and what stands around it on its line.
 MAX_LINE_CHARS = 500
 MAX_UNICODE_TAIL_CHARS, MAX_SENTENCE_CHARS = 2000, 1000
+_MAX_DENIAL_CHARS, _MAX_BEHIND_CHARS = 80, 2000
 
-# "... is $18.00, I think": a number by itself, seen without taking the line apart.
-_ALONE = re.compile(
-    r"(?:(?<![\\A-Za-z{])(?!(?:sqrt|sin|cos|tan|log|ln|exp|pi|and|or|in|of|mod)\b)[A-Za-z]{2,}:? |(?<!\w)\*\*)"
-    r"([-+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?)(?:\*\*)?(?:[.,;!?]?\s*$|[.,;]\s+[A-Za-z])"
-)
 _SPAN = re.compile(
     r"\$\$(.+?)\$\$|\\\((.+?)\\\)|\\\[(.+?)\\\]|(?<![\\$])\$(?! )([^$\n]+?)(?<![ \\])\$(?![0-9])", re.DOTALL
 )
 _PROSE_WORD = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{2,}")
-_TOKEN = re.compile(
-    r"\\(?:[A-Za-z]+|.)|[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|\.[0-9]+|[A-Za-z]+|\s+|<<|>>|=>|->|\*\*|.", re.DOTALL
+_NUMBER = r"(?:[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|\.[0-9]+)"
+_FUNCTIONS = "sqrt|sin|cos|tan|log|ln|exp|pi"
+_TOKEN = (
+    r"(?:\\(?!(?:text[a-z]*|q?quad|implies|[Rr]ightarrow|therefore|item|begin|end|newline|so|to|Longrightarrow)"
+    rf"(?![A-Za-z]))[A-Za-z]+[0-9]*|\\[^A-Za-z\\]|(?<![A-Za-z]){_NUMBER}(?:(?<=[0-9])(?!st|nd|rd|th)[A-Za-z]+)?"
+    rf"|(?<![A-Za-z])(?:{_FUNCTIONS})(?![A-Za-z])"
+    r"|(?<![A-Za-z'])(?![aAI](?:\s|$))[A-Za-z](?![A-Za-z]|'[a-z])|(?<=\w)\*\*(?=\w)|(?<!\*)\*(?!\*)|(?<!<)<(?!<)|(?<![>=-])>(?!>)"
+    r"|[-+/^_=()\[\]{}|%$'\u00b0](?!>)|[.,:;!](?=[^\s*_.,:;!])|!(?=\s*[=/*+-])"
+    r"|(?<=[0-9)\]}$])\s*(?:[,;]\s|,?\s*\b(?:and|or)\b)\s*(?=[-+$\\(\[{]*[0-9]|[a-z]\s*=|\\[({\[]))"
 )
-_BREAKING_COMMANDS = re.compile(
-    r"\\(?:text[a-z]*|quad|qquad|implies|[Rr]ightarrow|therefore|item|begin|end|\\|newline|so|to|Longrightarrow)"
-)
+_RUN = re.compile(rf"{_TOKEN}(?:\s*{_TOKEN})*")
 _MODULUS = re.compile(r"\bmod[\s{]*$")
 _IN_PARTS = re.compile(r"[0-9]\s+(?:in|out of)\s+$")
 _MATRIX = re.compile(r"\\begin\{([a-z]{0,9}matrix)\}.*?\\end\{\1\}", re.DOTALL)
 _JOINING_ENDS = re.compile(r"^(?:[ \t=+*/^,:&_)\]}<>]|\.(?![0-9]))+")
-# Between the parts of a list: "2 and 3", "1, 2".
-_JOINT = re.compile(r"[0-9)\]}$](\s*,?\s*\b(?:and|or)\s*|,\s*)$")
-_FUNCTIONS = frozenset(("sqrt", "sin", "cos", "tan", "log", "ln", "exp", "pi", "frac"))
-_CURRENCIES = frozenset(["usd", "eur", "gbp", "inr", "rs", "us", "rm"])
-_ORDINALS = frozenset(["st", "nd", "rd", "th"])
 # Behind these words an equation is whole: what precedes them is no part of it.
 _LEAD = re.compile(
     "so|thus|hence|therefore|then|is|are|be|gets?|have|that|and|since|because|obtain|where|with", re.IGNORECASE
 )
-_OPENING, _CLOSING, _ENDS = "([{", ")]}", " \t=+*/^,:.&_"
+_REFERENCE = re.compile(r"\b(?:fig|eqs?|no|pp?|ch|sec|ex|thm|prop|tab|vol|nr|abb|cf|see)\.\s*$|[a-z]{2}://", re.I)
+_LEFT = re.compile(r"^\D{0,40}\b(?:left|remain\w*|in total|altogether|in all)\b", re.IGNORECASE)
+_ENDS = " \t=+*/^,:.&_"
 
-_CUE = re.compile(r"\b(?:is|are|equals|equal to|be|was|were)\b[:\s]*|[A-Za-z]:\s+|=")
 _SENTENCE_END = re.compile(r"[.!?;](?:\s|$)|,\s+(?:not|which|since|because|as|so|but)\b|\s+(?:because|since)\b|\n")
-_NEGATION = re.compile(r"\b(?:not|never|no|except|but|cannot|without)\b|n't\b", re.IGNORECASE)
 _UNDECIDED = re.compile(
-    r"\b(?:or|maybe|perhaps|possibly)\b"
+    r"\b(?:and|or|maybe|perhaps|possibly)\b"
     r"|\b(?:(?:[a-z]+er|less|more) than|at (?:least|most)|up to)\W{0,3}[0-9]",
     re.IGNORECASE,
 )
 # "... is not 7": the expression behind it is what the answer is not.
-_DENIAL = re.compile(
-    r"(?:\b(?:not|cannot|never|neither)|n't)(?: be| equals?| equal to| exactly| simply)?"
-    r"(?:\\[a-z]+|[^A-Za-z.?!;]|\.(?=[0-9]))*$",
-    re.IGNORECASE,
+_DENIAL = r"<denies>(?: be| equals?| equal to| exactly| simply|\s*<equals>)?(?:\\[a-z]+|[^\w.?!;]|\.(?=[0-9])|[0-9_])*$"
+_RATHER = r"<denies>\s[^.!?\n]{0,40}?[0-9][^.!?\n]{0,10}?[\s,]*<rather>\s+(?=[-$\\(]*[0-9])"
+# Behind it in Japanese and Korean.
+_DENIED_BEHIND = r"^[\s$}*)\]]*(?:[^\W\d_]\s*)?(?=[^\x00-\u0fff])<denies>"
+_REJECTED_LATER = (
+    r"\b(?:it|this|that|which)(?:'s| is)?\s+(?:\w+\s+){0,2}(?:<rejects>|wrong|false)|\bit's wrong\b|\bno solution\b"
+    r"|\b(?:kidding|joking|contradict\w*)\b|\b(?:one|some) of (?:them|these)\b|(?=[^\x00-\u0fff])<rejects>"
 )
-_BESIDE = re.compile(r"[0-9})\]](?:\s*\$)?(\s*,?\s*\bor(?: maybe| perhaps)?\s*\$?\s*)$", re.IGNORECASE)
-_MAX_DENIAL_CHARS, _MAX_BEHIND_CHARS = 80, 2000
+_BESIDE = r"[0-9})\]](?:\s*\$)?(\s*,?\s*<joins>\s*\$?\s*)$"
 # "17 is rejected", "reject 17": what stands there is no answer; one may stand before.
-_REJECTED = (
-    r"(?:rejected|discarded|extraneous|invalid|inadmissible|impossible|ruled out|excluded|dismissed|wrong|incorrect"
-    r"|false|spurious|too (?:large|small|big|high|low|many|few)|the wrong"
-    r"|not (?:right|correct|valid|possible|allowed|acceptable|a (?:valid |real )?(?:solution|root|answer)"
-    r"|(?:the|my) (?:right |correct |final |real )?answer|in (?:the|its) (?:domain|range)))"
-)
-_REJECTION = re.compile(
-    rf"\b(?:is|are|was|were|be|being|as|it's|that's)\s+(?:therefore |thus |clearly |also |an? )*{_REJECTED}\b"
-    r"|(?:\(|\{)\s*(?:rejected|extraneous|invalid|discarded|not valid|wrong)\b"
-    r"|\b(?:isn't|aren't|wasn't|is not|are not) (?:right|correct|valid|possible|allowed|acceptable|it|an? solution"
-    r"|a root|an answer|the (?:right |correct |final )?answer)\b"
+_REJECTION = (
+    r"(?:\b(?:is|are|was|were|be|being|as|it's|that's)|<equals>)\s*(?:therefore |thus |clearly |also |an? )*<wrong>"
+    r"|[({]\s*<wrong>|\b(?:isn't|aren't|wasn't|is not|are not) (?:right|correct|valid|possible|allowed|acceptable|it"
+    r"|an? solution|a root|an answer|the (?:right |correct |final )?answer)\b"
     r"|\b(?:does not|doesn't|do not|don't|cannot|can't|fails to|won't) (?:work|satisfy|fit|hold|be|count|check|apply)\b"
     r"|^\s*not\b|\bfails?\b|(?<![0-9.=+*/^<-])\s*\b([0-9]+(?:\.[0-9]+)?)\s*=\s*\1(?!\s*[0-9.]*[0-9=+*/^-])"
-    r"|\b(?:reject|discard|dismiss|exclud|disregard)(?:e?s|ed|ing|e)?\b|\b(?:rule|ruling|throw) out\b|\bignore\b",
-    re.IGNORECASE,
+    r"|\b(?:reject|discard|dismiss|exclud|disregard)(?:e?s|ed|ing|e)?\b|\b(?:rule|ruling|throw) out\b|\bignore\b"
 )
 _SENTENCE_START = re.compile(
     r"[.;!?](?=\s)|\n|,\s+(?=(?:not|and|but|so|while|whereas|since|as) )|(?<=\s)\((?=[A-Za-z0-9$])"
 )
 # "\\boxed{41} is wrong", "... That is not right."
-_DENIES = re.compile(
+_DENIES = (
     r"(?:\s|[$*.,:;()\]}\"']|\\[\])]|</answer>)*(?:(?:it|that|this|which|but (?:it|that|this))\s+)?"
-    rf"(?:(?:is|was|seems|looks|must be)\s+(?:of course |clearly |actually )?{_REJECTED}\b"
-    rf"|\(\s*{_REJECTED}\b|isn't (?:right|correct|it|the answer)\b|(?:cannot|can't) be (?:right|correct|true|it)\b"
+    r"(?:(?:is|was|seems|looks|must be)\s+(?:of course |clearly |actually )?<wrong>|\(\s*<wrong>"
+    r"|isn't (?:right|correct|it|the answer)\b|(?:cannot|can't) be (?:right|correct|true|it)\b"
     r"|does(?: not|n't) (?:work|fit|satisfy)\b"
-    r"|but (?:it|that|this) (?:is|was) (?:negative|not|too|outside|out of|no)\b|\?)",
-    re.IGNORECASE,
+    r"|but (?:it|that|this) (?:is|was) (?:negative|not|too|outside|out of|no)\b|\?)"
 )
 # "... or 43", "Wait, it is 43": another value is named behind the answer.
-_OR = re.compile(
-    r"(?:\s|[$*.,:;(]|\\[\])]|</answer>)*(?:\\text\s*\{\s*)?"
-    r"(?:/|(?:or|else|maybe|perhaps|possibly|alternatively|otherwise|but (?:it )?(?:could|might|may)"
-    r"|(?:it )?(?:could|might|may) also)\b)"
-    r"(?:[\s,:}*]|\b(?:else|it is|it's|it could be|be|even|maybe|perhaps|possibly|also|rather)\b|\b[a-z]\s*=)*"
-    r"(?=[-+$.(\[{\\]*[0-9]|[$(]*\\(?:[dt]?frac|sqrt|boxed|pi))",
+_OR = (
+    r"(?:\s|[$*.,:;(\"']|\\[\])]|</answer>)*(?:\\text\s*\{\s*)?"
+    r"(?:/|otherwise\b|but (?:it )?(?:could|might|may)\b|(?:it )?(?:could|might|may) also\b|<joins>)"
+    r"(?:[\s,:}*]|\b(?:else|it is|it's|it could be|be|even|maybe|perhaps|possibly|also|rather|n is \w+)\b|\b[a-z]\s*=)*"
+    r"(?=[-+$.(\[{\\]*[0-9]|[$(]*\\(?:[dt]?frac|sqrt|boxed|pi))"
+)
+_TAKEN_BACK = r"<takes_back>|(?:^[\s$.,]*|[.!?\n]\s*)no[,.:! ]"
+# Where the value of "the answer is ..." begins, and where it ends.
+_STATED = (
+    r"(?<![<>/\w])<answer>(?P<gap>[^\n.:;!?=0-9$\\()]{0,30}?)(?:(?:(?<=[\s*_\"'])|(?=[^\x00-\u0fff]))(?:<equals>)(?:\s*:)?"
+    r"|[*_\"'\s]*[:=]|(?P<heading>[*_: ]*\n))(?:[\s*_:\"']|<concludes>(?=\s))*"
+)
+_ARTICLE = re.compile(r"(?:the|an?|that) ", re.IGNORECASE)
+_HEADING = re.compile(r"(?:[#*_\s]|the|final|my)*$", re.IGNORECASE)
+_VALUE_END = (
+    r"[.!?](?=\s|$|\*)|\n|;(?=\s+[^\W\d_]{2})|,\s+(?=<because|denies>)|,\s+(?!<joins>)(?=[^\W\d_]{3})|\s+(?=<because>)"
+    r"|\s+[-\u2013\u2014]+\s+(?=[^\W\d_]{2})|</|<\||,\s*(?=\")"
+)
+_ANNOTATION = re.compile(
+    r"(?<=[\w$}\])*])\s+[(\[](?!mod|base|in |hex|bin|oct|of )(?:[0-9]{1,2}|[^()\[\]]*[^\W\d_]{2}[^()\[\]]*)[)\]]$",
     re.IGNORECASE,
 )
-_TAKEN_BACK = re.compile(
-    r"\b(?:wait|actually|scratch that|correction|sorry|oops|hold on|hmm|on second thoughts?"
-    r"|i made (?:a mistake|an error)|let me (?:redo|recompute|reconsider|correct|fix)|just kidding|strike that|my bad"
-    r"|or rather|i mean)\b"
-    r"|(?:^[\s$.,]*|[.!?\n]\s*)no[,.:! ]",
-    re.IGNORECASE,
-)
-_VALUE = (
-    r"(?:\$|\\\(|\\\[|\*\*)*\s*(?:[-+$.]*[0-9]|\\(?:[dt]?frac|sqrt|boxed|pi|text)|[(\[{]\s*[-0-9\\]"
-    r"|\(?[A-J]\)?(?=[\s.*$)]|$))"
-)
+_NEXT_SENTENCE = re.compile(r"(?<=[0-9)}\]$*])\s+([A-Z][a-z]+)(?=:|\s.*[0-9])", re.DOTALL)
 _CHECKING = re.compile(r"\b(?:check|verify|confirm|test)[a-z]* (?:our|the|this|my|that) $", re.IGNORECASE)
-_STATED = re.compile(
-    r"\banswer\b(?: to [^.:\n]{1,60}?)?[*_\s]*"
-    r"(?:(?:is|should be|must be|would be|becomes)(?: therefore| thus| then| now| actually)?\b|=|:)"
-    rf"[*_:\s]*(?P<value>{_VALUE}[^\n]{{0,200}}?)(?=[.;!?]*(?:\s*$|\n)|[.;!?]\s|,\s)",
-    re.IGNORECASE,
-)
-_SAID = re.compile(
-    r"\b(?:answer|result|solution)\b[^.:\n=]{0,60}?(?:\b(?:is|are|was|equals|becomes|(?:should|must|would) be)\b|=|:)",
-    re.IGNORECASE,
+_MARKS = re.compile(r"\\(?:boxed|fbox|framebox)|####|<answer>")
+# A clause begins behind these; what rejects an answer stands in its clause.
+_CLAUSE = re.compile(
+    r"[.;!?:](?=\s)|,(?=\s)(?!\s(?:that|que|dass|что)\b)|\n|\b(?:so|thus|hence|therefore|but|instead)\b", re.IGNORECASE
 )
 _HEDGES = re.compile(r"(?:approximately|about|therefore|exactly|simply|just|equal to|given by|the number|option)\s+|:")
 
 
-def final_expression(text: str) -> str | None:
+class Mark(NamedTuple):
+    """A marked answer: where it begins and ends with its marks; ``content`` is None in a box that is not closed."""
+
+    start: int
+    end: int
+    content: str | None
+
+
+def stated_answers(text: str) -> list[Mark]:
+    """What ``text`` says to be the answer, the result or the solution, near its end; nothing that it denies."""
+    offset = max(0, len(text) - _MAX_BEHIND_CHARS)
+    tail = text[offset:]
+    matches = [match for match in pattern(_STATED).finditer(tail) if not _CHECKING.search(tail, 0, match.start())]
+    marks = []
+    for i, match in enumerate(matches):
+        line = tail[: match.start()].rpartition("\n")[2]
+        if match["heading"] is not None and not _HEADING.match(line):
+            continue
+        stop = matches[i + 1].start() if i + 1 < len(matches) else len(tail)
+        end = pattern(_VALUE_END).search(tail, match.end(), stop)
+        end = stop if end is None else end.start()
+        value, gap = tail[match.end() : end], tail[match.end("gap") - len(match["gap"]) : match.end()]
+        if stop == end:  # "41 and the answer is 42"
+            value = pattern(r"[\s,]*<joins>?\s*(?:the)?\s*$").sub("", value)
+        if _MARKS.search(value):
+            continue
+        sentence = _NEXT_SENTENCE.search(value)
+        if sentence is not None and not is_measure(sentence[1]) and sentence[1].lower() not in FACTORS:
+            value = value[: sentence.start()]
+        content = _undenied(gap, _bare_value(value))
+        is_worded = content is not None and re.search(r"[^\W\d_]{2}", content) and not re.search(r"[0-9\\]", content)
+        if not content or is_rejected(tail[: match.end()]):
+            continue
+        if is_worded and (len(content.split()) > 4 or _ARTICLE.match(value) or re.search("[0-9]", tail[end:])):
+            continue
+        marks.append(Mark(offset + match.start(), offset + match.end() + len(value.rstrip()), content))
+    return marks
+
+
+def _bare_value(value: str) -> str:
+    value = pattern(r"\s*<ends>[\s.]*$").sub("", value.strip())
+    value = _ANNOTATION.sub(lambda match: match.group() if _UNDECIDED.search(match.group()) else "", value)
+    braces = "}" if value.count("{") < value.count("}") else ""
+    return _HEDGES.sub("", value.strip(f"*_\"' \t{braces}"), count=1)
+
+
+def _undenied(gap: str, value: str) -> str | None:
+    """``value``, or what "not 41 but 42" says in its stead; None where it is denied."""
+    denied = pattern(r"<denies>(?!\s*(?:defined|exist|possible|real|enough))")
+    if not denied.search(gap) and (not denied.search(value) or denied.fullmatch(value)):
+        return value
+    *before, last = pattern(r"[\s,]*<rather>\s*").split(value)
+    return last if before and not denied.search(last) else None
+
+
+def is_rejected(before: str) -> bool:
+    """Return whether the clause at the end of ``before`` supposes, guesses or rejects what follows it."""
+    sentence = _SENTENCE_START.split(before[-300:].rstrip("*_:$ \t([{\\"))[-1]
+    rejects = pattern("<rejects>").search(_CLAUSE.split(sentence)[-1])
+    return rejects is not None or pattern("<supposes>").search(sentence) is not None
+
+
+def final_expression(text: str, is_named: bool = False) -> str | None:
     """The last expression of ``text`` that holds a number, or None. Linear time, whatever the text.
 
-    None, too, when the text denies it: "the answer is not 7".
+    None, too, when the text denies it ("the answer is not 7") or does not conclude with it ("see Fig. 7"), but where
+    ``is_named`` says that any value counts.
     """
     tail = text[-MAX_UNICODE_TAIL_CHARS:]
     if not tail.isascii():
         tail = plain_unicode(tail)
         text = tail if re.search("[0-9]", tail) else text
-    text, last_digit = _without_rejected(text)
+    text, last_digit = _without_rejected(text[: -len(tail)] + pattern(_RATHER).sub("is ", tail))
     if last_digit < 0:
         return None
     line, place = _line_around(text, last_digit)
-    if _DENIAL.search(line[max(0, place - _MAX_DENIAL_CHARS) : place + 1]):
+    before, behind = line[:place], line[place + 1 :]
+    if pattern(_DENIAL).search(line[max(0, place - _MAX_DENIAL_CHARS) : place + 1]) or denies(behind):
         return None
-    alone = _ALONE.search(line, max(0, place - MAX_NUMBER_CHARS))
-    if alone is not None and alone.end(1) == place + 1:
-        return alone[1]
+    is_conclusion = _concludes(_SENTENCE_END.split(before)[-1], behind) and not _REFERENCE.search(before)
+    if not is_named and (is_rejected(before) or not is_conclusion):
+        return None
     matrix = next((match for match in _MATRIX.finditer(line) if match.start() < place < match.end()), None)
     if matrix is not None:
         return matrix.group()
     span = next((match for match in _SPAN.finditer(line) if match.start() < place < match.end()), None)
     if span is not None and _is_math(content := next(group for group in span.groups() if group is not None)):
         before, behind = line[: span.start()].rstrip(), line[span.end() :].lstrip()
-        if _JOINT.search(before):
-            return _run(_SPAN.sub(_content_of_span, line))
+        is_list = pattern(r"[0-9)\]}$]\s*(?:,|,?\s*<joins>)$").search(before)
         if before[-1:] == "-" and not before[:-1].rstrip()[-1:].isalnum():
             content = f"-{content}"
             before = before[:-1].rstrip()
-        if before[-1:] not in tuple("=+-*/^)]}0123456789") and behind[:1] not in tuple("=+-*/^"):
+        if not is_list and before[-1:] not in tuple("=+-*/^)]}0123456789") and behind[:1] not in tuple("=+-*/^"):
             return content.strip() + _behind(behind, is_apart=True)
     return _run(_SPAN.sub(_content_of_span, line))
 
 
-def stated_value(text: str) -> str | None:
-    """The value of the last "the answer is ..." of ``text``, or None."""
-    tail = text[-_MAX_BEHIND_CHARS:].strip()
-    found = [match for match in _STATED.finditer(tail) if not _CHECKING.search(tail, 0, match.start())]
-    return found[-1]["value"].strip() if found else None
-
-
-def states_value(text: str) -> bool:
-    """Return whether the last number of ``text`` stands in "the answer is ..."."""
-    tail = text[-_MAX_BEHIND_CHARS:]
-    last_digit = max(tail.rfind(digit) for digit in "0123456789")
-    sentence = _SENTENCE_END.split(tail[: last_digit + 1])[-1]
-    return _SAID.search(sentence) is not None
+def _concludes(before: str, behind: str) -> bool:
+    """Return whether a number is what its sentence leads to, or all that stands there."""
+    if pattern(r"<concludes>|[=:\u2248<>]|\\(?:le|ge|ne|in|approx)(?![A-Za-z])").search(before):
+        return True
+    if _LEFT.search(behind):
+        return True
+    words = _PROSE_WORD.findall(re.sub(rf"\\[A-Za-z]+|\b(?:{_FUNCTIONS})\b", "", _HEDGES.sub("", before)))
+    return not words and len(_PROSE_WORD.findall(_SENTENCE_END.split(behind)[0])) < 4
 
 
 def other_value(behind: str) -> str | None:
     """The value that ``behind`` puts in the place of the answer before it, or beside it ("or 43"), or None."""
     behind = behind[:_MAX_BEHIND_CHARS]
-    if _OR.match(behind):
-        return final_expression(_SENTENCE_END.split(behind.lstrip(" \n$*.,:;"), maxsplit=1)[0])
-    taken_back = _TAKEN_BACK.search(behind)
-    return None if taken_back is None else final_expression(behind[taken_back.end() :])
+    if pattern(_OR).match(behind):
+        return final_expression(_SENTENCE_END.split(behind.lstrip(" \n$*.,:;"), maxsplit=1)[0], is_named=True)
+    taken_back = pattern(_TAKEN_BACK).search(behind)
+    return None if taken_back is None else final_expression(behind[taken_back.end() :], is_named=True)
 
 
 def is_denied(before: str) -> bool:
     """Return whether the text in front of an answer says that it is not the answer."""
     line = re.sub(r"<answer>\s*$", "", before[-_MAX_DENIAL_CHARS:]).rpartition("\n")[2]
-    return _DENIAL.search(line) is not None
+    return pattern(_DENIAL).search(line) is not None or is_rejected(before)
 
 
 def value_beside(before: str) -> str | None:
     """The value that the text in front of an answer names beside it ("41 or"), or None."""
-    if "or" not in before[-40:].lower():
-        return None
     before = re.sub(r"<answer>\s*$", "", before[-MAX_LINE_CHARS:])
-    beside = _BESIDE.search(before, max(0, len(before) - _MAX_DENIAL_CHARS))
-    return None if beside is None else final_expression(before[: beside.start(1)])
+    beside = pattern(_BESIDE).search(before, max(0, len(before) - _MAX_DENIAL_CHARS))
+    return None if beside is None else final_expression(before[: beside.start(1)], is_named=True)
 
 
 def denies(behind: str) -> bool:
-    """Return whether the text behind an answer begins with saying that it is wrong."""
-    return _DENIES.match(behind[:_MAX_BEHIND_CHARS]) is not None
+    """Return whether the sentence that goes on behind an answer says that it is wrong."""
+    behind = behind[:_MAX_BEHIND_CHARS]
+    if pattern(_DENIES).match(behind) or pattern(_DENIED_BEHIND).match(behind):
+        return True
+    sentence = re.split(r"[.!?;](?=\s|$)|\n", behind[:300].lstrip(" $*})]"))[0]
+    clause = pattern(r"(?:^|\s+)(?=<because>)|,\s").split(sentence)[0]
+    return pattern("<rejects>").search(clause) is not None or pattern(_REJECTED_LATER).search(sentence) is not None
 
 
 def stated_answer(text: str) -> str | None:
@@ -208,18 +260,9 @@ def stated_answer(text: str) -> str | None:
         return None
     text = plain_unicode(text)
     text = re.sub(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}", r"\1", text)
-    cues = list(_CUE.finditer(text))
-    if cues:
-        rest = text[cues[-1].end() :]
-        if _NEGATION.search(re.split(r"[.,;!?]\s", text[: cues[-1].start()])[-1]):
-            return None
-        end = _SENTENCE_END.search(rest)
-        rest = rest if end is None else rest[: end.start()]
-        return _HEDGES.sub("", rest.strip().strip("*").strip(), count=1).strip() or None
-    if _NEGATION.search(text) or _UNDECIDED.search(text):
-        return None
-    numbers = [token for token in _TOKEN.findall(text) if token[0].isdigit()]
-    return final_expression(text) if len(numbers) == 1 else None
+    text = pattern(r",\s+(?=<denies>)").split(_ANNOTATION.sub("", text))[0]
+    is_open = _UNDECIDED.search(text) or pattern("<denies>|<rejects>").search(text)
+    return None if is_open or not pattern("<concludes>|[=:]").search(text) else final_expression(text)
 
 
 def _without_rejected(text: str) -> tuple[str, int]:
@@ -231,7 +274,7 @@ def _without_rejected(text: str) -> tuple[str, int]:
         behind = _SENTENCE_START.search(text, last_digit + 1, last_digit + MAX_LINE_CHARS)
         first = before[-1].end() if before else start
         sentence = text[first : behind.start() if behind is not None else last_digit + MAX_LINE_CHARS]
-        is_rejected = _REJECTION.search(sentence) is not None or denies(text[last_digit + 1 :])
+        is_rejected = pattern(_REJECTION).search(sentence) is not None or denies(text[last_digit + 1 :])
         if last_digit < 0 or not is_rejected:
             return text, last_digit
         text = text[:first]
@@ -261,126 +304,30 @@ def _content_of_span(match: re.Match[str]) -> str:
 
 def _run(line: str) -> str | None:
     """The whole expression around the last number of ``line``, or the list that ends with it."""
-    tokens = [match.group() for match in _TOKEN.finditer(line)]
-    found: list[str] = []
-    end = len(tokens)
-    while len(found) < MAX_PARTS and (span := _last_run(tokens, end)) is not None:
-        first, end_of_run = span
-        if found and end_of_run < end and "".join(tokens[end_of_run:end]).strip():
-            break
-        before = next((token for token in reversed(tokens[:first]) if not token.isspace()), "")
-        run = "".join(tokens[first:end_of_run])
-        behind = "".join(tokens[end_of_run : end_of_run + 12]) if not found else ""
-        expression = _trimmed(run, before)
-        found.insert(0, expression + _behind(behind, run[-1:].isspace()))
-        joint = _JOINT.search("".join(tokens[:first]))
-        is_last = len(found) > 1 or not behind.strip(" .*!")
-        if joint is None or not expression or not (is_last or joint[1].strip(" ,")):
-            break
-        end = _token_at(tokens, joint.start(1))
-    return ", ".join(found) or None
-
-
-def _token_at(tokens: list[str], place: int) -> int:
-    length = 0
-    for i, token in enumerate(tokens):
-        if length >= place:
-            return i
-        length += len(token)
-    return len(tokens)
-
-
-def _last_run(tokens: list[str], end: int) -> tuple[int, int] | None:
-    """First token and end of the expression around the last number before ``end`` that is not part of a word."""
-    for last in range(end - 1, -1, -1):
-        if not tokens[last][-1].isdigit() or (last and _is_identifier(tokens[last - 1])):
+    for match in reversed(list(_RUN.finditer(line))):
+        run, before, behind = match.group(), line[: match.start()], line[match.end() :]
+        power = re.match(r"\s*[\^_]\s*(?:\{[^{}]*\}|[0-9]+)\s*", run)
+        if power is not None:  # cm^2 = 5
+            run = run[power.end() :] if run[power.end() :].startswith("=") else ""
+        if not re.search("[0-9]", run) or _MODULUS.search(before):
             continue
-        words = "".join(tokens[max(0, last - 6) : last])
-        if _MODULUS.search(words):
-            continue
-        if _IN_PARTS.search(words):
+        if _IN_PARTS.search(before) or any(len(part) > MAX_NUMBER_CHARS for part in re.findall(r"[0-9.,]+", run)):
             return None
-        if len(tokens[last]) > MAX_NUMBER_CHARS:
-            return None
-        first, end_of_run = _widened(tokens, last)
-        while first > 0 and _continues(tokens, first - 1):
-            first -= 1
-        while end_of_run < end and _continues(tokens, end_of_run):
-            end_of_run += 1
-        # The exponent or index of a word is no answer (cm^2), what an equals sign puts behind it may be.
-        run = "".join(tokens[first:end_of_run])
-        if not run.lstrip().startswith(("^", "_")):
-            return first, end_of_run
-        power = re.match(r"\s*[\^_]\s*(?:\{[^{}]*\}|[0-9]+)\s*=\s*(?=.*[0-9])", run)
-        if power is not None:
-            return first + _token_at(tokens[first:], power.end()), end_of_run
+        run = re.sub(r"\s*,?\s*\b(?:and|or)\b\s*", ", ", run)
+        expression = _trimmed(run, next((word for word in reversed(re.findall(r"[^\W\d_]+|\S|\n", before))), ""))
+        return _balanced(expression + _behind(behind, run[-1:].isspace() or behind[:1].isspace()))
     return None
 
 
-def _is_identifier(token: str) -> bool:
-    return token.isascii() and token.isalpha() and token.lower() not in _CURRENCIES and token not in _FUNCTIONS
-
-
-def _widened(tokens: list[str], last: int) -> tuple[int, int]:
-    """The first token and the end of the brackets around a number, as long as they hold no prose."""
-    first, end = last, last + 1
-    for opening in reversed(_open_brackets(tokens, last)):
-        closing = _closing_bracket(tokens, opening)
-        if closing is None or any(not _is_mathematical(token) for token in tokens[opening:closing]):
-            break
-        first, end = opening, closing + 1
-    return first, end
-
-
-def _open_brackets(tokens: list[str], place: int) -> list[int]:
-    stack: list[int] = []
-    for i, token in enumerate(tokens[:place]):
-        if token.removeprefix("\\") in tuple(_OPENING):
-            stack.append(i)
-        elif token.removeprefix("\\") in tuple(_CLOSING) and stack:
-            stack.pop()
-    return stack
-
-
-def _closing_bracket(tokens: list[str], opening: int) -> int | None:
-    depth = 0
-    for i in range(opening, len(tokens)):
-        bare = tokens[i].removeprefix("\\")
-        depth += (bare in tuple(_OPENING)) - (bare in tuple(_CLOSING))
-        if depth == 0:
-            return i
-    return None
-
-
-def _is_mathematical(token: str) -> bool:
-    if token[0] == "\\":
-        return not _BREAKING_COMMANDS.fullmatch(token)
-    if not token.isascii():
-        return False
-    if token.isalpha():
-        return len(token) == 1 or token in _FUNCTIONS
-    return token not in ("#", "<<", ">>", "=>", "->", "?", ";", '"', "`", "**", "\n", "@", "&")
-
-
-def _continues(tokens: list[str], place: int) -> bool:
-    """Return whether the token belongs to the expression beside it."""
-    token, following = tokens[place], tokens[place + 1] if place + 1 < len(tokens) else ""
-    previous = tokens[place - 1] if place else ""
-    if token.isalpha() and len(token) > 1 and previous[:1].isdigit() and token not in _FUNCTIONS:
-        return token.lower() not in _ORDINALS  # 42km, 0xff
-    if token.isalpha() and previous == "'":  # it's
-        return False
-    if token == "**":
-        return previous[-1:].isalnum() and following[:1].isalnum()
-    if token == ";" or (token == "'" and following.isalpha()):
-        return token == ";" and bool(following.strip())
-    if token in ("a", "A", "I") and (previous.isspace() or not previous) and (following.isspace() or not following):
-        return False
-    if token in ".,:!" and (not following or following.isspace() or following in "*_"):
-        return False
-    if token == ":" and not previous[:1].isdigit():
-        return False
-    return _is_mathematical(token)
+def _balanced(text: str) -> str | None:
+    """``text`` without the brackets at its ends that have no partner; None when others have none."""
+    for opening, closing in ("()", "[]", "{}"):
+        bare = text.replace("\\left", "").replace("\\right", "")
+        if bare.count(opening) > bare.count(closing) and text.startswith(opening):
+            text = text[1:]
+        elif bare.count(opening) < bare.count(closing) and text.endswith(closing):
+            text = text[:-1]
+    return text.strip() or None
 
 
 def _trimmed(run: str, before: str) -> str:

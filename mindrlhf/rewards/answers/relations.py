@@ -13,9 +13,6 @@ _OR = re.compile(r"\\(?:cup|lor|vee)(?![A-Za-z])|\\(?:text|mathrm)\{\s*or\s*\}|(
 _AND = re.compile(r"\\(?:cap|land|wedge)(?![A-Za-z])|\\(?:text|mathrm)\{\s*and\s*\}|(?<![A-Za-z\\])and(?![A-Za-z])|,|;")
 _MEMBER = re.compile(r"\\in(?![A-Za-z])")
 _BUILDER = re.compile(r"\\\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid|\||:)\s*(.+)\\\}")
-_EXCLUDED = re.compile(r"([A-Za-z])\s*\\ne\s*([^<>=\\]+(?:,[^<>=\\]+)+)")
-_COMMA = re.compile(",")
-_ABSOLUTE = re.compile(r"\|\s*([A-Za-z])\s*(?:([-+])\s*([^|A-Za-z]+))?\|")
 _WITHOUT = re.compile(r"-(?=\s*\\\{)|\\setminus(?![A-Za-z])|\\backslash(?![A-Za-z])")
 _VARIABLE = re.compile(r"\\?[A-Za-z]+(?:_\{?[A-Za-z0-9]+\}?)?")
 _REALS = re.compile(
@@ -71,9 +68,6 @@ def _read_set(text: str) -> tuple[str | None, Any] | None:
     if builder is not None:
         found = _read_set(builder[2])
         return None if found is None or found[0] not in (None, builder[1].lower()) else (None, found[1])
-    excluded = _EXCLUDED.fullmatch(text)
-    if excluded is not None:
-        text = ", ".join(f"{excluded[1]} \\ne {value}" for value in split(excluded[2], _COMMA))
     member = split(text, _MEMBER)
     if len(member) == 2 and _VARIABLE.fullmatch(member[0]) and len(split(member[1], _AND)) == 1:
         found = _read_set(member[1])
@@ -97,7 +91,7 @@ def _combined(pieces: list[str], combine, text: str) -> tuple[str | None, Any] |
         return None
     names = {name for name, _ in found} - {None}
     # A comma between bounds of two directions may mean "and" or "or".
-    if combine is sympy.Intersection and len(split(text, _COMMA)) > 1 and "\\ne" not in text:
+    if combine is sympy.Intersection and len(split(text, re.compile(","))) > 1 and "\\ne" not in text:
         return None
     return None if len(names) > 1 else (next(iter(names), None), combine(*(piece for _, piece in found)))
 
@@ -129,26 +123,12 @@ def _inequality(text: str) -> tuple[str, Any] | None:
         halves = [(_TURNED[signs[0]], low), (signs[1], high)]
     elif _VARIABLE.fullmatch(parts[0]):
         name, halves = parts[0], [(signs[0], parts[1])]
-    elif (absolute := _ABSOLUTE.fullmatch(parts[0])) is not None and signs[0] in _TURNED and signs[0] != "\\ne":
-        middle = f"{'-' if absolute[2] == '+' else ''}({absolute[3]})" if absolute[2] else "0"
-        return _around(absolute[1].lower(), signs[0], constant(middle), constant(parts[1]))
     else:
         name, halves = parts[1], [(_TURNED[signs[0]], parts[0])]
     bounds = [(sign, constant(bound)) for sign, bound in halves]
     if not _VARIABLE.fullmatch(name) or any(bound is None for _, bound in bounds):
         return None
     return name.lower(), _half_lines(bounds)
-
-
-def _around(name: str, sign: str, middle, distance) -> tuple[str, Any] | None:
-    """The numbers closer to ``middle`` than ``distance``, or farther from it."""
-    import sympy
-
-    if middle is None or distance is None or not distance > 0:
-        return None
-    is_open = sign in ("<", "\\ge")
-    between = sympy.Interval(middle - distance, middle + distance, is_open, is_open)
-    return name, between if sign in ("<", "\\le") else sympy.Complement(sympy.S.Reals, between)
 
 
 def _half_lines(bounds: list[tuple[str, Any]]):

@@ -44,6 +44,13 @@ _FUNCTION = re.compile(
     r"\^|\*\*|!|\||\\(?:sqrt|binom|dbinom|tbinom|choose|log|ln|exp|sin|cos|tan|lfloor|lceil|lvert)(?![A-Za-z])"
     r"|\b(?:sqrt|log|ln|exp|sin|cos|tan)\b"
 )
+# 14\frac{7}{1} is a sum: the fraction of a mixed number is below 1.
+_MIXED = re.compile(
+    r"[0-9]\s*(?:\\[dt]?frac\s*\{\s*(?P<top>[0-9]+)\s*\}\s*\{\s*(?P<bottom>[0-9]+)\s*\}"
+    r"|\s(?P<plain_top>[0-9]+)\s*/\s*(?P<plain_bottom>[0-9]+))"
+)
+_LOGARITHM = re.compile(r"\\(?:log|ln|exp)(?![A-Za-z])|\b(?:log|ln|exp)\b")
+_POWER = re.compile(r"(?:[0-9]+|(?<![A-Za-z\\])e)\s*\^\s*(?:\{[^{}]*\}|[0-9])")
 _ENTRIES = re.compile(r"\\begin\{[a-z]*matrix\}|\\end\{[a-z]*matrix\}|&|\\\\")
 
 _TOKEN = re.compile(r"\\[A-Za-z]+|[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|\.[0-9]+|[A-Za-z]+|[^\s\w]", re.ASCII)
@@ -64,25 +71,11 @@ _WORD = re.compile(r"[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|[^\W\d_]+")
 # Not of a name: mp3.
 _NUMBER = re.compile(r"(?<![A-Za-z0-9_.])[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
 _SENTENCE_END = re.compile(r"[.!?;:](?=\s|$)|\n")
-_NUMBER_WORDS = (
-    r"(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
-    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundred|thousand|half|twice)"
-)
-_BY_WORDS = (
-    r"(?:plus|minus|times|multiplied by|divided by|added to|subtracted from|taken (?:away )?from|take away"
-    r"|(?:multiply|multiplying|divide|dividing)(?: (?:it|this|that|them))? by|to the power(?: of)?)"
-)
-# Words before a number that make it an operand: "14 plus 7", "half of 42", "the sum of 14 and 7", "5 more than 16".
+# Words beside a number that make it an operand: "so 14 plus 7", "half of 42", "the sum of 14 and 7", "7 squared".
 _OPERAND = re.compile(
-    rf"(?:\b{_BY_WORDS}|\b(?:and|by) {_BY_WORDS}|[0-9]\s+(?:over|into|less|from)"
-    r"|(?:[0-9]\s*\\?%|[0-9]/[0-9]+|\}|\b(?:per ?cent|halves|half|thirds?|quarters?|fourths?|fifths?|sixths?|eighths?"
-    r"|tenths?|multiple|percentage|fraction|(?:square |cube )?root|square|cube|factorial)) of(?: the| a)?"
-    r"|\b(?:twice|thrice|doubl(?:e|ing)|tripl(?:e|ing)|halv(?:e|ing)|squar(?:e|ing)|cub(?:e|ing))"
-    r"|\b(?:sum|difference|product|quotient|ratio|total)\s+(?:of|between)\s+[^.!?;:=A-Za-z]*[0-9]\s*,?\s*(?:and|by|to)"
-    r"|\b(?:add|subtract|multiply|divide|combine)(?:ing|s)?\s+[^.!?;:=A-Za-z]*[0-9]\s*,?\s*(?:and|by|with|to|from)"
-    r"|\b(?:increas|decreas|reduc)(?:e|ing)\s+[^.!?;:=]*[0-9][^.!?;:=]*\bby|\bstep"
-    r"|\b(?:twice|thrice|half|times) as \w+ as"
-    r"|[0-9]\s+(?:more|less|fewer|greater) than)\s*(?:\$\s*)?[-+]?$",
+    r"(?:\b(?:plus|minus|times|over|by|than|from|twice)|(?:half|third|quarter|cent|%|square|root|[0-9]) of"
+    r"|\b(?:sum|difference|product|quotient|add|subtract|multiply|divid)\w*\b[^.!?;:=]*[0-9]\s*,?\s*(?:and|by|to))"
+    r"\s*(?:the\s+)?\$?[-+]?$",
     re.IGNORECASE,
 )
 # Of responses that compute or decide.
@@ -93,8 +86,8 @@ _CONCLUSION = re.compile(
     re.IGNORECASE,
 )
 _OPERAND_BEHIND = re.compile(
-    rf"^[\s$*)]*(?:{_BY_WORDS}|more than|less than)\s+(?:\$?[0-9]|{_NUMBER_WORDS}\b)"
-    r"|^\s*(?:plus|minus|squared|cubed|factorial)\b|^[\s$]*(?:[-+*/\u00d7\u00f7]|\\(?:div|times|cdot))\s*\??$",
+    r"^[\s$*)]*(?:plus|minus|times|squared|cubed|factorial|more than|less than|(?:multipli|divid)ed by)\b"
+    r"|^[\s$]*(?:[-+*/\u00d7\u00f7]|\\(?:div|times|cdot))\s*\??$",
     re.IGNORECASE,
 )
 
@@ -102,16 +95,9 @@ _OPERAND_BEHIND = re.compile(
 def is_result(prediction: str, reference: str, prompt: str = "", *, is_marked: bool = True) -> bool:
     """Return whether ``prediction``, which is equal to ``reference``, states a result.
 
-    It does not when it still is to be computed where the reference is a number, or a list, tuple or set of numbers: a
-    sum, difference or product of numbers, or a quotient that is no fraction of two. Of an answer that nothing marks
-    it must be a number, not a power, a root or a quotient with an integer value either. And it does not when it
-    stands in the prompt and is not the reference itself: ``(x+1)^2`` where that is to be expanded.
-
-    Args:
-        prediction: the answer of a response.
-        reference: what it is equal to.
-        prompt: the question; "" where it is not known.
-        is_marked: a box or the like says that it is the answer.
+    It does not when it still is to be computed where the reference is a number, or a list, tuple or set of numbers.
+    Without a mark it must be a number, not a power, a root or a quotient with an integer value either. And it does not
+    when it stands in ``prompt`` and is not the reference itself: ``(x+1)^2`` where that is to be expanded.
     """
     # Plain spelling has a slash for it, as in a fraction.
     prediction = plain_spelling(prediction.replace("\u00f7", "\\div "))
@@ -190,16 +176,29 @@ def _has_result(part: str, is_marked: bool, is_integer: bool) -> bool:
 def _is_computed(value: str, is_marked: bool, is_integer: bool) -> bool:
     if _POWER_IN_WORDS.search(value):  # words behind a number may be what is counted
         return False
+    mixed = _MIXED.search(value)
+    if mixed is not None and int(mixed["top"] or mixed["plain_top"]) >= int(mixed["bottom"] or mixed["plain_bottom"]):
+        return False
     value = _TIMES.sub(r"\\times ", value)
     if parse_quantity(value) is not None:
         number = parse_number(value)
         return is_marked or not is_integer or number is None or "/" not in value.replace("\\frac", "/")
     if _VARIABLE.search(value):
         return True
+    if any(_OPERATION.search(_FRACTION.sub("9", inner)) for inner in _raised(value)):
+        return False
+    if _LOGARITHM.search(value):
+        value = _POWER.sub("9 ", value)
     bare = _AROUND.sub("", _POWER_OF_TEN.sub("", value))
     if _OPERATION.search(_SYMBOLIC_FRACTION.sub("a", _FRACTION.sub("9", bare))):
         return False
     return is_marked or _FUNCTION.search(value) is None
+
+
+def _raised(value: str) -> list[str]:
+    """What stands in exponents and indices of ``value``, fractions aside."""
+    raised = [inner.strip("^_{}()* ") for inner in _AROUND.findall(value)]
+    return [inner for inner in raised if (number := parse_number(inner)) is None or number.value.denominator == 1]
 
 
 def _num_operations(text: str) -> int:

@@ -9,6 +9,8 @@ import re
 import unicodedata
 from decimal import Decimal
 
+from mindrlhf.rewards.answers.units import NAMES
+
 # Longer texts are no expressions; they are compared as they are.
 MAX_SPELLED_CHARS = 500
 
@@ -70,7 +72,7 @@ _SIGNS = {
 
 _SPACE_COMMAND = r"\\[,;:! ]|\\(?:thinspace|medspace|nobreakspace|quad|qquad)(?![A-Za-z])|~"
 _GROUPED = re.compile(
-    rf"(?<![0-9.,])([0-9]{{1,3}})((?:(?:\{{,\}}|,?(?:{_SPACE_COMMAND})+|[\u00a0\u2009\u202f\u2007])[0-9]{{3}})+)(?![0-9])"
+    rf"(?<![0-9.,])([0-9]{{1,3}})((?:(?:\{{,\}}|,?(?:{_SPACE_COMMAND})+\s?|[\u00a0\u2009\u202f\u2007])[0-9]{{3}})+)(?![0-9])"
 )
 _WITH_DECIMAL_COMMA = re.compile("[-+]?[0-9]{1,3}(?:[\u00a0\u2009\u202f\u2007][0-9]{3})+,[0-9]+")
 _SPACED_GROUPS = re.compile(r"([-+$€£¥]*)([0-9]{1,3}(?:([ '\u2019])[0-9]{3})(?:\3[0-9]{3})*)((?:\.[0-9]+)?%?\.?)")
@@ -96,6 +98,8 @@ _DOTTED_ENDS = re.compile(r"(?<=[.0-9])\\dot\s*\{?([0-9])\}?([0-9]*)\\dot\s*\{?(
 _LINES_ABOVE = re.compile(r"((?:[0-9][\u0304\u0305])+)")
 _SAID_TO_REPEAT = re.compile(r"(?<![0-9.])([0-9]+\.[0-9]*?)([0-9])\s*\(?(?:repeating|recurring)\)?")
 _COMMANDS = (
+    (re.compile(r"\\text(?:normal|up|md|sl)(?![A-Za-z])"), r"\\text"),
+    (re.compile(r"(?<=[0-9])\s*(?:¢|\\cent(?![A-Za-z]))"), " cents"),
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\[dt]binom(?![A-Za-z])"), r"\\binom"),
     (re.compile(r"\{\s*([^{}]{1,40}?)\s*\\choose\s*([^{}]{1,40}?)\s*\}"), r"\\binom{\1}{\2}"),
@@ -143,15 +147,6 @@ _HAN = "零〇一二两兩三四五六七八九十百千万萬亿億"
 _HAN_NUMBER = re.compile(rf"(负|負)?(?:(?:([{_HAN}]+)又)?([{_HAN}]+)分之)?([{_HAN}]+)(?:[点點]([{_HAN}]+))?")
 _HAN_SHARE = re.compile(rf"(负|負)?百分之([{_HAN}]+|[0-9.]+)")
 _MYRIADS = re.compile(r"([-+]?[0-9,]*\.?[0-9]+)\s*([万萬亿億])")
-# fmt: off
-_HAN_UNITS = {
-    "平方厘米": "cm^2", "平方米": "m^2", "平方千米": "km^2", "平方公里": "km^2", "立方厘米": "cm^3",
-    "立方米": "m^3", "千米/小时": "km/h", "公里/小时": "km/h", "米/秒": "m/s", "毫米": "mm", "厘米": "cm",
-    "千米": "km", "公里": "km", "米": "m", "千克": "kg", "公斤": "kg", "毫克": "mg", "克": "g", "毫升": "ml",
-    "升": "l", "秒": "s", "分钟": "min", "小时": "h", "天": "day", "周": "week", "个月": "month",
-    "年": "year", "度": "deg", "欧元": "eur", "美元": "usd",
-}
-# fmt: on
 _HAN_COUNTED = re.compile(
     "[元角分个個人只隻本页頁块塊棵条條张張名位次种種辆輛件支枝朵头頭箱袋盒根]"
     "|[双對对座间間匹台首道题岁歲倍层排行组組份]|名?(?:同学|学生)|个人"
@@ -159,6 +154,7 @@ _HAN_COUNTED = re.compile(
 _HAN_AMOUNT = re.compile(
     rf"([-+]?(?:[0-9][0-9,.]*|\\frac\{{[0-9]+\}}\{{[0-9]+\}}|[{_HAN}]+))\s*([^\x00-\x7f/]+(?:/[^\x00-\x7f]+)?)"
 )
+_COMMENT = re.compile(r"(?:^|(?<=\s))%[^\n]*\n")
 _DISPLAY_MATH = re.compile(r"\\[()\[\]]|\$\$")
 _INLINE_MATH = re.compile(r"(?<!\\)\$((?:[^$\\]|\\.)*)\$", re.DOTALL)
 
@@ -187,10 +183,9 @@ def plain_unicode(text: str) -> str:
 
 def plain_spelling(text: str) -> str:
     """``text`` in the one spelling that the rules of equality read. Long texts only lose their end tokens."""
-    text = text.strip()
     if _SIMPLE.fullmatch(text):
         return text
-    text = without_end_tokens(text).strip()
+    text = without_end_tokens(_COMMENT.sub(" ", text)).strip()
     if len(text) > MAX_SPELLED_CHARS:
         return text
     if not text.isascii():
@@ -199,7 +194,8 @@ def plain_spelling(text: str) -> str:
     # What is no group of three is a decimal comma.
     text = _GROUPED.sub(_joined, text).replace("{,}", ".")
     if "\\" in text or "$" in text:
-        text = _without_looks(text)
+        # In files \\\\frac may be escaped twice.
+        text = _without_looks(text if "\\begin" in text else re.sub(r"\\\\(?=[A-Za-z])", r"\\", text))
     for pattern, spelling in _COMMANDS:
         text = pattern.sub(spelling, text)
     text = re.sub(r"\s+", " ", text).strip().strip('*`"').strip()
@@ -208,7 +204,7 @@ def plain_spelling(text: str) -> str:
     match = _SPACED_GROUPS.fullmatch(text)
     if match is not None:
         text = match[1] + match[2].replace(match[3], "") + match[4]
-    return text.rstrip(".,; €£¥¢").strip() or text
+    return text.rstrip(".,; €£¥").strip() or text
 
 
 def _periodic(match: re.Match[str]) -> str:
@@ -240,12 +236,12 @@ def _without_han(text: str) -> str:
     if (match := _MYRIADS.fullmatch(plain)) is not None:
         return str(Decimal(match[1].replace(",", "")) * _HAN_MYRIADS[match[2]])
     match = _HAN_AMOUNT.fullmatch(plain)
-    if match is None or not (match[2] in _HAN_UNITS or _HAN_COUNTED.fullmatch(match[2])):
+    if match is None or not (match[2] in NAMES or _HAN_COUNTED.fullmatch(match[2])):
         return text
     number = match[1]
     if number[-1] in _HAN:
         number = _han_value(number)
-    return text if number is None else f"{number} {_HAN_UNITS.get(match[2], '')}".rstrip()
+    return text if number is None else f"{number} {NAMES.get(match[2], '')}".rstrip()
 
 
 def _han_number(match: re.Match[str]) -> str | None:

@@ -1,11 +1,13 @@
 """Numbers with a unit behind: ``5 cm``, ``5\\text{ cm}``, ``30^\\circ``, ``12 square metres``, ``3 million dollars``.
 
-A unit that only one of two answers has does not matter ("How many metres?" is answered by ``5``), nor does one that
-is no measure ("apples"). Two measures must be the same: ``5 cm`` is not ``5 km``. Nothing is converted:
-``5 km`` is not ``5000 m``.
+A unit that only one of two answers has does not matter ("How many metres?" is answered by ``5``). Two measures must be
+the same: ``5 cm`` is not ``5 km``. So must other words, but that one answer may have more of them than the other: "5
+red apples" are "5 apples", a decrease is no increase. Nothing is converted: ``5 km`` is not ``5000 m``.
 """
 
+import json
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 from mindrlhf.rewards.answers.numeric import Number, parse_number
@@ -14,45 +16,8 @@ from mindrlhf.rewards.answers.numeric import Number, parse_number
 MAX_QUANTITY_CHARS = 120
 
 FACTORS = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-_SPELLINGS = {
-    "mm": "millimeter millimetre",
-    "cm": "centimeter centimetre",
-    "m": "meter metre",
-    "km": "kilometer kilometre",
-    "in": "inch inches",
-    "ft": "foot feet",
-    "yd": "yard",
-    "mi": "mile",
-    "mg": "milligram",
-    "g": "gram gramme",
-    "kg": "kilogram kilo",
-    "lb": "pound lbs",
-    "oz": "ounce",
-    "ms": "millisecond",
-    "s": "second sec",
-    "min": "minute mins",
-    "h": "hour hr",
-    "day": "day",
-    "week": "week",
-    "month": "month",
-    "year": "year yr",
-    "ml": "milliliter millilitre mL",
-    "l": "liter litre L",
-    "usd": "dollar USD",
-    "cent": "cent",
-    "eur": "euro EUR",
-    "mph": "mph",
-    "km/h": "kph kmph kilometers/hour",
-    "m/s": "meters/second",
-    "deg": "degree deg",
-    "rad": "radian",
-    "K": "kelvin",
-    "N": "newton",
-    "J": "joule",
-    "W": "watt",
-    "V": "volt",
-}
-_NAMES = {name: unit for unit, names in _SPELLINGS.items() for name in (unit, *names.split())}
+_TABLE = json.loads(Path(__file__).with_name("units.json").read_text(encoding="utf-8"))
+NAMES = {name: unit for unit, names in _TABLE.items() for name in (unit, *names.split("|"))}
 # Conjunctions and functions join two values; they are no unit of the first.
 _NO_UNITS = {"and", "or", "to", "mod", "times", "over", "plus", "minus", "sqrt", "log", "sin", "cos", "tan", "exp"}
 
@@ -61,7 +26,7 @@ _PROSE = {"in", "min", "m", "s", "h", "day", "days", "K", "n", "j", "w", "v"}
 _QUANTITY = re.compile(
     r"(?P<number>[^A-Za-z\\°^]*[0-9.%]|[-+]?[0-9]*\\[dt]?frac\{[0-9]+\}\{[0-9]+\})"
     r"(?P<space>(?:\s|~|\\[ ,;!])*)"
-    r"(?:\\(?:text|textrm|mathrm|mbox|rm)\s*\{(?P<text>[^{}]*)\}(?P<text_power>(?:\^\{?[23]\}?)?)"
+    r"(?:\\(?:text|textrm|mathrm|mbox|rm)\s*\{(?P<text>[^{}]*(?:\{[^{}]*\})?)\}(?P<text_power>(?:\^\{?[23]\}?)?)"
     r"|(?P<degrees>\^?\s*\{?(?:\\circ|°)\}?)(?:\s*\\?(?:text|mathrm)?\{?(?P<scale>[CFK])\}?)?"
     r"|(?P<plain>[A-Za-zµ][A-Za-z0-9 µ/^²³{}.]*))"
 )
@@ -73,6 +38,9 @@ _SECOND_THOUGHT = re.compile(
     r"\b(?:or|not|maybe|perhaps|no|reject(?:ed)?|wrong|incorrect|invalid|extraneous|discarded|false)\b|\b[0-9]",
     re.IGNORECASE,
 )
+# "42 more than x" is not 42.
+_TURNED = re.compile(r"\b(?:than|times|from|minus|plus|short of|less|percent of)\s+\w", re.IGNORECASE)
+_SMALL_WORDS = re.compile("an?|the|of|in|all|total|per|about|exactly|is|are|there")
 _UNNAMED = re.compile("(?:square |cubic |sq )?units?")
 _BEHIND = re.compile(
     r"(?P<value>[^ ].*?)(?:\s*\\(?:text|textrm|mathrm|mbox|rm)\s*\{(?P<text>[^{}]*)\}(?P<power>(?:\^\{?[23]\}?)?)"
@@ -82,10 +50,11 @@ _BEHIND = re.compile(
 
 
 class Quantity(NamedTuple):
-    """A number and its unit; ``unit`` is None without one, ``""`` for one that is no measure."""
+    """A number, its unit (None without one, ``""`` for one that is no measure) and the other words behind it."""
 
     number: Number
     unit: str | None
+    words: frozenset[str] = frozenset()
 
 
 def parse_quantity(text: str) -> Quantity | None:
@@ -94,7 +63,7 @@ def parse_quantity(text: str) -> Quantity | None:
         return None
     number = parse_number(text)
     if number is not None:
-        return Quantity(number, None)
+        return Quantity(number, "money" if "$" in text and not text.startswith("$$") else None)
     match = _QUANTITY.fullmatch(text)
     number = parse_number(match["number"]) if match is not None else None
     if number is None:
@@ -108,7 +77,12 @@ def parse_quantity(text: str) -> Quantity | None:
 
 def units_fit(unit: str | None, other: str | None) -> bool:
     """Return whether two answers may have these units, under the rules above."""
-    return not unit or not other or unit == other
+    return not unit or not other or unit == other or {unit, other} < {"money", "usd", "eur"}
+
+
+def words_fit(words: frozenset[str], others: frozenset[str]) -> bool:
+    """Return whether two answers may have these words behind their numbers: those of one are among the other's."""
+    return words <= others or others <= words
 
 
 def is_measure(words: str) -> bool:
@@ -130,7 +104,7 @@ def split_unit(text: str) -> tuple[str, str]:
     unit = "deg" if match["degrees"] else measure(words)
     if unit is None and (_SECOND_THOUGHT.search(words) or (match["text"] is None and not _UNNAMED.fullmatch(words))):
         return text, ""
-    return match["value"].strip(), unit or ""
+    return match["value"].strip(), unit or ("" if _UNNAMED.fullmatch(words.strip()) else words.strip().lower())
 
 
 def _with_unit(number: Number, words: str, is_marked: bool, is_apart: bool) -> Quantity | None:
@@ -150,16 +124,26 @@ def _with_unit(number: Number, words: str, is_marked: bool, is_apart: bool) -> Q
     if _SECOND_THOUGHT.search(words):
         return None
     letters = words.split()
+    if _TURNED.search(words):
+        return None
     is_word = bool(letters) and all(word.isalpha() for word in letters) and not _NO_UNITS & {w.lower() for w in letters}
-    if is_marked or (is_word and is_apart and len(letters[0]) > 2):
-        return Quantity(number, "")
-    return None
+    if not is_marked and not (is_word and is_apart and len(letters[0]) > 2):
+        return None
+    units = [unit for unit in map(_name, letters) if unit]
+    return Quantity(number, units[0] if units and _name(letters[0]) else "", _other_words(letters))
+
+
+def _other_words(letters: list[str]) -> frozenset[str]:
+    """The words that say of what a number is, without articles and the like, in the singular."""
+    plain = (re.sub("[^a-z]", "", word.lower()) for word in letters if not _name(word))
+    return frozenset(word.removesuffix("s") for word in plain if word and not _SMALL_WORDS.fullmatch(word))
 
 
 def measure(words: str) -> str | None:
     """The one way we write a unit of measure, such as ``cm^2``; None when it is none that we know."""
     words = words.strip().rstrip(".").replace("²", "^2").replace("³", "^3").replace("{", "").replace("}", "")
     words = re.sub(r"\s+per\s+", "/", words)
+    words = re.sub(r"(?:\s|\*|\\cdot )+([a-z]+)\^?-([1-3])$", r"/\1^\2", words).removesuffix("^1")
     power = ""
     for prefix, exponent in (("square ", "^2"), ("sq ", "^2"), ("sq. ", "^2"), ("cubic ", "^3")):
         if words.lower().startswith(prefix):
@@ -175,6 +159,6 @@ def measure(words: str) -> str | None:
 def _name(word: str) -> str | None:
     for form in (word, word.lower(), word.lower().removesuffix("s")):
         # "S" and "G" are other units than "s" and "g".
-        if form in _NAMES and (form == word or len(word) > 2):
-            return _NAMES[form]
+        if form in NAMES and (form == word or len(word) > 2):
+            return NAMES[form]
     return None

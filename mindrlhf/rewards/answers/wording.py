@@ -52,30 +52,7 @@ _PATH = re.compile(r"[A-Z](?:\s*-\s*[A-Z]){2,}")
 _FIGURE = re.compile(r"\\(?:angle|triangle|widehat|overline|vec|overrightarrow)\s*\{?\s*[A-Z]{3,}\s*\}?")
 _SYMBOLS = re.compile(r"(?=.*[0-9])(?:[A-Z][a-z]?(?:_?\{?[0-9]+\}?)?){2,}")
 _ROMAN = re.compile("[IVXLCDM]{2,}")
-_SHORT_WORDS = frozenset(
-    (
-        "no",
-        "on",
-        "up",
-        "in",
-        "of",
-        "or",
-        "is",
-        "it",
-        "at",
-        "by",
-        "as",
-        "to",
-        "if",
-        "so",
-        "we",
-        "be",
-        "do",
-        "go",
-        "he",
-        "us",
-    )
-)
+_SHORT_WORDS = re.compile("no|on|up|in|of|or|is|it|at|by|as|to|if|so|we|be|do|go|he|us")
 # "abcd" is no product that anybody writes.
 MAX_FACTORS = 3
 
@@ -151,12 +128,14 @@ def _is_word(text: str, run: re.Match[str]) -> bool:
     if len(word) > MAX_FACTORS or len(set(word)) < len(word):
         return True
     if not before.strip() and not behind.strip():
-        return len(word) == MAX_FACTORS or word.lower() in _SHORT_WORDS or _ROMAN.fullmatch(word) is not None
+        is_name = _SHORT_WORDS.fullmatch(word.lower()) or _ROMAN.fullmatch(word)
+        return len(word) == MAX_FACTORS or is_name is not None
     if behind[:1].isspace() and behind.lstrip()[:1].isalnum():
         return True
     if before[-1:].isspace():
         neighbour = before.rstrip()[-1:]
-        return neighbour.isalpha() or (neighbour.isdigit() and (measure(word) is not None or word in _SHORT_WORDS))
+        is_unit = measure(word) is not None or _SHORT_WORDS.fullmatch(word) is not None
+        return neighbour.isalpha() or (neighbour.isdigit() and is_unit)
     return False
 
 

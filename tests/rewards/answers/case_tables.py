@@ -34,5 +34,10 @@ def read_cases(name: str) -> list[Case]:
 
 
 def table_names() -> list[str]:
-    """The tables of pairs of answers; ``completions`` is another, of whole completions."""
-    return sorted(path.stem for path in DIRECTORY.glob("*.txt") if path.stem != "completions")
+    """The tables of pairs of answers."""
+    return sorted(path.stem for path in DIRECTORY.glob("*.txt") if not path.stem.startswith("completions"))
+
+
+def completion_tables() -> list[str]:
+    """The tables of whole completions."""
+    return sorted(path.stem for path in DIRECTORY.glob("completions*.txt"))

@@ -3,6 +3,8 @@
 import case_tables
 import pytest
 
+from mindrlhf.errors import UserError
+from mindrlhf.rewards.answers import marks
 from mindrlhf.rewards.answers.equality import answers_equal
 from mindrlhf.rewards.registry import built_in
 
@@ -13,7 +15,7 @@ TO_BE_COMPUTED = {
     *("2\\times3", "4 x 5", "7 \\div 2", "6\xf73", "10!/8!", "\\frac{10!}{8!}", "3 \\cdot 6", "3(6)", "(3)(6)", "20-2"),
     *("36 \\div 2", "2^3 \\cdot 3^2", "2^3 3^2"),
 }
-COMPLETIONS = case_tables.read_cases("completions")
+COMPLETIONS = [case for name in case_tables.completion_tables() for case in case_tables.read_cases(name)]
 
 
 def name_of(case: case_tables.Case) -> str:
@@ -28,6 +30,30 @@ def test_pair(case):
 @pytest.mark.parametrize("case", COMPLETIONS, ids=name_of)
 def test_completion(case):
     assert built_in("accuracy_reward")(case.prediction, case.reference) == case.is_equal, case.reason
+
+
+def test_every_language_has_the_same_list_of_forms():
+    """And each language of the table of marks has that list."""
+    lists: dict[str, list[tuple[str, bool]]] = {}
+    for case in case_tables.read_cases("completions_by_language"):
+        lists.setdefault(case.reason.partition(":")[0], []).append((case.reference, case.is_equal))
+    assert lists.keys() == marks.LANGUAGES.keys() and len(lists["English"]) >= 20
+    assert [language for language, forms in lists.items() if forms != lists["English"]] == []
+
+
+def test_a_table_of_the_user_adds_a_language(tmp_path, monkeypatch):
+    monkeypatch.setattr(marks, "LANGUAGES", dict(marks.LANGUAGES))
+    path, reward = tmp_path / "marks.json", built_in("accuracy_reward")
+    path.write_text('{"Italian": {"answer": "risposta", "equals": "è", "denies": "non", "decimal_comma": "yes"}}')
+    texts = ("La risposta è 3,5. Ho 2 gatti.", "La risposta non è 3,5.")
+    assert [reward(text, "3.5") for text in texts] == [0, 0]
+    assert [reward(text, "3.5", marks=str(path)) for text in texts] == [1, 0]
+    marks.pattern.cache_clear()
+    for text in ("[]", '{"Italian": {"verbs": "è"}}', '{"Italian": {"answer": 1}}', "{"):
+        (tmp_path / "other.json").write_text(text)
+        marks.extend.cache_clear()
+        with pytest.raises(UserError, match="other.json"):
+            marks.extend(str(tmp_path / "other.json"))
 
 
 def test_the_tables_are_large_and_two_sided():

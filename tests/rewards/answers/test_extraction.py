@@ -25,7 +25,7 @@ from mindrlhf.rewards.registry import built_in
         ("\\boxed{\\left\\{ x \\right.}", "\\left\\{ x \\right."),
         ("\\boxed{\\boxed{7}}", "7"),
         ("\\boxed{1} \\boxed{2", None),
-        ("\\boxed 5", None),
+        ("\\boxed 5", "5"),
         ("boxed{5}", None),
         ("", None),
     ],
