@@ -91,8 +91,7 @@ class PromptTemplate:
         self._system = system
         self._special_tokens = tokenizer.special_tokens
         try:
-            with limited_memory():  # constants are computed
-                self.variables = _find_variables(source)
+            self.variables = _find_variables(source)
         except Exception as error:  # compilers can raise anything
             raise UserError(f"template {name!r} cannot be compiled: {_reason(error)}") from error
         self.takes_messages = "messages" in self.variables
@@ -232,7 +231,8 @@ def _find_variables(source: str) -> frozenset[str]:
         raise ValueError("powers, of which some take hours, are not supported")
     from transformers.utils import chat_template_utils
 
-    environment = chat_template_utils._compile_jinja_template(source).environment
+    with limited_memory():  # constants are computed
+        environment = chat_template_utils._compile_jinja_template(source).environment
     environment.filters["random"] = lambda _context, choices: random.Random(0).choice(choices)  # repeats
     tree = environment.parse(source)
     clock = {CLOCK} & {node.name for node in tree.find_all(jinja2.nodes.Name)}  # to Jinja a global name
