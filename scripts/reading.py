@@ -33,7 +33,7 @@ LEFT_OUT = (
     "mindrlhf.sandbox",  # limits of processes
     "mindrlhf.tools",  # what a model calls between turns
     "mindrlhf.launch",  # how ranks are started
-    "mindrlhf.cpu",  # optional speed-ups
+    "mindrlhf.cpu",  # kernels of a CPU
     "mindrlhf.rewards.answers",  # whether two answers are equal
     "mindrlhf.rewards.judges",  # models as judges
 )

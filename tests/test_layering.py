@@ -19,14 +19,14 @@ MAP = ROOT / "CONTRIBUTING.md"
 
 # The packages by layer, from the ground up. An import goes to a lower layer or along its own, never up.
 LAYERS = (
-    ("errors", "algorithms", "system"),
+    ("errors", "algorithms", "cpu", "system"),
     ("config", "hub", "specs", "observe", "images"),
     ("data", "layout", "launch", "sandbox"),
     ("models", "rewards", "tools", "weights"),
     ("checkpoint", "shards", "rollout"),
     ("debugging", "evaluation"),
     ("training",),
-    ("dryrun", "cpu"),
+    ("dryrun",),
     ("commands", "doctor", "cli"),
 )
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
@@ -88,8 +88,6 @@ LIGHT_WITHIN = (
     "mindrlhf.algorithms.optimizers",
     "mindrlhf.cpu.training.vocabulary",
 )
-# What the others look up: the functions of these modules, by way of ``mindrlhf.system.speed_ups``.
-CPU, HOOKS = "mindrlhf.cpu", {"training.hooks", "rollout.hooks", "launcher", "imports"}
 
 
 @dataclass(frozen=True)
@@ -289,14 +287,6 @@ def test_no_packages_of_a_layer_import_each_other_in_a_circle():
             if LAYER_OF[package] == LAYER_OF[package_of(source)]:
                 arrows[package_of(source)].add(package)
     assert find_circles(arrows) == []
-
-
-def test_nothing_imports_the_speed_ups_of_a_cpu_and_one_module_looks_them_up():
-    sources = {module_name(path): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
-    outside = {module: source for module, source in sources.items() if not in_packages(module, (CPU,))}
-    assert {module for module, source in outside.items() if CPU in source} == {"mindrlhf.system.speed_ups"}
-    looked_up = set(re.findall(r'_find\("([\w.]+)"\)', outside["mindrlhf.system.speed_ups"]))
-    assert looked_up == HOOKS and {f"{CPU}.{name}" for name in HOOKS} <= sources.keys()
 
 
 @pytest.mark.parametrize("package", LAYER_OF)

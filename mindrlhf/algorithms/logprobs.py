@@ -6,7 +6,7 @@ from mindspore import nn, ops
 
 from mindrlhf.algorithms.chunked_head import ChunkedTokenLogProbs, HeadShard, outputs_dtype
 from mindrlhf.algorithms.head import WHOLE_HEAD, HeadTile
-from mindrlhf.system import speed_ups
+from mindrlhf.cpu.training.heads import TiledTokenLogProbs
 
 
 class GraphTokenLogProbs(nn.Cell):
@@ -111,8 +111,8 @@ class PolicyLogProbs(nn.Cell):
         super().__init__(auto_prefix=False)
         self.model = model
         self.device = device
-        if fast := speed_ups.of_rank(device):
-            self.token_logprobs = fast.TiledTokenLogProbs(model.head_weight, in_graph=model.dims.tied)
+        if device == "cpu":
+            self.token_logprobs = TiledTokenLogProbs(model.head_weight, in_graph=model.dims.tied)
         else:
             self.token_logprobs = _graph_logprobs(model, tile)
         self.scale = ops.Mul().shard(((*model.splits[:2], 1), ()))

@@ -1,7 +1,4 @@
-"""The state of an optimiser as named arrays, and back.
-
-It may be plain NumPy arrays instead of MindSpore parameters: those that ranks share are.
-"""
+"""The state of an optimiser as named arrays, and back."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
@@ -25,7 +22,7 @@ class Optimizer(Protocol):
     """
 
     global_step: "Parameter"
-    state: "Mapping[str, Parameter | np.ndarray]"
+    state: "Mapping[str, Parameter]"
 
 
 def optimizer_infos(optimizer: "Optimizer") -> list[TensorInfo]:
@@ -47,16 +44,15 @@ def optimizer_arrays(optimizer: "Optimizer") -> Iterator[tuple[str, np.ndarray]]
         for each update, is not among them.
     """
     for name, parameter in optimizer_state(optimizer).items():
-        yield name, parameter if isinstance(parameter, np.ndarray) else parameter.asnumpy()
+        yield name, parameter.asnumpy()
 
 
-def restore_optimizer(optimizer: "Optimizer", arrays: Mapping[str, np.ndarray], *, writes_moments: bool = True) -> None:
+def restore_optimizer(optimizer: "Optimizer", arrays: Mapping[str, np.ndarray]) -> None:
     """Give an optimiser over the same parameters the state that :func:`optimizer_arrays` yielded.
 
     Args:
         optimizer: takes the state.
         arrays: the state.
-        writes_moments: False leaves the moments to another process, with which this one shares them.
 
     Raises:
         UserError: it is of another optimiser, a name is missing or unknown, or a dtype or shape differs.
@@ -79,14 +75,10 @@ def restore_optimizer(optimizer: "Optimizer", arrays: Mapping[str, np.ndarray], 
                 f"the optimiser state {info.name!r} is {found.dtype} {list(found.shape)}, but the model needs "
                 f"{info.dtype} {list(info.shape)}"
             )
-        target = state[info.name]
-        if not isinstance(target, np.ndarray):
-            # The copy keeps the parameter from sharing memory with the caller's array.
-            target.set_data(ms.Tensor(array.copy()))
-        elif writes_moments:
-            target[...] = array
+        # The copy keeps the parameter from sharing memory with the caller's array.
+        state[info.name].set_data(ms.Tensor(array.copy()))
 
 
-def optimizer_state(optimizer: "Optimizer") -> dict[str, "Parameter | np.ndarray"]:
-    """Return the parameters or arrays that hold what :func:`optimizer_arrays` yields, by the same names."""
+def optimizer_state(optimizer: "Optimizer") -> dict[str, "Parameter"]:
+    """Return the parameters that hold what :func:`optimizer_arrays` yields, by the same names."""
     return {GLOBAL_STEP_NAME: optimizer.global_step, **optimizer.state}

@@ -9,9 +9,16 @@ import sys
 import types
 from collections.abc import Collection, Iterator
 
-from mindrlhf.system.hollow import hollow_packages
 
-_HOLLOW_MINDSPORES = ("2.9.0", "2.10.0")
+@contextlib.contextmanager
+def quick_imports(unused: Collection[str] = ()) -> Iterator[None]:
+    """Have the body, which imports large libraries, take less time and memory.
+
+    Args:
+        unused: packages that these libraries import and nobody here calls; see :func:`left_out`.
+    """
+    with lasting_objects(), left_out(unused):
+        yield
 
 
 @contextlib.contextmanager
@@ -29,20 +36,6 @@ def lasting_objects() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def hollow_mindspore() -> bool:
-    """Have MindSpore's modules imported without the package around them, in a process that needs a few and no more.
-
-    Returns:
-        Whether that was tried with the MindSpore that there is; where not, nothing is changed.
-    """
-    hollow_packages("mindspore")
-    if importlib.import_module("mindspore.version").__version__ in _HOLLOW_MINDSPORES:
-        return True
-    for name in [name for name in sys.modules if name.partition(".")[0] == "mindspore"]:
-        del sys.modules[name]
-    return False
 
 
 @contextlib.contextmanager

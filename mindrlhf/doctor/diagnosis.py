@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mindrlhf.cpu.processor import openblas_environment
 from mindrlhf.doctor.ascend import CANN_PIN, ascend_checks, check_server
 from mindrlhf.doctor.check import Check
 from mindrlhf.sandbox.server import active_layers, describe, is_strong
-from mindrlhf.system import speed_ups
 from mindrlhf.system.processor import OPENBLAS_CORE_VARIABLE, instruction_sets
 
 PROBE_TIMEOUT_S = 120.0
@@ -283,8 +283,7 @@ def _check_pins(section: str, pins: Mapping[str, str], versions: Mapping[str, st
 
 def _measured_products(python: str) -> list[Check]:
     """Measure matrix products as ranks make them, and with OpenBLAS's own choice of kernels."""
-    fast = speed_ups.of_launcher()
-    kernels = (fast.openblas_environment() if fast else {}) | {
+    kernels = openblas_environment() | {
         name: value for name, value in os.environ.items() if name == OPENBLAS_CORE_VARIABLE
     }
     probes = [_probe(python, _PRODUCT_PROBE, {"OMP_NUM_THREADS": "1"} | core) for core in (kernels, {})]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from mindrlhf.cpu.processor import openblas_environment
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.launch.failure_report import describe_end, exit_code, failure_report, log_name, say
 from mindrlhf.launch.health import STILLNESS_LIMIT_S, HealthMonitor
@@ -24,14 +25,14 @@ from mindrlhf.launch.nodes.secret import SECRET_VARIABLE
 from mindrlhf.launch.peers import ALONE, Peers
 from mindrlhf.launch.processes import POLL_INTERVAL_S, RunProcesses, rank_name
 from mindrlhf.launch.stages import StageLines
-from mindrlhf.system import heartbeat, processes, speed_ups
+from mindrlhf.system import heartbeat, processes
 from mindrlhf.system.ports import find_free_port
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _DUMP_TIME_S = 1.0
 _CLUSTER_VARIABLES = frozenset(
     {"MS_ROLE", "MS_NODE_ID", SECRET_VARIABLE, "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_TOPO_TIMEOUT"}
-    | {"RANK_ID", "RANK_SIZE", "DEVICE_ID", processes.LEAN_VARIABLE}
+    | {"RANK_ID", "RANK_SIZE", "DEVICE_ID"}
 )
 _CLUSTER_DEFAULTS = {
     # Also the longest wait of a collective on CPU, so it must exceed the worst skew between ranks (one rank starts
@@ -99,7 +100,7 @@ def launch(
     with processes.adopting_orphans(), _recorded_signals() as received:
         while True:
             port = peers.scheduler_port or master_port or find_free_port()
-            root = _start(command, num_workers, log_dir, env or {}, port, peers, computes_on_cpu, joins_alone)
+            root = _start(command, num_workers, log_dir, env or {}, port, peers, joins_alone)
             follower = _follower(log_dir, peers.ranks(num_workers), out or sys.stdout, says_stages)
             health = HealthMonitor(log_dir, hang_timeout_s, still_limit_s, computes_on_cpu=computes_on_cpu, peers=peers)
             joining = JoiningWatch(num_workers, start_timeout_s, peers, rouses=computes_on_cpu)
@@ -148,13 +149,13 @@ def keep_logs(log_dir: Path) -> Path:
 def worker_environment(num_workers: int, env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the ranks: this process's, our defaults where nothing is set, and ``env`` over all."""
     inherited = {name: value for name, value in os.environ.items() if name not in _CLUSTER_VARIABLES}
-    num_cores, fast = len(os.sched_getaffinity(0)), speed_ups.of_launcher()
+    num_cores = len(os.sched_getaffinity(0))
     defaults = {
         "OMP_NUM_THREADS": str(max(1, num_cores // num_workers)),
         # Threads that spin while they wait take the cores that the other ranks and the rollout server need.
         "OMP_WAIT_POLICY": "PASSIVE",
         "PYTHONUNBUFFERED": "1",
-        **(fast.openblas_environment() if fast else {}),
+        **openblas_environment(),
         **_CLUSTER_DEFAULTS,
     }
     environment = defaults | inherited | dict(env)
@@ -171,10 +172,9 @@ def _start(
     env: Mapping[str, str],
     master_port: int,
     peers: Peers,
-    is_lean: bool,
     joins_alone: bool,
 ) -> subprocess.Popen:
-    """Start msrun, or the only rank itself; ``is_lean``: msrun and its scheduler may do without most of MindSpore."""
+    """Start msrun, or the only rank itself."""
     environment = worker_environment(num_workers, {**env, **peers.environment}) | {
         heartbeat.DIRECTORY_VARIABLE: str(log_dir)
     }
@@ -182,8 +182,7 @@ def _start(
         environment |= {"RANK_ID": "0", "RANK_SIZE": "1", "DEVICE_ID": "0"}
         argv, log_path = [sys.executable, *command], log_dir / "worker_0.log"
     else:
-        argv = msrun_argv(command, num_workers, log_dir, master_port, peers, is_lean=is_lean)
-        environment |= {processes.LEAN_VARIABLE: "1"} if is_lean else {}
+        argv = msrun_argv(command, num_workers, log_dir, master_port, peers)
         log_path = log_dir / "msrun.log"
     launcher_pid = os.getpid()
     with log_path.open("wb") as log_file:

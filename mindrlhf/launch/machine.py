@@ -8,7 +8,6 @@ from pathlib import Path
 
 from mindrlhf.errors import UserError
 from mindrlhf.launch.peers import Peers
-from mindrlhf.system import speed_ups
 
 MAX_RANKS_PER_CORE = 2
 VISIBLE_VARIABLE = "ASCEND_RT_VISIBLE_DEVICES"
@@ -52,19 +51,15 @@ def check_launcher(num_ranks: int) -> None:
             raise UserError(f"{bin_dir} has no {name}: run bash scripts/setup.sh and use the mindrlhf of its .venv")
 
 
-def msrun_argv(
-    command: Sequence[str], num_workers: int, log_dir: Path, master_port: int, peers: Peers, *, is_lean: bool
-) -> list[str]:
-    """Return the command line of msrun, lean or as it comes, for the ranks of this machine.
+def msrun_argv(command: Sequence[str], num_workers: int, log_dir: Path, master_port: int, peers: Peers) -> list[str]:
+    """Return the command line of msrun for the ranks of this machine.
 
     Raises:
         UserError: this environment has no ``msrun``.
     """
     check_launcher(num_workers)
-    fast = speed_ups.of_launcher()
     return [
         sys.executable,
-        *(fast.msrun() if is_lean and fast else []),
         str(Path(sys.executable).parent / "msrun"),
         f"--worker_num={num_workers * peers.num_nodes}",
         f"--local_worker_num={num_workers}",

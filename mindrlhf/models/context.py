@@ -11,8 +11,8 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from mindrlhf.cpu.imports import quick_imports
 from mindrlhf.errors import UserError
-from mindrlhf.system import speed_ups
 
 if TYPE_CHECKING:
     from mindspore import nn
@@ -43,7 +43,7 @@ sys.modules.setdefault("mindformers.models.deepseek4", _Unmet("mindformers.model
 
 def import_mindspore() -> types.ModuleType:
     """Import MindSpore without what no rank uses of it."""
-    with speed_ups.quick_imports(UNUSED_PACKAGES):
+    with quick_imports(UNUSED_PACKAGES):
         return importlib.import_module("mindspore")
 
 
@@ -55,7 +55,7 @@ def import_mindformers() -> types.ModuleType:
     """
     if importlib.util.find_spec("mindformers") is None:
         raise UserError(f"MindFormers is missing in {sys.prefix}: {INSTALL_MINDFORMERS}")
-    with warnings.catch_warnings(), speed_ups.quick_imports(UNUSED_PACKAGES):
+    with warnings.catch_warnings(), quick_imports(UNUSED_PACKAGES):
         warnings.simplefilter("ignore")
         return importlib.import_module("mindformers")
 
@@ -108,8 +108,11 @@ def run_graph(cell: "nn.Cell", *inputs: Any) -> Any:
     """Call a cell in graph mode; on a CPU its graph is that of an earlier start, where there is one."""
     import mindspore as ms
 
-    fast = speed_ups.of_rank("cpu") if ms.get_context("device_target") == DEVICE_TARGETS["cpu"] else None
-    return fast.run_graph(cell, *inputs) if fast else cell(*inputs)
+    if ms.get_context("device_target") != DEVICE_TARGETS["cpu"]:
+        return cell(*inputs)
+    from mindrlhf.cpu.training import graph_cache
+
+    return graph_cache.run_graph(cell, *inputs)
 
 
 @contextlib.contextmanager

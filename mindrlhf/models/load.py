@@ -1,7 +1,5 @@
 """Models with their weights, from a Hugging Face directory: language models, and the scoring models made of them."""
 
-import contextlib
-
 import numpy as np
 
 from mindrlhf.config.memory import WHOLE, MemorySection
@@ -11,7 +9,6 @@ from mindrlhf.models.causal_lm import CausalLM, build_model
 from mindrlhf.models.lora.model import attach_lora
 from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.specs.scoring import SCORE_NAME
-from mindrlhf.system import speed_ups
 from mindrlhf.weights.adapters.peft import load_adapter
 from mindrlhf.weights.convert import hf_shapes, ignored_names, load_hf_weights, load_random_weights, load_tensors
 from mindrlhf.weights.hf import read_hf_config
@@ -81,18 +78,16 @@ def load_scorer(
 def _build(
     hf_config: dict, model: ModelSection, memory: MemorySection, run: RunSection, row_length: int, num_image_rows: int
 ) -> CausalLM:
-    fast = speed_ups.of_rank(run.device)
-    with fast.no_random_weights() if fast else contextlib.nullcontext():
-        return build_model(
-            hf_config,
-            seq_length=row_length,
-            compute_dtype=model.compute_dtype,
-            param_dtype=model.param_dtype,
-            device=run.device,
-            recompute=model.recompute,
-            memory=memory,
-            num_image_rows=num_image_rows,
-        )
+    return build_model(
+        hf_config,
+        seq_length=row_length,
+        compute_dtype=model.compute_dtype,
+        param_dtype=model.param_dtype,
+        device=run.device,
+        recompute=model.recompute,
+        memory=memory,
+        num_image_rows=num_image_rows,
+    )
 
 
 def _fill(network: CausalLM, model: ModelSection, path: str, run: RunSection) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 LAUNCHER_PID_VARIABLE = "MINDRLHF_LAUNCHER_PID"
 COMMAND_VARIABLE = "MINDRLHF_COMMAND"  # the command line that starts a run, for its report
 NUM_NODES_VARIABLE = "MINDRLHF_NUM_NODES"  # on how many machines the launchers of a run start ranks
-LEAN_VARIABLE = "MINDRLHF_LEAN"  # set where msrun and the scheduler may do without most of MindSpore
 # How the private directory of a rollout server begins, among temporary files.
 SERVER_PREFIX = "mindrlhf-server-"
 

@@ -21,7 +21,7 @@ from mindrlhf.observe.report import REPORT_NAME, write_report
 from mindrlhf.observe.run_data import STARTS_NAME
 from mindrlhf.observe.sinks import SinkGroup, StepDetails, open_sinks
 from mindrlhf.observe.trackers.background import open_trackers
-from mindrlhf.system import heartbeat, speed_ups
+from mindrlhf.system import heartbeat
 from mindrlhf.system.processes import COMMAND_VARIABLE, has_launcher
 from mindrlhf.training.checkpoints.requests import SaveRequests, StopRequested
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
@@ -148,9 +148,10 @@ def run_rank(config: AnyConfig, training: Training, *, resume: bool) -> None:
         rank = start_runtime(config.run, output_dir / "logs")
         connections = connect(rank)
         heartbeat.enter(heartbeat.JOINED)
-        fast = speed_ups.of_rank(config.run.device)
-        if fast and not is_split(config.parallel_config):
-            fast.open_graph_cache(graph_facts(config), rank.index)
+        if config.run.device == "cpu" and not is_split(config.parallel_config):
+            from mindrlhf.cpu.training.graph_cache import open_graph_cache  # which loads MindSpore
+
+            open_graph_cache(graph_facts(config), rank.index)
         worker = training.build_worker(rank)
         if config.profiler.steps:
             worker = ProfiledWorker(worker, config.profiler, output_dir, rank, training.servers())

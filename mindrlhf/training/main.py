@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 from mindrlhf.errors import RunFailure, UserError, messages_of
-from mindrlhf.system import heartbeat, speed_ups
+from mindrlhf.system import heartbeat
 from mindrlhf.system.processes import die_with_launcher
 
 TASKS = ("train", "sft", "dpo", "reward-model")
@@ -42,8 +42,6 @@ def guarded(program: str, run: Callable[[], None]) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    if fast := speed_ups.of_launcher():
-        fast.schedule_if_lean()
     from mindrlhf.config.load import CONFIG_LOADERS
     from mindrlhf.training.runtime import num_ranks_from_environment
 

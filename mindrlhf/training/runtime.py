@@ -9,7 +9,8 @@ from pathlib import Path
 
 from mindrlhf.config.run import RunSection
 from mindrlhf.config.training import ParallelSection
-from mindrlhf.system import heartbeat, processes, speed_ups
+from mindrlhf.cpu.imports import quick_imports
+from mindrlhf.system import heartbeat, processes
 from mindrlhf.system.processor import OPENBLAS_CORE_VARIABLE
 
 
@@ -69,7 +70,7 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
     """
     if num_ranks_from_environment() == 1 and run.device == "cpu":
         heartbeat.enter("loading MindSpore")  # of several, the launcher must see which has not begun to join
-    with speed_ups.quick_imports():
+    with quick_imports():
         from mindrlhf.models.context import DEVICE_TARGETS, import_mindspore, prepare_mindformers
 
         ms = import_mindspore()
@@ -100,7 +101,7 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
         # of data parallelism.
         index = get_rank()
     cores = os.sched_getaffinity(0)
-    with speed_ups.quick_imports():
+    with quick_imports():
         prepare_mindformers(run.device, log_dir / "mindformers")
     if run.device == "cpu":
         # MindFormers ties each rank to cores of its own, but ranks and the rollout server share them here: a thread
@@ -112,8 +113,6 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
         if index == 0:  # what the last bits of a result depend on, beside the config
             kernels = os.environ.get(OPENBLAS_CORE_VARIABLE) or "chosen by OpenBLAS"
             print(f"mindrlhf: kernels of matrix products: {kernels}; threads: {num_threads}", flush=True)
-            if speed_ups.of_rank(run.device) is None:
-                print(speed_ups.MISSING, flush=True)
     return Rank(index, world_size)
 
 

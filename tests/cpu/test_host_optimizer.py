@@ -75,8 +75,8 @@ class Optimized:
         self.parameters = [ms.Parameter(ms.Tensor(weights[name]), name=name) for name in SHAPES]
         self.accumulators = make_accumulators(self.parameters)
         self.optimizer = make_optimizer(self.parameters, options, {})
-        step = {"host": HostOptimizerStep, "graph": OptimizerStep}[kind]
-        self.run = step(self.optimizer, self.accumulators, options.max_grad_norm, 1)
+        step = {"host": HostOptimizerStep, "graph": lambda *given: OptimizerStep(*given, 1)}[kind]
+        self.run = step(self.optimizer, self.accumulators, options.max_grad_norm)
         held = {id(one): one for one in (*self.parameters, *self.accumulators, *self.optimizer.get_parameters())}
         self.start = [(one, one.asnumpy().copy()) for one in held.values()]
 
@@ -138,7 +138,7 @@ def test_the_steps_can_take_turns():
     from mindrlhf.cpu.training.host_optimizer import HostOptimizerStep
 
     mixed, host = begin("graph"), begin("host")
-    graph, on_host = mixed.run, HostOptimizerStep(mixed.optimizer, mixed.accumulators, OPTIONS.max_grad_norm, 1)
+    graph, on_host = mixed.run, HostOptimizerStep(mixed.optimizer, mixed.accumulators, OPTIONS.max_grad_norm)
     try:
         for gradients, lr, step in zip(draw_gradients(4, 0.1), LEARNING_RATES, [on_host, graph, on_host, graph]):
             mixed.run = step

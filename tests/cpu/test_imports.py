@@ -110,39 +110,3 @@ def test_a_part_of_a_package_is_left_out_and_can_be_had_afterwards():
     from xml.dom import minidom
 
     assert minidom.Document().createElement("a").tagName == "a"
-
-
-HOLLOW = """
-import sys
-from mindrlhf.system.hollow import hollow_module, hollow_packages
-hollow_packages("xml", "xml.etree")
-hollow_module("xml.etree.cElementTree", parse=7)
-from xml.etree import ElementPath
-from xml.etree.cElementTree import parse
-assert ElementPath.find and parse == 7
-assert not hasattr(sys.modules["xml"], "__file__"), "nothing of the package itself was run"
-"""
-
-
-def test_modules_are_imported_without_the_packages_around_them():
-    done = subprocess.run([sys.executable, "-c", HOLLOW], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
-LEAN = """
-import sys
-from mindrlhf.cpu import imports
-assert imports.hollow_mindspore() and not hasattr(sys.modules["mindspore"], "Tensor")
-"""
-UNKNOWN = """
-import sys
-from mindrlhf.cpu import imports
-imports._HOLLOW_MINDSPORES = ("0.0",)
-assert not imports.hollow_mindspore() and "mindspore" not in sys.modules
-"""
-
-
-@pytest.mark.parametrize("program", [LEAN, UNKNOWN])
-def test_mindspore_is_hollow_only_in_versions_that_were_tried(program):
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr[-2000:]

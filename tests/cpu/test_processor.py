@@ -25,29 +25,6 @@ def test_instruction_sets_decide(flags, core):
     assert processor.openblas_environment(flags.split()) == expected
 
 
-@pytest.mark.parametrize(
-    "flags, made_by, expected",
-    [
-        (ZEN_4, "AuthenticAMD", True),
-        (ZEN_4, "HygonGenuine", True),
-        (ZEN_4, "GenuineIntel", False),
-        (HASWELL, "AuthenticAMD", False),
-        ("", "", False),
-    ],
-    ids=["zen4", "hygon", "intel", "zen2", "arm"],
-)
-def test_mkl_holds_back_where_intel_did_not_make_avx512(flags, made_by, expected):
-    assert processor.mkl_holds_back(flags.split(), made_by) is expected
-
-
-@pytest.mark.parametrize(
-    "flags, expected", [(ZEN_4, True), (HASWELL, True), ("fpu sse2 avx avx2", False), ("", False)],
-    ids=["avx512", "avx2", "avx2-without-fma", "arm"],
-)  # fmt: skip
-def test_avx2_is_told_by_instruction_sets(flags, expected):
-    assert processor.has_avx2(flags.split()) is expected
-
-
 def test_numpy_computes_with_the_kernels_of_the_environment():
     """A product under each choice, in a fresh interpreter; the bits may differ, the values may not."""
     script = """

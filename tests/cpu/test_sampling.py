@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindrlhf.cpu.rollout.sampling import sample_rows, uniforms
-from mindrlhf.rollout.server.streams import stream_key
+from mindrlhf.cpu.rollout.sampling import sample_rows
+from mindrlhf.rollout.server.streams import stream_key, uniforms
 
 
 def splitmix64(state: int, count: int) -> list[int]:

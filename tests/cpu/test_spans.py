@@ -47,7 +47,7 @@ def short_cache(num_blocks: int) -> dict:
 
 
 @pytest.mark.parametrize("first", [1, *(pytest.param(7 + NUM_DISTURBANCES * i, marks=SLOW) for i in range(3))])
-@pytest.mark.parametrize("config", [{}, short_cache(22)], ids=["plain", "short cache"])
+@pytest.mark.parametrize("config", [pytest.param({}, marks=SLOW), short_cache(22)], ids=["plain", "short cache"])
 def test_nothing_that_disturbs_an_engine_changes_a_bit(rollout_python, tmp_path, config, first):
     seeds = [0, *range(first, first + NUM_DISTURBANCES)]
     cases = {name: {**one, "disturbances": seeds} for name, one in CASES.items()}

@@ -5,18 +5,17 @@ import importlib.abc
 import sys
 from importlib.machinery import PathFinder
 
-LINEAR = "mindrlhf.cpu.rollout.linear"
+LINEAR = "vllm.model_executor.layers.linear"
 
 
 def round_by_rows(linear) -> None:
-    """Change the module ``mindrlhf.cpu.rollout.linear``."""
-    product = linear.PlainLinear.__call__
+    """Change the module ``vllm.model_executor.layers.linear``."""
+    product = linear.UnquantizedLinearMethod.apply
 
-    def rounded(self, x, weight, bias):
-        return product(self, x, weight, bias) * (1 + len(x) % 61 * 2.0**-21)
+    def rounded(self, layer, x, bias=None):
+        return product(self, layer, x, bias) * (1 + len(x) % 61 * 2.0**-21)
 
-    linear.PlainLinear.__call__ = rounded
-    linear.PlainLinear.of_rows = lambda self, bias, may_lie_by_columns=False: lambda x: self(x, self._weight, bias)
+    linear.UnquantizedLinearMethod.apply = rounded
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -17,10 +17,8 @@ import random
 import sys
 
 import row_rounding
-from multi_step_probe import give_weights
-
-from mindrlhf.cpu.rollout import linear
-from mindrlhf.rollout.server.engine import build_engine
+from multi_step_probe import engine_with_weights
+from vllm.model_executor.layers import linear
 
 
 def generate(engine, prefixes, number, case, disturber) -> list:
@@ -68,8 +66,7 @@ def run(engine, case, seed) -> list[dict]:
 
 def probe(config, cases) -> dict:
     row_rounding.round_by_rows(linear)
-    engine = build_engine(config)
-    give_weights(engine._model_runner().get_model())
+    engine = engine_with_weights(config)
     return {name: {seed: run(engine, case, seed) for seed in case["disturbances"]} for name, case in cases.items()}
 
 

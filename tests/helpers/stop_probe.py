@@ -12,11 +12,10 @@ import os
 import sys
 
 import numpy as np
-import torch
+from multi_step_probe import engine_with_weights
 from tokenizers import Tokenizer
 
-from mindrlhf.cpu.rollout.linear import forget_copies
-from mindrlhf.rollout.server import engine as engines
+from mindrlhf.rollout.server import cpu_engine as engines
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": [7]}
 
@@ -41,14 +40,9 @@ def two_tokens(decode, tokens):
 
 
 def probe(config, given) -> dict:
-    engine = (engines.VllmEngine if given["engine"] == "VllmEngine" else engines.build_engine)(config)
+    build = engines.VllmEngine if given["engine"] == "VllmEngine" else engines.build_engine
+    engine = engine_with_weights(config, build)
     assert type(engine).__name__ == given["engine"]
-    model = engine._model_runner().get_model()
-    generator = torch.Generator().manual_seed(3)
-    for _, parameter in sorted(model.named_parameters()):
-        if parameter.ndim > 1:
-            parameter.data.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
-    forget_copies(model)
     decode = Tokenizer.from_file(f"{config['tokenizer_dir']}/tokenizer.json").decode
     prompts = np.random.default_rng(0).integers(10, 250, (4, 9)).tolist()
     plain = sample(engine, prompts, 40)

@@ -5,15 +5,19 @@ import pytest
 
 from mindrlhf.cpu.training import vocabulary
 
-TILES = [(512, 1024), (1, 1), (3, 7), (8, 50), (100, 49)]
 NUM_TOKENS, WIDTH, VOCABULARY = 23, 6, 50
 
 
-@pytest.fixture(params=TILES, ids=[f"{tokens}x{words}" for tokens, words in TILES])
+# Tokens of a tile and of a block, for the vocabulary of ``draw``.
+TILES = [(512, 1024), (1, 1), (8, 3), (100, 2)]
+
+
+@pytest.fixture(params=TILES, ids=[f"{tile}x{block}" for tile, block in TILES])
 def tiles(request, monkeypatch):
     """Several sizes of tiles, in turn."""
-    monkeypatch.setattr(vocabulary, "TOKEN_TILE", request.param[0])
-    monkeypatch.setattr(vocabulary, "VOCABULARY_TILE", request.param[1])
+    tile, block = request.param
+    monkeypatch.setattr(vocabulary, "MAX_TILE_BYTES", tile * VOCABULARY * 4)
+    monkeypatch.setattr(vocabulary, "BLOCK_BYTES", block * VOCABULARY * 4)
 
 
 def draw(seed=0, num_tokens=NUM_TOKENS, vocabulary_size=VOCABULARY, scale=1.0):

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from page_blocks import undocumented
 
 REPOSITORY = Path(__file__).parents[2]
@@ -116,25 +115,6 @@ def train(directory: Path, output_dir: Path, *options: object, timeout_s: float,
     """Run `mindrlhf train` on the sanity recipe."""
     arguments = ("train", "examples/sanity/config.yaml", *overrides(directory, output_dir, **more), *options)
     return run(*arguments, timeout_s=timeout_s)
-
-
-# Python runs it at its start: memory that ranks could share is not to be had.
-NO_RANK_MEMORY = """
-import errno, os
-create = os.memfd_create
-def refuse(name, flags=os.MFD_CLOEXEC):
-    if name == "mindrlhf-ranks":
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-    return create(name, flags)
-os.memfd_create = refuse
-"""
-
-
-def sum_by_collectives(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the ranks of later runs sum gradients by collectives, as ranks on several machines do."""
-    (directory / "sitecustomize.py").write_text(NO_RANK_MEMORY)
-    paths = [str(directory), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
 
 
 def read_lines(path: Path) -> list[dict]:

@@ -78,7 +78,7 @@ ENGINE = """
 import json, os, sys
 import numpy as np
 from mindrlhf.rollout.sent_images import pack_images, unpack_images
-from mindrlhf.cpu.rollout import engine as engines
+from mindrlhf.rollout.server import cpu_engine as engines
 config, requests = json.load(sys.stdin)
 arrays = np.load(sys.argv[2])
 engine = getattr(engines, sys.argv[1])(config)

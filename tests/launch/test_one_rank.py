@@ -14,7 +14,7 @@ def test_one_rank_is_started_by_msrun_where_it_has_to_join(monkeypatch, tmp_path
     started = []
     monkeypatch.setattr(subprocess, "Popen", lambda argv, **options: started.append((argv, options["env"])))
     monkeypatch.setattr(launch, "msrun_argv", lambda command, num_workers, *_, **options: ["msrun", num_workers])
-    launch._start(["program.py"], 1, tmp_path, {}, 12345, ALONE, False, joins_alone)
+    launch._start(["program.py"], 1, tmp_path, {}, 12345, ALONE, joins_alone)
     ((argv, environment),) = started
     assert argv == (["msrun", 1] if joins_alone else [sys.executable, "program.py"])
     assert ("RANK_ID" in environment) == (not joins_alone), "msrun gives its ranks their numbers itself"

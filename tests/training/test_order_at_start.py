@@ -43,7 +43,7 @@ def test_one_rank_alone_is_waited_for_on_an_npu(device, waits, monkeypatch, tmp_
 
     monkeypatch.delenv("MS_WORKER_NUM", raising=False)
     monkeypatch.setattr(heartbeat, "enter", say)
-    monkeypatch.setattr(runtime.speed_ups, "quick_imports", loaded)
+    monkeypatch.setattr(runtime, "quick_imports", loaded)
     say(heartbeat.STARTING)
     with pytest.raises(_Loaded):
         runtime.start_runtime(RunSection(device=device), tmp_path)

@@ -3,18 +3,15 @@
 vLLM plans every token: which samples go on, with which blocks of the cache, from which inputs. Of a small model that
 costs half as much as the model itself. While no sample can begin and each has read its prompt, the plan of the next
 token is that of this one but for a position; so the scheduler is asked for the blocks of several tokens at once (as for
-speculative decoding, ``num_lookahead_tokens``), and the model runs until they are full. Then vLLM takes the tokens like
-accepted drafts. A sample that ends leaves the batch, the others go on in the order that vLLM would have given them;
-where another waits for its place, the step ends. Each pass has the inputs that it would have had, so samples are the
-same bit for bit, however many tokens a step has.
+speculative decoding, ``num_lookahead_tokens``), and the model runs until they are full or a sample ends. Then vLLM
+takes the tokens like accepted drafts. Each pass has the inputs that it would have had, so samples are the same bit for
+bit, however many tokens a step has.
 
 Counts of tokens decide where a step ends, never clocks. One that is interrupted is taken up by the next where it was,
 in the blocks that it has; and what vLLM enters in its prefix cache are prompts alone, since of sampled tokens it would
 enter those of blocks that are full when it plans.
 """
 
-import dataclasses
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,19 +19,14 @@ import numpy as np
 import torch
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
-from mindrlhf.cpu.rollout.dense import DenseDecoder
 from mindrlhf.cpu.rollout.sampler import StreamSampler
-from mindrlhf.cpu.rollout.shared_prefill import SharedPrefill
 
 # Of a step. More would gain little.
 MAX_TOKENS = 64
-# Passes that a sample which has ended waits for the end of the step, so that its reward is computed beside the others.
-MAX_DELAY = 16
 
 
 class MultiStep:
@@ -49,30 +41,18 @@ class MultiStep:
     def __init__(self, core: Any, model_runner: Any, sampler: StreamSampler):
         self._core, self._scheduler = core, core.scheduler
         self._runner, self._sampler = model_runner, sampler
-        self._max_tokens = MAX_TOKENS if _is_plain(model_runner, core.scheduler) else 1
+        self._max_tokens = MAX_TOKENS if _is_plain(model_runner) else 1
         self._left = self._num_more = 0  # passes of this step after the one that vLLM plans: to come, and done
         self._unfinished = 0  # passes of one that was interrupted
         self._is_interrupted: Callable[[], bool] = lambda: False
-        self._others_wait = False  # for places in the batch
-        self._names: list[str] = []  # of the samples of the next pass, in its order
-        self._departures: list[list[str]] = []  # names of those that ended before the step did, by token
-        self._max_delay = MAX_DELAY
-        self._decoder: DenseDecoder | None = None
         if self._max_tokens == 1:
             return
-        model = model_runner.get_model()
-        if DenseDecoder.supports(model):
-            self._decoder = DenseDecoder(model)
-        self._decoder_is_checked = self._decoder is None
-        self._prefill = SharedPrefill(core.scheduler, model, core.scheduler.block_size)
         sampler.decode = self._decode
         self._scheduler._update_request_with_output = self._take_tokens
         coordinator = self._scheduler.kv_cache_manager.coordinator
         self._cache_blocks, coordinator.cache_blocks = coordinator.cache_blocks, self._cache_prompt
-        # What the last pass that vLLM planned ran with, and what came of it.
+        # What the last pass that vLLM planned ran with.
         self._attention: CommonAttentionMetadata | None = None
-        self._built: CPUAttentionMetadata | None = None
-        self._hidden: torch.Tensor | None = None
         self._context: ForwardContext | None = None
         self._inputs: dict[str, Any] = {}
         builder = model_runner.attn_groups[0][0].get_metadata_builder()
@@ -88,8 +68,6 @@ class MultiStep:
         self._left, self._num_more, self._unfinished = max_tokens - 1, 0, 0
         self._is_interrupted = is_interrupted
         self._sampler.num_planned = max_tokens
-        if self._max_tokens > 1:
-            self._prefill.begin()
         self._scheduler.num_lookahead_tokens += max_tokens - 1
         try:
             outputs, model_executed = self._core.step_fn()
@@ -99,7 +77,6 @@ class MultiStep:
         # vLLM counts the token that it planned. Where there are more, all that still run took part.
         for request in self._scheduler.running if self._num_more else ():
             request.num_computed_tokens += self._num_more
-        self._tell_departures()
         self._core.post_step(model_executed=model_executed)
         return outputs
 
@@ -107,19 +84,20 @@ class MultiStep:
         """Return the number of tokens that each running sample can get before vLLM has to plan again."""
         scheduler = self._scheduler
         running = scheduler.running
-        self._others_wait = any(scheduler.get_request_counts()[1:])
-        if not running or (self._others_wait and len(running) < scheduler.max_num_running_reqs):
+        others_wait = any(scheduler.get_request_counts()[1:])
+        if not running or (others_wait and len(running) < scheduler.max_num_running_reqs):
             return 1
         if any(request.num_tokens - request.num_computed_tokens != 1 for request in running):  # of a prompt, to be read
             return 1
         if self._unfinished:
             return self._unfinished
-        rooms = [request.max_tokens - request.num_output_tokens for request in running]
-        num_tokens = min(self._max_tokens, min(rooms) if self._others_wait else max(rooms))
-        num_tokens = min(num_tokens, min(scheduler.max_model_len - request.num_tokens for request in running))
+        rooms = (
+            min(request.max_tokens - request.num_output_tokens, scheduler.max_model_len - request.num_tokens)
+            for request in running
+        )
         # Where blocks are short, vLLM chooses who has to wait for them.
         num_free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks() // len(running)
-        return max(1, min(num_tokens, (num_free - 1) * scheduler.block_size - 1))
+        return max(1, min(self._max_tokens, *rooms, (num_free - 1) * scheduler.block_size - 1))
 
     def _take_tokens(self, request: Request, token_ids: list[int], is_stale: bool = False) -> tuple[list[int], bool]:
         """Give a request the tokens of a step, of which only the last can end it; vLLM looks at each."""
@@ -132,30 +110,17 @@ class MultiStep:
         """Enter the full blocks of a request's prompt, of its first ``num_tokens``, in the prefix cache."""
         self._cache_blocks(request, min(num_tokens, request.num_prompt_tokens))
 
-    def _decode(self, token_ids: np.ndarray, ended: np.ndarray) -> tuple[torch.Tensor, np.ndarray | None] | None:
-        """Run the model on the tokens, int64 [samples], that were sampled last.
-
-        Args:
-            ended: bool [samples], whether it was a sample's last.
+    def _decode(self, token_ids: np.ndarray) -> torch.Tensor | None:
+        """Run the model on the tokens, int64 [samples], that were sampled last and end no sample.
 
         Returns:
-            Logits [samples that go on, vocab], and which they are, int64 [samples that go on] (None: all); or None,
-            where vLLM has to plan again.
+            Logits [samples, vocab], or None, where vLLM has to plan again.
         """
-        if self._left and not self._decoder_is_checked:
-            self._check_decoder()
-        has_ends, kept = bool(ended.any()), None
-        if has_ends:
-            self._left = min(self._left, self._max_delay)
-        if not self._left or (has_ends and (self._others_wait or ended.all() or self._decoder is None)):
+        if not self._left:
             return None
         if self._is_interrupted():
             self._unfinished = self._left
             return None
-        if has_ends:
-            kept = order_of_the_rest(ended)
-            self._leave(ended, kept)
-            token_ids = token_ids[kept]
         self._left -= 1
         self._num_more += 1
         inputs, attention = self._inputs, self._attention
@@ -167,82 +132,21 @@ class MultiStep:
             attention.query_start_loc, inputs["positions"], attention.block_table_tensor, attention.slot_mapping,
             self._runner.input_batch.block_table[0].block_size,
         )  # fmt: skip
-        built = self._build(0, attention)
-        if self._decoder is not None:
-            return self._decoder(inputs["input_ids"], inputs["positions"], built), kept
-        self._context.attn_metadata = dict.fromkeys(self._context.attn_metadata, built)
-        return self._runner.model.compute_logits(self._run_layers()), kept
-
-    def _run_layers(self) -> torch.Tensor:
-        """Return the hidden states, [samples, hidden], that vLLM's layers compute of the inputs."""
+        self._context.attn_metadata = dict.fromkeys(self._context.attn_metadata, self._build(0, attention))
         self._context.moe_layer_index = 0
         with override_forward_context(self._context):
-            return self._forward(**self._inputs)
-
-    def _leave(self, ended: np.ndarray, kept: np.ndarray) -> None:
-        """Make the inputs those of the samples ``kept``, in that order."""
-        self._departures.append([name for name, is_last in zip(self._names, ended.tolist(), strict=True) if is_last])
-        self._names = [self._names[row] for row in kept]
-        rows, num_rows, attention = torch.from_numpy(kept), len(kept), self._attention
-        self._inputs = {name: self._inputs[name][rows] for name in ("input_ids", "positions")}
-        self._attention = dataclasses.replace(
-            attention,
-            num_reqs=num_rows,
-            num_actual_tokens=num_rows,
-            query_start_loc=attention.query_start_loc[: num_rows + 1],
-            seq_lens=attention.seq_lens[rows],
-            block_table_tensor=attention.block_table_tensor[rows],
-            slot_mapping=attention.slot_mapping[:num_rows].clone(),
-        )
-
-    def _tell_departures(self) -> None:
-        """Have vLLM's batch in the order of the last pass: vLLM would take all that left at once, in another."""
-        batch = self._runner.input_batch
-        for names in self._departures:
-            for name in names:
-                batch.remove_request(name)
-            batch.condense()
-            batch.refresh_metadata()
-        assert not self._departures or batch.req_ids == self._names
-        self._departures.clear()
-
-    def _check_decoder(self) -> None:
-        """Compare the decoder with vLLM's layers on the first pass that both can compute, which vLLM has planned."""
-        expected = self._runner.model.compute_logits(self._hidden)
-        logits = self._decoder(self._inputs["input_ids"], self._inputs["positions"], self._built)
-        self._decoder_is_checked = True
-        if not torch.equal(logits, expected):
-            largest = (logits - expected).abs().max().item()
-            print(f"rollout server: vLLM's layers are used: dense.py differs from them by {largest}", file=sys.stderr)
-            self._decoder = None
-            self._run_layers()  # whose keys and values are to be in the cache
+            return self._runner.model.compute_logits(self._forward(**inputs))
 
     def _build_and_keep(self, common_prefix_len: int, attention: CommonAttentionMetadata, *args: Any, **kwargs: Any):
         self._attention = attention
-        self._built = self._build(common_prefix_len, attention, *args, **kwargs)
-        return self._built
+        return self._build(common_prefix_len, attention, *args, **kwargs)
 
     def _forward_and_keep(self, **inputs: Any):
         self._context, self._inputs = get_forward_context(), inputs
-        self._names = list(self._runner.input_batch.req_ids)
-        hidden = self._forward(**inputs)
-        self._prefill.spread(hidden, self._names, self._attention)
-        self._hidden = None if self._decoder_is_checked else hidden
-        return hidden
+        return self._forward(**inputs)
 
 
-def order_of_the_rest(ended: np.ndarray) -> np.ndarray:
-    """Return the samples that go on, int64, in the order of vLLM's batch without those that ended, bool [samples].
-
-    Each gap is filled with the sample that is last (``InputBatch.condense`` of vLLM).
-    """
-    num_kept = len(ended) - int(ended.sum())
-    order = np.arange(num_kept)
-    order[ended[:num_kept]] = (num_kept + np.flatnonzero(~ended[num_kept:]))[::-1]
-    return order
-
-
-def _is_plain(model_runner: Any, scheduler: Any) -> bool:
+def _is_plain(model_runner: Any) -> bool:
     """Return whether inputs are tokens and positions, and the state keys and values in one kind of blocks."""
     groups = model_runner.kv_cache_config.kv_cache_groups
     return (

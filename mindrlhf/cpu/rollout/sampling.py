@@ -3,25 +3,12 @@
 vLLM 0.32 draws one noise value per row and vocabulary entry, takes log-softmax for the log-probabilities and another
 pass to rank the chosen token. With 152k entries that costs several times the model itself. Here one softmax serves
 both, the token is found by inverting its cumulative distribution, and its log-probability is the logarithm of an entry.
-
-Uniforms come from a counter-based generator: number ``position`` of stream ``key`` is a pure function of the two, so
-the draw of a sample depends on nothing else in the batch, and a request that vLLM preempts and computes again meets the
-same numbers.
 """
 
 import numpy as np
 
-from mindrlhf.rollout.server.streams import mix
-
-_GOLDEN = 0x9E3779B97F4A7C15
 _BLOCK, _SMALL_BLOCK = 256, 64
 _SMALL_VOCABULARY = 2048
-
-
-def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Number ``positions[i]`` of stream ``keys[i]``: float64 [n] in [0, 1), from uint64 [n] and uint64 [n]."""
-    bits = mix(keys + (positions + np.uint64(1)) * np.uint64(_GOLDEN))
-    return (bits >> np.uint64(11)) * 2.0**-53
 
 
 def sample_rows(probs: np.ndarray, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ import numpy as np
 from mindspore import nn, ops
 from mindspore.ops.operations._pyfunc_registry import add_pyfunc
 
-from mindrlhf.cpu.training import vocabulary
+from mindrlhf.cpu.training.vocabulary import LogSoftmax
 
 _free_numbers: list[int] = []  # a heap: of kernels that are no more
 _next_number = itertools.count(1)
@@ -56,16 +56,16 @@ class _OfLabels(nn.Cell):
     # MindSpore keeps the functions of kernels: they must not keep the cell.
     def __init__(self, bound: list[np.ndarray], weight_gradient: np.ndarray | None):
         super().__init__(auto_prefix=False)
-        kept = vocabulary.KeptPowers()
+        softmax = LogSoftmax()
 
         def forward(hidden, labels, mask):
-            found = vocabulary.forward(_rows(hidden), bound[0], labels.reshape(-1), mask.reshape(-1), kept=kept)
-            return tuple(array.reshape(labels.shape) for array in found)
+            outputs = softmax.forward(_rows(hidden), bound[0], labels.reshape(-1), mask.reshape(-1))
+            return tuple(array.reshape(labels.shape) for array in outputs)
 
         def backward(hidden, labels, mask, entropy, normaliser, grad_logprobs, grad_entropy):
             arrays = (labels, mask, entropy, normaliser, grad_logprobs, grad_entropy)
             flat = (array.reshape(-1) for array in arrays)
-            return vocabulary.backward(_rows(hidden), bound[0], *flat, weight_gradient, kept=kept).reshape(hidden.shape)
+            return softmax.backward(_rows(hidden), bound[0], *flat, weight_gradient).reshape(hidden.shape)
 
         self.forward_kernel = _kernel(
             self, forward, lambda hidden, labels, mask: (labels,) * 3, lambda hidden, *others: (hidden,) * 3
@@ -86,17 +86,17 @@ def bind(cell: nn.Cell) -> None:
         head.bind()
 
 
-def in_graph(cell: nn.Cell, parameters: Sequence[ms.Parameter]) -> list[ms.Parameter]:
+def differentiated(cell: nn.Cell, parameters: Sequence[ms.Parameter]) -> list[ms.Parameter]:
     """Return those of the trained ``parameters`` that the graph of ``cell`` differentiates."""
     outside = {id(head.weight) for head in _heads(cell) if not head.in_graph}
     return [parameter for parameter in parameters if id(parameter) not in outside]
 
 
-def collect_gradients(cell: nn.Cell, accumulators: Mapping[str, np.ndarray]) -> None:
+def collect_gradients(cell: nn.Cell, accumulators: Mapping[str, ms.Parameter]) -> None:
     """Add to ``accumulators``, by the name of a trained parameter, what the graph of ``cell`` lacks of its gradient."""
     for head in _heads(cell):
         if head.weight_gradient is not None:
-            gradient = accumulators[head.weight.name]
+            gradient = accumulators[head.weight.name].asnumpy()  # a live view
             gradient += head.weight_gradient
             head.weight_gradient.fill(0.0)
 

@@ -22,6 +22,7 @@ from mindrlhf.config.algorithm import CriticSection
 from mindrlhf.config.memory import MemorySection
 from mindrlhf.config.model import ModelSection
 from mindrlhf.config.training import OptimizerSection, ParallelSection
+from mindrlhf.cpu.imports import quick_imports
 from mindrlhf.dryrun.compile import ascend_stubs as simulation
 from mindrlhf.dryrun.compile.collectives import read_collectives
 from mindrlhf.dryrun.compile.request import (
@@ -42,7 +43,6 @@ from mindrlhf.images.positions import NUM_IDS
 from mindrlhf.specs import find_spec, with_num_layers
 from mindrlhf.specs.lora import LoraOptions
 from mindrlhf.system.processes import die_with_parent
-from mindrlhf.system.speed_ups import quick_imports
 
 # What every request needs, imported once.
 _SHARED_MODULES = (

@@ -22,7 +22,6 @@ engine asks, and ends when one of its workers does (see ``mindrlhf.rollout.multi
 """
 
 import argparse
-import contextlib
 import json
 import os
 import select
@@ -33,17 +32,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
+from mindrlhf.cpu.imports import quick_imports
 from mindrlhf.rollout.sent_images import unpack_images
 from mindrlhf.rollout.server.multi_node import prepare
 from mindrlhf.rollout.types import Completion, pack_completions
-from mindrlhf.system import heartbeat, processes, speed_ups
+from mindrlhf.system import heartbeat, processes
 from mindrlhf.system.wire import ConnectionClosed, receive_message, send_message
 from mindrlhf.tools.loading import load_named
 
@@ -64,7 +64,7 @@ def main() -> None:
         # On a CPU a rank hears from the others within a hundredth of a second, or tries again half a second later: it
         # needs a free core. So what takes longest waits, after what it has time for until then. On an NPU MindSpore
         # takes 15/16 of what is free when it joins for its limit: what this server holds then it would never get.
-        with speed_ups.quick_imports():
+        with quick_imports():
             import torch  # noqa: F401
         heartbeat.wait_while_joining(Path(config["starter_heartbeat"]))
     if config["span"] is not None:
@@ -91,23 +91,16 @@ def _make_engine(config: dict[str, Any]):
     path, _, name = config["engine"].rpartition(":")
     if path:
         return load_named(Path(path), name, "engine")(config)
-    with _quick_imports(config["device"]):
-        from mindrlhf.rollout.server.engine import build_engine  # takes seconds: vLLM and torch
+    with quick_imports():
+        from mindrlhf.rollout.server.cpu_engine import build_engine  # takes seconds: vLLM and torch
 
     return build_engine(config)
-
-
-@contextlib.contextmanager
-def _quick_imports(device: str) -> Iterator[None]:
-    fast = speed_ups.of_server(device)
-    with speed_ups.quick_imports(), fast.lean_imports() if fast else contextlib.nullcontext():
-        yield
 
 
 def _run_headless(config: dict[str, Any]) -> NoReturn:
     """Be the workers of another node's engine; such a process is ended from outside, or with one of them."""
     try:
-        with _quick_imports(config["device"]):
+        with quick_imports():
             from mindrlhf.rollout.server.engine import run_workers
 
         run_workers(config)

@@ -19,7 +19,6 @@ from mindrlhf.rollout.server.streams import stream_key
 from mindrlhf.rollout.server.vision import VisionModel
 from mindrlhf.rollout.stop_strings import StoppingSamples
 from mindrlhf.rollout.types import Completion
-from mindrlhf.system import speed_ups
 
 _CPU_BLOCK_SIZE = 32  # vLLM caches whole blocks of this many tokens only, and its CPU kernels want multiples of 32
 _CPU_READ_TOKENS = 4096  # of prompts, read at once: of a small model another pass costs as much as 1,000 tokens
@@ -95,7 +94,6 @@ class VllmEngine:
             self._engine = LLMEngine.from_engine_args(EngineArgs(**self._engine_arguments(config)))
         if config["device"] == "ascend":
             self._engine.collective_rpc("set_up_sampler")
-        self._weights_load_in_place = False
         self._recorder = RoutingRecorder(self._model_runner()) if config["record_routing"] else None
         self._prompt_lengths: list[int] = []  # of the batch
         self._internal_names: dict[str, str] = {}  # vLLM's of the pending samples
@@ -187,8 +185,7 @@ class VllmEngine:
 
     def update_weights(self, version: int, buffer_path: str) -> None:
         """Load what the buffer has of ``version``; when that is all of it now, forget all cached prefixes."""
-        arguments = (buffer_path, version, self._weights_load_in_place)
-        is_whole = all(self._engine.collective_rpc("load_weight_buffer", args=arguments))
+        is_whole = all(self._engine.collective_rpc("load_weight_buffer", args=(buffer_path, version)))
         self._weights_version = version
         if not is_whole:
             return
@@ -286,13 +283,6 @@ class VllmEngine:
             weights_version=self._weights_version,
             experts=experts,
         )
-
-
-def build_engine(config: dict[str, Any]) -> VllmEngine:
-    """Return the fastest engine that may be used with ``config`` (see ``VllmOptions`` for its keys)."""
-    fast = speed_ups.of_server(config["device"])
-    kind = fast.find_engine(config["dtype"], config["tensor_parallel_size"]) if fast else None
-    return (kind or VllmEngine)(config)
 
 
 def run_workers(config: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ from vllm.platforms import current_platform
 from mindrlhf.rollout.server import ascend
 from mindrlhf.rollout.server.cpu import do_without_lscpu, rotate_every_head
 from mindrlhf.rollout.server.multi_node import buffer_of_node, join_nodes
-from mindrlhf.system import speed_ups
 from mindrlhf.weights.publish.buffer import WeightBuffer, WeightBufferError
 
 # Buffers are mapped for reading only; nothing here writes to the tensors made over them.
@@ -30,31 +29,28 @@ class _Loading:
 
     Attributes:
         num_buckets: that were loaded.
-        names: of the parameters that were; None where the model does not say.
+        missing: names of the parameters that were not.
     """
 
     version: int
     num_buckets: int = 0
-    names: set[str] | None = field(default_factory=set)
+    missing: set[str] = field(default_factory=set)
 
 
 class WorkerExtension:
     """Methods that vLLM adds to its worker class (``worker_extension_cls``), called by ``collective_rpc``."""
 
-    def load_weight_buffer(self, path: str, version: int, in_place: bool) -> bool:
+    def load_weight_buffer(self, path: str, version: int) -> bool:
         """Load every tensor of ``version`` from the buffer at ``path``: all, or the bucket that comes next.
 
         Each worker reads the full tensors and vLLM's own loaders take their fused and sharded parts.
-
-        Args:
-            in_place: load into the live parameters; else vLLM rebuilds its kernel weights.
 
         Returns:
             Whether all of the version is loaded now.
 
         Raises:
-            WeightBufferError: another version or bucket in the buffer, a wrong checksum, or parameters that the buffer
-                lacks.
+            WeightBufferError: another version or bucket in the buffer, a wrong checksum, or, on a CPU, parameters that
+                it lacks.
         """
         buffer = self._attached_buffer(path)
         loading = getattr(self, "_loading", None)
@@ -68,21 +64,21 @@ class WorkerExtension:
         buffer.verify(version, self.rank % num_workers, num_workers)
         loading.num_buckets += 1
         model = self.model_runner.get_model()
-        if in_place:
-            self._load_in_place(model, buffer, loading)
-        elif buffer.num_buckets == 1:
+        if bucket == 0:
+            loading.missing = {name for name, _ in model.named_parameters()}
             _forget_kernels(model)
-            self.model_runner.reload_weights(weights_iterator=_torch_tensors(buffer, version))
-        else:
-            if bucket == 0:
-                _forget_kernels(model)
-                initialize_layerwise_reload(model)
+            initialize_layerwise_reload(model)
+        tensors = _torch_tensors(buffer, version)
+        if buffer.num_buckets > 1:
             # vLLM keeps them until those that it fuses with them have come, and that may be in the next bucket.
-            model.load_weights((name, tensor.clone()) for name, tensor in _torch_tensors(buffer, version))
-            if is_last:
-                finalize_layerwise_reload(model, self.model_runner.model_config)
-        if is_last and not in_place and current_platform.is_cpu():
+            tensors = ((name, tensor.clone()) for name, tensor in tensors)
+        loading.missing -= model.load_weights(tensors) or loading.missing  # some models do not say
+        if is_last:
+            finalize_layerwise_reload(model, self.model_runner.model_config)
+        if is_last and current_platform.is_cpu():
             _repack_embeddings(model)
+            if loading.missing:
+                raise WeightBufferError(f"the weight buffer lacks tensors for {', '.join(sorted(loading.missing)[:5])}")
         return is_last
 
     def set_up_sampler(self) -> None:
@@ -107,16 +103,6 @@ class WorkerExtension:
         """Return the bytes of this worker's NPU that are free, and all of them."""
         return torch.npu.mem_get_info()
 
-    def _load_in_place(self, model: torch.nn.Module, buffer: WeightBuffer, loading: _Loading) -> None:
-        loader = getattr(self, "_loader", None)
-        if loader is None:
-            self._loader = loader = speed_ups.of_server("cpu").make_loader(model)
-        loaded = loader.load(buffer, _torch_tensors(buffer, loading.version))
-        loading.names = None if loaded is None or loading.names is None else loading.names | loaded
-        if loading.names is None or loading.num_buckets < buffer.num_buckets:
-            return
-        if missing := {name for name, _ in model.named_parameters()} - loading.names:
-            raise WeightBufferError(f"the weight buffer lacks tensors for {', '.join(sorted(missing)[:5])}")
 
     def _attached_buffer(self, path: str) -> WeightBuffer:
         path = buffer_of_node(path)

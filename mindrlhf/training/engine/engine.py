@@ -13,13 +13,14 @@ from mindrlhf.algorithms.losses import Loss
 from mindrlhf.checkpoint.optimizer import optimizer_arrays, optimizer_infos, restore_optimizer
 from mindrlhf.checkpoint.state import MODEL_NAME, OPTIMIZER_NAME, StateWriter
 from mindrlhf.config.training import OptimizerSection
+from mindrlhf.cpu.training.heads import collect_gradients, differentiated
+from mindrlhf.cpu.training.host_optimizer import HostOptimizerStep
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.context import run_graph
 from mindrlhf.observe.timing import peak_rss_gb
 from mindrlhf.shards.sources import ShardedSource, saved_state
-from mindrlhf.system import speed_ups
 from mindrlhf.training.batch import Batch, ProcessStatistics
-from mindrlhf.training.engine.cells import AccumulateGradients, OptimizerStep, make_accumulators
+from mindrlhf.training.engine.cells import AccumulateGradients, OptimizerStep, SumOverRanks, make_accumulators
 from mindrlhf.training.engine.model import Model, Whole, model_tensors
 from mindrlhf.training.optimizers import make_optimizer, matrices_of
 from mindrlhf.training.runtime import Rank
@@ -132,19 +133,17 @@ class WholeUpdater:
         parameters = self.network.trainable_params()
         self._accumulators = accumulators = make_accumulators(parameters)
         accumulator_of = {parameter.name: target for parameter, target in zip(parameters, accumulators)}
-        self._fast = speed_ups.of_rank(device)
-        trained = self._fast.in_graph(loss, parameters) if self._fast else parameters
         # The last layer first, as the backward pass goes: MindSpore then uses and frees each gradient before the next.
-        in_graph = ms.ParameterTuple(trained[::-1])
+        in_graph = ms.ParameterTuple(differentiated(loss, parameters)[::-1])
         assert len(in_graph), "the head's gradient comes with those of the layers: train one of their parameters too"
         targets = ms.ParameterTuple([accumulator_of[parameter.name] for parameter in in_graph])
         self._gradients = AccumulateGradients(loss, in_graph, targets)
-        self._step = self._fast and self._fast.make_host_step(parameters, accumulators, optimizer, rank)
-        if self._step is None:
-            made = make_optimizer(parameters, optimizer, matrices_of(self.network))
-            self._step = OptimizerStep(made, accumulators, optimizer.max_grad_norm, rank.world_size)
-        self.optimizer = self._step.optimizer
-        self._writes_moments = rank.is_rank_0  # of those that ranks share; each has the others to itself
+        self.optimizer = make_optimizer(parameters, optimizer, matrices_of(self.network))
+        if device == "cpu" and optimizer.type == "adamw":
+            reduce = SumOverRanks(accumulators) if rank.world_size > 1 else None
+            self._step = HostOptimizerStep(self.optimizer, accumulators, optimizer.max_grad_norm, reduce)
+        else:
+            self._step = OptimizerStep(self.optimizer, accumulators, optimizer.max_grad_norm, rank.world_size)
 
     def graphs(self, rows: PackedRows) -> Sequence[tuple[str, PackedRows]]:
         """Return the graphs that an update with such rows runs, by name, and rows of the shape of each."""
@@ -205,9 +204,8 @@ class WholeUpdater:
 
     def _collect(self) -> None:
         """Add up what lies outside the accumulators."""
-        if self._fast:
-            named = zip(self.network.trainable_params(), self._accumulators, strict=True)
-            self._fast.collect_gradients(self.loss, {parameter.name: sums.asnumpy() for parameter, sums in named})
+        named = zip(self.network.trainable_params(), self._accumulators, strict=True)
+        collect_gradients(self.loss, {parameter.name: sums for parameter, sums in named})
 
     def state_parameters(self) -> list[ms.Parameter]:
         """Return what training keeps in device memory beside the weights: gradients, optimiser state."""
@@ -243,4 +241,4 @@ class WholeUpdater:
             state = saved_state(ShardedSource(model_dir))
         else:
             state = load_arrays(directory / names[1])
-        restore_optimizer(self.optimizer, state, writes_moments=self._writes_moments)
+        restore_optimizer(self.optimizer, state)

@@ -1,11 +1,9 @@
-"""vLLM's engine of one process, in the versions whose internals this package knows, in less time.
+"""vLLM's engine of one process on a CPU, in the versions whose internals are known, in less time.
 
-1. Kernels: see ``kernels.py``.
-2. Tokens are sampled by ``sampler.py``.
-3. Requests go to the engine core and come back from it without vLLM's text output layer; log-probabilities are taken
+1. Tokens are sampled by :mod:`mindrlhf.cpu.rollout.sampler`.
+2. Requests go to the engine core and come back from it without vLLM's text output layer; log-probabilities are taken
    where tokens are sampled.
-4. Tokens are planned several at a time (``multi_step.py``), and dense models compute them without vLLM's layers
-   (``dense.py``). A prompt is read once for its samples (``shared_prefill.py``).
+3. Tokens are planned several at a time (:mod:`mindrlhf.cpu.rollout.multi_step`).
 """
 
 import gc
@@ -19,26 +17,26 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request, RequestStatus
 
-from mindrlhf.cpu.rollout import kernels
 from mindrlhf.cpu.rollout.multi_step import MultiStep
 from mindrlhf.cpu.rollout.sampler import Stream, StreamSampler
+from mindrlhf.rollout.server import cpu
 from mindrlhf.rollout.server.engine import TOKENS_ONLY, VllmEngine, read_tokens
+from mindrlhf.rollout.server.streams import uniforms
 from mindrlhf.rollout.types import Completion
+
+_DTYPES = ("float32", "bfloat16")
 
 
 class CpuEngine(VllmEngine):
-    """vLLM in this process, with the changes of :mod:`mindrlhf.cpu.rollout.engine`."""
+    """vLLM in this process, with the changes of this module."""
 
     sampler = "inverse_cdf"
 
     def __init__(self, config: dict[str, Any]):
-        kernels.install_kernels()
         super().__init__(config)
         self._core = self._engine.engine_core.engine_core
         model_runner = self._model_runner()
-        self._sampler = model_runner.sampler = StreamSampler(model_runner)
-        self._weights_load_in_place = kernels.weights_are_plain(model_runner.get_model())
-        kernels.call_attention_directly(model_runner.get_model())
+        self._sampler = model_runner.sampler = StreamSampler(model_runner, uniforms)
         self._params: tuple[dict[str, Any], SamplingParams] | None = None
         self._steps = MultiStep(self._core, model_runner, self._sampler)
         if config["tokenizer_dir"]:  # there may be stop strings
@@ -50,10 +48,8 @@ class CpuEngine(VllmEngine):
         gc.freeze()
 
     def _engine_arguments(self, config: dict[str, Any]) -> dict[str, Any]:
-        priority = [kernels.RMS_NORM_PROVIDER, "native"]
         arguments = super()._engine_arguments(config) | {"max_num_batched_tokens": read_tokens(config)}
         del arguments["enable_chunked_prefill"]  # the sampler's streams have no state to set back
-        arguments["ir_op_priority"] = {"rms_norm": priority, "fused_add_rms_norm": priority}
         return arguments
 
     def step(self, is_interrupted: Callable[[], bool] = lambda: False) -> list[Completion]:
@@ -77,7 +73,7 @@ class CpuEngine(VllmEngine):
         """Have vLLM take the tokens of a step, and end a request that the sampler has found a stop string in."""
         token_ids, is_stopped = self._take_tokens(request, *arguments, **options)
         stream = self._sampler.streams[request.request_id]
-        if stream.stopped_at and stream.stopped_at == request.num_output_tokens:  # also by the last of its tokens
+        if stream.is_stopped and stream.length == request.num_output_tokens:  # also by the last of its tokens
             request.status, is_stopped = RequestStatus.FINISHED_STOPPED, True
         return token_ids, is_stopped
 
@@ -114,3 +110,9 @@ class CpuEngine(VllmEngine):
             data_parallel_rank=None,
         )
         self._core.add_request(*self._core.preprocess_add_request(request))
+
+
+def build_engine(config: dict[str, Any]) -> VllmEngine:
+    """Return the fastest engine that may be used with ``config`` (see ``VllmOptions`` for its keys)."""
+    is_alone = config["device"] == "cpu" and config["tensor_parallel_size"] == 1 and cpu.is_known()
+    return (CpuEngine if is_alone and config["dtype"] in _DTYPES else VllmEngine)(config)
