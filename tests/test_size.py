@@ -43,7 +43,7 @@ MOST = {
     "mindrlhf/weights": 4221,
     "tests": 71748,  # limits for strangers' files; in its place: tests of data follow as tables
     "scripts": 1996,
-    "docs": 30410,
+    "docs": 30984,
 }
 # Modules of these are found by the name of their file.
 FOUND_BY_NAME = tuple(
