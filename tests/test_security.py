@@ -175,7 +175,8 @@ def test_the_search_leaves_alone(source):
 
 
 def test_templates_run_in_a_sandbox_wherever_a_user_gives_them():
-    plain = [path for path in SOURCES if re.search(r"(?<!Sandboxed)Environment\(", path.read_text(encoding="utf-8"))]
+    makes = re.compile(r"(?<!Sandboxed)Environment\((?!\)\.lex\()")  # what only cuts into words runs nothing
+    plain = [path for path in SOURCES if makes.search(path.read_text(encoding="utf-8"))]
     # The report's template is the package's own, and what it shows is escaped.
     # Their templates are files of this package.
     own = ["mindrlhf/observe/report.py", "mindrlhf/observe/viewer/page.py"]
