@@ -145,17 +145,18 @@ def worker_text(machines: Machines) -> str:
 
 
 def fill_disk_of_node_1(machines: Machines) -> None:
+    launcher, rank, server = (find(machines, 1, kind) for kind in ("launcher", "rank", "rollout server"))
+
     def on_node_1(command: str) -> None:
-        subprocess.run(["nsenter", "-t", str(find(machines, 1, "launcher")), "-a", "bash", "-c", command], check=True)
+        subprocess.run(["nsenter", "-t", str(launcher), "-a", "bash", "-c", command], check=True)
 
     def fill() -> None:
         # What a dead server leaves is removed first, which would make room for the next: the test removes it itself,
         # while the rank cannot start another.
-        rank = find(machines, 1, "rank")
         os.kill(rank, signal.SIGSTOP)
-        os.kill(find(machines, 1, "rollout server"), signal.SIGKILL)
-        on_node_1(f"rm -rf /dev/shm/small/{SERVER_PREFIX}*")
-        on_node_1("for i in {1..500}; do : > /dev/shm/small/$i || break; done 2>/dev/null; true")
+        os.kill(server, signal.SIGKILL)
+        fill_up = "for i in {1..500}; do : > $i || break; done 2>/dev/null; true"
+        on_node_1(f"cd /dev/shm/small; rm -rf {SERVER_PREFIX}*; {fill_up}")
         os.kill(rank, signal.SIGCONT)
 
     duration_s = named_s(machines, [0, 1], "No space left on device", fill)
