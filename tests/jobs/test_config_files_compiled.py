@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
-from slow_tests import RUNS_SLOW_TESTS
+from slow_tests import SLOW
 
 from mindrlhf.cli import main
 from mindrlhf.config.load import load_layout_config
@@ -59,8 +59,8 @@ def test_every_file_is_planned(path, capsys):
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in FILES if RUNS_SLOW_TESTS or str(path.relative_to(ROOT)) in OF_EVERY_DAY],
-    ids=lambda path: path.stem,
+    [pytest.param(path, marks=() if str(path.relative_to(ROOT)) in OF_EVERY_DAY else SLOW) for path in FILES],
+    ids=[path.stem for path in FILES],
 )
 def test_the_strategy_of_a_file_is_compiled(path, tmp_path, capsys):
     directory = tmp_path / "strategy"

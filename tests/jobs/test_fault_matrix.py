@@ -32,7 +32,7 @@ from fault_jobs import (
     metrics,
     shared_memory,
 )
-from slow_tests import RUNS_SLOW_TESTS, SLOW
+from slow_tests import SLOW
 
 from mindrlhf.checkpoint.manifest import verify
 from mindrlhf.system.processes import state
@@ -40,8 +40,6 @@ from mindrlhf.system.processes import state
 pytestmark = pytest.mark.timeout(1800)
 
 TIMEOUT_S = 400  # generous: other work may load the machine
-# Stages with their first step. Each start of a server costs as much as a short run: one every day, nightly all.
-SERVER_KILLS = (("reshard_to_infer", 3), ("update", 2))[: 2 if RUNS_SLOW_TESTS else 1][::-1]
 
 
 @pytest.fixture(autouse=True)
@@ -60,12 +58,6 @@ def jumping_clock(tmp_path) -> dict[str, str]:
     packages.mkdir()
     (packages / "mindrlhf").symlink_to(sanity_inputs.REPOSITORY / "mindrlhf")
     return {"PYTHONPATH": f"{FAULTY_START}:{packages}", "MINDRLHF_TEST_CLOCK_DIR": str(directory)}
-
-
-def kill_server(job: FaultJob, num_earlier: int) -> None:
-    """Kill the rollout server while rank 0 stands still, and see that this was the reason of a restart."""
-    assert job.text().count("starting it again") == num_earlier
-    os.kill(job.server_pid(), signal.SIGKILL)
 
 
 def kill_launcher(job: FaultJob) -> None:
@@ -98,10 +90,6 @@ def test_one_run_through_all_faults_ends_like_the_undisturbed(start_job, undistu
             job.kill_rank(0)
         job.wait_until(lambda: "restart 1 of 1, from the newest" in job.text())
         # By then both damaged checkpoints have been written again.
-        if RUNS_SLOW_TESTS:
-            with job.frozen(lambda: job.is_in("update", survivor + 4)):
-                kill_launcher(job)
-            job = start_job(output_dir, "--resume", **slow)
         with job.frozen(lambda: job.is_in("rollout", survivor + 4) and bool(job.unfinished())):
             kill_launcher(job)
             assert job.unfinished(), "there was nothing half-written to be killed in"
@@ -135,16 +123,11 @@ def disturb_in_place(job: FaultJob) -> int:
     # In 'generate', unless that ended before the signal came.
     calls = (f"the rollout server (process {server}) has been stuck for 5 s in '{call}'" for call in CALLS_OF_A_STEP)
     assert any(said in job.text() for said in calls)
-    for num_earlier, (stage, first_step) in enumerate(SERVER_KILLS, start=1):
-        with job.frozen(lambda stage=stage, step=first_step: job.is_in(stage, step)):
-            kill_server(job, num_earlier)
-        job.wait_until(lambda count=num_earlier + 1: job.text().count("starting it again") == count)
+    with job.frozen(lambda: job.is_in("reshard_to_infer", 3)):
+        assert job.text().count("starting it again") == 1
+        os.kill(job.server_pid(), signal.SIGKILL)
+    job.wait_until(lambda: job.text().count("starting it again") == 2)
     job.wait_until(lambda: job.is_in("update", 4))
-    if RUNS_SLOW_TESTS:
-        with job.frozen(lambda: bool(job.unfinished())):
-            kill_server(job, 3)
-        job.wait_until(lambda: job.text().count("starting it again") == 4)
-        job.wait_until(lambda: job.is_in("update"))
     assert job.beat().pid == lead, "a rank was started again"
     assert "has been stopped for" not in job.text()
     return lead

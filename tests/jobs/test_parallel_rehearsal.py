@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import xxhash
 from execution_cases import MODEL, ROW_LENGTH, hf_weights, mf_weights
-from slow_tests import RUNS_SLOW_TESTS
+from slow_tests import SLOW
 
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.shards.save import finish_saving, plan_saving, write_rank
@@ -40,6 +40,7 @@ CASES = {
     "dp2_optimizer_parallel": (2, {"enable_parallel_optimizer": True}, ""),
 }
 _OF_EVERY_DAY = "dp2_optimizer_parallel"  # stages are executed every day by test_execution.py
+CASE_PARAMS = [pytest.param(name, marks=() if name == _OF_EVERY_DAY else SLOW) for name in CASES]
 CRITIC = {**MODEL, "architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
 SAVED_LAYOUT = "dp=2,mp=2,pp=1,opt=1"
 
@@ -88,7 +89,7 @@ def committed(buffer: WeightBuffer, written: list[list]) -> dict[str, np.ndarray
         return {name: array.copy() for name, _, array in buffer.tensors(1)}
 
 
-@pytest.fixture(scope="module", params=CASES if RUNS_SLOW_TESTS else [_OF_EVERY_DAY])
+@pytest.fixture(scope="module", params=CASE_PARAMS)
 def rehearsal(request, tmp_path_factory):
     """The directory that the ranks saved to, the buffers' tensors, the critic's last, and what the ranks report."""
     world_size, parallel, other = CASES[request.param]
