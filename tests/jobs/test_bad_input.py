@@ -17,7 +17,8 @@ slow = partial(pytest.param, marks=SLOW)
 
 def assert_one_line(finished, *words: str) -> None:
     assert finished.returncode == 2, finished.stdout + finished.stderr
-    (line,) = finished.stderr.splitlines()
+    # How long a stage has lasted is said on a busy machine alone.
+    (line,) = [line for line in finished.stderr.splitlines() if not re.search(r", for \d+ s$", line)]
     for word in words:
         assert word in line
     assert "Traceback" not in finished.stdout
