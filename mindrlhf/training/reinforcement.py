@@ -47,6 +47,7 @@ from mindrlhf.training.loop.difficulty import DifficultyStream
 from mindrlhf.training.loop.guards import Guards, Observers
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.reward_model import RewardModel
+from mindrlhf.training.loop.sampling import segments  # noqa: F401 (its records are in checkpoints)
 from mindrlhf.training.loop.sampling.in_step import PromptSampling, Rollout
 from mindrlhf.training.preflight import RunInputs, check_grpo_inputs, check_sandbox
 from mindrlhf.training.preflight.output import FINAL_NAME
@@ -296,11 +297,10 @@ def start_servers(
 def _prompt_order(config: GrpoConfig, inputs: RunInputs) -> PromptStream:
     # How many prompts such a step takes is not known before: the number of steps is what ends the run.
     is_open = config.algorithm.dynamic_sampling or config.rollout.segment_tokens > 0
-    num_epochs = None if is_open else config.training.epochs
     plain = len(inputs.prompts), config.run.seed, config.data.shuffle
     if config.algorithm.rest_epochs:
         return DifficultyStream(*plain, config.algorithm.rest_epochs)
-    return PromptStream(*plain, num_epochs)
+    return PromptStream(*plain, None if is_open else config.training.epochs)
 
 
 def _held_out(config: GrpoConfig, inputs: RunInputs, file: PromptFile, set_name: str = "") -> HeldOut:
