@@ -34,11 +34,6 @@ def test_every_gsm8k_answer_is_a_number():
     assert all(abs(float(example.answer)) >= 0 for example in examples)  # float() refuses commas
 
 
-def test_deepscaler():
-    example = load_handler("deepscaler")({"problem": "1+1?", "answer": r"\frac{4}{2}", "solution": ""})
-    assert (example.question, example.answer, example.response) == ("1+1?", r"\frac{4}{2}", None)
-
-
 @pytest.mark.parametrize("name", ["dapo_math_17k", "verl"])
 def test_verl(name):
     fields = {
@@ -58,20 +53,17 @@ def test_map_keys_reaches_nested_and_dotted_names():
 
 
 @pytest.mark.parametrize(
-    ("value", "verifier"), [("a", "a"), (" a , b_1 ", "a,b_1"), (["a", "b"], "a,b"), ("", ""), ([], "")]
+    ("value", "verifier"),
+    [("a", "a"), (" a , b_1 ", "a,b_1"), (["a", "b"], "a,b"), ("", ""), ([], "")]
+    + [(3, "must name verifiers"), ([3], "must name verifiers"), ("a b", "'a b', which is no verifier")],
 )
 def test_map_keys_takes_the_chosen_verifiers(value, verifier):
     handler = load_handler("map_keys", {"question": "q", "verifier": "v"})
-    assert handler({"q": "why?", "v": value}).verifier == verifier
-
-
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [(3, "must name verifiers"), ([3], "must name verifiers"), ("a b", "'a b', which is no verifier")],
-)
-def test_map_keys_refuses_what_names_no_verifier(value, reason):
-    with pytest.raises(RecordError, match=reason):
-        load_handler("map_keys", {"question": "q", "verifier": "v"})({"q": "why?", "v": value})
+    if " " in verifier:
+        with pytest.raises(RecordError, match=verifier):
+            handler({"q": "why?", "v": value})
+    else:
+        assert handler({"q": "why?", "v": value}).verifier == verifier
 
 
 def test_map_keys_without_answer_leaves_it_empty():
@@ -87,6 +79,7 @@ def test_map_keys_without_answer_leaves_it_empty():
         ("gsm8k", {"question": "q", "answer": "#### "}, "nothing after '#### '"),
         ("gsm8k", {"question": "  ", "answer": "#### 1"}, "has no text in 'content'"),
         ("gsm8k", {"question": 7, "answer": "#### 1"}, "must be text or a list of messages, found int"),
+        ("deepscaler", {"answer": "1"}, "no field 'problem'"),
         ("deepscaler", {"problem": "p", "answer": None}, "field 'answer' is null"),
         ("deepscaler", {"problem": "p", "answer": b"1"}, "must be text, a number, a list or an object, found bytes"),
         ("deepscaler", {"problem": "p", "answer": " "}, "field 'answer' is empty"),

@@ -126,40 +126,31 @@ def test_parquet_rows_keep_nesting_and_order_across_batches(tmp_path, monkeypatc
     assert all(isinstance(record, RawRecord) for record in records)
 
 
-def test_truncated_parquet_is_one_line(tmp_path):
-    path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"q": ["x"] * 100}), path)
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(UserError, match="is not a readable Parquet file") as caught:
-        list(read_records(path))
-    assert "\n" not in str(caught.value)
+def parquet(table: pyarrow.Table) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(table, sink)
+    return sink.getvalue().to_pybytes()
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", "", "is empty"),
-        ("a.jsonl", "\n\n", "holds no records"),
-        ("a.json", " []\n", "holds no records"),
-        ("a.txt", "x", "cannot tell the format"),
+        ("a.jsonl", b"", "is empty"),
+        ("a.jsonl", b"\n\n", "holds no records"),
+        ("a.json", b" []\n", "holds no records"),
+        ("a.txt", b"x", "cannot tell the format"),
+        ("a.parquet", parquet(pyarrow.table({"q": ["x"] * 100}))[:-20], "is not a readable Parquet file"),
+        ("a.parquet", parquet(pyarrow.table({"q": pyarrow.array([], "string")})), "holds no records"),
+        ("a.jsonl", None, "no such data file"),
+        (".", None, "is a directory"),
     ],
 )
-def test_nothing_to_read_is_an_error(tmp_path, name, content, message):
-    with pytest.raises(UserError, match=message):
-        list(read_records(_write(tmp_path / name, content)))
-
-
-def test_parquet_without_rows_is_an_error(tmp_path):
-    pyarrow.parquet.write_table(pyarrow.table({"q": pyarrow.array([], pyarrow.string())}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match="holds no records"):
-        list(read_records(tmp_path / "a.parquet"))
-
-
-def test_absent_file_and_directory_are_errors(tmp_path):
-    with pytest.raises(UserError, match="no such data file"):
-        list(read_records(tmp_path / "a.jsonl"))
-    with pytest.raises(UserError, match="is a directory"):
-        list(read_records(tmp_path))
+def test_what_cannot_be_read_is_an_error_of_one_line(tmp_path, name, content, message):
+    if content is not None:
+        _write(tmp_path / name, content)
+    with pytest.raises(UserError, match=message) as caught:
+        list(read_records(tmp_path / name))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
