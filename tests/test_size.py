@@ -32,7 +32,7 @@ MOST = {
     "mindrlhf/layout": 1420,
     "mindrlhf/models": 3134,
     "mindrlhf/observe": 2621,
-    "mindrlhf/rewards": 6677,
+    "mindrlhf/rewards": 6676,
     "mindrlhf/rollout": 6617,  # the engine of a CPU, which left mindrlhf/cpu (2,805 before, 1,105 now)
     "mindrlhf/sandbox": 3915,
     "mindrlhf/shards": 1521,

@@ -24,21 +24,20 @@ FIELDS = (
     "answer|equals|choose|concludes|because|ends|denies|rather|rejects|supposes|wrong|takes_back|joins|decimal_comma"
 )
 LANGUAGES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("marks.json").read_text(encoding="utf-8"))
-_WIDE = {c: unicodedata.normalize("NFKC", chr(c)) for c in range(0xFF01, 0xFF5F)}
-_WIDE |= {ord(sign): f"{plain} " for sign, plain in zip("\uff0c\uff1a\uff1b\uff01\uff1f\u3002\uff61", ",:;!?..")}
+_WIDE = {c: unicodedata.normalize("NFKC", chr(c)) for c in range(0xFF01, 0xFF5C) if c != 0xFF0C}
+_WIDE |= {ord(sign): f"{plain} " for sign, plain in zip("\uff1a\uff1b\uff01\uff1f\u3002\uff61", ":;!?..")}
 _WIDE |= {ord("\u3000"): " ", ord("\u2019"): "'", ord("\u300c"): " ", ord("\u300d"): " ", ord("\u2192"): "\\to "}
+_COMMA_IN_NUMBER = re.compile("(?<=[0-9\uff10-\uff19])\uff0c(?=[0-9\uff10-\uff19]{3})")
 
 
 def plain_width(text: str) -> str:
     """``text`` with full-width signs, digits and letters as ASCII; a sign that ends a clause has a space behind it."""
-    return text if text.isascii() else text.translate(_WIDE)
+    return text if text.isascii() else _COMMA_IN_NUMBER.sub(",", text).replace("\uff0c", ", ").translate(_WIDE)
 
 
 @functools.cache
 def extend(path: str) -> None:
-    """Add the languages of a JSON file, ``{"Italian": {"answer": "risposta|risultato", "equals": "è", ...}}``.
-
-    Each field may be left out.
+    """Add the languages of a JSON file, ``{"Italian": {"answer": "risposta|risultato", "equals": "è"}}``.
 
     Raises:
         UserError: the file cannot be read, or is not such a table.
