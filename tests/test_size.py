@@ -41,7 +41,7 @@ MOST = {
     "mindrlhf/tools": 2517,
     "mindrlhf/training": 10631,
     "mindrlhf/weights": 4221,
-    "tests": 71696,  # limits for strangers' files; in its place: tests of data follow as tables
+    "tests": 71692,  # limits for strangers' files; in its place: tests of data follow as tables
     "scripts": 1996,
     "docs": 30984,
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from slow_tests import SLOW
 
 from mindrlhf.cpu.training import graph_cache
 
@@ -152,6 +153,7 @@ def test_graphs_are_found_in_any_order_and_what_differs_is_compiled(run, tmp_pat
     assert {path.name for path in directory.iterdir() if path.name.startswith(".new-")} == set()
 
 
+@SLOW
 def test_tensors_of_a_tuple_are_constants_of_the_graph_unless_it_is_mutable(run, tmp_path):
     """MindSpore writes the values of such a tuple into the graph: one that was kept is wrong for others."""
     directory = tmp_path / "graphs"
@@ -166,6 +168,7 @@ def test_tensors_of_a_tuple_are_constants_of_the_graph_unless_it_is_mutable(run,
     assert found((1, 4, False), (5, 6, True), (7, 8, True)) == [0, 1, 0]
 
 
+@SLOW
 def test_a_model_that_is_made_again_in_one_process_is_compiled(run, tmp_path):
     graphs = [(1.0, 4), (2.0, 4), (1.0, 4), (2.0, 4)]
     cold = run(graphs, tmp_path / "graphs", is_made_again=True, num_compiled=2)

@@ -121,10 +121,3 @@ def test_experts_are_recorded_for_every_token(rollout_python, directory, dtype):
     assert result["several"]
     check_equal(result["cases"])
     assert all(words["several"]["has experts"] for words in result["cases"].values())
-
-
-@SLOW
-def test_in_bfloat16_samples_are_the_same(rollout_python, directory):
-    result = ask(rollout_python, directory, QWEN, {"plain": CASES["plain"]}, dtype="bfloat16")
-    assert result["several"]
-    check_equal(result["cases"])

@@ -21,7 +21,7 @@ from mindrlhf.cpu.training.vocabulary import LogSoftmax
 
 _free_numbers: list[int] = []  # a heap: of kernels that are no more
 _next_number = itertools.count(1)
-_found: weakref.WeakKeyDictionary[nn.Cell, list[weakref.ref]] = weakref.WeakKeyDictionary()  # heads, by cell
+_heads_of_cells: weakref.WeakKeyDictionary[nn.Cell, list[weakref.ref]] = weakref.WeakKeyDictionary()
 
 
 class TiledTokenLogProbs(nn.Cell):
@@ -102,10 +102,10 @@ def collect_gradients(cell: nn.Cell, accumulators: Mapping[str, ms.Parameter]) -
 
 
 def _heads(cell: nn.Cell) -> list[TiledTokenLogProbs]:
-    if cell not in _found:
+    if cell not in _heads_of_cells:
         heads = [part for _, part in cell.cells_and_names() if isinstance(part, TiledTokenLogProbs)]
-        _found[cell] = [weakref.ref(head) for head in heads]
-    return [head() for head in _found[cell]]
+        _heads_of_cells[cell] = [weakref.ref(head) for head in heads]
+    return [head() for head in _heads_of_cells[cell]]
 
 
 def _rows(array: np.ndarray) -> np.ndarray:
