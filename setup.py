@@ -79,7 +79,7 @@ EXTRAS = {
     # Its client: tools of MCP servers, `mcp:COMMAND` (docs/tools.md). MIT.
     "mcp": MCP,
     # Nodes of a Ray cluster, `mindrlhf train --ray`. Apache-2.0.
-    "ray": ["ray>=2.52,<3"],
+    "ray": ["ray[default]>=2.52,<3"],
     # Where a run can report to, `observe.sinks`. MLflow's own database needs the last two; a server does not.
     "wandb": ["wandb>=0.17"],
     "swanlab": ["swanlab>=0.10"],

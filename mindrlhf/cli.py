@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import mindrlhf
 from mindrlhf.config.keys import MAX_INTEGER, MAX_NUMBER, nearest_choice
 from mindrlhf.errors import RunFailure, UserError, messages_of
+from mindrlhf.system.processes import prepare_children
 from mindrlhf.system.terminal import RED, coloured, visible
 
 COMMANDS = (
@@ -85,6 +86,7 @@ def build_parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; expected failures print one line each, not a traceback."""
+    prepare_children()
     try:
         arguments = _parse(argv)
     except BadWord as error:

@@ -27,7 +27,7 @@ LAYERS = (
     ("debugging", "evaluation"),
     ("training",),
     ("dryrun",),
-    ("commands", "doctor", "cli"),
+    ("commands", "doctor", "cli", "__main__"),
 )
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 # The same within training, by folder or module: the loop drives ranks, whose models know nothing of it.

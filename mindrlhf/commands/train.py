@@ -35,9 +35,9 @@ def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> Non
     parser.add_argument(
         "--resume",
         nargs="?",
-        const="auto",
+        const="newest",
         metavar="auto",
-        help="continue from the newest whole checkpoint of the run",
+        help="continue from the newest whole checkpoint of the run; auto: where there is none, begin",
     )
     parser.add_argument(
         "--max-restarts",
@@ -97,47 +97,70 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    import signal
-
     # Before the imports below, which take a while on a slow disk.
     print(f"mindrlhf: checking {arguments.config}", flush=True)
     says = _signs_of_checking(arguments.config)
     with says():
-        from mindrlhf.launch.launch import launch
         from mindrlhf.launch.nodes.over_ssh import hold_on_to_lifeline
-        from mindrlhf.system.ports import use_ports
-        from mindrlhf.system.processes import COMMAND_VARIABLE, NUM_NODES_VARIABLE
-        from mindrlhf.training.facts import check_resumes
+        from mindrlhf.training.preflight.output import FINAL_NAME, is_finished
         from mindrlhf.training.preflight.run import check_run
 
-    command, (overrides, is_resumed) = arguments.command, _resumption(arguments)
+    command, (overrides, wanted) = arguments.command, _resumption(arguments)
     if arguments.hostfile or arguments.ray:
-        return _run_elsewhere(arguments, overrides, is_resumed)
-    hold_on_to_lifeline()
+        return _run_elsewhere(arguments, overrides, wanted)
+    starter = hold_on_to_lifeline()
     place = _place_of(arguments)
     num_nodes = place.num_nodes if place else 1
     # All checks run here once before any rank starts, so that a mistake costs a second.
     sizes = {"num_ranks": arguments.workers * num_nodes, "num_nodes": num_nodes}
-    options = {"resume": is_resumed, "oversubscribe": arguments.oversubscribe, "is_elastic": arguments.elastic}
+    options = {"resume": wanted, "oversubscribe": arguments.oversubscribe, "is_elastic": arguments.elastic}
     with says():
         checked = check_run(command, arguments.config, overrides, node=place.node if place else 0, **sizes, **options)
-    config = checked.config
-    use_ports(config.run.ports)
-    _check_spare_disks(arguments, config)
-    log_dir = Path(config.run.output_dir, "logs", *([f"node_{place.node}"] if place and place.node else []))
+    if wanted and is_finished(checked.config):
+        checked.mistakes.raise_if_any()
+        final = f"{checked.config.run.output_dir}/{FINAL_NAME}"
+        print(f"mindrlhf: {final} is there: the run is complete; to train longer: --resume run.max_steps=N", flush=True)
+        return 0
+    _check_spare_disks(arguments, checked.config)
+    return _start_checked(arguments, checked, place, overrides, wanted, starter)
 
+
+def _start_checked(
+    arguments: argparse.Namespace,
+    checked: "CheckedRun",
+    place: "Place | None",
+    overrides: list[str],
+    wanted: str,
+    starter: str,
+) -> int:
+    """Start this machine's part of a run; ``starter`` is "ray" where Ray started this launcher."""
+    import signal
+
+    from mindrlhf.launch.launch import launch
+    from mindrlhf.launch.nodes.first import telling_others
+    from mindrlhf.launch.nodes.place import is_in_kubernetes
+    from mindrlhf.system.ports import use_ports
+    from mindrlhf.system.processes import COMMAND_VARIABLE, NUM_NODES_VARIABLE
+    from mindrlhf.training.facts import check_resumes
+    from mindrlhf.training.preflight.output import resumes
+
+    command, config, is_resumed = arguments.command, checked.config, resumes(checked.config, wanted)
+    num_nodes = place.num_nodes if place else 1
+    use_ports(config.run.ports)
+    log_dir = Path(config.run.output_dir, "logs", *([f"node_{place.node}"] if place and place.node else []))
     advisers = _advisers(config, again := _again(arguments, overrides, place))
 
     def start(resume: bool, **peers: Any) -> int:
         print(f"mindrlhf: starting {_counted(arguments.workers, 'rank')}; logs: {log_dir}", flush=True)
         return launch(
-            ["-m", "mindrlhf.training.main", command, arguments.config, *overrides, *["--resume"] * resume],
+            ["-P", "-m", "mindrlhf.training.main", command, arguments.config, *overrides, *["--resume"] * resume],
             arguments.workers,
             log_dir,
             hang_timeout_s=config.run.hang_timeout_s,
             still_limit_s=_still_limit_s(config),
             start_timeout_s=config.run.start_timeout_s,
-            computes_on_cpu=config.run.device == "cpu", joins_alone=config.run.device != "cpu",
+            computes_on_cpu=config.run.device == "cpu",
+            joins_alone=config.run.device != "cpu",
             rank_0_signals=(signal.SIGTERM, signal.SIGUSR1),
             **advisers,
             env={**_terminal_width(), NUM_NODES_VARIABLE: str(num_nodes), COMMAND_VARIABLE: again},
@@ -145,15 +168,18 @@ def _run(arguments: argparse.Namespace) -> int:
             **peers,
         )
 
-    run = _Run(command, config, log_dir, is_resumed, arguments.max_restarts, start)
+    comes_back = is_in_kubernetes() or starter == "ray"
+    advice = None if comes_back else advisers["advice"]
+    run = _Run(command, config, log_dir, is_resumed, arguments.max_restarts, start, advice)
     facts = _facts_of(arguments, config, place) if place else None
     if place and place.is_for_rollout:
-        return run.on_rollout_node(place, checked.raise_if_any, facts, sizes["num_ranks"])
+        return run.on_rollout_node(place, checked.raise_if_any, facts, arguments.workers * num_nodes)
     if place and place.node:
         return run.on_other_node(place, checked.raise_if_any, facts)
-    checked.raise_if_any()
-    if is_resumed:
-        check_resumes(config)
+    with telling_others(place, Path(config.run.output_dir)) if place else contextlib.nullcontext():
+        checked.raise_if_any()
+        if is_resumed:
+            check_resumes(config)
     _tell(checked)
     return run.on_first_node(place, facts) if place else run.on_one_machine()
 
@@ -179,10 +205,10 @@ def _place_of(arguments: argparse.Namespace) -> "Place | None":
     """Return where this machine stands among those of the run."""
     import os
 
-    from mindrlhf.launch.nodes.place import find_place
+    from mindrlhf.launch.nodes.place import find_place, is_in_kubernetes
 
     _check_spares(arguments)
-    return find_place(
+    place = find_place(
         arguments.nodes,
         arguments.node_rank,
         arguments.master,
@@ -192,6 +218,9 @@ def _place_of(arguments: argparse.Namespace) -> "Place | None":
         is_for_rollout=arguments.role == "rollout",
         num_workers=arguments.workers,
     )
+    if place and not (place.node and is_in_kubernetes()):  # where a pod's name is known only once it runs
+        place.check_address()
+    return place
 
 
 def _signs_of_checking(config: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
@@ -241,7 +270,12 @@ def _check_spare_disks(arguments: argparse.Namespace, config: Any) -> None:
 
 @dataclass(frozen=True)
 class _Run:
-    """A run that is ready to start; ``start`` starts the ranks of this machine, resuming if told so."""
+    """A run that is ready to start.
+
+    Attributes:
+        start: starts the ranks of this machine, resuming if told so.
+        advice: what to do where a node is lost that nothing starts again; None where something does.
+    """
 
     command: str
     config: Any
@@ -249,6 +283,7 @@ class _Run:
     is_resumed: bool
     max_restarts: int
     start: Callable[..., int]
+    advice: Callable[[], str] | None
 
     def on_one_machine(self) -> int:
         """Run it to the end and return the exit code."""
@@ -270,7 +305,7 @@ class _Run:
             check_output(self.config, resume=self.is_resumed)
             facts = [*find_facts(), *self._disk_facts(None)]
             with probes({key: directory for part in self._directories() for key, directory in part.items()}) as numbers:
-                with FirstNode(place, make_secret(output_dir), facts, numbers, limit_s) as nodes:
+                with FirstNode(place, make_secret(output_dir), facts, numbers, limit_s, self.advice) as nodes:
                     start = partial(self.start, peers=nodes)
                     code = self._with_restarts(lambda resume: nodes.attempt(resume, start))
                     nodes.close(code)
@@ -279,25 +314,32 @@ class _Run:
 
     def on_other_node(self, place: "Place", check: Callable[[], None], find_facts: Callable[[], list]) -> int:
         """The same on another node."""
-        from mindrlhf.errors import UserError
+        from mindrlhf.errors import RunFailure, UserError
+        from mindrlhf.launch.nodes.first import TELL_LIMIT_S
         from mindrlhf.launch.nodes.other import OtherNode
         from mindrlhf.launch.nodes.secret import wait_for_secret
 
-        limit_s = self.config.run.start_timeout_s
-        secret = wait_for_secret(Path(self.config.run.output_dir), limit_s)
+        limit_s, mistake = self.config.run.start_timeout_s, None
+        try:
+            check()
+        except UserError as error:
+            limit_s, mistake = TELL_LIMIT_S, error
+        try:
+            secret = wait_for_secret(Path(self.config.run.output_dir), limit_s, f"node 0 ({place.master})")
+        except UserError as error:
+            raise mistake or error from None
         node = OtherNode(
             place,
             secret,
             lambda numbers: [*find_facts(), *self._disk_facts(numbers)],
             self.log_dir,
             limit_s=limit_s,
-            rejoins=self.max_restarts > 0,
+            rejoins=self.max_restarts > 0 and (self.advice is None or place.num_spares > 0),
         )
-        try:
-            check()
-        except UserError as error:
-            node.tell_problem(str(error))
-            raise
+        if mistake is not None:
+            with contextlib.suppress(RunFailure):  # node 0 does not answer
+                node.tell_problem(str(mistake))
+            raise mistake
         return node.serve(partial(self.start, peers=node))
 
     def on_rollout_node(
@@ -314,7 +356,7 @@ class _Run:
         check()
         output_dir, limit_s = Path(self.config.run.output_dir), self.config.run.start_timeout_s
         log_dir = output_dir / "logs" / f"rollout_{socket.gethostname()}"
-        secret = wait_for_secret(output_dir, limit_s)
+        secret = wait_for_secret(output_dir, limit_s, f"node 0 ({place.master})")
         rejoins = self.max_restarts > 0
         node = RolloutNode(place, secret, lambda _: find_facts(), log_dir, limit_s=limit_s, rejoins=rejoins)
 
@@ -341,9 +383,11 @@ class _Run:
         return [*shared_facts(shared, numbers), *own_facts(own, numbers)]
 
     def _with_restarts(self, start: Callable[[bool], int]) -> int:
+        from mindrlhf.errors import STOPPED
         from mindrlhf.launch.restarts import run_with_restarts
         from mindrlhf.training.preflight.output import FINAL_NAME, newest_checkpoint
 
+        final = Path(self.config.run.output_dir) / FINAL_NAME
         code = run_with_restarts(
             start,
             lambda: newest_checkpoint(self.config) is not None,
@@ -351,11 +395,12 @@ class _Run:
             self.log_dir,
             resume=self.is_resumed,
             # Exported last, whole or not at all; an earlier run's would have been refused.
-            is_complete=lambda: (Path(self.config.run.output_dir) / FINAL_NAME).exists(),
+            is_complete=final.exists,
         )
-        if code or not (Path(self.config.run.output_dir) / FINAL_NAME).exists():
+        is_complete = final.exists()
+        if code or not is_complete:
             _report_of(Path(self.config.run.output_dir))
-        return code
+        return code or (0 if is_complete else STOPPED)
 
 
 def _report_of(output_dir: Path) -> None:
@@ -369,7 +414,7 @@ def _report_of(output_dir: Path) -> None:
         print(f"mindrlhf: report: {write_pages(output_dir)}", file=sys.stderr, flush=True)
 
 
-def _run_elsewhere(arguments: argparse.Namespace, overrides: list[str], is_resumed: bool) -> int:
+def _run_elsewhere(arguments: argparse.Namespace, overrides: list[str], wanted: str) -> int:
     """Run it on the hosts of a file, or the nodes of a Ray cluster."""
     from mindrlhf.errors import UserError
     from mindrlhf.launch.nodes.over_ray import run_over_ray
@@ -384,7 +429,7 @@ def _run_elsewhere(arguments: argparse.Namespace, overrides: list[str], is_resum
         both = "--nodes and --node-rank" if arguments.hostfile else "--node-rank"
         raise UserError(f"{option} numbers the nodes itself: leave out {both}")
     words = [arguments.command, arguments.config, *overrides, "--workers", str(arguments.workers)]
-    words += ["--max-restarts", str(arguments.max_restarts), *["--resume"] * is_resumed]
+    words += ["--max-restarts", str(arguments.max_restarts), *_resume_option(wanted)]
     words += ["--oversubscribe"] * arguments.oversubscribe + ["--elastic"] * arguments.elastic
     _check_spares(arguments)
     if arguments.ray:
@@ -423,8 +468,12 @@ def _terminal_width() -> dict[str, str]:
     return {"COLUMNS": str(shutil.get_terminal_size().columns)} if sys.stdout.isatty() else {}
 
 
-def _resumption(arguments: argparse.Namespace) -> tuple[list[str], bool]:
-    """Return the overrides and whether to resume; ``--resume`` alone may stand before an override."""
+def _resume_option(wanted: str) -> list[str]:
+    return {"": [], "newest": ["--resume"]}.get(wanted, ["--resume", wanted])
+
+
+def _resumption(arguments: argparse.Namespace) -> tuple[list[str], str]:
+    """Return the overrides and what to resume; ``--resume`` alone may stand before an override."""
     from mindrlhf.errors import UserError
 
     if arguments.max_restarts < 0:
@@ -435,10 +484,10 @@ def _resumption(arguments: argparse.Namespace) -> tuple[list[str], bool]:
     if arguments.ray and "=" in arguments.ray:  # so may `--ray` alone
         arguments.ray, overrides = "auto", [arguments.ray, *overrides]
     if arguments.resume is not None and "=" in arguments.resume:
-        return [arguments.resume, *overrides], True
-    if arguments.resume not in (None, "auto"):
-        raise UserError(f"--resume {arguments.resume}: give 'auto', or nothing, to continue from the newest checkpoint")
-    return overrides, arguments.resume is not None
+        return [arguments.resume, *overrides], "newest"
+    if arguments.resume not in (None, "newest", "auto"):
+        raise UserError(f"--resume {arguments.resume}: give nothing, or auto to begin where there is no checkpoint")
+    return overrides, arguments.resume or ""
 
 
 def _advisers(config: Any, again: str) -> dict[str, Callable[[], str]]:

@@ -32,7 +32,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _DUMP_TIME_S = 1.0
 _CLUSTER_VARIABLES = frozenset(
     {"MS_ROLE", "MS_NODE_ID", SECRET_VARIABLE, "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_TOPO_TIMEOUT"}
-    | {"RANK_ID", "RANK_SIZE", "DEVICE_ID"}
+    | {"RANK_ID", "RANK_SIZE", "DEVICE_ID", "RANK_TABLE_FILE"}
 )
 _CLUSTER_DEFAULTS = {
     # Also the longest wait of a collective on CPU, so it must exceed the worst skew between ranks (one rank starts
@@ -77,7 +77,7 @@ def launch(
     Args:
         command: the interpreter's arguments: ``["main.py", ...]`` or ``["-m", "package.module", ...]``.
         num_workers: ranks on this machine; through ``msrun``, but for one in all that does not ``joins_alone``.
-        log_dir: made if missing; logs of an earlier launch in it are removed.
+        log_dir: made if missing; logs of an earlier launch in it go to ``attempt_1`` and so on below it.
         env, master_port: for the ranks, over this process's; TCP port of the scheduler, a free one when None.
         hang_timeout_s, start_timeout_s: longest time without progress of rank 0, and until all ranks met; 0: no limit.
         computes_on_cpu: the work takes processor time, so that a run that uses none for ``still_limit_s`` hangs.
@@ -119,18 +119,18 @@ def _follower(log_dir: Path, ranks: range, out: TextIO, says_stages: bool) -> Lo
 
 
 def _prepared(log_dir: Path, num_workers: int) -> Path:
-    """Return the directory for the logs of a launch, made, and without those of an earlier one."""
+    """Return the directory for the logs of a launch, made, and with those of an earlier one put aside."""
     if num_workers < 1:
         raise UserError(f"the number of workers is {num_workers}; give at least 1")
     log_dir.mkdir(parents=True, exist_ok=True)
-    for stale in launch_files(log_dir):
-        stale.unlink()
+    if launch_files(log_dir):
+        keep_logs(log_dir)
     return log_dir
 
 
 def launch_files(log_dir: Path) -> list[Path]:
     """Return what one launch leaves in ``log_dir``: the logs of its processes and their heartbeats."""
-    names = ("worker_*.log", "scheduler.log", "msrun.log", "heartbeat_*.json")
+    names = ("*.log", "heartbeat_*.json")
     return [path for name in names for path in sorted(log_dir.glob(name))]
 
 
@@ -178,7 +178,8 @@ def _start(
     environment = worker_environment(num_workers, {**env, **peers.environment}) | {
         heartbeat.DIRECTORY_VARIABLE: str(log_dir)
     }
-    if num_workers * peers.num_nodes == 1 and not joins_alone:
+    is_alone = num_workers * peers.num_nodes == 1 and not joins_alone
+    if is_alone:
         environment |= {"RANK_ID": "0", "RANK_SIZE": "1", "DEVICE_ID": "0"}
         argv, log_path = [sys.executable, *command], log_dir / "worker_0.log"
     else:
@@ -194,8 +195,15 @@ def _start(
             stderr=subprocess.STDOUT,
             # Ctrl-C in a terminal reaches this process only, which then ends the ranks in order.
             start_new_session=True,
-            preexec_fn=lambda: processes.die_with_parent(launcher_pid),
+            preexec_fn=lambda: _begin(launcher_pid, ignores_sigterm=not is_alone),
         )
+
+
+def _begin(launcher_pid: int, *, ignores_sigterm: bool) -> None:
+    """Prepare a child: a signal to all processes of a job must not end msrun and its scheduler before rank 0 saved."""
+    processes.die_with_parent(launcher_pid)
+    if ignores_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @contextlib.contextmanager

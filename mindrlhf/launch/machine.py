@@ -60,6 +60,7 @@ def msrun_argv(command: Sequence[str], num_workers: int, log_dir: Path, master_p
     check_launcher(num_workers)
     return [
         sys.executable,
+        "-P",
         str(Path(sys.executable).parent / "msrun"),
         f"--worker_num={num_workers * peers.num_nodes}",
         f"--local_worker_num={num_workers}",

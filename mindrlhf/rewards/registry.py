@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import inspect
 import math
+import os
 import pkgutil
 import sys
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
@@ -271,8 +272,8 @@ def _load_function(path: Path, name: str) -> Callable[..., float]:
         module = importlib.util.module_from_spec(specification)
         # Dataclasses and the like look their module up while it is being executed.
         sys.modules[module_name] = module
-        # Last, so that a helper beside the user's file is found but shadows nothing.
-        sys.path.append(str(path.resolve().parent))
+        # Last, so that a helper beside the user's file or in the working directory is found but shadows nothing.
+        sys.path.extend([str(path.resolve().parent), os.getcwd()])
         try:
             specification.loader.exec_module(module)
         except BaseException as error:

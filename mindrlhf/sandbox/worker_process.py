@@ -83,7 +83,7 @@ class WorkerProcess:
             self.clock = CallClock(clock_fd)
             self.clock.stop()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, *map(str, theirs), str(os.getpid())],
+                [sys.executable, "-P", "-m", module, *map(str, theirs), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=their_output_fd,
                 stderr=their_output_fd,

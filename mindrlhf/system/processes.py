@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import site
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -27,6 +28,7 @@ _PR_GET_CHILD_SUBREAPER = 37
 _USER_TIME_FIELD, _SYSTEM_TIME_FIELD = 14 - 3, 15 - 3
 _START_TIME_FIELD = 22 - 3
 _EXIT_CODE_FIELD = 52 - 3
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # wait(2)
 _CORE_DUMPED = 0x80
 # A fork bomb under a limit on processes is gone after a few rounds; this bounds the wait for one without a limit.
@@ -204,6 +206,19 @@ def machine() -> str:
     """Return what processes that see each other in ``/proc`` have in common: they share a machine, or a container."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot_id} {os.readlink('/proc/self/ns/pid')}"
+
+
+def prepare_children() -> None:
+    """Have what this process starts find this package, which ``python -P`` does not look for in the working directory,
+    and reach this machine itself without a proxy.
+    """
+    root = str(Path(__file__).parents[2])
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if root not in paths and root not in site.getsitepackages():
+        os.environ["PYTHONPATH"] = os.pathsep.join([*paths, root])
+    for name in ("no_proxy", "NO_PROXY"):
+        hosts = [host.strip() for host in os.environ.get(name, "").split(",") if host.strip()]
+        os.environ[name] = ",".join([*hosts, *(host for host in _LOOPBACK if host not in hosts)])
 
 
 def has_launcher() -> bool:

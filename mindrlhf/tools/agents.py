@@ -155,7 +155,7 @@ class AgentRunner:
                 words = ["-c", f"import sys; sys.path.append({package!r}); from {words[1]} import main; main()"]
             with theirs:
                 self._process = subprocess.Popen(
-                    [self._python, *words, str(theirs.fileno()), str(os.getpid())],
+                    [self._python, "-P", *words, str(theirs.fileno()), str(os.getpid())],
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                     env=environment,

@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +25,8 @@ def load_named(path: Path, name: str, kind: str = "tool") -> Callable[..., Any]:
     if specification is None:
         raise UserError(f"{kind} file {path} is not a Python file: its name must end in .py")
     module = importlib.util.module_from_spec(specification)
-    # Last, so that a helper beside the user's file is found but shadows nothing.
-    sys.path.append(str(path.resolve().parent))
+    # Last, so that a helper beside the user's file or in the working directory is found but shadows nothing.
+    sys.path.extend([str(path.resolve().parent), os.getcwd()])
     try:
         specification.loader.exec_module(module)
     except BaseException as error:

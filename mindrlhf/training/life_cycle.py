@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mindrlhf.config.parse import write_config
-from mindrlhf.config.schema import AnyConfig
+from mindrlhf.config.schema import AnyConfig, GrpoConfig
 from mindrlhf.config.training import is_split
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.fingerprint import data_fingerprint
@@ -26,7 +26,7 @@ from mindrlhf.system.processes import COMMAND_VARIABLE, has_launcher
 from mindrlhf.training.checkpoints.requests import SaveRequests, StopRequested
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.facts import graph_facts, teacher_fingerprint
-from mindrlhf.training.preflight.output import check_output, holding_directories
+from mindrlhf.training.preflight.output import check_output, holding_directories, too_short
 from mindrlhf.training.profiling.ranks import ProfiledWorker, Servers
 from mindrlhf.training.profiling.steps import StepProfiler
 from mindrlhf.training.runtime import (
@@ -209,6 +209,7 @@ def _run_rank_0(
         sinks.write_text("config", (output_dir / "config.yaml").read_text(encoding="utf-8"))
     steps = training.open(progress, checkpoints, first_step, stack)
     requests.listen()
+    _tell_shortfall(config, steps)
     profiler = StepProfiler(config.profiler, training.team, output_dir)
     is_complete = run_steps(_Reported(steps, output_dir), checkpoints, sinks, profiler.step)
     profiler.close()
@@ -218,7 +219,15 @@ def _run_rank_0(
         heartbeat.enter("summing up and exporting the model")
         training.finish(worker, progress)
         trackers.complete(output_dir / REPORT_NAME)
+        _tell_shortfall(config, steps, is_over=True)
     heartbeat.enter(heartbeat.STOPPING)
+
+
+def _tell_shortfall(config: AnyConfig, steps: Steps, *, is_over: bool = False) -> None:
+    """Say where the data end before ``run.max_steps``, but for what the launcher told: it knows the steps of GRPO."""
+    line, step = too_short(config, steps.num_steps), steps.progress.step
+    if line and (step == steps.num_steps if is_over else not isinstance(config, GrpoConfig)):
+        print(f"mindrlhf: {f'ended after step {step}: ' if is_over else ''}{line}", flush=True)
 
 
 class _Reported:

@@ -1,13 +1,14 @@
 """The program that every rank starts: ``python -m mindrlhf.training.main TASK CONFIG [section.key=value ...]``."""
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable
 
 from mindrlhf.errors import RunFailure, UserError, messages_of
 from mindrlhf.system import heartbeat
-from mindrlhf.system.processes import die_with_launcher
+from mindrlhf.system.processes import die_with_launcher, has_launcher, prepare_children
 
 TASKS = ("train", "sft", "dpo", "reward-model")
 
@@ -26,10 +27,16 @@ def main(argv: list[str] | None = None) -> int:
 def guarded(program: str, run: Callable[[], None]) -> int:
     """Run a rank's work; print expected failures as one line and return the exit code."""
     die_with_launcher()
+    prepare_children()
     # Each must unwind the stack, so that the rollout server, sockets and files are closed in order. The launcher
     # sends SIGHUP to have a rank end at once; to SIGTERM rank 0 may later give another meaning.
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
+    if has_launcher() and os.environ.get("RANK_ID", "0") != "0":
+        # To all processes of a job: rank 0 saves, and then ends this one. Not ignored, which children would inherit.
+        signal.signal(signal.SIGTERM, lambda *_: None)
+    if has_launcher() and os.environ.get("MS_ROLE") == "MS_SCHED":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # MindSpore puts a handler of its own in its way
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request for a checkpoint before there is anything to save
     heartbeat.start()
     try:

@@ -4,30 +4,34 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 
 from mindrlhf.cli import build_parser
+from mindrlhf.errors import STOPPED, UserError
 from mindrlhf.launch.nodes.place import find_place
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples" / "cluster"
 
 
-def test_the_job_of_slurm_starts_the_command_and_resumes_when_it_is_queued_again(tmp_path):
-    program = tmp_path / "srun"
-    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    program.chmod(0o755)
-    for restarts in ("", "2"):
-        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | (
-            {"SLURM_RESTART_COUNT": restarts} if restarts else {}
-        )
-        command = ["bash", str(CLUSTER / "slurm.sh"), "run.yaml", "run.max_steps=3"]
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
-        words = ended.stdout.split()
-        assert words[:2] == ["--kill-on-bad-exit=0", ".venv/bin/mindrlhf"]
-        arguments = build_parser().parse_known_args(words[2:])[0]
-        assert (arguments.config, arguments.workers, arguments.nodes) == ("run.yaml", 8, "auto")
-        assert "run.max_steps=3" in words and (arguments.resume is not None) == bool(restarts)
+@pytest.mark.parametrize("code", [0, 1, 2, STOPPED])
+def test_the_job_of_slurm_goes_on_where_it_was_and_is_queued_again_where_it_was_stopped(tmp_path, code):
+    for name, ending in (("srun", code), ("scontrol", 0)):
+        program = tmp_path / name
+        program.write_text(f'#!/bin/sh\necho {name} "$@"\nexit {ending}\n')
+        program.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
+    command = ["bash", str(CLUSTER / "slurm.sh"), "run.yaml", "run.max_steps=3"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == code
+    first, *later = ended.stdout.splitlines()
+    assert later == (["scontrol requeue 17"] if code == STOPPED else [])
+    words = first.split()
+    assert words[:3] == ["srun", "--kill-on-bad-exit=0", ".venv/bin/mindrlhf"]
+    arguments = build_parser().parse_known_args(words[3:])[0]
+    assert (arguments.config, arguments.workers, arguments.nodes) == ("run.yaml", 8, "auto")
+    assert "run.max_steps=3" in words and arguments.resume == "auto"
 
 
 def test_the_job_of_kubernetes_is_a_node_of_the_run(monkeypatch):
@@ -42,5 +46,21 @@ def test_the_job_of_kubernetes_is_a_node_of_the_run(monkeypatch):
     assert pod["subdomain"] == service["metadata"]["name"] and service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
     assert job["spec"]["parallelism"] == job["spec"]["completions"]
+    assert arguments.resume == "auto" and pod["terminationGracePeriodSeconds"] >= 600
+    # The only policy that pods which are replaced may have; a mistake is not tried again.
+    assert pod["restartPolicy"] == "Never"
+    ignored, final = job["spec"]["podFailurePolicy"]["rules"]
+    assert (ignored["action"], ignored["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
+    codes = {"containerName": container["name"], "operator": "In", "values": [UserError.exit_code]}
+    assert (final["action"], final["onExitCodes"]) == ("FailJob", codes)
     mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounted["memory"] == "/dev/shm" and mounted.keys() == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_the_cluster_of_kuberay_answers_its_probes_and_takes_jobs():
+    cluster = yaml.safe_load((CLUSTER / "kuberay.yaml").read_text())["spec"]
+    head = cluster["headGroupSpec"]
+    # Without a version KubeRay asks by wget; the dashboard answers its probes, and `ray job submit`.
+    assert cluster["rayVersion"] and "include-dashboard" not in head["rayStartParams"]
+    (container,) = head["template"]["spec"]["containers"]
+    assert {"name": "RAY_AUTH_MODE", "value": "token"} in container["env"]

@@ -35,7 +35,8 @@ from fault_jobs import (
 from slow_tests import SLOW
 
 from mindrlhf.checkpoint.manifest import verify
-from mindrlhf.system.processes import state
+from mindrlhf.errors import STOPPED
+from mindrlhf.system.processes import descendants, state
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -298,7 +299,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(start_job, undisturbed_run, t
     # The evaluation before the first step has a line of its own.
     job.wait_until(lambda: job.num_steps() >= 5)
     job.process.send_signal(signal.SIGTERM)
-    assert job.wait(TIMEOUT_S) == 0, job.text()
+    assert job.wait(TIMEOUT_S) == STOPPED, job.text()
     assert "\nmindrlhf: SIGTERM: step " in job.text()
     assert job.leftovers() == []
     job = start_job(output_dir, "--workers", 4, "--resume")
@@ -367,8 +368,10 @@ def test_a_second_run_in_the_directory_of_a_living_one_is_refused_and_changes_no
     kill_launcher(job)
     resumed = start_job(output_dir, "--resume", **ENDLESS)
     resumed.wait_until(lambda: "resumed after step" in resumed.text() and resumed.is_in("rollout"))
-    resumed.process.send_signal(signal.SIGTERM)
-    assert resumed.wait(TIMEOUT_S) == 0, resumed.text()
+    for pid in (resumed.process.pid, *(status.pid for status in descendants(resumed.process.pid))):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)  # to all processes of a job, as some schedulers send it
+    assert resumed.wait(TIMEOUT_S) == STOPPED, resumed.text()
     assert list(output_dir.rglob(".lock")) == []
 
 

@@ -72,7 +72,7 @@ from mindrlhf.launch.nodes import over_ray
 make = over_ray._RayRun.__init__
 def with_stand_in(self, *arguments):
     make(self, *arguments)
-    self._words[1:3] = ["{directory}/stand_in.py"]
+    self._words[1:4] = ["{directory}/stand_in.py"]
 over_ray._RayRun.__init__ = with_stand_in
 sys.exit(over_ray.run_over_ray(["train"], "10.77.0.1:6399", "2", 1, max_restarts={max_restarts}))
 """

@@ -10,6 +10,7 @@ import sanity_inputs
 from fault_jobs import FaultJob, metrics
 from slow_tests import SLOW
 
+from mindrlhf.errors import STOPPED
 from mindrlhf.training.preflight.output import FINAL_NAME
 
 pytestmark = pytest.mark.timeout(900)
@@ -84,7 +85,7 @@ def test_an_ended_and_killed_run_resumes_exactly(start_offline, tmp_path, kind):
     if kind != "dpo":
         job.wait_until(lambda: job.num_steps() >= 3)
         job.process.send_signal(signal.SIGTERM)
-        assert job.wait(TIMEOUT_S) == 0, job.text()
+        assert job.wait(TIMEOUT_S) == STOPPED, job.text()
         assert "\nmindrlhf: SIGTERM: step " in job.text()
         assert not (output_dir / FINAL_NAME).exists()
 
@@ -168,7 +169,7 @@ def test_replaced_data_is_refused_by_name_and_moved_data_is_not(sanity_dir, star
         first = job.num_steps()
         job.wait_until(lambda: job.num_steps() >= first + 2)
         job.process.send_signal(signal.SIGTERM)
-        assert job.wait(TIMEOUT_S) == 0, job.text()
+        assert job.wait(TIMEOUT_S) == STOPPED, job.text()
 
     run_some_steps(start(here))
     shutil.copytree(here, elsewhere)

@@ -75,6 +75,28 @@ ctypes.PyDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
 """
 
 
+# Ranks as training makes them: rank 0 saves at the end of its step, in which it needs the other.
+SAVING_WORKER = """
+import os, pathlib, sys, time
+if os.environ["MS_ROLE"] == "MS_SCHED":
+    time.sleep(600)
+from mindrlhf.system import heartbeat
+from mindrlhf.training.checkpoints.requests import SaveRequests
+from mindrlhf.training.main import guarded
+here = pathlib.Path(__file__).parent
+def work():
+    requests = SaveRequests()
+    if os.environ["RANK_ID"] == "0":
+        requests.listen()
+    heartbeat.enter("step 7: update")
+    while not (requests.stop or (here / "saved").exists()):
+        time.sleep(0.02)
+    time.sleep(3)
+    (here / "saved").touch()
+sys.exit(guarded("worker", work))
+"""
+
+
 @pytest.fixture
 def start(tmp_path) -> Iterator[object]:
     jobs = []
@@ -184,6 +206,16 @@ def test_sigterm_ends_a_start_in_which_mindspore_waits_for_a_rank(start):
     job.launcher.send_signal(signal.SIGTERM)
     assert job.wait(TIMEOUT_S) == 128 + signal.SIGTERM
     assert job.running() == []
+
+
+def test_sigterm_to_all_processes_of_a_job_saves_as_one_to_the_launcher_does(start):
+    job = start(SAVING_WORKER, rank_0_signals=SIGNALS)
+    for rank in range(2):
+        wait_for_activity(job, rank, "step 7: update")
+    for pid in job.running():
+        os.kill(pid, signal.SIGTERM)
+    assert job.wait(60) == 0 and (job.dir / "saved").exists(), job.errors()
+    assert job.errors() == "" and job.running() == []
 
 
 @pytest.mark.parametrize("activity", [pytest.param(JOINING, marks=SLOW), "step 7: update"])

@@ -124,10 +124,16 @@ def test_children_of_the_caller_are_left_alone(tmp_path):
         bystander.kill()
 
 
-def test_logs_of_an_earlier_launch_with_more_ranks_are_removed(tmp_path):
-    (tmp_path / "worker_3.log").write_text("old\n")
-    launch(write_worker(tmp_path, "pass"), 1, tmp_path, out=io.StringIO())
-    assert not (tmp_path / "worker_3.log").exists()
+def test_logs_of_an_earlier_launch_are_put_aside(tmp_path):
+    logs = tmp_path / "logs"
+    for name in ("worker_3.log", "rollout_0.log"):
+        (logs / name).parent.mkdir(exist_ok=True)
+        (logs / name).write_text(f"{name} of the first")
+    for _ in range(2):
+        launch(write_worker(tmp_path, "print('later')"), 1, logs, out=io.StringIO())
+    texts = {str(path.relative_to(logs)): path.read_text() for path in logs.rglob("*.log")}
+    first = {f"attempt_1/{name}": f"{name} of the first" for name in ("worker_3.log", "rollout_0.log")}
+    assert texts == first | {"attempt_2/worker_0.log": "later\n", "worker_0.log": "later\n"}
 
 
 @pytest.mark.parametrize("num_workers", [0, -2])
@@ -298,6 +304,11 @@ def test_defaults_of_the_environment_give_way_to_the_users(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     environment = worker_environment(2, {"OMP_NUM_THREADS": "6"})
     assert (environment["MS_NODE_TIMEOUT"], environment["OMP_NUM_THREADS"]) == ("60", "6")
+
+
+def test_a_table_of_ranks_of_an_operator_is_not_for_the_ranks(monkeypatch):
+    monkeypatch.setenv("RANK_TABLE_FILE", "/user/serverid/devindex/config/hccl.json")
+    assert "RANK_TABLE_FILE" not in worker_environment(2, {})
 
 
 def test_a_found_port_can_be_bound_and_is_not_ephemeral():

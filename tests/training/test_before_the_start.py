@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import asdict
 
 import numpy as np
@@ -15,8 +17,13 @@ from mindrlhf.checkpoint.state import RunState, pack_state, write_state
 from mindrlhf.cli import main
 from mindrlhf.commands.train import _advice
 from mindrlhf.config.load import load_config
+from mindrlhf.config.parse import write_config
+from mindrlhf.config.reward import RewardSection
 from mindrlhf.data.fingerprint import data_fingerprint
 from mindrlhf.data.tokenizers import load_tokenizer
+from mindrlhf.errors import STOPPED
+from mindrlhf.rewards.pool import RewardPool
+from mindrlhf.rewards.selection import Selection
 from mindrlhf.training.preflight.facts import checkpoint_bytes
 from mindrlhf.weights.open import open_tensors
 
@@ -49,8 +56,61 @@ def begun(contents, inputs_dir, tmp_path):
 
 
 def test_a_run_that_is_as_it_was_goes_on(begun, started):
-    assert main(["train", str(begun), "--resume", "run.max_steps=9"]) == 0
+    assert main(["train", str(begun), "--resume", "run.max_steps=9"]) == STOPPED, "no model is exported"
     assert len(started) == 1
+
+
+def test_auto_goes_on_where_a_checkpoint_is_and_begins_where_none_is(begun, started, tmp_path):
+    main(["train", str(begun), "--resume", "auto"])
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    main(["train", str(begun), "--resume", "auto"])
+    assert ["--resume" in words[0] for words in started] == [True, False]
+
+
+@pytest.mark.parametrize("resume", [["--resume"], ["--resume", "auto"]])
+def test_a_finished_run_is_complete_until_it_is_to_train_longer(resume, begun, started, tmp_path, capsys):
+    final = tmp_path / "run" / "final"
+    final.mkdir()
+    (final / "model.safetensors").write_text("first")
+    write_config(load_config("train", begun), tmp_path / "run")
+    assert main(["train", str(begun), *resume]) == 0 and not started
+    assert "the run is complete; to train longer: --resume run.max_steps=N" in capsys.readouterr().out
+    assert main(["train", str(begun)]) == 2 and not started
+    assert main(["train", str(begun), *resume, "run.max_steps=9"]) == STOPPED and len(started) == 1
+    assert not final.exists() and (tmp_path / "run" / "final_1" / "model.safetensors").read_text() == "first"
+
+
+def test_files_beside_the_users_data_shadow_nothing_and_loopback_goes_through_no_proxy(begun, tmp_path, monkeypatch):
+    for name in ("random", "copy", "tokenize"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the working directory')")
+    (tmp_path / "helper.py").write_text("score = 0.25")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "reward.py").write_text("import helper\ndef judge(completion, answer):\n    return 0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("no_proxy", "example.org")
+    ranks = []
+    monkeypatch.setattr("mindrlhf.launch.launch.launch", lambda command, *_, **__: ranks.append(command) or 0)
+    main(["train", str(begun), "--resume"])
+    ended = subprocess.run([sys.executable, *ranks[0][:3], "--help"], capture_output=True, text=True)
+    assert ended.returncode == 0 and "--resume" in ended.stdout, ended.stderr
+    assert os.environ["no_proxy"] == "example.org,127.0.0.1,localhost,::1"
+    section = RewardSection(verifier_function=("mine/reward.py:judge",))
+    RewardPool(Selection.from_config(section)).close()  # its worker has loaded the function, and that its helper
+
+
+def test_only_a_run_that_exported_its_model_has_ended_well(begun, tmp_path, monkeypatch):
+    monkeypatch.setattr("mindrlhf.launch.launch.launch", lambda *_, **__: (tmp_path / "run" / "final").mkdir() or 0)
+    assert main(["train", str(begun), "--resume"]) == 0
+
+
+def test_a_run_that_ends_before_max_steps_says_so_before(begun, started, capsys):
+    main(["train", str(begun), "--resume", "run.max_steps=90"])  # 3 epochs of 5 prompts in steps of 2
+    said = "run.max_steps is 90, but with training.epochs=3 the data are used up after step 8: raise training.epochs"
+    assert f"mindrlhf: {said} to about 34" in capsys.readouterr().out
+    main(["config", "check", str(begun), "run.max_steps=90"])
+    assert said in capsys.readouterr().out
+    main(["train", str(begun), "--resume", "run.max_steps=2"])
+    assert "run.max_steps" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -82,7 +142,7 @@ def test_a_damaged_checkpoint_is_left_to_the_run_which_takes_the_one_before(begu
     newer = begun.parent / "run" / "checkpoints" / "step_00000004"
     newer.mkdir()
     (newer / "state.json").write_text("{")
-    assert main(["train", str(begun), "--resume"]) == 0
+    assert main(["train", str(begun), "--resume"]) == STOPPED
     assert main(["train", str(begun), "--resume", "run.seed=3"]) == 2
 
 
@@ -106,10 +166,10 @@ def test_too_little_room_for_a_checkpoint_is_told_before_anything_starts(
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     with_room(monkeypatch, size_bytes)
-    assert main([task, str(path)]) == 0
+    assert main([task, str(path)]) == STOPPED
     assert "3 stand side by side" in capsys.readouterr().out
     with_room(monkeypatch, 3 * size_bytes)
-    assert main([task, str(path)]) == 0
+    assert main([task, str(path)]) == STOPPED
     assert "side by side" not in capsys.readouterr().out
     assert len(started) == 2
 

@@ -15,7 +15,7 @@ from mindrlhf.cli import build_parser, main
 from mindrlhf.config.load import CONFIG_LOADERS, CONFIGS
 from mindrlhf.config.parse import dotted_keys, write_config
 from mindrlhf.data.packing import choose_row_length
-from mindrlhf.errors import UserError
+from mindrlhf.errors import STOPPED, UserError
 from mindrlhf.rollout import vllm_options
 from mindrlhf.training.preflight import check_grpo_inputs, check_offline_inputs, group_row
 from mindrlhf.training.preflight.facts import host_memory
@@ -124,7 +124,7 @@ def test_the_config_that_a_run_wrote_is_a_config(task, contents, run, tmp_path):
     write_config(config, tmp_path)
     written = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert run(["config", "check"], written) == (0, set())
-    assert run([task], written) == (0, set())
+    assert run([task], written) == (STOPPED, set())  # nothing was started
     assert CONFIG_LOADERS[task](tmp_path / "config.yaml") == config
 
 

@@ -103,10 +103,11 @@ def run(tmp_path, monkeypatch):
         observe={"sinks": ()},
     )
 
-    def run_one(resume=False, observe=config.observe, **options):
+    def run_one(resume=False, observe=config.observe, max_steps=0, **options):
         training = Fake(tmp_path / "run", **options)
+        run_section = dataclasses.replace(config.run, max_steps=max_steps)
         with contextlib.nullcontext() if not training.fails_at else pytest.raises(RunFailure):
-            life_cycle.run_rank(dataclasses.replace(config, observe=observe), training, resume=resume)
+            life_cycle.run_rank(dataclasses.replace(config, run=run_section, observe=observe), training, resume=resume)
         return training, newest_checkpoint(config)
 
     yield run_one
@@ -128,6 +129,14 @@ def test_a_whole_run_in_order(run):
         {"step": 2, "loss": 0.5},
         {"step": 3, "loss": 0.5, "eval/loss": 0.25},
     ]
+
+
+def test_a_run_that_used_up_its_data_before_max_steps_says_so_at_its_end(run, capsys):
+    run(max_steps=3)
+    assert "used up" not in capsys.readouterr().out
+    run(resume=True, max_steps=12)
+    said = "run.max_steps is 12, but with training.epochs=1 the data are used up after step 3: raise training.epochs"
+    assert capsys.readouterr().out.count(f"ended after step 3: {said} to about 4 ") == 1
 
 
 def test_a_run_that_is_asked_to_end_saves_and_is_resumed(run, capsys):

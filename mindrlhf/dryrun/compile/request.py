@@ -228,7 +228,7 @@ def _run_child(directory: Path, timeout_s: float) -> None:
     environment.update(GLOG_v="3", LOG_MF_PATH=str(directory / "mindformers"), PYTHONUNBUFFERED="1")
     with open(directory / "log", "wb") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", "mindrlhf.dryrun.compile.child", str(directory)],
+            [sys.executable, "-P", "-m", "mindrlhf.dryrun.compile.child", str(directory)],
             stdout=log,
             stderr=log,
             stdin=subprocess.DEVNULL,

@@ -9,17 +9,19 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.errors import RunFailure, UserError, messages_of
 from mindrlhf.launch.failure_report import is_worth_a_restart, say
 from mindrlhf.launch.launch import find_free_port
 from mindrlhf.launch.nodes.channel import LOST, Channel, told_activity
 from mindrlhf.launch.nodes.facts import Fact, as_message, differences, name_nodes
 from mindrlhf.launch.nodes.place import Place
 from mindrlhf.launch.nodes.rollout_nodes import ROLLOUT_ROLE, RolloutNodes
+from mindrlhf.launch.nodes.secret import FIRST_NEWS_S, SECRET_NAME, make_secret, remove_secret
 from mindrlhf.launch.peers import Ending, Peers
 from mindrlhf.launch.processes import POLL_INTERVAL_S
 from mindrlhf.system.handshake import SignedConnection, greet_newcomers
@@ -28,7 +30,6 @@ from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 
 _JOIN_TIMEOUT_S = 60.0  # from a launcher's first word to its facts: it reads files
 _NEWS_INTERVAL_S = 60.0
-_FIRST_NEWS_S = 10.0
 # Once one node has been found to differ, others may differ too: all are told of all.
 _REFUSAL_DELAY_S = 5.0
 # Ranks that are ended have 5 s to clean up, and what they leave 2 s.
@@ -37,6 +38,7 @@ _END_LIMIT_S = 30.0
 _VICTIM_DELAY_S = 1.5
 _GOODBYE_LIMIT_S = 2.0
 _MAX_TURNED_AWAY_LINES = 50  # a stranger that comes again and again must not fill the disk of the log
+TELL_LIMIT_S = 30.0  # that a node with a mistake waits, to tell it to those that come
 # At the first start a machine may just be slow to come; later its place is free for a spare at once.
 _SPARE_PATIENCE_S = 60.0
 
@@ -63,13 +65,22 @@ class FirstNode(Peers):
         facts: about this node.
         probes: what the others look for in shared directories.
         limit_s: longest wait for a node, the first time and when all start again; 0 means any time.
+        advice: returns what to do about a node that is lost, where nothing starts its launcher again and no spare
+            waits; None where it may come back.
     """
 
     node = 0
 
     def __init__(
-        self, place: Place, secret: bytes, facts: Sequence[Fact], probes: Mapping[str, str], limit_s: float
+        self,
+        place: Place,
+        secret: bytes,
+        facts: Sequence[Fact],
+        probes: Mapping[str, str],
+        limit_s: float,
+        advice: Callable[[], str] | None = None,
     ) -> None:
+        self._advice = advice if not place.num_spares else None
         self.num_nodes = place.num_nodes
         self._num_launchers = place.num_nodes + place.num_spares
         self._num_turned_away = 0
@@ -200,7 +211,7 @@ class FirstNode(Peers):
         return None
 
     def _gather(self) -> None:
-        start_s, next_news_s, refused_s = time.monotonic(), _FIRST_NEWS_S, None
+        start_s, next_news_s, refused_s = time.monotonic(), FIRST_NEWS_S, None
         while True:
             self._take_news()
             waited_s = time.monotonic() - start_s
@@ -213,7 +224,13 @@ class FirstNode(Peers):
                 raise UserError("\n  ".join(["the nodes cannot train together:", *lines]))
             if not missing:
                 return
-            line = f"{name_nodes(missing)} of {self.num_nodes} {'have' if len(missing) > 1 else 'has'} not come"
+            verb, them = ("have", "them") if len(missing) > 1 else ("has", "it")
+            if self._has_started and self._advice is not None:
+                line = f"{name_nodes(missing)} {verb} gone, and nothing starts {them} again"
+                for node in self._nodes.values():
+                    node.channel.send("failed", line=line)
+                raise RunFailure(f"{line}: mend that, then type on all nodes; {self._advice()}")
+            line = f"{name_nodes(missing)} of {self.num_nodes} {verb} not come"
             if 0 < self._limit_s < waited_s:
                 line = f"{line} within {waited_s:.0f} s (run.start_timeout_s is {self._limit_s:g})"
                 for node in self._nodes.values():
@@ -367,12 +384,41 @@ class FirstNode(Peers):
         return next((one for one in failed if not is_worth_a_restart(one)), max(failed, default=0))
 
 
+@contextlib.contextmanager
+def telling_others(place: Place, output_dir: Path) -> Iterator[None]:
+    """Have the other nodes hear of a mistake that the body finds on node 0, for which they would wait in vain."""
+    try:
+        yield
+    except UserError as error:
+        say(f"node 0 cannot start: {error}")
+        say(f"telling the other nodes, for {TELL_LIMIT_S:g} s at most")
+        was_there = (output_dir / SECRET_NAME).exists()  # of a run that goes on there, or was killed
+        with contextlib.suppress(UserError, OSError):
+            _refuse_all(place, make_secret(output_dir), messages_of(error))
+        if not was_there:
+            remove_secret(output_dir)
+        raise
+
+
+def _refuse_all(place: Place, secret: bytes, lines: Sequence[str]) -> None:
+    """Tell each node that comes the ``lines``; return when all have come, or the limit is over."""
+    listener, _ = _listen(place)
+    told, end_s = threading.Semaphore(0), time.monotonic() + TELL_LIMIT_S
+
+    def refuse(signed: SignedConnection) -> None:
+        with contextlib.suppress(ConnectionClosed, TimeoutError):
+            signed.send({"kind": "welcome", "refused": [f"node 0: {line}" for line in lines]})
+        told.release()
+
+    greet_newcomers(listener, secret, refuse, lambda peer, reason: None)
+    for _ in range(1, place.num_nodes + place.num_spares):
+        told.acquire(timeout=max(0.0, end_s - time.monotonic()))
+    listener.close()
+
+
 def _listen(place: Place) -> tuple[socket.socket, str]:
     """Return the socket for the other nodes, and its address: no other network of this machine reaches it."""
-    try:
-        family, address = place.address()
-    except OSError as error:
-        raise UserError(f"--master is {place.master}, a name that node 0 does not know ({error})") from None
+    family, address = place.check_address()
     try:
         return socket.create_server((address, place.port), family=family), address
     except OSError as error:

@@ -16,7 +16,7 @@ class NodeHelper:
 
     def __init__(self, module: str, settings: Mapping[str, Any]):
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module],
+            [sys.executable, "-P", "-m", module],
             stdin=subprocess.PIPE,
             stdout=2,  # of the rank: its log
             text=True,

@@ -9,10 +9,10 @@ from typing import Any
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.launch.failure_report import say
-from mindrlhf.launch.launch import keep_logs, launch_files
 from mindrlhf.launch.nodes.channel import LOST, SILENCE_LIMIT_S, Channel
 from mindrlhf.launch.nodes.facts import Fact, as_message
 from mindrlhf.launch.nodes.place import Place
+from mindrlhf.launch.nodes.secret import FIRST_NEWS_S
 from mindrlhf.launch.peers import Ending, Peers
 from mindrlhf.system.handshake import SignedConnection, UnauthenticatedPeer, introduce
 from mindrlhf.system.idle import Activity
@@ -20,7 +20,6 @@ from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 
 _RETRY_INTERVAL_S = 0.5
 _CONNECT_TIMEOUT_S = 5.0
-_FIRST_NEWS_S = 10.0
 _NEWS_INTERVAL_S = 60.0
 # Until node 0 has noticed that an earlier connection of this node is dead.
 _TAKEN_LIMIT_S = SILENCE_LIMIT_S + 5.0
@@ -91,8 +90,6 @@ class OtherNode(Peers):
             if message["kind"] == LOST:
                 self._join_again(message)
                 continue
-            if launch_files(self._log_dir):
-                keep_logs(self._log_dir)
             self.node, self.scheduler_port, self.host = int(message["node"]), int(message["port"]), str(message["host"])
             self._ending, self._report = None, ""
             code = start(bool(message["resume"]))
@@ -157,7 +154,7 @@ class OtherNode(Peers):
                 self._join()
             elif message["kind"] == "refused":
                 self._channel.close()
-                raise UserError("\n  ".join(["the nodes cannot train together:", *map(str, message["lines"])]))
+                raise _refusal(message["lines"])
 
     def _join_again(self, lost: Mapping[str, Any]) -> None:
         if not self._rejoins:
@@ -167,7 +164,7 @@ class OtherNode(Peers):
         self._join()
 
     def _join(self, problem: str = "") -> None:
-        start_s, next_news_s = time.monotonic(), _FIRST_NEWS_S
+        start_s, next_news_s = time.monotonic(), FIRST_NEWS_S
         while True:
             reason = self._try_to_join(problem)
             if reason is None:
@@ -199,6 +196,8 @@ class OtherNode(Peers):
             ) from None
         except (OSError, ProtocolError) as error:
             return str(error) or type(error).__name__
+        if "refused" in welcome:
+            raise _refusal([*welcome["refused"], *([f"node {self._place.node}: {problem}"] if problem else [])])
         self._greet(signed, welcome, problem)
         return None
 
@@ -211,3 +210,7 @@ class OtherNode(Peers):
         except ConnectionClosed as error:
             raise RunFailure(f"node 0 ({self._place.master}) has closed the connection ({error})") from None
         self._channel = Channel(signed, self._news.put, lambda: self._activity)
+
+
+def _refusal(lines: Sequence[Any]) -> UserError:
+    return UserError("\n  ".join(["the nodes cannot train together:", *map(str, lines)]))

@@ -74,7 +74,7 @@ def child_environment(theirs: dict[str, str], ours: dict[str, str]) -> dict[str,
         if name in KEPT or name.startswith(KEPT_PREFIXES) or name.endswith(KEPT_SUFFIXES)
     }
     given = {name: value for name, value in ours.items() if name in _OF_DRIVER or name.startswith("MINDRLHF_")}
-    return kept | given | {LIFELINE_VARIABLE: "1"}
+    return kept | given | {LIFELINE_VARIABLE: "ray"}
 
 
 def choose_nodes(offers: Sequence[dict[str, Any]], num_workers: int, nodes: str | None, num_spares: int) -> list[dict]:
@@ -147,7 +147,7 @@ class NodeAgent:
 class _RayRun:
     def __init__(self, ray: Any, words: Sequence[str], num_workers: int, max_restarts: int):
         self._ray = ray
-        self._words = [sys.executable, "-m", "mindrlhf.cli", *words]
+        self._words = [sys.executable, "-P", "-m", "mindrlhf.cli", *words]
         self._num_workers = num_workers
         self._max_restarts = max_restarts
         self._agent_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(NodeAgent)

@@ -88,10 +88,10 @@ def run_over_ssh(words: Sequence[str], hosts: Sequence[str], master: str | None,
     return codes[0] if num_spares else codes[0] or max(codes)
 
 
-def hold_on_to_lifeline() -> None:
-    """In a launcher started by :func:`run_over_ssh`: take signals from there, and end when it has gone."""
-    if os.environ.pop(LIFELINE_VARIABLE, None) is None:
-        return
+def hold_on_to_lifeline() -> str:
+    """In a launcher started over ssh or Ray: take signals from there, and end when it has gone; return its name."""
+    if (starter := os.environ.pop(LIFELINE_VARIABLE, None)) is None:
+        return ""
 
     def read() -> None:
         for line in sys.stdin:
@@ -100,13 +100,14 @@ def hold_on_to_lifeline() -> None:
         os.kill(os.getpid(), signal.SIGTERM if is_ignored else signal.SIGHUP)
 
     threading.Thread(target=read, daemon=True).start()
+    return starter
 
 
 def _remote_command(words: Sequence[str], node: int, master: str) -> str:
     place = ["--node-rank", str(node), "--master", master]
     names = sorted(name for name in os.environ if name.startswith("MINDRLHF_") or name == "PYTHONPATH")
     settings = [f"{name}={os.environ[name]}" for name in names if name != SECRET_VARIABLE]
-    command = ["env", f"{LIFELINE_VARIABLE}=1", *settings, sys.executable, "-m", "mindrlhf.cli", *words, *place]
+    command = ["env", f"{LIFELINE_VARIABLE}=ssh", *settings, sys.executable, "-P", "-m", "mindrlhf.cli", *words, *place]
     return (
         f"cd {shlex.quote(os.getcwd())} && IFS= read -r {SECRET_VARIABLE} && export {SECRET_VARIABLE} && "
         f"exec {shlex.join(command)}"

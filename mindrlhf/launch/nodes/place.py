@@ -4,8 +4,10 @@ Slurm, Kubernetes (indexed jobs, LeaderWorkerSet, Kubeflow's PyTorchJob, Ascend'
 variables of their own; the first that number the nodes count, and others must not contradict them.
 """
 
+import os
 import re
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +16,7 @@ from mindrlhf.errors import UserError
 DEFAULT_PORT = 8118
 # What a job of Slurm gets from its number, so that two jobs on a node do not meet.
 _SLURM_PORTS = range(20_000, 30_000)
+_DNS_LIMIT_S = 60.0
 _MAX_HOSTS, _MAX_SHOWN_CHARS = 100_000, 80
 _FIX = "unset the one that is stale, or give --nodes N --node-rank K"
 
@@ -47,6 +50,29 @@ class Place:
         """
         family, _, _, _, address = socket.getaddrinfo(self.master, self.port, type=socket.SOCK_STREAM)[0]
         return family, address[0]
+
+    def check_address(self) -> tuple[int, str]:
+        """Return the same, or say at once that nobody knows the name; Kubernetes' DNS may be late, and is waited for.
+
+        Raises:
+            UserError: the name is not known.
+        """
+        end_s = time.monotonic() + (_DNS_LIMIT_S if is_in_kubernetes() else 0.0)
+        while True:
+            try:
+                return self.address()
+            except OSError as error:
+                if time.monotonic() >= end_s:
+                    raise UserError(
+                        f"--master is {self.master}, a name that this machine does not know ({error.strerror}): give "
+                        "an address of node 0"
+                    ) from None
+            time.sleep(1.0)
+
+
+def is_in_kubernetes() -> bool:
+    """Return whether Kubernetes started this: what is lost comes back, and names may be known only later."""
+    return "KUBERNETES_SERVICE_HOST" in os.environ
 
 
 def find_place(

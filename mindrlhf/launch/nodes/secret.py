@@ -11,11 +11,13 @@ import time
 from pathlib import Path
 
 from mindrlhf.errors import UserError
+from mindrlhf.launch.failure_report import say
 
 SECRET_VARIABLE = "MINDRLHF_SECRET"
 SECRET_NAME = ".nodes_secret"
 _MIN_CHARS = 16
 _POLL_INTERVAL_S = 0.2
+FIRST_NEWS_S = 10.0  # after which a node that waits says for whom
 
 
 def make_secret(output_dir: Path) -> bytes:
@@ -39,21 +41,25 @@ def make_secret(output_dir: Path) -> bytes:
     return _read(path)
 
 
-def wait_for_secret(output_dir: Path, limit_s: float) -> bytes:
-    """Return the secret on another node, when node 0 has made its file.
+def wait_for_secret(output_dir: Path, limit_s: float, node_0: str = "node 0") -> bytes:
+    """Return the secret on another node, when ``node_0`` has made its file.
 
     Raises:
         UserError: there is none within ``limit_s``, or as for :func:`make_secret`.
     """
     if (secret := _from_environment()) is not None:
         return secret
-    path, end_s = output_dir / SECRET_NAME, time.monotonic() + limit_s
+    path, start_s, has_said = output_dir / SECRET_NAME, time.monotonic(), False
     while not (path.exists() and path.stat().st_size):
-        if time.monotonic() > end_s:
+        waited_s = time.monotonic() - start_s
+        if waited_s > limit_s:
             raise UserError(
-                f"node 0 has not made {path} within {limit_s:g} s: start node 0, put run.output_dir on a directory "
+                f"{node_0} has not made {path} within {limit_s:g} s: start node 0, put run.output_dir on a directory "
                 f"that all nodes share, or set {SECRET_VARIABLE} to the same secret on all of them"
             )
+        if waited_s > FIRST_NEWS_S and not has_said:
+            has_said = True
+            say(f"waiting: {node_0} has not made {path} for {waited_s:.0f} s")
         time.sleep(_POLL_INTERVAL_S)
         with contextlib.suppress(OSError):
             os.listdir(output_dir)  # has NFS look again

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from mindrlhf.system import heartbeat
+from mindrlhf.system.processes import has_launcher
 
 
 class StopRequested(BaseException):
@@ -21,7 +22,8 @@ class SaveRequests:
 
     Attributes:
         save: a checkpoint is wanted at the end of the step; whoever writes it sets this back.
-        stop: the run shall end after a checkpoint. Asked a second time it ends without one.
+        stop: the run shall end after a checkpoint. Asked a second time it ends without one, unless a launcher
+            passes signals on: one to all processes of a job then comes twice, and the launcher minds the second.
     """
 
     def __init__(self) -> None:
@@ -68,6 +70,8 @@ class SaveRequests:
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         heartbeat.tick()  # the launcher waits for a sign that somebody listens
         if self.stop:
+            if has_launcher():
+                return
             sys.exit(128 + number)
         self.stop = True
         if self._is_interruptible:

@@ -1,10 +1,13 @@
 """The directories that a run writes to: whether they are free, and what an earlier run left there."""
 
 import contextlib
+import itertools
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+
+import yaml
 
 from mindrlhf.checkpoint.state import CRITIC_NAME
 from mindrlhf.checkpoint.store import CheckpointStore
@@ -15,6 +18,8 @@ from mindrlhf.system.run_lock import holding
 from mindrlhf.weights.adapters.peft import exported_adapter
 
 FINAL_NAME = "final"  # the exported model, in the run's output directory
+CONFIG_NAME = "config.yaml"  # of the run as it was started last, there too
+NEWEST, AUTO = "newest", "auto"  # `--resume`: there must be a checkpoint; `--resume auto`: without one begin
 
 
 def save_dir(config: AnyConfig) -> Path:
@@ -36,8 +41,47 @@ def holding_directories(config: AnyConfig, purpose: str) -> Iterator[None]:
         yield
 
 
+def resumes(config: AnyConfig, wanted: str) -> bool:
+    """Return whether a run continues a checkpoint; ``wanted`` is NEWEST, AUTO, or empty for a new run."""
+    return wanted == NEWEST or (wanted == AUTO and newest_checkpoint(config) is not None)
+
+
+def is_finished(config: AnyConfig) -> bool:
+    """Return whether a run has exported its model and is not asked for more or fewer steps since."""
+    return _is_taken(Path(config.run.output_dir) / FINAL_NAME) and not _has_another_length(config)
+
+
+def _has_another_length(config: AnyConfig) -> bool:
+    try:
+        before = yaml.safe_load((Path(config.run.output_dir) / CONFIG_NAME).read_text(encoding="utf-8"))
+        was = {key: before[key.partition(".")[0]][key.partition(".")[2]] for key in _lengths(config)}
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return False
+    return was != _lengths(config)
+
+
+def _lengths(config: AnyConfig) -> dict[str, int]:
+    """Return the keys that say how long a run is."""
+    section = next(name for name in ("training", "supervised", "preference") if hasattr(config, name))
+    return {"run.max_steps": config.run.max_steps, f"{section}.epochs": getattr(config, section).epochs}
+
+
+def too_short(config: AnyConfig, num_steps: int) -> str:
+    """Return a line where a run of ``num_steps`` ends before ``run.max_steps``, empty where it does not."""
+    max_steps = config.run.max_steps
+    if not 0 < num_steps < max_steps:
+        return ""
+    key, epochs = list(_lengths(config).items())[1]
+    return (
+        f"run.max_steps is {max_steps}, but with {key}={epochs} the data are used up after step {num_steps}: raise "
+        f"{key} to about {-(-max_steps * epochs // num_steps)} to train for as long"
+    )
+
+
 def check_output(config: AnyConfig, *, resume: bool) -> None:
     """Refuse to write over an earlier run, before the time is spent; remove an export that a killed run left half done.
+
+    The model of a run that is to train longer is moved to `final_1` and so on.
 
     Raises:
         UserError: the run's directories hold a trained model, checkpoints that ``resume`` does not continue, or none
@@ -45,6 +89,8 @@ def check_output(config: AnyConfig, *, resume: bool) -> None:
     """
     refuse_taken(config, resume=resume)
     output_dir = Path(config.run.output_dir)
+    if _is_taken(final := output_dir / FINAL_NAME):
+        final.rename(next(path for n in itertools.count(1) if not (path := output_dir / f"{FINAL_NAME}_{n}").exists()))
     for name in (FINAL_NAME, CRITIC_NAME):
         for pattern in (f".{name}.partial-*", f".{exported_adapter(output_dir / name).name}.*.partial"):
             for unfinished in output_dir.glob(pattern):
@@ -60,14 +106,15 @@ def refuse_taken(config: AnyConfig, *, resume: bool) -> None:
     output_dir, directory = Path(config.run.output_dir), save_dir(config)
     _check_writable("run.output_dir", output_dir)
     _check_writable("checkpoint.save_dir", directory)
-    check_free(output_dir / FINAL_NAME)
+    newest = newest_checkpoint(config)
+    if not (resume and newest and _has_another_length(config)):
+        check_free(output_dir / FINAL_NAME)
     has_critic = isinstance(config, GrpoConfig) and needs_critic(config)
     if has_critic and not resume:  # a resumed run may have been killed after it exported the critic
         check_free(output_dir / CRITIC_NAME)
     for name in (FINAL_NAME, CRITIC_NAME):
         if config.lora.rank is not None and not resume:
             check_free(exported_adapter(output_dir / name))
-    newest = newest_checkpoint(config)
     if newest is not None and not resume:
         raise UserError(
             f"{newest} is a checkpoint of an earlier run: continue it with --resume, or set another run.output_dir or "
@@ -105,10 +152,17 @@ def newest_checkpoint(config: AnyConfig) -> Path | None:
 
 def check_free(directory: Path) -> None:
     """Refuse to train towards an export directory that is taken, before the time is spent."""
-    if directory.exists() and any(directory.iterdir()):
+    if _is_taken(directory):
         raise UserError(f"{directory} holds the model of an earlier run: move it away, or set another run.output_dir")
+
+
+def _is_taken(directory: Path) -> bool:
+    return directory.exists() and any(directory.iterdir())
 
 
 def nothing_to_resume(directory: Path) -> UserError:
     """The error of a run that has no checkpoint to continue."""
-    return UserError(f"there is no whole checkpoint to resume from in {directory}: leave out --resume")
+    return UserError(
+        f"there is no whole checkpoint to resume from in {directory}: leave out --resume, or give --resume auto, which "
+        "begins where there is none"
+    )

@@ -18,7 +18,7 @@ from mindrlhf.system.sizes import format_size
 from mindrlhf.training.preflight import check_grpo_inputs, check_offline_inputs, check_sandbox
 from mindrlhf.training.preflight.facts import HostMemory, checkpoint_bytes, grpo_outlook, host_memory
 from mindrlhf.training.preflight.features import check_elastic
-from mindrlhf.training.preflight.output import check_no_file, refuse_taken, save_dir
+from mindrlhf.training.preflight.output import check_no_file, refuse_taken, resumes, save_dir, too_short
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def check_run(
     num_ranks: int = 1,
     num_nodes: int = 1,
     node: int = 0,
-    resume: bool = False,
+    resume: str = "",
     oversubscribe: bool = False,
     is_elastic: bool = False,
 ) -> CheckedRun:
@@ -69,7 +69,7 @@ def check_run(
         num_ranks: trainer ranks, of all nodes.
         num_nodes: machines that they are on, in equal parts.
         node: number of this one; what is in the output directory is for node 0 to judge.
-        resume: the run is to be continued.
+        resume: whether the run is to be continued; see :func:`mindrlhf.training.preflight.output.resumes`.
         oversubscribe: see :func:`mindrlhf.launch.machine.check_ranks`.
         is_elastic: nodes for rollout only may join.
 
@@ -78,11 +78,12 @@ def check_run(
     """
     reading = read_config(task, path, overrides, world_size=num_ranks)
     config, mistakes = reading.config, reading.mistakes
-    memory, outlook = None, ()
+    memory, outlook, remarks = None, (), ()
     with contextlib.suppress(UserError):  # it raises what it has noted
         if isinstance(config, GrpoConfig):
             inputs = check_grpo_inputs(config, num_ranks, mistakes, num_nodes=num_nodes)
-            outlook = grpo_outlook(config, inputs)
+            remarks = (too_short(config, inputs.num_steps),)
+            outlook = (*grpo_outlook(config, inputs), *filter(None, remarks))
             if config.run.device == "cpu":
                 memory = host_memory(config, inputs.row_lengths[-1], inputs.max_model_len, num_ranks)
         else:
@@ -94,8 +95,7 @@ def check_run(
     if _is_prepared(config):
         mistakes.hand_over(mistakes.not_there, obstacles)
     num_here = num_ranks // num_nodes
-    remark = obstacles.check(lambda: check_ranks(config.run.device, num_here, oversubscribe=oversubscribe))
-    remarks = (remark,)
+    remarks += (obstacles.check(lambda: check_ranks(config.run.device, num_here, oversubscribe=oversubscribe)),)
     obstacles.check(check_launcher, num_ranks)
     if isinstance(config, GrpoConfig):
         obstacles.check(check_python, find_rollout_python(config.rollout.python))
@@ -104,7 +104,7 @@ def check_run(
             obstacles.check(check_elastic, config, num_ranks, num_nodes)
     if node == 0:
         obstacles.check(check_trackers, config.observe.sinks)
-        obstacles.check(_refuse_taken, config, resume)
+        obstacles.check(_refuse_taken, config, resumes(config, resume))
         remarks += (obstacles.check(_check_room, config),) if not mistakes.messages else ()
     remarks = tuple(filter(None, remarks))
     return CheckedRun(config, mistakes, obstacles, remarks, memory, outlook)

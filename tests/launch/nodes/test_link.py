@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.errors import RunFailure, UserError, UserErrors
 from mindrlhf.launch.nodes import channel, first
 from mindrlhf.launch.nodes.facts import Fact
-from mindrlhf.launch.nodes.first import FirstNode
+from mindrlhf.launch.nodes.first import FirstNode, telling_others
 from mindrlhf.launch.nodes.other import OtherNode
 from mindrlhf.launch.nodes.place import Place
+from mindrlhf.launch.nodes.secret import SECRET_NAME, SECRET_VARIABLE, wait_for_secret
 from mindrlhf.launch.restarts import run_with_restarts
 from mindrlhf.system.handshake import introduce
 from mindrlhf.system.idle import Activity
@@ -56,7 +57,14 @@ class Cluster:
     """Node 0 and others, each in a thread."""
 
     def __init__(
-        self, tmp_path: Path, num_nodes: int, *, num_spares: int = 0, max_restarts: int = 0, limit_s: float = 30.0
+        self,
+        tmp_path: Path,
+        num_nodes: int,
+        *,
+        num_spares: int = 0,
+        max_restarts: int = 0,
+        limit_s: float = 30.0,
+        advice: str = "",
     ) -> None:
         self.port = find_free_port()
         self.num_nodes = num_nodes
@@ -64,6 +72,7 @@ class Cluster:
         self.tmp_path = tmp_path
         self.max_restarts = max_restarts
         self.limit_s = limit_s
+        self.advice = (lambda: advice) if advice else None
         self.ranks: dict[int, Ranks] = {}
         self.nodes: dict[int, OtherNode] = {}
         self.results: dict[int, object] = {}
@@ -85,7 +94,7 @@ class Cluster:
         self.threads[node].start()
 
     def _first(self, node: int, facts: list[Fact], secret: bytes) -> int:
-        with FirstNode(self.place(0), secret, facts, {"run.output_dir": "7"}, self.limit_s) as nodes:
+        with FirstNode(self.place(0), secret, facts, {"run.output_dir": "7"}, self.limit_s, self.advice) as nodes:
             self.ranks[0] = ranks = Ranks(nodes)
             logs = self.tmp_path / "logs_0"
             code = run_with_restarts(
@@ -100,7 +109,7 @@ class Cluster:
             return facts
 
         logs = self.tmp_path / f"logs_{node}"
-        options = {"limit_s": self.limit_s, "rejoins": self.max_restarts > 0}
+        options = {"limit_s": self.limit_s, "rejoins": self.max_restarts > 0 and not self.advice}
         other = OtherNode(self.place(node), secret, find_facts, logs, **options)
         self.nodes[node], self.ranks[node] = other, Ranks(other)
         return other.serve(self.ranks[node])
@@ -221,6 +230,67 @@ def test_a_lost_node_may_come_back_and_the_run_goes_on(cluster):
     for ranks in run.ranks.values():
         ranks.orders.put(0)
     assert run.ends() == [0, 0]
+
+
+def test_a_lost_node_that_nothing_starts_again_ends_the_run_at_once_with_what_to_type(cluster):
+    run = cluster(3, max_restarts=3, limit_s=0.0, advice="to resume: mindrlhf train c.yaml --resume")
+    for node in range(3):
+        run.start(node)
+    run.wait_for_starts(1)
+    run.nodes[1]._channel._connection.close()
+    first, lost, other = map(str, run.ends())
+    line = "node 1 has gone, and nothing starts it again"
+    assert first == f"{line}: mend that, then type on all nodes; to resume: mindrlhf train c.yaml --resume"
+    assert other == line and "node 0 (127.0.0.1) has closed the connection" in lost
+    assert [len(run.ranks[node].starts) for node in range(3)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("has_mistake", [False, True])
+def test_what_node_0_finds_wrong_before_it_starts_is_told_to_those_that_come(
+    cluster, has_mistake, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET.decode())
+    run = cluster(2)
+    mistakes = UserErrors(["'run.seed' is x", "8 workers on 2 cores"])
+    if has_mistake:
+        other = OtherNode(run.place(1), SECRET, lambda _: [], tmp_path, limit_s=30, rejoins=False)
+        run._other = lambda *_: other.tell_problem("no NPU here")
+    run.start(1)
+    with pytest.raises(UserErrors) as raised, telling_others(run.place(0), tmp_path):
+        raise mistakes
+    assert raised.value is mistakes
+    run.threads[1].join(60)
+    lines = ["node 0: 'run.seed' is x", "node 0: 8 workers on 2 cores", *["node 1: no NPU here"] * has_mistake]
+    assert str(run.results[1]) == "\n  ".join(["the nodes cannot train together:", *lines])
+    assert "node 0 cannot start: 'run.seed' is x" in capfd.readouterr().err
+
+
+def test_a_node_that_waits_for_the_secret_says_for_whom_and_where(tmp_path, monkeypatch, capfd):
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    monkeypatch.setattr("mindrlhf.launch.nodes.secret.FIRST_NEWS_S", 0.0)
+    with pytest.raises(UserError, match=r"node 0 \(host\) has not made .*nodes_secret within 0.3 s"):
+        wait_for_secret(tmp_path, 0.3, "node 0 (host)")
+    assert capfd.readouterr().err.count(f"waiting: node 0 (host) has not made {tmp_path / SECRET_NAME} for") == 1
+
+
+def test_an_address_that_does_not_resolve_is_an_error_at_once_and_waited_for_in_kubernetes(monkeypatch):
+    tries = []
+
+    def resolve(*_, **__):
+        tries.append(1)
+        if len(tries) < 3:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, 0, 0, "", ("10.0.0.1", 1))]
+
+    place = Place(1, 2, "mindrlhf-0.mindrlhf", 8118)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(UserError, match="--master is mindrlhf-0.mindrlhf, a name that this machine does not know"):
+        place.check_address()
+    assert len(tries) == 1
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    monkeypatch.setattr("mindrlhf.launch.nodes.place.time.sleep", lambda _: None)
+    assert place.check_address() == (socket.AF_INET, "10.0.0.1") and len(tries) == 3
 
 
 def wait_for_line(capfd, line: str) -> None:

@@ -77,7 +77,7 @@ def test_a_launcher_gets_what_is_listed_and_nothing_of_rays():
         "OPENAI_API_KEY": "key",
         "MINDRLHF_ROLLOUT_PYTHON": "ours",
         "PYTHONPATH": "/repository",
-        "MINDRLHF_LIFELINE": "1",
+        "MINDRLHF_LIFELINE": "ray",
     }
     assert child_environment({}, {"OMP_NUM_THREADS": "4"})["OMP_NUM_THREADS"] == "4"
 
@@ -194,7 +194,7 @@ def run(tmp_path, monkeypatch, capfd):
 
         def with_launcher(self, *arguments):
             actual(self, *arguments)
-            self._words[1:3] = [str(tmp_path / "launcher.py"), deeds]
+            self._words[1:4] = [str(tmp_path / "launcher.py"), deeds]
 
         monkeypatch.setattr(over_ray._RayRun, "__init__", with_launcher)
         if while_it_runs:

@@ -1,0 +1,7 @@
+"""`python -m mindrlhf`: the ``mindrlhf`` command."""
+
+import sys
+
+from mindrlhf.cli import main
+
+sys.exit(main())
