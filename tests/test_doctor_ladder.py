@@ -160,7 +160,7 @@ def test_a_sleeping_server_that_keeps_more_each_time_breaks_the_rung(monkeypatch
 
 def test_both_runs_of_fine_tuning_have_the_same_rows_whatever_the_devices(tmp_path):
     for num_devices in (1, 2, 8, 16, 24):
-        alone = toy.supervised_config(tmp_path, tmp_path / "a", "cpu", num_devices)["supervised"]
+        alone = toy.supervised_config(tmp_path, tmp_path / "a", "cpu", num_devices)["training"]
         assert alone["rows_per_step"] % (alone["micro_batch_size"] * num_devices) == 0
         directory = tmp_path / str(num_devices)
         directory.mkdir()

@@ -28,4 +28,4 @@ build "$work/data/train"
 build "$work/data/test"
 .venv/bin/mindrlhf sft examples/quickstart/sft.yaml run.output_dir="$work/warmup" model.path="$work/model" \
     model.random_init=true data.train_file="$work/habit/train.mindrecord" data.tokenizer_dir="$work/model" \
-    supervised.rows_per_step=16 supervised.micro_batch_size=4 supervised.sequence_lengths="[$longest]" supervised.epochs=5
+    training.rows_per_step=16 training.micro_batch_size=4 training.sequence_lengths="[$longest]" training.epochs=5

@@ -43,7 +43,7 @@ for round in $(seq "$rounds"); do
         optimizer.start_lr=2e-3 optimizer.end_lr=1e-4
     before="$work/stage2.$round/final"
 done
-stage 3 "$before" --num-train 8000 --seed 2 --noise 0.6 --levels 1 2 -- supervised.epochs=1 \
+stage 3 "$before" --num-train 8000 --seed 2 --noise 0.6 --levels 1 2 -- training.epochs=1 \
     optimizer.start_lr=5e-4 optimizer.end_lr=5e-4 optimizer.lr_schedule=constant optimizer.warmup_steps=5
 rm -rf "$checkpoint"
 cp -r "$work/stage3/final" "$checkpoint"

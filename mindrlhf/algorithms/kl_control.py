@@ -9,7 +9,7 @@ import numpy as np
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")
 # For these the ratio-weighted estimate has the gradient of the KL divergence itself; see mindrlhf.algorithms.kl.
-UNBIASED_ESTIMATORS = ("k1", "k3")
+UNBIASED_ESTIMATORS = ("k1+", "k3+")
 
 MAX_CHANGE = 0.2
 

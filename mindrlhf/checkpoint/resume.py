@@ -19,9 +19,6 @@ FREE_KEYS = frozenset(
         "run.start_timeout_s",
         "data.eval_file",
         "training.epochs",
-        "supervised.epochs",
-        "preference.epochs",
-        "preference.eval_every_steps",
         "rollout.python",
         "rollout.env",
         "rollout.num_replicas",
@@ -29,13 +26,10 @@ FREE_KEYS = frozenset(
         "rollout.gpu_memory_utilization",
         "rollout.kv_cache_gib",
         "rollout.weight_buffer_gib",
-        "rollout.start_timeout_s",
         "rollout.restarts",
         "rollout.stall_timeout_s",
         "correction.preset",  # the keys that it sets are compared
         "reward.num_workers",
-        "reward.every_node",
-        "tools.every_node",
         "reward.timeout_s",
         "parallel_config",
         "training.skip_zero_advantages",  # like the layout: what is summed, not what comes of it but for rounding
@@ -49,7 +43,7 @@ FREE_KEYS = frozenset(
     }
 )
 # A learning rate that decays reaches its end at the last step: the number of steps is then part of its course.
-DECAY_KEYS = frozenset({"run.max_steps", "training.epochs", "supervised.epochs", "preference.epochs"})
+DECAY_KEYS = frozenset({"run.max_steps", "training.epochs"})
 
 
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -90,7 +90,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     # PPO with the generator's log-probabilities as the old ones: one ratio for staleness and update together
     "bypass_ppo_clip": {"weight": "none", "bypass": True},
     # Ling Team 2025 (arXiv:2510.18855)
-    "icepop": {"weight": "token", "max_weight": 5.0, "mask": "token", "mask_low": 0.5, "mask_high": 5.0},
+    "icepop": {"weight": "token", "max_weight": 5.0, "mask": "token", "mask_bounds": (0.5, 5.0)},
 }
 
 _CLIPPED = "algorithm.loss=" + "|".join(name for name in policy_losses.names() if policy_losses.traits(name).keys)
@@ -124,10 +124,10 @@ class AlgorithmSection:
     beta: float = key(0.0, "weight of the KL term against the reference model; 0 loads no reference model", minimum=0)
     kl_in: str = key("loss", "where the KL term is added", choices=("loss", "reward"), read_with="algorithm.beta")
     kl_estimator: str = key(
-        "k3", "estimate of the KL divergence per token", choices=KL_ESTIMATORS, read_with="algorithm.beta"
-    )
-    kl_unbiased: bool = key(
-        False, "weigh the KL estimate in the loss by the probability ratio, which makes its gradient unbiased",
+        "k3",
+        "estimate of the KL divergence per token; k1+ and k3+ are weighed by the probability ratio in the loss, which "
+        "makes their gradient unbiased",
+        choices=(*KL_ESTIMATORS, *UNBIASED_ESTIMATORS),
         read_with="algorithm.beta",
     )
     kl_target: float | None = key(
@@ -146,12 +146,6 @@ class AlgorithmSection:
         10, "a step with `dynamic_sampling` samples at most this many times its number of prompts",
         minimum=1,
         read_with="algorithm.dynamic_sampling",
-    )
-    rest_epochs: int = key(
-        0,
-        "epochs in which a prompt is left out whose samples were all right or all wrong, for the first verifier, when "
-        "it was last drawn; 0 leaves none out",
-        minimum=0,
     )
     overlong_buffer: float = key(
         0.0,
@@ -195,10 +189,9 @@ class CorrectionSection:
         "product or the geometric mean of their ratios",
         choices=("none", "token", "sequence", "geometric"),
     )
-    mask_low: float = key(
-        0.5, "smallest ratio that the mask keeps", minimum=0, read_with="correction.mask!=none"
+    mask_bounds: tuple[float, ...] = key(
+        (0.5, 5.0), "smallest and largest ratio that the mask keeps", minimum=0, read_with="correction.mask!=none"
     )
-    mask_high: float = key(5.0, "largest ratio that the mask keeps", minimum=0, read_with="correction.mask!=none")
     veto: float = key(0.0, "leave out responses with a token whose ratio is smaller; 0 leaves none out", minimum=0)
     off_policy_mask: float = key(
         0.0,
@@ -250,7 +243,6 @@ def algorithm_rules(config: RunConfig) -> Rules:
         f"'algorithm.dynamic_sampling' leaves samples over for the next step, but the loss {algorithm.loss} has no "
         "ratio that would account for the update in between: set it to false, or loss to ppo_clip"
     )
-    yield from _difficulty_rules(config)
     yield from _correction_rules(config)
 
 
@@ -303,15 +295,10 @@ def _teacher_rules(config: RunConfig) -> Rules:
 
 
 def _kl_rules(algorithm: AlgorithmSection) -> Rules:
-    if not algorithm.kl_unbiased:
-        return
-    yield algorithm.kl_in == "reward", (
-        "'algorithm.kl_unbiased' is true, but kl_in=reward has no gradient of its own: set kl_in to loss, or "
-        "kl_unbiased to false"
-    )
-    yield algorithm.kl_estimator not in UNBIASED_ESTIMATORS, (
-        f"'algorithm.kl_unbiased' is true, but the value of {algorithm.kl_estimator} is itself biased: set "
-        f"kl_estimator to {' or '.join(UNBIASED_ESTIMATORS)}"
+    name = algorithm.kl_estimator
+    yield name in UNBIASED_ESTIMATORS and algorithm.kl_in == "reward", (
+        f"'algorithm.kl_estimator' is {name}, but kl_in=reward has no gradient of its own: set kl_in to loss, or "
+        f"kl_estimator to {name.removesuffix('+')}"
     )
 
 
@@ -329,19 +316,6 @@ def _level_rules(config: RunConfig) -> Rules:
     yield varies and policy_losses.traits(algorithm.loss).constant_advantage, (
         f"'algorithm.loss' is {algorithm.loss}, which treats a response as one action, but the advantages of "
         f"{algorithm.advantage}{why} differ from token to token: set it to gspo_token or ppo_clip"
-    )
-
-
-def _difficulty_rules(config: RunConfig) -> Rules:
-    """Rules of prompts that rest."""
-    algorithm, rests = config.algorithm, config.algorithm.rest_epochs > 0
-    yield rests and not config.reward.verifier_function, (
-        f"'algorithm.rest_epochs' is {algorithm.rest_epochs}, but reward.verifier_function names no verifier whose "
-        "rewards were pass rates: set it to 0, or name one"
-    )
-    yield rests and config.rollout.segment_tokens > 0, (
-        f"'algorithm.rest_epochs' is {algorithm.rest_epochs}, but with rollout.segment_tokens prompts are drawn before "
-        "those of earlier steps are scored: set it to 0, or segment_tokens to 0"
     )
 
 
@@ -364,8 +338,9 @@ def _correction_rules(config: RunConfig) -> Rules:
         f"'correction.weight' is none, but with rollout.{older} nothing would then account for the updates since the "
         "samples were generated: set it to auto, or 'correction.bypass' to true"
     )
-    yield correction.mask != "none" and correction.mask_low >= correction.mask_high, (
-        f"'correction.mask_low' is {correction.mask_low:g}, not below mask_high = {correction.mask_high:g}: lower it"
+    bounds = correction.mask_bounds
+    yield correction.mask != "none" and not (len(bounds) == 2 and bounds[0] < bounds[1]), (
+        f"'correction.mask_bounds' is {list(bounds)}, but must be two numbers, the smaller first: write [0.5, 5]"
     )
 
 

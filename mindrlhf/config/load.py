@@ -16,9 +16,9 @@ from mindrlhf.config.algorithm import (
 from mindrlhf.config.evaluation import evaluation_rules
 from mindrlhf.config.memory import memory_rules
 from mindrlhf.config.model import lora_rules
-from mindrlhf.config.observe import checkpoint_rules, profiler_rules, tracker_rules
-from mindrlhf.config.offline import dpo_rules, preference_rules, supervised_batch_rules, supervised_rules
-from mindrlhf.config.parse import Reading, read, read_yaml
+from mindrlhf.config.observe import checkpoint_rules, profiler_rules
+from mindrlhf.config.offline import preference_rules, supervised_batch_rules, supervised_rules
+from mindrlhf.config.parse import Reading, dotted_keys, read, read_yaml
 from mindrlhf.config.refusals import refusal_rules
 from mindrlhf.config.reward import reward_rules, tool_rules
 from mindrlhf.config.rollout import schedule_rules, server_rules, stop_rules
@@ -135,7 +135,6 @@ def _reinforcement_rules(config: GrpoConfig, given: frozenset[str]) -> Rules:
     yield from evaluation_rules(config)
     yield from server_rules(config)
     yield from checkpoint_rules(config.checkpoint, knows_best=True)
-    yield from tracker_rules(config.observe, given)
     yield from tool_rules(config)
     yield from profiler_rules(config.profiler, run.max_steps)
     yield from refusal_rules(config)
@@ -153,13 +152,10 @@ def _offline_rules(config: OfflineConfig, given: frozenset[str]) -> Rules:
     yield from checkpoint_rules(config.checkpoint, knows_best=False)
     no_servers = "this run samples nothing, so it has no rollout server"
     yield from profiler_rules(config.profiler, run.max_steps, no_servers)
-    yield from tracker_rules(config.observe, given)
     if isinstance(config, SftConfig):
         yield from supervised_rules(given)
     else:
         yield from preference_rules(given)
-    if isinstance(config, DpoConfig):
-        yield from dpo_rules(config.dpo)
     if isinstance(config, RewardModelConfig):
         yield "model.reference_path" in given, (
             "'model.reference_path' is set, but a reward model is trained without reference: remove it"
@@ -174,18 +170,30 @@ def _check_ranks(config: Any, world_size: int) -> None:
 
 
 def tasks_of(content: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the tasks that have every section of a file, as far as sections are known at all; () for a mixture."""
-    sections = {task: {field.name for field in dataclasses.fields(cls)} for task, cls in CONFIGS.items()}
-    known = set(content) & set().union(*sections.values())
-    return tuple(task for task, names in sections.items() if known <= names)
+    """Return the tasks that have every key of a file, as far as keys are known at all; () for a mixture.
+
+    `train` comes last: its configs have the section `reward`, which no other task has.
+    """
+    names = {task: _names(cls) for task, cls in CONFIGS.items()}
+    known = _given_names(content) & set().union(*names.values())
+    tasks = [task for task, of_task in names.items() if known <= of_task]
+    return tuple(sorted(tasks, key=lambda task: task == "train"))
+
+
+def _names(cls: type) -> set[str]:
+    """Return the sections of a config and their keys, dotted."""
+    return {name for dotted, _, _ in dotted_keys(cls) for name in (dotted.partition(".")[0], dotted)}
+
+
+def _given_names(content: Mapping[str, Any]) -> set[str]:
+    sections = ((section, keys) for section, keys in content.items() if isinstance(keys, Mapping))
+    return {str(section) for section in content} | {f"{section}.{key}" for section, keys in sections for key in keys}
 
 
 def _check_task(task: str, content: Mapping[str, Any], path: str | Path) -> None:
     tasks = tasks_of(content)
     if tasks and task not in tasks:
-        here = {field.name for field in dataclasses.fields(CONFIGS[task])}
-        there = {field.name for field in dataclasses.fields(CONFIGS[tasks[0]])}
-        strange = next(name for name in content if name in there - here)
+        strange = min(_given_names(content) & _names(CONFIGS[tasks[0]]) - _names(CONFIGS[task]))
         commands = " or ".join(f"`mindrlhf {name} {path}`" for name in tasks)
         raise UserError(
             f"unknown key '{strange}', which `mindrlhf {task}` does not have: {path} is a config of another task, so "

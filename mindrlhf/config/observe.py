@@ -6,6 +6,7 @@ from mindrlhf.config.keys import key
 from mindrlhf.errors import Rules
 
 SINKS = ("tensorboard", "wandb", "swanlab", "mlflow", "prometheus")
+_TRACKED = f"observe.sinks={'|'.join(SINKS[1:])}"
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,10 @@ class ObserveSection:
         "optional extras; see docs/metrics.md",
         choices=SINKS,
     )
-    prometheus_port: int = key(
-        0, "port of 127.0.0.1 at which `prometheus` among `sinks` is scraped; 0: a free one", minimum=0, maximum=65535,
-        read_with="observe.sinks=prometheus",
+    project: str = key("mindrlhf", "project of the run in trackers among `sinks`", read_with=_TRACKED)
+    run_name: str = key(
+        "", "name of the run in trackers; empty means the last folder of `run.output_dir`", read_with=_TRACKED
     )
-    project: str = key("mindrlhf", "what trackers among `sinks` file the run under")
-    run_name: str = key("", "what they call the run; empty means the last folder of `run.output_dir`")
-
 
     def num_samples(self, num_generations: int) -> int:
         """Return how many samples of a step are written."""
@@ -79,8 +77,10 @@ class ProfilerSection:
         "steps whose timeline is recorded, for Perfetto, into `timeline.json` of the run; empty: nothing is recorded",
         minimum=1,
     )
-    mindspore: bool = key(False, "run MindSpore's profiler too, on all ranks in the steps above")
-    vllm: bool = key(False, "run vLLM's profiler too, on all rollout servers in the steps above")
+    tools: tuple[str, ...] = key(
+        (), "profilers that run in these steps too: MindSpore's on all ranks, vLLM's on all rollout servers",
+        choices=("mindspore", "vllm"),
+    )
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,6 @@ class CheckpointSection:
     keep_last: int = key(2, "newest checkpoints kept", minimum=1)
     keep_best: bool = key(
         False, "save a checkpoint at each evaluation whose accuracy is the best so far, and keep the best one"
-    )
-    asynchronous: bool = key(
-        True, "write in the background, from a copy of weights and optimiser in memory; false stops the run meanwhile"
     )
     save_dir: str = key("", "where checkpoints go; empty means `checkpoints` in `run.output_dir`", is_path=True)
     node_local: bool = key(
@@ -115,16 +112,6 @@ def checkpoint_rules(checkpoint: CheckpointSection, *, knows_best: bool) -> Rule
     )
 
 
-def tracker_rules(observe: ObserveSection, given: frozenset[str]) -> Rules:
-    """Yield (is broken, message); ``given`` are the keys that the user changed."""
-    trackers = [sink for sink in SINKS if sink != "tensorboard"]
-    for name in ("observe.project", "observe.run_name"):
-        yield name in given and not set(trackers) & set(observe.sinks), (
-            f"'{name}' is set, but no tracker has a use for it: add one of {', '.join(trackers)} to observe.sinks, or "
-            "remove it"
-        )
-
-
 def profiler_rules(profiler: ProfilerSection, num_steps: int, no_servers: str = "") -> Rules:
     """Yield (is broken, message).
 
@@ -136,4 +123,4 @@ def profiler_rules(profiler: ProfilerSection, num_steps: int, no_servers: str = 
     yield num_steps and last_step > num_steps, (
         f"'profiler.steps' has {last_step}, but the run ends after run.max_steps = {num_steps}: name earlier steps"
     )
-    yield profiler.vllm and no_servers, f"'profiler.vllm' is true, but {no_servers}: set it to false"
+    yield "vllm" in profiler.tools and no_servers, f"'profiler.tools' has vllm, but {no_servers}: remove it"

@@ -3,41 +3,47 @@
 from dataclasses import dataclass
 
 from mindrlhf.config.keys import RunConfig, key
-from mindrlhf.config.training import resolve_data_parallel
+from mindrlhf.config.training import BY_LENGTH, FIRST_FIT, resolve_data_parallel
 from mindrlhf.errors import Rules
+
+_PACKING = "first_fit packs several responses into one sequence; none gives each one of its own"
 
 
 @dataclass(frozen=True)
 class SupervisedSection:
-    """Supervised fine-tuning on prompt and response pairs."""
+    """Batches of prompts with a response each, and optimiser updates."""
 
     rows_per_step: int = key(64, "packed sequences per optimiser update, over all ranks", minimum=1)
     epochs: int = key(1, "passes over the training records", minimum=1)
-    micro_batch_size: int = key(8, "packed sequences per micro-batch and rank", minimum=1)
+    micro_batch_size: int = key(4, "packed sequences per micro-batch and rank", minimum=1)
     sequence_lengths: tuple[int, ...] = key(
         (), "lengths that packed sequences may have, in tokens; empty means one that fits the longest record", minimum=8
     )
-    pack: bool = key(True, "pack several records into one sequence")
+    packing: str = key(FIRST_FIT, _PACKING, choices=BY_LENGTH)
 
 
 @dataclass(frozen=True)
 class PreferenceSection:
-    """Batches of pairs: two responses to one prompt, of which one is preferred."""
+    """Batches of pairs, two responses to one prompt of which one is preferred, and optimiser updates."""
 
     pairs_per_step: int = key(32, "pairs per optimiser update, over all ranks", minimum=1)
     epochs: int = key(1, "passes over the training pairs", minimum=1)
-    micro_batch_size: int = key(8, "packed sequences per micro-batch and rank", minimum=1)
+    micro_batch_size: int = key(4, "packed sequences per micro-batch and rank", minimum=1)
     sequence_lengths: tuple[int, ...] = key(
         (),
         "lengths that packed sequences may have, in tokens; empty means one that fits the longest response with its "
         "prompt",
         minimum=8,
     )
-    pack: bool = key(True, "pack several responses into one sequence")
-    eval_every_steps: int = key(
-        0, "steps between evaluations on `data.eval_file`; 0 means only before and after",
-        minimum=0,
-        read_with="data.eval_file",
+    packing: str = key(FIRST_FIT, _PACKING, choices=BY_LENGTH)
+
+
+@dataclass(frozen=True)
+class PairEvaluationSection:
+    """Accuracy on held-out pairs during training."""
+
+    every_steps: int = key(
+        0, "steps between evaluations on `data.eval_file`; 0 means only before and after", minimum=0
     )
 
 
@@ -48,21 +54,15 @@ class DpoSection:
     loss: str = key("sigmoid", "loss of a pair's margin", choices=("sigmoid", "hinge", "ipo"))
     beta: float = key(0.1, "strength of the pull to the reference model", minimum=0, exclusive_minimum=True)
     label_smoothing: float = key(
-        0.0, "share of pairs assumed to be the wrong way round (sigmoid only)", minimum=0, maximum=0.499
+        0.0, "share of pairs assumed to be the wrong way round", minimum=0, maximum=0.499, read_with="dpo.loss=sigmoid"
     )
     sft_weight: float = key(0.0, "weight of the likelihood of preferred responses beside the loss", minimum=0)
-    reference: str = key(
-        "precomputed",
-        "when the reference model is run: once for all pairs, before training, or live with each update",
-        choices=("precomputed", "live"),
-    )
 
 
 @dataclass(frozen=True)
 class RewardModelSection:
     """Bradley-Terry reward model."""
 
-    label_smoothing: float = key(0.0, "share of pairs assumed to be the wrong way round", minimum=0, maximum=0.499)
     centering: float = key(0.01, "weight of the squared sum of a pair's scores, which keeps them near 0", minimum=0)
 
 
@@ -82,11 +82,11 @@ def supervised_batch_rules(config: RunConfig, world_size: int) -> Rules:
     Raises:
         UserError: the layout does not use exactly these ranks.
     """
-    supervised = config.supervised
-    unit = supervised.micro_batch_size * resolve_data_parallel(config.parallel_config, world_size)
-    yield supervised.rows_per_step % unit, (
-        f"'supervised.rows_per_step' is {supervised.rows_per_step}, not a multiple of micro_batch_size * ranks = "
-        f"{unit}: set it to {-(-supervised.rows_per_step // unit) * unit}"
+    training = config.training
+    unit = training.micro_batch_size * resolve_data_parallel(config.parallel_config, world_size)
+    yield training.rows_per_step % unit, (
+        f"'training.rows_per_step' is {training.rows_per_step}, not a multiple of micro_batch_size * ranks = "
+        f"{unit}: set it to {-(-training.rows_per_step // unit) * unit}"
     )
 
 
@@ -94,10 +94,3 @@ def preference_rules(given: frozenset[str]) -> Rules:
     """Rules of learning from pairs; ``given`` are the keys that the user changed."""
     for name in SAMPLE_KEYS:
         yield name in given, f"'{name}' is set, but preference learning samples nothing: remove it"
-
-
-def dpo_rules(dpo: DpoSection) -> Rules:
-    yield dpo.loss != "sigmoid" and dpo.label_smoothing, (
-        f"'dpo.label_smoothing' is {dpo.label_smoothing:g}, which loss={dpo.loss} does not have: set it to 0, or loss "
-        "to sigmoid"
-    )

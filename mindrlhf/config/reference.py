@@ -28,15 +28,14 @@ def render() -> str:
     for name, cls in grpo_sections.items():
         parts.append(_section(name, cls))
         parts += [_options()] if name == "algorithm" else []
-    described = set(grpo_sections)
+    described = set(grpo_sections.items())
     for command, config in (("sft", SftConfig), ("dpo", DpoConfig), ("reward-model", RewardModelConfig)):
-        shared = [f"`{field.name}`" for field in dataclasses.fields(config) if field.name in described]
+        sections = [(field.name, field.metadata["section"]) for field in dataclasses.fields(config)]
+        shared = [f"`{name}`" for name, cls in sections if (name, cls) in described]
         also = textwrap.fill(f"It shares the sections {', '.join(shared)}, and has:", 110)
         parts.append(f"## `mindrlhf {command}`\n\n{_sentence(config)}{also}\n")
-        for field in dataclasses.fields(config):
-            if field.name not in described:
-                parts.append(_section(field.name, field.metadata["section"]))
-                described.add(field.name)
+        parts += [_section(name, cls) for name, cls in sections if (name, cls) not in described]
+        described |= set(sections)
     parts.append("## What does not go together\n\n" + "\n".join(refusal_table()) + "\n")
     return "\n".join(parts)
 
@@ -72,7 +71,7 @@ def _default(field: dataclasses.Field) -> str:
         return f"`{field.default_factory()}`"
     if field.default is dataclasses.MISSING:
         return "required"
-    value = field.default
+    value = list(field.default) if field.default and isinstance(field.default, tuple) else field.default
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     if value is None:

@@ -41,7 +41,7 @@ REFUSALS = tuple(
             "set one of them to its default, or score with verifiers",
         ),
         (("memory.offload_optimizer", _LAG), "no generator takes turns with training on its devices", "remove it"),
-        (("profiler.vllm", _LAG), "servers work on several steps at once, and a trace is of one", "set it to false"),
+        (("profiler.tools=vllm", _LAG), "servers work on several steps at once, and a trace is of one", "remove it"),
         (("tools.agent", IMAGES), "the endpoint takes text only", "leave the agent out"),
         ((REPLAY, "tools.agent"), "episodes carry no routing on", "set one of them to its default"),
         ((_MODEL, IMAGES), "a reward model reads text only", "use verifiers"),
@@ -86,7 +86,8 @@ def _shown(config: RunConfig, feature: str) -> str | None:
         return None
     current = getattr(section, name)
     default = next(field.default for field in dataclasses.fields(section) if field.name == name)
-    is_on = str(current) == value if value else current != default
+    chosen = current if isinstance(current, tuple) else (str(current),)
+    is_on = value in chosen if value else current != default
     return f"'{key}' = {current if isinstance(current, str) else json.dumps(current)}" if is_on else None
 
 

@@ -25,13 +25,14 @@ class RewardSection:
         is_model=True,
     )
     model_weight: float = key(1.0, "weight of the reward model's score in the sum", read_with="reward.model_path")
-    num_workers: int | None = key(None, "verifier processes; null: up to one for each core", minimum=1, maximum=256)
+    num_workers: int | None = key(
+        None, "verifier processes of a node; null: up to one for each core", minimum=1, maximum=256
+    )
     timeout_s: float = key(10.0, "seconds that a verifier has for a sample", minimum=0, exclusive_minimum=True)
     failure_value: float = key(
         0.0, "reward of a sample whose verifier timed out, raised, or returned no finite number; these are counted"
     )
     memory_limit_mib: int = key(4096, "memory of a verifier process, in MiB; 0 means no limit", minimum=0)
-    every_node: bool = key(True, "verifiers run on every node, `num_workers` on each; false: on node 0 alone")
     by_choice: tuple[str, ...] = key(
         (), "verifiers that score only the prompts whose record names them in its `verifier` field"
     )
@@ -88,11 +89,12 @@ class ToolSection:
     agent_gather_s: float = key(
         1.0, "longest that calls of the model wait for those of agents that are busy, in seconds", minimum=0
     )
-    every_node: bool = key(True, "agents run on every node; false: on node 0 alone")
     max_turns: int = key(
-        4, "most turns of the model in one response, the last included; of an agent, calls of the model", minimum=2
+        4,
+        "most turns of the model in one response, the last included; twice as many calls of tools are answered; of an "
+        "agent, calls of the model",
+        minimum=2,
     )
-    max_calls: int = key(8, "most calls in one response; further ones are answered with an error", minimum=1)
     timeout_s: float = key(5.0, "time limit of one call, in seconds", minimum=0, exclusive_minimum=True)
     max_response_tokens: int = key(256, "tokens of one answer of a tool; the rest is truncated", minimum=1)
     num_workers: int = key(1, "tool processes", minimum=1, maximum=256)

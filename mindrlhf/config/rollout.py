@@ -77,7 +77,6 @@ class RolloutSection:
     gpu_memory_utilization: float = key(
         0.6, "share of device memory a server may take (Ascend)", minimum=0.05, maximum=0.95
     )
-    sleep_extra_cleanup: bool = key(False, "a sleeping server on Ascend gives back HCCL's buffers and its graphs too")
     kv_cache_gib: float = key(
         1.0,
         "key-value cache of a server on CPU at most, in GiB; less is taken where less is enough for all sequences",
@@ -89,7 +88,6 @@ class RolloutSection:
         "host memory of a node through which new weights pass to the servers, in buckets, in GiB; 0: the whole model",
         minimum=0,
     )
-    start_timeout_s: float = key(300.0, "longest wait for a server to come up, in seconds", minimum=1)
     restarts: int = key(
         2, "how often dead or stuck servers are started again before the run fails", minimum=0, maximum=1000
     )
@@ -135,8 +133,8 @@ def schedule_rules(config: RunConfig) -> Rules:
 def server_rules(config: RunConfig) -> Rules:
     """Rules of how servers make samples and come by weights."""
     rollout = config.rollout
-    for name in ("profiler.vllm", "training.replay_routing"):
-        section, _, key_name = name.partition(".")
-        yield rollout.engine != "vllm" and bool(getattr(getattr(config, section), key_name)), (
+    replays = config.training.replay_routing
+    for name, is_set in (("profiler.tools", "vllm" in config.profiler.tools), ("training.replay_routing", replays)):
+        yield rollout.engine != "vllm" and is_set, (
             f"'rollout.engine' is {rollout.engine}, but '{name}' is vLLM's: remove one of them"
         )

@@ -8,7 +8,13 @@ from mindrlhf.config.keys import section
 from mindrlhf.config.memory import MemorySection
 from mindrlhf.config.model import LoraSection, ModelSection
 from mindrlhf.config.observe import CheckpointSection, GuardSection, MsprobeSection, ObserveSection, ProfilerSection
-from mindrlhf.config.offline import DpoSection, PreferenceSection, RewardModelSection, SupervisedSection
+from mindrlhf.config.offline import (
+    DpoSection,
+    PairEvaluationSection,
+    PreferenceSection,
+    RewardModelSection,
+    SupervisedSection,
+)
 from mindrlhf.config.parse import root_config
 from mindrlhf.config.reward import RewardSection, SandboxSection, ToolSection
 from mindrlhf.config.rollout import RolloutSection
@@ -52,7 +58,7 @@ class SftConfig:
     model: ModelSection = section(ModelSection, "the model")
     data: DataSection = section(DataSection, "the records")
     run: RunSection = section(RunSection, "the run")
-    supervised: SupervisedSection = section(SupervisedSection, "the batches")
+    training: SupervisedSection = section(SupervisedSection, "the batches")
     optimizer: OptimizerSection = section(OptimizerSection, "the optimiser")
     lora: LoraSection = section(LoraSection, "the adapters", read_with="lora.rank")
     parallel_config: ParallelSection = section(ParallelSection, "the layout")
@@ -70,7 +76,10 @@ class DpoConfig:
     model: ModelSection = section(ModelSection, "the model")
     data: DataSection = section(DataSection, "the pairs")
     run: RunSection = section(RunSection, "the run")
-    preference: PreferenceSection = section(PreferenceSection, "the batches")
+    training: PreferenceSection = section(PreferenceSection, "the batches")
+    evaluation: PairEvaluationSection = section(
+        PairEvaluationSection, "the evaluation", read_with="data.eval_file"
+    )
     dpo: DpoSection = section(DpoSection, "the objective")
     optimizer: OptimizerSection = section(OptimizerSection, "the optimiser")
     lora: LoraSection = section(LoraSection, "the adapters", read_with="lora.rank")
@@ -89,7 +98,10 @@ class RewardModelConfig:
     model: ModelSection = section(ModelSection, "the model")
     data: DataSection = section(DataSection, "the pairs")
     run: RunSection = section(RunSection, "the run")
-    preference: PreferenceSection = section(PreferenceSection, "the batches")
+    training: PreferenceSection = section(PreferenceSection, "the batches")
+    evaluation: PairEvaluationSection = section(
+        PairEvaluationSection, "the evaluation", read_with="data.eval_file"
+    )
     reward_model: RewardModelSection = section(RewardModelSection, "the objective")
     optimizer: OptimizerSection = section(OptimizerSection, "the optimiser")
     lora: LoraSection = section(LoraSection, "the adapters", read_with="lora.rank")

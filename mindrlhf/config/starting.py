@@ -220,14 +220,14 @@ def _train_values(choices: Choices) -> dict[str, Any]:
 
 def _sft_values(choices: Choices) -> dict[str, Any]:
     ranks = max(1, choices.num_npus)
-    return {"supervised.rows_per_step": 8 * ranks, "supervised.epochs": 1, "supervised.micro_batch_size": 1}
+    return {"training.rows_per_step": 8 * ranks, "training.epochs": 1, "training.micro_batch_size": 1}
 
 
 def _preference_values(choices: Choices) -> dict[str, Any]:
     values: dict[str, Any] = {
-        "preference.pairs_per_step": 8 * max(1, choices.num_npus),
-        "preference.epochs": 1,
-        "preference.micro_batch_size": 2,
+        "training.pairs_per_step": 8 * max(1, choices.num_npus),
+        "training.epochs": 1,
+        "training.micro_batch_size": 2,
     }
     return values | ({"dpo.loss": "sigmoid", "dpo.beta": 0.1} if choices.task == "dpo" else {})
 

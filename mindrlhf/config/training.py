@@ -7,7 +7,8 @@ from mindrlhf.algorithms.optimizers import OPTIMIZERS
 from mindrlhf.config.keys import RunConfig, key
 from mindrlhf.errors import Rules, UserError
 
-FIRST_FIT, BEST_FIT, SHARED_PROMPTS = PACKINGS = ("first_fit", "best_fit", "shared_prompts")
+UNPACKED, FIRST_FIT, BEST_FIT, SHARED_PROMPTS = PACKINGS = ("none", "first_fit", "best_fit", "shared_prompts")
+BY_LENGTH = (UNPACKED, FIRST_FIT)
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,11 @@ class TrainingSection:
         "docs/performance.md",
         minimum=8,
     )
-    pack: bool = key(True, "pack several samples into one sequence")
     packing: str = key(
         FIRST_FIT,
-        "how samples are packed into sequences: first_fit by length alone; best_fit packs tighter and balances the "
-        "ranks by work; shared_prompts does so, and samples of one prompt in a sequence have it once; see "
-        "docs/performance.md",
+        "how samples are packed into sequences: none gives each one of its own; first_fit packs by length alone; "
+        "best_fit packs tighter and balances the ranks by work; shared_prompts does so, and samples of one prompt in a "
+        "sequence have it once; see docs/performance.md",
         choices=PACKINGS,
     )
     skip_zero_advantages: bool = key(True, "leave samples without a gradient out of updates; see docs/performance.md")
@@ -56,7 +56,6 @@ class OptimizerSection:
     beta1: float = key(0.9, "decay of the first moment", minimum=0, maximum=0.9999)
     beta2: float = key(0.95, "decay of the second moment", minimum=0, maximum=0.99999)
     epsilon: float = key(1e-8, "added to the root of the second moment", minimum=0, exclusive_minimum=True)
-    momentum: float = key(0.95, "decay of the momentum of muon", minimum=0, maximum=0.9999)
     weight_decay: float = key(0.01, "decoupled weight decay of matrices", minimum=0)
     max_grad_norm: float = key(1.0, "gradients are scaled down to this global norm; 0 means never", minimum=0)
 
@@ -90,7 +89,6 @@ class ParallelSection:
     micro_batch_num: int = key(1, "micro-batches in flight in the pipeline", minimum=1)
     vocab_emb_dp: bool = key(True, "keep the embedding whole on each rank instead of sharding its vocabulary")
     enable_parallel_optimizer: bool = key(False, "shard the optimiser state over the data-parallel ranks (ZeRO)")
-    optimizer_weight_shard_size: int = key(-1, "ranks that share one optimiser state; -1 means all", minimum=-1)
 
 
 def resolve_data_parallel(parallel: ParallelSection, world_size: int) -> int:
@@ -163,10 +161,6 @@ def batch_rules(config: RunConfig) -> Rules:
         f"'training.num_minibatches' is {training.num_minibatches}, which does not divide the {num_samples} samples of "
         "a step (chunk_size * num_rollouts * num_generations)"
     )
-    yield training.packing != FIRST_FIT and not training.pack, (
-        f"'training.packing' is {training.packing}, but training.pack=false gives each sample a sequence of its own: "
-        "set pack to true, or packing to first_fit"
-    )
     yield 0 < longest <= config.rollout.max_response_length, (
         f"'training.sequence_lengths' ends at {longest}, which leaves no tokens for a prompt beside "
         f"rollout.max_response_length = {config.rollout.max_response_length}: raise the one or lower the other"
@@ -174,10 +168,6 @@ def batch_rules(config: RunConfig) -> Rules:
 
 
 def optimizer_rules(optimizer: OptimizerSection) -> Rules:
-    yield optimizer.type != "muon" and optimizer.momentum != 0.95, (
-        f"'optimizer.momentum' is {optimizer.momentum:g}, which type={optimizer.type} does not read: set type to muon, "
-        "or remove it"
-    )
     decays, end_lr = optimizer.lr_schedule != "constant", optimizer.end_lr
     yield decays and end_lr is None, (
         f"'optimizer.end_lr' is needed with lr_schedule={optimizer.lr_schedule}: set it (0 is usual)"

@@ -9,9 +9,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mindrlhf.config.derived import correction_weight
 from mindrlhf.config.keys import RunConfig
 from mindrlhf.errors import Rules
 
+# Keys with a value `auto` that stands for another.
+_RESOLVED = {"correction.weight": correction_weight}
 _CONDITION = re.compile(r"(\w+)\.(\w+)(?:(!?)=(.+))?")
 
 
@@ -49,7 +52,8 @@ def holds(config: RunConfig, condition: str) -> bool:
 
 
 def _part_holds(config: RunConfig, section: str, key: str, negation: str, values: str | None) -> bool:
-    value = getattr(getattr(config, section), key)
+    resolve = _RESOLVED.get(f"{section}.{key}")
+    value = resolve(config) if resolve else getattr(getattr(config, section), key)
     if values is None:
         return bool(value)
     chosen = value if isinstance(value, tuple) else (value,)

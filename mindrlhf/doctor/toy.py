@@ -90,7 +90,7 @@ def supervised_config(directory: Path, output: Path, device: str, num_devices: i
     """Return the config of two steps of fine-tuning; one of a CPU makes them with one rank."""
     rows = _rows_per_step(num_devices)
     sizes = {"rows_per_step": rows, "micro_batch_size": 2, "sequence_lengths": [64]}
-    return _common(directory, output, device, num_devices, "sft") | {"supervised": sizes}
+    return _common(directory, output, device, num_devices, "sft") | {"training": sizes}
 
 
 def _rows_per_step(num_devices: int) -> int:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.training import ParallelSection
+from mindrlhf.config.training import UNPACKED, ParallelSection
 from mindrlhf.errors import UserError
 from mindrlhf.layout.layout import Layout
 
@@ -58,7 +58,7 @@ def plan_batch(config: GrpoConfig, data_parallel: int) -> BatchPlan:
             "'training.sequence_lengths' is empty, so the sequence length depends on the data, which a plan does not "
             f"read: set it, for example training.sequence_lengths=[{2 * config.rollout.max_response_length}]"
         )
-    check_rows(parallel, (max(training.sequence_lengths),), training.micro_batch_size, "training")
+    check_rows(parallel, (max(training.sequence_lengths),), training.micro_batch_size)
     micro_batch_num = parallel.micro_batch_num
     row_length = max(training.sequence_lengths)
     num_prompts = training.chunk_size * training.num_rollouts
@@ -83,12 +83,11 @@ def plan_batch(config: GrpoConfig, data_parallel: int) -> BatchPlan:
     )
 
 
-def check_rows(parallel: ParallelSection, row_lengths: tuple[int, ...], micro_batch_size: int, section: str) -> None:
+def check_rows(parallel: ParallelSection, row_lengths: tuple[int, ...], micro_batch_size: int) -> None:
     """Check that a micro-batch divides into those of a pipeline, and its rows over the ranks that share a sequence.
 
     Args:
         micro_batch_size: rows per micro-batch and replica.
-        section: of the config, that has `micro_batch_size` and `sequence_lengths`.
 
     Raises:
         UserError: they do not.
@@ -96,7 +95,7 @@ def check_rows(parallel: ParallelSection, row_lengths: tuple[int, ...], micro_ba
     num_parts = parallel.micro_batch_num
     if micro_batch_size % num_parts:
         raise UserError(
-            f"'{section}.micro_batch_size' is {micro_batch_size}, which does not divide into "
+            f"'training.micro_batch_size' is {micro_batch_size}, which does not divide into "
             f"parallel_config.micro_batch_num = {num_parts} equal pipeline micro-batches: set it to "
             f"{-(-micro_batch_size // num_parts) * num_parts}"
         )
@@ -104,7 +103,7 @@ def check_rows(parallel: ParallelSection, row_lengths: tuple[int, ...], micro_ba
     for length in row_lengths:
         if length % num_ranks:
             raise UserError(
-                f"'{section}.sequence_lengths' has {length}, which does not divide over {num_ranks} ranks that share a "
+                f"'training.sequence_lengths' has {length}, which does not divide over {num_ranks} ranks that share a "
                 "sequence (context_parallel, and model_parallel with use_seq_parallel): set it to "
                 f"{-(-length // num_ranks) * num_ranks}"
             )
@@ -162,7 +161,7 @@ def batch_lines(config: GrpoConfig, batch: BatchPlan, data_parallel: int) -> lis
 
 
 def _row_words(config: GrpoConfig, batch: BatchPlan) -> str:
-    if not config.training.pack:
-        return "one sample per sequence (training.pack is false)"
+    if config.training.packing == UNPACKED:
+        return "one sample per sequence (training.packing is none)"
     half = -(-batch.num_samples_per_update // 2)
     return f"one sample per sequence; about {half:,} if samples fill half of one"

@@ -88,7 +88,7 @@ class Layout:
         Raises:
             UserError: it does not use exactly ``world_size`` ranks.
         """
-        shard = parallel.optimizer_weight_shard_size if parallel.enable_parallel_optimizer else 1
+        shard = -1 if parallel.enable_parallel_optimizer else 1
         return cls(
             data_parallel=resolve_data_parallel(parallel, world_size),
             model_parallel=parallel.model_parallel,

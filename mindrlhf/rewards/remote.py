@@ -187,8 +187,6 @@ class NodeVerifiers(NodeHelper):
 
 def reason_to_stay(reward: "RewardSection") -> str:
     """Return why verifiers run on node 0 alone, empty where they run on every node."""
-    if not reward.every_node:
-        return "reward.every_node is false"
     for option, text in reward.options.items():
         with contextlib.suppress(ValueError):
             host = urlsplit(text).hostname or ""

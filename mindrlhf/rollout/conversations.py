@@ -417,7 +417,7 @@ def with_tools(
         template = conversation_template(tools, files, tokenizer)
         longest = max(file.header.longest_prompt for file in files)
         return stack.enter_context(AgentEpisodes(generator, tokenizer, template, tools, longest))
-    limits = ConversationLimits(tools.max_turns, tools.max_calls, tools.max_response_tokens)
+    limits = ConversationLimits(tools.max_turns, 2 * tools.max_turns, tools.max_response_tokens)
     template = conversation_template(tools, files, tokenizer)
     if tools.environment:
         return Episodes(generator, stack.enter_context(EpisodePool.from_config(tools)), tokenizer, limits, template)

@@ -84,9 +84,8 @@ class VllmOptions:
     kv_cache_gib: float | None = 1.0
     reserved_bytes: int = 0
     enable_sleep: bool = False
-    sleep_extra_cleanup: bool = False
     profile_dir: str = ""
-    start_timeout_s: float = 300.0
+    start_timeout_s: float = 900.0
     stall_timeout_s: float = 10.0
     record_routing: bool = False
     tokenizer_dir: str = ""

@@ -170,7 +170,7 @@ class RemoteAgents:
 
 def start_agents(tools: "ToolSection", stack: contextlib.ExitStack) -> NodeHelper | None:
     """Start what runs agents on this node, which is not rank 0's; ``stack`` ends it."""
-    if not tools.agent or not tools.every_node:
+    if not tools.agent:
         return None
     names = ("agent", "agent_open", "memory_limit_mib", "agent_python")
     values = asdict(tools)

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from mindrlhf.config.training import FIRST_FIT, SHARED_PROMPTS
+from mindrlhf.config.training import BY_LENGTH, FIRST_FIT, SHARED_PROMPTS
 from mindrlhf.data.packing import PackedRows, Row, TokenSequence, fill_rows, first_positions, padding_rows, plan_rows
 from mindrlhf.layout.packing import Piece, RowCost, cut, deal_rows, micro_batch_sizes, plan_best_fit
 from mindrlhf.system.records import last, merge, merged_by, record, result, union
@@ -38,7 +38,7 @@ class RowOptions:
     @property
     def sizes(self) -> tuple[int, ...]:
         """The row counts that micro-batches may have, descending."""
-        is_one = self.packing == FIRST_FIT or self.in_step
+        is_one = self.packing in BY_LENGTH or self.in_step
         return (self.rows_per_micro_batch,) if is_one else micro_batch_sizes(self.rows_per_micro_batch)
 
     def shapes(self) -> list[PackedRows]:
@@ -181,7 +181,7 @@ def make_batch(sequences: Sequence[TokenSequence], options: RowOptions) -> Batch
     first_fit gives all micro-batches one size: padding rows (weight 0) fill the last ones. The others balance the cost
     of the ranks; which sequences share a row does not depend on the number of ranks.
     """
-    if options.packing == FIRST_FIT:
+    if options.packing in BY_LENGTH:
         return batch_of_rows(sequences, options.plan_first_fit(sequences), options)
     rows = options.plan_best_fit(sequences)
     builder = _Builder(sequences, options)

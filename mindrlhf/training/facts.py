@@ -161,19 +161,19 @@ def verifier_facts(config: AnyConfig) -> Iterator[Fact]:
     names = {text for option, text in reward.options.items() if option.endswith(".api_key_variable")}
     names |= {"OPENAI_API_KEY"} if any(option.endswith(".url") for option in reward.options) else set()
     for name in sorted(names):
-        fix = "set it on all nodes, or give reward.every_node=false"
+        fix = "set it on all nodes"
         yield Fact(f"whether {name} is set", bool(os.environ.get(name)), fix)
 
 
 def agent_facts(config: AnyConfig) -> Iterator[Fact]:
     """Yield what agents need on each node: the files that their command line names."""
     tools = config.tools if isinstance(config, GrpoConfig) else None
-    if tools is None or not tools.agent or not tools.every_node:
+    if tools is None or not tools.agent:
         return
     is_one = is_function(tools.agent)
     for word in [tools.agent.rpartition(":")[0]] if is_one else [one for one in shlex.split(tools.agent) if "/" in one]:
         held = _file_digest(Path(word)) if Path(word).is_file() else MISSING
-        yield Fact(f"what {word} holds", held, f"{_SAME_FILES}, or give tools.every_node=false")
+        yield Fact(f"what {word} holds", held, _SAME_FILES)
 
 
 def _models(values: Mapping[str, Any]) -> Iterator[Fact]:

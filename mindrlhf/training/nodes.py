@@ -124,7 +124,7 @@ def connect_agents(team: Team, nodes: Nodes, source: CompletionSource, tools: To
     Raises:
         UserError, RunFailure: they cannot start on one.
     """
-    if not tools.agent or not tools.every_node or len(nodes) == 1:
+    if not tools.agent or len(nodes) == 1:
         return
     for node, connection in sorted(_connect(team, range(1, len(nodes)), "run_agents_for_node").items()):
         source.admit(connection, f"node {node}")

@@ -13,7 +13,7 @@ from mindrlhf.checkpoint.algorithm_state import LearningState
 from mindrlhf.checkpoint.state import CRITIC_NAME
 from mindrlhf.config.derived import needs_critic
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.training import trains_sharded
+from mindrlhf.config.training import UNPACKED, trains_sharded
 from mindrlhf.data.metadata import add_generation
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.stream import PromptStream
@@ -43,7 +43,6 @@ from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.checkpoints.shards import export_adapter
-from mindrlhf.training.loop.difficulty import DifficultyStream
 from mindrlhf.training.loop.guards import Guards, Observers
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.reward_model import RewardModel
@@ -149,7 +148,8 @@ class ReinforcementTraining(life_cycle.Training):
         self._policy = Policy(self.team, buffer)
         self.order = _prompt_order(config, inputs)
         training = config.training
-        plain = RowOptions(inputs.row_lengths, training.micro_batch_size, self.team.world_size, training.pack)
+        is_packed = training.packing != UNPACKED
+        plain = RowOptions(inputs.row_lengths, training.micro_batch_size, self.team.world_size, is_packed)
         hf_config = read_hf_config(config.model.path)
         self._rows = dataclasses.replace(
             plain,
@@ -263,7 +263,7 @@ def _server_settings(config: GrpoConfig, inputs: RunInputs, log_dir: Path) -> di
         "load_weights": False,
         "record_routing": config.training.replay_routing,
         "tokenizer_dir": config.data.tokenizer_dir if config.rollout.stop or config.tools.agent else "",
-        "profile_dir": profile_dir(config.run.output_dir) / "vllm" if config.profiler.vllm else None,
+        "profile_dir": profile_dir(config.run.output_dir) / "vllm" if "vllm" in config.profiler.tools else None,
     }
 
 
@@ -297,10 +297,8 @@ def start_servers(
 def _prompt_order(config: GrpoConfig, inputs: RunInputs) -> PromptStream:
     # How many prompts such a step takes is not known before: the number of steps is what ends the run.
     is_open = config.algorithm.dynamic_sampling or config.rollout.segment_tokens > 0
-    plain = len(inputs.prompts), config.run.seed, config.data.shuffle
-    if config.algorithm.rest_epochs:
-        return DifficultyStream(*plain, config.algorithm.rest_epochs)
-    return PromptStream(*plain, None if is_open else config.training.epochs)
+    num_epochs = None if is_open else config.training.epochs
+    return PromptStream(len(inputs.prompts), config.run.seed, config.data.shuffle, num_epochs)
 
 
 def _held_out(config: GrpoConfig, inputs: RunInputs, file: PromptFile, set_name: str = "") -> HeldOut:

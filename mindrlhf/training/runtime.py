@@ -128,8 +128,6 @@ def start_parallel(parallel: ParallelSection, rank: Rank, strategy_file: Path) -
             file.write('{"computation_allgather_overlap": true}')
             file.flush()
             ms.set_context(ascend_config={"parallel_speed_up_json_path": file.name})
-    if parallel.enable_parallel_optimizer and parallel.optimizer_weight_shard_size > 0:
-        options["parallel_optimizer_config"] = {"optimizer_weight_shard_size": parallel.optimizer_weight_shard_size}
     ms.set_auto_parallel_context(
         parallel_mode=ms.ParallelMode.SEMI_AUTO_PARALLEL,
         device_num=rank.world_size,

@@ -167,8 +167,8 @@ def test_a_key_that_one_release_does_not_have_is_refused():
 
 
 @pytest.mark.parametrize("key", sorted(DECAY_KEYS))
-def test_the_number_of_steps_is_fixed_while_the_learning_rate_decays_to_it(key):
-    kind = {"supervised.epochs": SftConfig, "preference.epochs": DpoConfig}.get(key, GrpoConfig)
+@pytest.mark.parametrize("kind", [GrpoConfig, SftConfig, DpoConfig])
+def test_the_number_of_steps_is_fixed_while_the_learning_rate_decays_to_it(key, kind):
     constant, decaying = make_config(kind), make_config(kind, lr_schedule="cosine", end_lr=0.0)
     check_resumable(constant, changed(constant, key, 500))
     with pytest.raises(UserError, match=rf"{key} was \d and is now 500"):

@@ -76,7 +76,7 @@ def test_a_preset_of_the_correction_fills_in_what_is_not_given_and_loads_again(l
     written = [f"correction.{name}={json.dumps(value)}" for name, value in values.items()]
     again = load("rollout.off_policy_steps=1", *written)
     assert again.correction == config.correction
-    assert load("correction.preset=icepop", "correction.mask_high=3").correction.mask_high == 3
+    assert load("correction.preset=icepop", "correction.mask_bounds=0.5,3").correction.mask_bounds == (0.5, 3)
 
 
 def test_old_samples_are_corrected_and_old_logprobs_are_the_updates_own(load):
@@ -95,6 +95,6 @@ def test_correction_is_on_where_the_numerics_differ(load):
     assert correction_weight(load(*BFLOAT16, "algorithm.name=gspo")) == "sequence"
     assert not is_corrected(load(*BFLOAT16, "correction.weight=none"))
     assert not is_corrected(load(*BFLOAT16, "correction.bypass=true"))
-    assert is_corrected(load("correction.mask=geometric", "correction.mask_low=0.9"))
+    assert is_corrected(load("correction.mask=geometric", "correction.mask_bounds=[0.9,1.1]"))
     assert is_corrected(load("correction.veto=0.001"))
     assert is_corrected(load("correction.off_policy_mask=0.5"))

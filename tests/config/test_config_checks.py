@@ -26,9 +26,9 @@ def test_data_parallel_is_what_the_world_size_leaves(empty):
 
 def test_supervised_rows_divide_among_ranks_and_micro_batches(empty):
     base = BASE[:3]
-    load_sft_config(empty, [*base, "supervised.rows_per_step=32", "supervised.micro_batch_size=8"], world_size=4)
-    with pytest.raises(UserError, match=r"'supervised.rows_per_step' is 36, .* = 32: set it to 64"):
-        load_sft_config(empty, [*base, "supervised.rows_per_step=36", "supervised.micro_batch_size=8"], world_size=4)
+    load_sft_config(empty, [*base, "training.rows_per_step=32", "training.micro_batch_size=8"], world_size=4)
+    with pytest.raises(UserError, match=r"'training.rows_per_step' is 36, .* = 32: set it to 64"):
+        load_sft_config(empty, [*base, "training.rows_per_step=36", "training.micro_batch_size=8"], world_size=4)
 
 
 def test_supervised_training_has_no_reference(empty):

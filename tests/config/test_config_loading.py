@@ -75,7 +75,7 @@ def test_an_unknown_key_comes_with_the_nearest_valid_one(write, text, expected):
         ("training.chunk_size=many", "integer", "'many'"),
         ("training.chunk_size=1.5", "integer", "1.5"),
         ("training.chunk_size=true", "integer", "True"),
-        ("training.pack=1", "true/false", "1"),
+        ("data.shuffle=1", "true/false", "1"),
         ("optimizer.start_lr=fast", "number", "'fast'"),
         ("model.path=[a, b]", "text", "['a', 'b']"),
         ("rollout.env=PATH", "mapping", "'PATH'"),
@@ -181,8 +181,8 @@ def test_given_keys_are_those_of_file_and_overrides(write):
 
 def test_a_supervised_config_has_its_own_keys(write):
     overrides = [override for override in ALL_REQUIRED if not override.startswith("reward.")]
-    config = load_sft_config(write("supervised: {rows_per_step: 32}"), overrides)
-    assert (config.supervised.rows_per_step, config.supervised.micro_batch_size) == (32, 8)
+    config = load_sft_config(write("training: {rows_per_step: 32}"), overrides)
+    assert (config.training.rows_per_step, config.training.micro_batch_size) == (32, 4)
     with pytest.raises(UserError, match="^unknown key 'rollout'"):
         load_sft_config(write("rollout: {temperature: 1}"), overrides)
 

@@ -20,8 +20,8 @@ def test_every_key_has_a_row():
     rows = [line for line in plain.splitlines() if line.startswith("| `")]
     keys = [dotted for dotted, _, _ in dotted_keys(GrpoConfig)]
     for config, sections in (
-        (SftConfig, ("supervised",)),
-        (DpoConfig, ("preference", "dpo")),
+        (SftConfig, ("training",)),
+        (DpoConfig, ("training", "evaluation", "dpo")),
         (RewardModelConfig, ("reward_model",)),
     ):
         keys += [dotted for dotted, _, _ in dotted_keys(config) if dotted.partition(".")[0] in sections]

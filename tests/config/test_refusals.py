@@ -29,7 +29,6 @@ USED = {
     "algorithm.dynamic_sampling": "true",
     "reward.model_path": "scorer",
     "memory.offload_optimizer": "true",
-    "profiler.vllm": "true",
     "parallel_config.pipeline_stage": "2",
     "lora.rank": "4",
     "rollout.segment_tokens": "8",
@@ -42,7 +41,7 @@ USED = {
 NEEDED = {
     "memory.offload_optimizer": ["run.device=ascend"],
     "parallel_config.pipeline_stage": ["run.device=ascend", "parallel_config.micro_batch_num=2"],
-    "profiler.vllm": ["profiler.steps=[1]"],
+    "profiler.tools": ["profiler.steps=[1]"],
 }
 DEVICES = "rollout.env={ASCEND_RT_VISIBLE_DEVICES: 8}"
 

@@ -451,7 +451,7 @@ FAMILIES = {
         **_OLD,
     ),
     # Tiles that divide neither positions nor words; logits of a micro-batch are 4 x 32 positions, 64 words a rank.
-    "tiles": _memory("tiles_tp2", logit_positions=48, logit_vocabulary=24),
+    "tiles": _memory("tiles_tp2", logit_tile=(48, 24)),
     "recomputing": _memory(
         "recompute_tp2", recompute_layers="1", recompute_operators=("attention", "norms", "activation")
     ),

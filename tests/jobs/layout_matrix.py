@@ -42,10 +42,6 @@ WHOLE = {"vocab_emb_dp": True}
 ADAPTERS = {"rank": 4, "alpha": 8.0}
 
 
-def _zero(size: int) -> dict:
-    return {**ZERO, "optimizer_weight_shard_size": size}
-
-
 # (architecture, data, model, pipeline, context, further keys of parallel_config, changes of the model)
 _ALL_LAYOUTS = {
     "qwen2-mp2": (QWEN2, 1, 2, 1, 1, {}, {}),
@@ -57,7 +53,6 @@ _ALL_LAYOUTS = {
     "qwen2-mp4-pp2": (QWEN2, 1, 4, 2, 1, {}, {"num_key_value_heads": 4}),
     "qwen2-dp2-mp4-whole": (QWEN2, 2, 4, 1, 1, WHOLE, {}),
     "qwen2-dp2-mp2-sp-whole-zero": (QWEN2, 2, 2, 1, 1, SP | WHOLE | ZERO, {}),
-    "qwen2-dp4-mp2-zero2": (QWEN2, 4, 2, 1, 1, _zero(2), {}),
     "qwen2-dp2-mp2-pp2-zero": (QWEN2, 2, 2, 2, 1, ZERO, {}),
     "qwen2-dp2-mp4-pp2-cp2-sp-zero": (QWEN2, 2, 4, 2, 2, SP | ZERO, {}),
     "qwen2-dp4-mp4-pp4-sp-zero": (QWEN2, 4, 4, 4, 1, SP | ZERO, {}),
@@ -66,7 +61,6 @@ _ALL_LAYOUTS = {
     "qwen3-mp4": (QWEN3, 1, 4, 1, 1, {}, {"num_key_value_heads": 4}),
     "qwen3-mp8-sp": (QWEN3, 1, 8, 1, 1, SP, {}),
     "qwen3-dp8-zero": (QWEN3, 8, 1, 1, 1, ZERO, {}),
-    "qwen3-dp8-zero4": (QWEN3, 8, 1, 1, 1, _zero(4), {}),
     "qwen3-dp2-mp2-cp2": (QWEN3, 2, 2, 1, 2, {}, {}),
     "qwen3-dp2-mp2-cp2-zero-whole": (QWEN3, 2, 2, 1, 2, ZERO | WHOLE, {}),
     "qwen3-dp2-micro2": (QWEN3, 2, 1, 1, 1, {"micro_batch_num": 2}, {}),
@@ -102,9 +96,9 @@ _ALL_LAYOUTS = {
 }
 # Keys of the section `memory`.
 _MEMORY = {
-    "qwen2-mp2-tiles": {"logit_positions": 24, "logit_vocabulary": 200},
+    "qwen2-mp2-tiles": {"logit_tile": (24, 200)},
     "qwen2-dp2-mp2-pp2-cp2-sp-zero-tiles": {
-        "logit_positions": 8,
+        "logit_tile": (8,),
         "recompute_layers": "0",
         "recompute_operators": ("attention", "norms", "activation"),
     },

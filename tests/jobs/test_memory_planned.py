@@ -26,8 +26,8 @@ WIDE = hf_config(QWEN2, 1, vocab_size=32_768)
 DEEP = hf_config(QWEN2, 4, hidden_size=1024, intermediate_size=4096, head_dim=128)
 CASES = {
     "logits": (WIDE, {}),
-    "tiles of positions": (WIDE, {"logit_positions": 256}),
-    "tiles of the vocabulary": (WIDE, {"logit_vocabulary": 2048}),
+    "tiles of positions": (WIDE, {"logit_tile": (256,)}),
+    "tiles of the vocabulary": (WIDE, {"logit_tile": (0, 2048)}),
     "activations": (DEEP, {}),
     "layers": (DEEP, {"recompute_layers": "0-2"}),
     "operators": (DEEP, {"recompute_operators": ("activation",)}),

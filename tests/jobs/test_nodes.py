@@ -602,9 +602,9 @@ def test_a_file_of_hosts_runs_the_same_line_on_all_of_them(start_machines, one_m
     assert_same(machines.directory / "run", one_machine(2))
 
 
-PAIRS = {"preference": {"pairs_per_step": 8, "micro_batch_size": 4, "sequence_lengths": [32], "epochs": 1}}
+PAIRS = {"training": {"pairs_per_step": 8, "micro_batch_size": 4, "sequence_lengths": [32], "epochs": 1}}
 OFFLINE = {
-    "sft": {"supervised": {"rows_per_step": 8, "micro_batch_size": 4, "sequence_lengths": [32], "epochs": 2}},
+    "sft": {"training": {"rows_per_step": 8, "micro_batch_size": 4, "sequence_lengths": [32], "epochs": 2}},
     "dpo": PAIRS,
     "reward-model": PAIRS,
 }

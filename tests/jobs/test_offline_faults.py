@@ -23,9 +23,8 @@ PREFERENCE = {"pairs_per_step": 4, "micro_batch_size": 4, "sequence_lengths": [3
 
 def sections(kind: str, epochs: int) -> dict:
     """The sections of a run's config that say what it does, "dpo of adapters" included."""
-    own = {"supervised": SUPERVISED} if kind == "sft" else {"preference": PREFERENCE}
     lora = {"lora": {"rank": 4}} if kind.endswith("of adapters") else {}
-    return {name: {**section, "epochs": epochs} for name, section in own.items()} | lora
+    return {"training": {**(SUPERVISED if kind == "sft" else PREFERENCE), "epochs": epochs}, **lora}
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ class Runs(dict):
         self._inputs, self._tmp_path_factory = inputs, tmp_path_factory
 
     def __missing__(self, world_size: int) -> Path:
-        profiler = {"steps": "[2,3]", "mindspore": "true", "vllm": "true"} if world_size == PROFILED else {}
+        profiler = {"steps": "[2,3]", "tools": "mindspore,vllm"} if world_size == PROFILED else {}
         self[world_size] = output_dir = self._tmp_path_factory.mktemp(f"ranks{world_size}") / "run"
         finished = sanity_inputs.train(
             self._inputs,

@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.timeout(600), SLOW]
 NUM_STEPS = 6
 MODEL = TinyVl(hidden=64, heads=2, kv_heads=1, intermediate=96)
 SECTIONS = {
-    "sft": {"supervised": {"rows_per_step": 4, "micro_batch_size": 2, "sequence_lengths": [64], "epochs": 4}},
-    "dpo": {"preference": {"pairs_per_step": 4, "micro_batch_size": 4, "sequence_lengths": [64], "epochs": 4}},
+    "sft": {"training": {"rows_per_step": 4, "micro_batch_size": 2, "sequence_lengths": [64], "epochs": 4}},
+    "dpo": {"training": {"pairs_per_step": 4, "micro_batch_size": 4, "sequence_lengths": [64], "epochs": 4}},
 }
 TASKS = {"sft": "sft", "dpo": "preference"}
 

@@ -160,7 +160,7 @@ def test_layers_go_to_stages_by_the_rule_of_mindformers(num_layers, num_stages):
 def test_from_config():
     section = ParallelSection(model_parallel=2, pipeline_stage=2, enable_parallel_optimizer=True, vocab_emb_dp=False)
     assert Layout.from_config(section, 8) == Layout.parse("dp=2,mp=2,pp=2,opt=1")
-    section = ParallelSection(model_parallel=2, optimizer_weight_shard_size=4)
+    section = ParallelSection(model_parallel=2)
     assert Layout.from_config(section, 8) == Layout.parse("dp=4,mp=2,vocab_emb_dp=1")
     with pytest.raises(UserError, match="do not divide by"):
         Layout.from_config(ParallelSection(model_parallel=3), 8)

@@ -317,7 +317,6 @@ def test_the_process_of_a_node_ends_with_its_starter_and_leaves_nothing(reward, 
         ({"options": {"llm_judge.url": "http://localhost/v1"}}, "reward.options has llm_judge.url: http://localhost"),
         ({"options": {"llm_judge.url": "http://[::1]:8/v1"}}, "reward.options has llm_judge.url: http://[::1]"),
         ({"options": {"llm_judge.url": "http://["}}, ""),
-        ({"every_node": False}, "reward.every_node is false"),
     ],
 )
 def test_verifiers_that_ask_a_server_of_node_0_stay_there(keys, reason):

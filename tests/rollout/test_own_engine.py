@@ -53,7 +53,7 @@ def test_a_file_that_is_not_python_is_refused(tmp_path):
         find_engine(f"{tmp_path / 'engine.py'}:Engine")
 
 
-@pytest.mark.parametrize("key", ["profiler.vllm=true", "training.replay_routing=true"])
+@pytest.mark.parametrize("key", ["profiler.tools=vllm", "training.replay_routing=true"])
 def test_what_only_vllm_has_is_refused_beside_another(key):
     name = key.partition("=")[0]
     with pytest.raises(UserError, match=f"'rollout.engine' is {PATH}, but '{name}' is vLLM's: remove one of them"):

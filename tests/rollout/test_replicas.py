@@ -236,10 +236,9 @@ def test_the_config_reaches_every_server(monkeypatch, tmp_path):
     assert options[0] == options[1]
     wanted = {"python": "/p", "max_model_len": 96, "max_num_seqs": 9, "num_threads": 3, "seed": 5, "env": {"A": "b"}}
     assert options[0].items() >= {**wanted, "load_format": "dummy", "enable_sleep": False}.items()
-    rollout = RolloutSection(sleep_extra_cleanup=True)
+    rollout = RolloutSection()
     ((_, loaded),), _ = start(monkeypatch, rollout, load_weights=True, device="ascend", log_dir=tmp_path)
     assert (loaded.load_format, loaded.enable_sleep, loaded.kv_cache_gib) == ("auto", True, None)
-    assert loaded.sleep_extra_cleanup and not options[0]["sleep_extra_cleanup"]
 
 
 @pytest.mark.parametrize(

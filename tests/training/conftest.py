@@ -125,6 +125,6 @@ def contents(inputs_dir, tmp_path) -> dict[str, dict]:
     }
     return {
         "train": common | train,
-        "sft": common | {"data": data("sft.mindrecord"), "supervised": {"epochs": 1}},
+        "sft": common | {"data": data("sft.mindrecord"), "training": {"epochs": 1}},
         "dpo": common | {"data": data("preference.mindrecord"), "dpo": {"beta": 0.1}},
     }

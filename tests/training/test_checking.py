@@ -147,7 +147,7 @@ def test_an_npu_that_is_not_there_is_an_obstacle_and_no_mistake(contents, run, m
 @pytest.mark.parametrize(("num_ranks", "num_errors"), [(1, 0), (4, 0), (5, 1), (600, 1)])
 def test_more_ranks_than_cores_are_questioned(contents, run, monkeypatch, num_ranks, num_errors):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    contents["sft"]["supervised"] = {"rows_per_step": num_ranks, "micro_batch_size": 1}
+    contents["sft"]["training"] = {"rows_per_step": num_ranks, "micro_batch_size": 1}
     options = ("--workers", str(num_ranks))
     code, found = run(["sft"], contents["sft"], *options)
     assert (code, len(found)) == (2 * num_errors, num_errors)
@@ -192,10 +192,10 @@ def test_servers_that_cannot_be_laid_over_the_nodes_are_told(contents, run, chan
 
 def test_what_servers_over_nodes_cannot_do_is_told(contents, run):
     contents["train"]["rollout"]["tensor_parallel"] = 4
-    contents["train"]["profiler"] = {"steps": [1], "vllm": True}
+    contents["train"]["profiler"] = {"steps": [1], "tools": ["vllm"]}
     sizes = ("--workers", "2", "--nodes", "2")
     found = run(["config", "check"], contents["train"], *sizes, "--elastic")[1]
-    assert any("'profiler.vllm' is true, but servers of rollout.tensor_parallel 4 lie over" in line for line in found)
+    assert any("'profiler.tools' has vllm, but servers of rollout.tensor_parallel 4 lie over" in line for line in found)
     assert any("servers that lie over several nodes does not go with --elastic" in line for line in found)
     found = run(["config", "check"], contents["train"], "--workers", "4", "--elastic")[1]
     assert not any("profiler" in line or "--elastic" in line for line in found), "on one machine it all works"

@@ -99,7 +99,7 @@ def run(tmp_path, monkeypatch):
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
     config = grpo_config(
         run={"output_dir": str(tmp_path / "run")},
-        checkpoint={"every_steps": 2, "asynchronous": False},
+        checkpoint={"every_steps": 2},
         observe={"sinks": ()},
     )
 

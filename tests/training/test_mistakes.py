@@ -43,9 +43,9 @@ CONFIG_MISTAKES = [
     ("parallel_config.data_parallel=2", "1 were started", "start 2 workers"),
     ("profiler.steps=9 run.max_steps=3", "'profiler.steps' has 9, but the run ends after run.max_steps = 3", "earlier"),
     (
-        "profiler.steps=1 profiler.vllm=true rollout.off_policy_steps=1",
-        "'profiler.vllm' = true does not go with 'rollout.off_policy_steps'",
-        "false",
+        "profiler.steps=1 profiler.tools=vllm rollout.off_policy_steps=1",
+        "'profiler.tools' = [\"vllm\"] does not go with 'rollout.off_policy_steps'",
+        "remove it",
     ),
 ]
 # The words after `mindrlhf`, and words of the line.

@@ -263,7 +263,7 @@ def test_supervised_inputs(sft_config, inputs_dir):
     inputs = check_offline_inputs(sft_config)
     assert len(inputs.prompts) == 3
     assert inputs.row_lengths == (24,)  # 12 + 9, rounded up
-    short = changed(sft_config, "supervised", sequence_lengths=(16, 20))
+    short = changed(sft_config, "training", sequence_lengths=(16, 20))
     assert_refused(short, "sequence_lengths ends at 20", "21 tokens")
     prompts = str(inputs_dir / "train.mindrecord")
     assert_refused(changed(sft_config, "data", train_file=prompts), "train.mindrecord", "--task sft")
@@ -272,7 +272,7 @@ def test_supervised_inputs(sft_config, inputs_dir):
 def test_held_out_records_must_fit_too(sft_config, inputs_dir):
     config = changed(sft_config, "data", eval_file=str(inputs_dir / "sft_long.mindrecord"))
     assert check_offline_inputs(config).row_lengths[-1] >= 62
-    assert_refused(changed(config, "supervised", sequence_lengths=(32,)), "62 tokens")
+    assert_refused(changed(config, "training", sequence_lengths=(32,)), "62 tokens")
 
 
 def test_an_export_directory_must_be_free(tmp_path):

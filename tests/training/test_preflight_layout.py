@@ -171,29 +171,29 @@ def npu_sft_config(sft_config):
     ],
 )
 def test_fine_tuning_takes_layouts_that_shard_the_model(npu_sft_config, world_size, parallel):
-    config = changed(changed(npu_sft_config, "parallel_config", **parallel), "supervised", micro_batch_size=4)
+    config = changed(changed(npu_sft_config, "parallel_config", **parallel), "training", micro_batch_size=4)
     assert check_offline_inputs(config, world_size).row_lengths == (32,)
 
 
 @pytest.mark.parametrize(
-    ("parallel", "supervised", "words"),
+    ("parallel", "training", "words"),
     [
         ({"model_parallel": 4}, {}, "the model has 2 key/value heads: set it to one of"),
         (
             {"pipeline_stage": 2, "micro_batch_num": 2},
             {"micro_batch_size": 3},
-            "'supervised.micro_batch_size' is 3, which .* into parallel_config.micro_batch_num = 2 .* set it to 4",
+            "'training.micro_batch_size' is 3, which .* into parallel_config.micro_batch_num = 2 .* set it to 4",
         ),
         (
             {"context_parallel": 4},
             {"sequence_lengths": (42,)},
-            "'supervised.sequence_lengths' has 42, which does not divide over 4 ranks .* set it to 44",
+            "'training.sequence_lengths' has 42, which does not divide over 4 ranks .* set it to 44",
         ),
         ({"model_parallel": 3}, {}, "4 ranks do not divide by"),
     ],
 )
-def test_fine_tuning_refuses_layouts_that_do_not_fit_in_one_line(npu_sft_config, parallel, supervised, words):
-    config = changed(changed(npu_sft_config, "parallel_config", **parallel), "supervised", **supervised)
+def test_fine_tuning_refuses_layouts_that_do_not_fit_in_one_line(npu_sft_config, parallel, training, words):
+    config = changed(changed(npu_sft_config, "parallel_config", **parallel), "training", **training)
     with pytest.raises(UserError, match=words) as caught:
         check_offline_inputs(config, 4)
     assert "\n" not in str(caught.value)

@@ -354,18 +354,18 @@ def test_agents_of_all_nodes_are_asked_for_by_rank_0(tmp_path):
             rank.agents = start_agents(tools, stack)
         stack.enter_context(open_weight_buffers(team, nodes))
         connect_agents(team, nodes, source, tools)
-        connect_agents(None, [[0], [1]], source, ToolSection(agent="sh a.sh", every_node=False))
         connect_agents(None, [[0, 1]], source, tools)
     assert admitted == {f"node {node}": {"kind": "ready"} for node in range(1, len(nodes))}
 
 
 def test_verifiers_that_stay_on_node_0_are_told(capsys, tmp_path):
-    reward = RewardSection(verifier_function=("accuracy_reward",), every_node=False)
+    options = {"llm_judge.url": "http://localhost/v1", "llm_judge.model": "judge"}
+    reward = RewardSection(verifier_function=("llm_judge",), options=options)
     with contextlib.ExitStack() as stack:
         assert start_verifiers(reward, stack) is None
         pool = stack.enter_context(RewardPool.from_config(reward))
         connect_verifiers(None, [[0], [1]], pool, reward)
-    assert capsys.readouterr().out == "mindrlhf: verifiers run on node 0 alone: reward.every_node is false\n"
+    assert "verifiers run on node 0 alone: reward.options has llm_judge.url" in capsys.readouterr().out
 
 
 def test_nodes_are_compared_by_the_files_of_agents(tmp_path):
@@ -381,7 +381,7 @@ def test_nodes_are_compared_by_the_files_of_agents(tmp_path):
         assert list(first) == [f"what {path} holds"]
         path.write_text(f"{path.read_text()} two")
         assert facts(agent) != first
-    assert facts("sh -c true") == facts("") == facts(f"{path}:agent", every_node=False) == {}
+    assert facts("sh -c true") == facts("") == {}
     assert list(facts(f"{tmp_path}/gone.sh").values()) == [MISSING]
 
 
@@ -401,4 +401,4 @@ def test_nodes_are_compared_by_the_files_of_verifiers_and_the_keys_of_judges(tmp
     assert (first["whether THEIR_KEY is set"], first["whether OPENAI_API_KEY is set"]) == (True, False)
     path.write_text("two")
     assert {name for name, value in facts().items() if first[name] != value} == {f"what {path} holds"}
-    assert len(first) == 3 and facts(every_node=False) == {}
+    assert len(first) == 3

@@ -21,6 +21,7 @@ EVAL_FILE = "path/to/eval.mindrecord"
 Convert = Callable[[Any, Source], Any]
 # Their values to ours; None asks for nothing.
 SWITCH = {True: True, False: None}
+PACKING = {True: "first_fit", False: "none"}
 FULL = {"full": True, "selective": None}
 BFLOAT16 = {True: "bfloat16", "bfloat16": "bfloat16", "bf16": "bfloat16", False: None, "float32": None, "fp32": None}
 DEVICE = {"cpu": "cpu", "npu": "ascend", "cuda": "ascend"}
@@ -135,7 +136,8 @@ def packed_tokens(tokens: int, longest: Any) -> Values:
         tokens: of all ranks that share a sequence.
         longest: the longest response, which must fit in with its prompt; None where it is not known.
     """
-    values: Values = {"training.sequence_lengths": [tokens], "training.micro_batch_size": 1, "training.pack": True}
+    values: Values = {"training.sequence_lengths": [tokens], "training.micro_batch_size": 1}
+    values |= {"training.packing": "first_fit"}
     if longest is not None and tokens <= int(longest):
         del values["training.sequence_lengths"]
         text = f"{tokens} tokens hold no longest response with its prompt: set training.sequence_lengths"

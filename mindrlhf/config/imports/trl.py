@@ -55,7 +55,7 @@ def _correction(value: Any, source: Source) -> Values:
         return {"correction.weight": level, "correction.max_weight": cap}
     low = float(source.get("vllm_importance_sampling_clip_min", 0.0))
     values = {"correction.weight": "none", "correction.mask": level}
-    return values | {"correction.mask_low": low, "correction.mask_high": cap}
+    return values | {"correction.mask_bounds": [low, cap]}
 
 
 def _evaluation(value: Any, source: Source) -> Values:
@@ -124,7 +124,8 @@ TABLE = {
     **each("warmup_ratio", shared.warmup_share),
     **pairs("training", "num_train_epochs=epochs num_iterations"),
     **pairs("training", "per_device_train_batch_size=micro_batch_size", _batch),
-    **pairs("algorithm", "num_generations use_bias_correction_kl=kl_unbiased entropy_coef=entropy_coefficient"),
+    **pairs("algorithm", "num_generations entropy_coef=entropy_coefficient"),
+    **pairs("algorithm", "use_bias_correction_kl=kl_estimator", {True: "k3+", False: None}),
     **pairs("algorithm.options", "sapo_temperature_pos=sapo_tau_positive sapo_temperature_neg=sapo_tau_negative"),
     **pairs("algorithm.options", "vespo_k_pos=vespo_k_positive vespo_lambda_pos=vespo_lambda_positive"),
     **pairs("algorithm.options", "vespo_k_neg=vespo_k_negative vespo_lambda_neg=vespo_lambda_negative"),

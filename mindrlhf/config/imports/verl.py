@@ -47,8 +47,7 @@ def _kl_in_loss(value: Any, source: Source) -> Values | None:
     return {
         "algorithm.beta": float(source.get(f"{_ACTOR}.kl_loss_coef", 0.001)),
         "algorithm.kl_in": "loss",
-        "algorithm.kl_estimator": KL_ESTIMATORS[name.rstrip("+")],
-        "algorithm.kl_unbiased": name.endswith("+"),
+        "algorithm.kl_estimator": KL_ESTIMATORS[name.rstrip("+")] + "+" * name.endswith("+"),
     }
 
 
@@ -216,7 +215,6 @@ _OF_ACTOR = (
     pairs("algorithm", "policy_loss.loss_mode=loss", _LOSSES),
     pairs("algorithm", "loss_agg_mode=aggregation", _AGGREGATIONS),
     pairs("algorithm", "use_kl_loss=beta", _kl_in_loss),
-    pairs("checkpoint", "checkpoint.async_save=asynchronous"),
     pairs("parallel_config", "megatron.tensor_model_parallel_size=model_parallel engine.tp=model_parallel"),
     pairs("parallel_config", "megatron.context_parallel_size=context_parallel engine.cp=context_parallel"),
     pairs("parallel_config", " ".join(f"{name}=context_parallel" for name in _ULYSSES)),
@@ -266,7 +264,7 @@ _ALGORITHM = (
     pairs("correction", "rollout_correction.bypass_mode=bypass"),
     pairs("correction", "rollout_correction.rollout_is=weight", _correction),
     pairs("correction", "rollout_correction.rollout_is_threshold=max_weight", _correction_limit),
-    todo("rollout_correction.rollout_rs*", "set correction.mask, correction.mask_low and correction.mask_high"),
+    todo("rollout_correction.rollout_rs*", "set correction.mask and correction.mask_bounds"),
     only("use_pf_ppo", False, otherwise="samples are not reweighted"),
 )
 _TRAINER = (

@@ -173,8 +173,7 @@ def _rollout_weights(inputs: MemoryInputs) -> MemoryItem:
 def _asleep(inputs: MemoryInputs) -> MemoryItem:
     """Memory of a sleeping server: vLLM's sleep frees weights and cache alone, not recorded graphs, kernels,
     and HCCL's buffers where several devices make a server (its group, and the world of its workers)."""
-    rollout = inputs.config.rollout
-    num_groups = 2 if rollout.tensor_parallel > 1 and not rollout.sleep_extra_cleanup else 0
+    num_groups = 2 if inputs.config.rollout.tensor_parallel > 1 else 0
     on_device = inputs.config.run.device != "cpu"
     return MemoryItem(ASLEEP, (FIXED_WORKSPACE_BYTES + num_groups * _COMMUNICATOR_BYTES) * on_device)
 

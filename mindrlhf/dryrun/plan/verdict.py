@@ -1,6 +1,7 @@
 """Verdict of a plan: does it fit, and if not, which single change of the config makes it fit."""
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ class Change:
     peak_bytes: int
 
     def __str__(self) -> str:
-        words = " ".join(f"{key}={str(value).lower()}" for key, value in self.keys.items())
+        words = " ".join(f"{key}={json.dumps(value)}" for key, value in self.keys.items())
         return f"{words}  (peak {format_size(self.peak_bytes)})"
 
 
@@ -153,7 +154,7 @@ def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
         yield {"memory.offload_optimizer": True}
     yield from _rollout_candidates(plan)
     if on_ascend and not config.memory.head_tile:
-        yield {"memory.logit_positions": _LOGIT_POSITIONS}
+        yield {"memory.logit_tile": (_LOGIT_POSITIONS,)}
     if on_ascend and not config.memory.swap_moments:
         yield {"memory.swap_moments": True}
     if not config.memory.recomputes_parts and not config.model.recompute:

@@ -3,6 +3,7 @@
 The text format and its names are those of https://prometheus.io/docs/instrumenting/exposition_formats.
 """
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,8 +13,7 @@ from prometheus_client import CollectorRegistry, Gauge, start_http_server, write
 from mindrlhf.observe.trackers import TrackedRun
 from mindrlhf.system.ports import find_free_port
 
-FILE_NAME = "metrics.prom"
-HOST = "127.0.0.1"
+FILE_NAME, HOST = "metrics.prom", "127.0.0.1"
 
 
 class Tracker:
@@ -23,7 +23,7 @@ class Tracker:
         self._registry, self._gauges = CollectorRegistry(), {}
         self._labels = {"run": run.name, "project": run.project}
         self._file = run.directory / FILE_NAME
-        port = run.config.get("observe", {}).get("prometheus_port") or find_free_port(HOST)
+        port = int(os.environ.get("MINDRLHF_PROMETHEUS_PORT") or find_free_port(HOST))
         self._server, self._thread = start_http_server(port, addr=HOST, registry=self._registry)
         print(f"mindrlhf: Prometheus: http://{HOST}:{port}/metrics, and {self._file}", flush=True)
 

@@ -58,8 +58,6 @@ def engine_arguments(config: dict[str, Any], vision: VisionModel | None) -> dict
         arguments["kv_cache_memory_bytes"] = int(config["kv_cache_gib"] * 2**30)
     elif config["device"] == "ascend":
         arguments["kv_cache_memory_bytes"] = ascend.cache_bytes(config)
-    if config["device"] == "ascend" and config["sleep_extra_cleanup"]:
-        arguments["additional_config"] = {"enable_sleep_mode_extra_cleanup": True}
     if config["device"] == "cpu":
         arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK_SIZE, "attention_backend": cpu.LATENT_ATTENTION}
         # Where a prompt was read in part, vLLM 0.32 sets the random stream back, which torch cannot on a CPU.

@@ -93,12 +93,12 @@ class NodeCheckpoints(ShardCheckpoints):
         if lines:
             raise UserError("\n  ".join(["the shards of the checkpoint lie elsewhere than they are read:", *lines]))
 
-    def _begin_ranks(self, directory: Path, part: Mapping[str, Any], *, copies: bool) -> None:
+    def _begin_ranks(self, directory: Path, part: Mapping[str, Any]) -> None:
         opened = self._team.call("open_part", **part)
         paths = [str(directory), *(opened[rank].path for rank in self._firsts[1:])]
         ranks = range(self._team.world_size) if self._is_sharded else self._firsts
         directories = [paths[self._node_of(rank)] if rank in ranks else "" for rank in range(self._team.world_size)]
-        self._team.call("begin_saving", per_rank=[{"directory": path} for path in directories], copies=copies)
+        self._team.call("begin_saving", per_rank=[{"directory": path} for path in directories], copies=True)
 
     def _own_checksums(self, saved: Sequence[Mapping[str, str]]) -> dict[str, str]:
         return self._by_node(saved)[0]

@@ -137,7 +137,7 @@ class RunCheckpoints:
     def save(self, progress: Progress) -> None:
         """Write a checkpoint of the whole run; it appears whole or not at all.
 
-        With ``checkpoint.asynchronous`` this returns when the state is copied, and an earlier write has ended.
+        This returns when the state is copied, and an earlier write has ended.
 
         Raises:
             UserError: the disk has too little room, or an earlier checkpoint could not be written.
@@ -226,9 +226,7 @@ class RunCheckpoints:
         self.wait()  # the copy that is still read is about to be overwritten
         self._saved_step = state.step
         part = {"step": state.step, "size_bytes": size_bytes, "best_step": best}
-        self._shards.begin(writing, checksums, write_rest, part, copies=self._section.asynchronous)
-        if not self._section.asynchronous:
-            self.wait()
+        self._shards.begin(writing, checksums, write_rest, part)
 
     def _keep_parts(self, team: Team | ReplicaTeam) -> NodeCheckpoints | None:
         """Have each node keep its part of the checkpoints, where there are several."""

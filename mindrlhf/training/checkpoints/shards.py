@@ -110,17 +110,14 @@ class ShardCheckpoints:
         checksums: dict[str, str],
         write_rest: Callable[[Path], None],
         part: Mapping[str, Any],
-        *,
-        copies: bool,
     ) -> None:
-        """Have all ranks begin; returns when they have copied, or written, their shards.
+        """Have all ranks begin; returns when they have copied their shards.
 
         Args:
             writing: of :meth:`CheckpointStore.writing`, not entered, with these ``checksums``.
             checksums: gets those of the shards.
             write_rest: writes what rank 0 adds.
             part: "step", "size_bytes" and "best_step", for nodes that keep a part of their own.
-            copies: see :meth:`SavesState.begin_saving`.
 
         Raises:
             UserError, RunFailure: the disk refuses, or a rank died.
@@ -128,9 +125,9 @@ class ShardCheckpoints:
         assert self._pending is None, "a checkpoint is being written"
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(writing)
-            self._begin_ranks(directory, part, copies=copies)
+            self._begin_ranks(directory, part)
             pending = _Pending(directory, stack.pop_all(), checksums, write_rest)
-        if copies and self._team.num_devices == 1:
+        if self._team.num_devices == 1:
             self._writer.start(lambda: self._complete(pending).close())
         else:
             self._pending = pending
@@ -157,8 +154,8 @@ class ShardCheckpoints:
             self._close_parts(pending.directory, saved)
             return stack.pop_all()
 
-    def _begin_ranks(self, directory: Path, part: Mapping[str, Any], *, copies: bool) -> None:
-        self._team.call("begin_saving", directory=str(directory), copies=copies)
+    def _begin_ranks(self, directory: Path, part: Mapping[str, Any]) -> None:
+        self._team.call("begin_saving", directory=str(directory), copies=True)
 
     def _own_checksums(self, saved: Sequence[Mapping[str, str]]) -> dict[str, str]:
         """Return the checksums of what lies in rank 0's directory."""

@@ -113,8 +113,7 @@ def _turns(models: "Models", engine: Engine, critic: Engine, reference: Model | 
 
 def build_offline(config: OfflineConfig, row_lengths: tuple[int, ...], rank: Rank) -> OfflineWorker:
     """Build what a rank does in training on fixed data; for arguments and errors see :func:`build_actor`."""
-    section = config.supervised if isinstance(config, SftConfig) else config.preference
-    models = Models(config, row_lengths, section.micro_batch_size, rank)
+    models = Models(config, row_lengths, config.training.micro_batch_size, rank)
     path, reference = config.model.path, None
     if isinstance(config, RewardModelConfig):
         head, model = models.scores(path, config.lora, after_token=True, memory=config.memory)
@@ -123,8 +122,8 @@ def build_offline(config: OfflineConfig, row_lengths: tuple[int, ...], rank: Ran
     if isinstance(config, DpoConfig):
         if reference_is_base(config):
             reference = Model(model.placement, model.graph, is_base=True)
-        elif config.model.reference_path or config.dpo.reference == "live":
-            reference = models.policy(config.model.reference_path or path)[1]
+        elif config.model.reference_path:
+            reference = models.policy(config.model.reference_path)[1]
     loss = (SupervisedLoss if isinstance(config, SftConfig) else CoefficientLoss)(head)
     engine = models.engine(model, loss, config.optimizer)
     models.make_ready()

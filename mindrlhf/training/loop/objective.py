@@ -151,7 +151,7 @@ class Objective:
         self, logprobs: Sequence[np.ndarray], reference_logprobs: Sequence[np.ndarray]
     ) -> tuple[list[np.ndarray], dict[str, float]]:
         """Return estimates of the KL at each sampled token, float64 [response] each, and their means as metrics."""
-        estimator = self._algorithm.kl_estimator
+        estimator = self._algorithm.kl_estimator.removesuffix("+")  # which changes the gradient alone
         estimates = [kl_estimate(*pair, estimator) for pair in zip(logprobs, reference_logprobs)]
         return estimates, {"kl": float(np.concatenate(estimates).mean())}
 

@@ -100,7 +100,7 @@ class RewardModelObjective:
     def evaluate(self, outputs: Outputs, reference: np.ndarray | None = None) -> PairResult:
         """Return the loss of pairs and its derivatives; see :meth:`DpoObjective.evaluate`."""
         scores = self.summarise(outputs).reshape(-1, 2)
-        losses, slopes = PAIR_LOSSES["sigmoid"](scores[:, 0] - scores[:, 1], 1.0, self._options.label_smoothing)
+        losses, slopes = PAIR_LOSSES["sigmoid"](scores[:, 0] - scores[:, 1], 1.0, 0.0)
         sums = scores.sum(axis=1)
         losses = losses + self._options.centering * sums**2
         by_sum = 2 * self._options.centering * sums

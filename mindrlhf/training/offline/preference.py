@@ -14,7 +14,7 @@ import numpy as np
 from mindrlhf.checkpoint.algorithm_state import PairAccuracy
 from mindrlhf.config.derived import reference_is_base
 from mindrlhf.config.schema import DpoConfig, RewardModelConfig
-from mindrlhf.config.training import trains_sharded
+from mindrlhf.config.training import UNPACKED, trains_sharded
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.packing import TokenSequence
@@ -75,7 +75,7 @@ def run_preference_rank(config: Config, *, resume: bool = False) -> None:
 
 
 class PreferenceTrainer:
-    """The steps of a run that trains on every pair ``preference.epochs`` times, or for ``run.max_steps`` steps.
+    """The steps of a run that trains on every pair ``training.epochs`` times, or for ``run.max_steps`` steps.
 
     See :class:`mindrlhf.training.offline.run.Trainer`; the items of a step are pairs.
     """
@@ -83,12 +83,12 @@ class PreferenceTrainer:
     def __init__(self, config: Config, inputs: RunInputs, team: Team):
         self._config = config
         self._team = team
-        preference = config.preference
+        training = config.training
         self._rows = RowOptions(
             inputs.row_lengths,
-            preference.micro_batch_size,
+            training.micro_batch_size,
             team.world_size,
-            preference.pack,
+            training.packing != UNPACKED,
             in_step=trains_sharded(config),
             image_tokens=inputs.image_tokens,
         )
@@ -96,15 +96,14 @@ class PreferenceTrainer:
         self._objective: Objective = DpoObjective(config.dpo) if is_dpo else RewardModelObjective(config.reward_model)
         has_reference = is_dpo and (config.model.reference_path or reference_is_base(config))
         self._reference_name = "reference" if has_reference else "policy"
-        self._reference_is_live = is_dpo and config.dpo.reference == "live"
         self._pairs = self._with_reference(self._read(inputs.prompts))
         self._held_out = self._with_reference(self._read(inputs.held_out)) if inputs.held_out else None
         held_out = self._held_out.sequences if self._held_out else []
         self._held_out_digest = digest_arrays(ids for one in held_out for ids in (one.prompt_ids, one.response_ids))
-        if is_dpo and not self._reference_is_live:
+        if is_dpo:
             team.call("drop_reference")
-        self.order = EpochSteps(len(self._pairs), preference.pairs_per_step, config.run.seed, config.data.shuffle)
-        self.num_steps = self.order.num_steps(preference.epochs, config.run.max_steps)
+        self.order = EpochSteps(len(self._pairs), training.pairs_per_step, config.run.seed, config.data.shuffle)
+        self.num_steps = self.order.num_steps(training.epochs, config.run.max_steps)
 
     def step(self, index: int, items: np.ndarray) -> dict[str, float]:
         """Make one optimiser update and return its metrics, measured before it."""
@@ -116,7 +115,7 @@ class PreferenceTrainer:
 
     def evaluate(self, progress: Progress) -> dict[str, float]:
         """Return the metrics of the held-out pairs before the first step, after the last, and when one is due."""
-        every = self._config.preference.eval_every_steps
+        every = self._config.evaluation.every_steps
         is_due = progress.step in (0, self.num_steps) or (every and progress.step % every == 0)
         if not self._held_out or not is_due:
             return {}
@@ -164,14 +163,11 @@ class PreferenceTrainer:
         return {f"eval/{name}": value for name, value in result.metrics().items()}, accuracy_interval(result.is_right)
 
     def _evaluate(self, pairs: Pairs) -> PairResult:
-        reference = pairs.reference
-        if self._reference_is_live:
-            reference = self._objective.summarise(self._measure("reference", pairs))
-        return self._objective.evaluate(self._measure("policy", pairs), reference)
+        return self._objective.evaluate(self._measure("policy", pairs), pairs.reference)
 
     def _with_reference(self, pairs: Pairs) -> Pairs:
         """Measure all pairs under the reference model, which the policy still is when there is no other."""
-        if not self._objective.needs_reference or self._reference_is_live:
+        if not self._objective.needs_reference:
             return pairs
         parts = [
             self._objective.summarise(self._measure(self._reference_name, pairs.take(block)))

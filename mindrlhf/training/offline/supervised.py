@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mindrlhf.config.schema import SftConfig
-from mindrlhf.config.training import trains_sharded
+from mindrlhf.config.training import UNPACKED, trains_sharded
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.packing import Row, TokenSequence, plan_rows
 from mindrlhf.images.pixels import decode_png
@@ -31,27 +31,27 @@ def run_supervised_rank(config: SftConfig, *, resume: bool = False) -> None:
 
 
 class SupervisedTrainer:
-    """The steps of a run that trains on every record ``supervised.epochs`` times, or for ``run.max_steps`` steps.
+    """The steps of a run that trains on every record ``training.epochs`` times, or for ``run.max_steps`` steps.
 
     See :class:`mindrlhf.training.offline.run.Trainer`; the items of a step are rows.
     """
 
     def __init__(self, config: SftConfig, inputs: RunInputs, team: Team):
-        section = config.supervised
+        section = config.training
         self._config = config
         self._team = team
         self._options = RowOptions(
             inputs.row_lengths,
             section.micro_batch_size,
             team.world_size,
-            section.pack,
+            section.packing != UNPACKED,
             in_step=trains_sharded(config),
             image_tokens=inputs.image_tokens,
         )
         self._sequences = read_sequences(inputs.prompts)
         self._image_files = read_image_files(inputs.prompts) if inputs.image_tokens else []
         lengths = [sequence.num_tokens for sequence in self._sequences]
-        self._rows = plan_rows(lengths, self._options.row_lengths, pack=section.pack)
+        self._rows = plan_rows(lengths, self._options.row_lengths, pack=section.packing != UNPACKED)
         self._held_out = self._held_out_batch(inputs.held_out) if inputs.held_out else None
         self.order = EpochSteps(len(self._rows), section.rows_per_step, config.run.seed, config.data.shuffle)
         self.num_steps = self.order.num_steps(section.epochs, config.run.max_steps)

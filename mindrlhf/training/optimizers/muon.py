@@ -24,6 +24,7 @@ from mindrlhf.training.optimizers import adamw
 COEFFICIENTS, NUM_STEPS = (3.4445, -4.7750, 2.0315), 5
 # Liu et al., eq. 4: about the root mean square of AdamW's updates.
 UPDATE_RMS = 0.2
+MOMENTUM = 0.95
 _EPSILON = 1e-7
 
 
@@ -42,7 +43,6 @@ class Optimizer(adamw.Optimizer):
         layouts: Mapping[str, ParameterLayout],
     ):
         super().__init__(parameters, options, matrices, layouts)
-        self.momentum = options.momentum
         hidden = [bool(matrices.get(parameter.name)) for parameter in parameters]
         steps = [
             MatrixStep(matrices[one.name], layouts.get(one.name), options.weight_decay)
@@ -73,7 +73,7 @@ class Optimizer(adamw.Optimizer):
             first, last = others[0][1], others[-1][1] + 1
             moments = self.exp_avg[first:last], self.exp_avg_sq[first:last]
             done = self.hyper_map(adamw_step, own, parameters, given, moments[0], moments[1])
-        momentum = self.momentum * applied + (1.0 - applied)
+        momentum = MOMENTUM * applied + (1.0 - applied)
         for place, number in hidden:
             parameter, buffer = self._parameters[start + place], self.momentum_buffer[number]
             done += (self.steps[number](parameter, gradients[place], buffer, lr, scale, momentum),)

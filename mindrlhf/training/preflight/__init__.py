@@ -11,7 +11,7 @@ from mindrlhf.config.memory import MemorySection, check_num_layers
 from mindrlhf.config.model import ModelSection
 from mindrlhf.config.run import DataSection, RunSection
 from mindrlhf.config.schema import AnyConfig, DpoConfig, GrpoConfig, OfflineConfig, RewardModelConfig, SftConfig
-from mindrlhf.config.training import FIRST_FIT, SHARED_PROMPTS, cpu_rules
+from mindrlhf.config.training import BY_LENGTH, SHARED_PROMPTS, cpu_rules
 from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
 from mindrlhf.data.packing import choose_row_length
 from mindrlhf.data.tokenizer_config import end_ids
@@ -147,7 +147,7 @@ def _check_lengths(
     """Check that layout and models take the rows."""
     if config.run.device != "cpu":
         check(check_layout, config, row_lengths, world_size, needs=["model.path"])
-    is_whole = config.run.device != "cpu" or config.training.packing == FIRST_FIT
+    is_whole = config.run.device != "cpu" or config.training.packing in BY_LENGTH
     longest = row_lengths[-1] if is_whole else _longest_sample(config, present)
     check(check_positions, config.model.path, longest, needs=["model.path"])
     keys = {config.model.path: "model.path"}
@@ -165,7 +165,7 @@ def check_offline_inputs(config: OfflineConfig, world_size: int = 1, mistakes: M
     mistakes = Mistakes() if mistakes is None else mistakes
     check, model = mistakes.check, config.model
     is_sft, is_scorer = isinstance(config, SftConfig), isinstance(config, RewardModelConfig)
-    task, name, what = ("sft", "supervised", "record") if is_sft else ("preference", "preference", "pair")
+    task, what = ("sft", "record") if is_sft else ("preference", "pair")
     keys = {"model.path": model.path, "model.reference_path": "" if is_sft else model.reference_path}
     keys = {key: path for key, path in keys.items() if path}
     check(check_offline_vision, config, needs=["model.path"])
@@ -179,12 +179,12 @@ def check_offline_inputs(config: OfflineConfig, world_size: int = 1, mistakes: M
     check(_check_layers, config.memory, model.path, needs=["model.path", "memory.recompute_layers"])
     for path, file in itertools.product(keys.values(), files.present):
         check(check_images, path, file, needs=["model.path"])
-    batches = getattr(config, name)
+    batches = config.training
     lengths = check(_record_row_lengths, batches.sequence_lengths, files.present, what, config.run)
     if lengths:
         for key, path in keys.items():
             check(check_rows_in_window, path, lengths[-1], needs=[key])
-        shape = (config, tuple(keys.values()), world_size, lengths, batches.micro_batch_size, name, is_scorer)
+        shape = (config, tuple(keys.values()), world_size, lengths, batches.micro_batch_size, is_scorer)
         check(check_offline_layout, *shape, needs=["model.path", "model.reference_path"])
     mistakes.raise_if_any()
     seen = image_tokens(model.path)
@@ -225,7 +225,7 @@ def _grpo_row_lengths(config: GrpoConfig, files: Sequence[PromptFile]) -> tuple[
         f"the longest prompt of {longer.path} ({longer.header.longest_prompt} tokens) with "
         f"rollout.max_response_length = {config.rollout.max_response_length}"
     )
-    is_fitted = config.training.packing != FIRST_FIT
+    is_fitted = config.training.packing not in BY_LENGTH
     given = config.training.sequence_lengths or group_row(config, longest)
     return choose_row_length(given, longest, what, config.run.device, is_fitted=is_fitted)
 

@@ -46,7 +46,6 @@ def check_offline_layout(
     world_size: int,
     row_lengths: tuple[int, ...],
     micro_batch_size: int,
-    section: str,
     as_scorer: bool = False,
 ) -> None:
     """Check that the models of a run on fixed data can be sharded over the ranks.
@@ -54,14 +53,13 @@ def check_offline_layout(
     Args:
         paths: of the models.
         micro_batch_size: packed sequences per micro-batch.
-        section: that has ``micro_batch_size`` and `sequence_lengths`.
         as_scorer: it is their scoring form that is trained.
     """
     if config.run.device == "cpu":  # which trains whole models
         return
     layout = Layout.from_config(config.parallel_config, world_size)
     check_num_ranks(world_size)
-    check_rows(config.parallel_config, row_lengths, micro_batch_size, section)
+    check_rows(config.parallel_config, row_lengths, micro_batch_size)
     for path in dict.fromkeys(paths):
         dims = model_dims(path)
         check_model(model_dims(path, as_scorer=as_scorer), layout)
@@ -88,9 +86,9 @@ def check_servers(config: GrpoConfig, world_size: int, num_nodes: int) -> None:
             f"'rollout.engine' is {rollout.engine}, but servers of rollout.tensor_parallel {rollout.tensor_parallel} "
             f"lie over several nodes of {node_size} devices, which vLLM's alone do: lower it"
         )
-    if config.profiler.vllm and spans:
+    if "vllm" in config.profiler.tools and spans:
         raise UserError(
-            f"'profiler.vllm' is true, but servers of rollout.tensor_parallel {rollout.tensor_parallel} lie over "
+            f"'profiler.tools' has vllm, but servers of rollout.tensor_parallel {rollout.tensor_parallel} lie over "
             f"several nodes of {node_size} devices, which vLLM's profiler was not tried with: set it to false"
         )
     _check_buffer(config)

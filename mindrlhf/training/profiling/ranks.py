@@ -42,9 +42,9 @@ class ProfiledWorker:
         self._directory = profile_dir(output_dir)
         self._name = f"rank_{rank.index}"
         self._is_rank_0 = rank.is_rank_0
-        self._runs_mindspore = section.mindspore
+        self._runs_mindspore = "mindspore" in section.tools
         self._mindspore: Any = None
-        self._servers = servers if section.vllm else None
+        self._servers = servers if "vllm" in section.tools else None
         self._step = 0
         self._waiting = timeline.span("")
 

@@ -75,7 +75,7 @@ def test_mindspeed_rl_by_hand(tmp_path):
     # 64 prompts with 8 samples each are 512 samples; updates of 128 make 4.
     assert (config.training.chunk_size, config.training.num_rollouts, config.training.num_minibatches) == (64, 1, 4)
     training = config.training
-    assert (training.sequence_lengths, training.micro_batch_size, training.pack) == ((8192,), 1, True)
+    assert (training.sequence_lengths, training.micro_batch_size, training.packing) == ((8192,), 1, "first_fit")
     assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.2, 0.28)
     assert (config.algorithm.beta, config.algorithm.kl_in, config.algorithm.kl_estimator) == (0.001, "loss", "k3")
     assert config.algorithm.overlong_buffer == 512 / 2048

@@ -35,9 +35,9 @@ from mindrlhf.dryrun.plan.verdict import give_verdict, with_keys
         ),
         (
             "qwen2_5_7b_16npu_128k",
-            ("memory.logit_positions=0", "rollout.gpu_memory_utilization=0.4"),
+            ("memory.logit_tile=[]", "rollout.gpu_memory_utilization=0.4"),
             50 * 10**9,
-            "memory.logit_positions",
+            "memory.logit_tile",
         ),
         (
             "qwen2_5_32b_16npu",

@@ -18,10 +18,10 @@ from mindrlhf.system.ports import PORTS_VARIABLE, find_free_port
 
 
 @pytest.fixture
-def tracker(tmp_path):
+def tracker(tmp_path, monkeypatch):
     port = find_free_port()
-    config = {"observe": {"prometheus_port": port}}
-    tracker = Tracker(TrackedRun("numbers", "the run", "a" * 21, tmp_path, config))
+    monkeypatch.setenv("MINDRLHF_PROMETHEUS_PORT", str(port))
+    tracker = Tracker(TrackedRun("numbers", "the run", "a" * 21, tmp_path, {}))
     tracker.port = port
     yield tracker
     tracker.close(is_complete=True)

@@ -167,12 +167,6 @@ def test_the_process_of_a_node_ends_with_its_starter_and_leaves_nothing(tmp_path
     assert {path.name for path in tmp_path.iterdir()} <= {"agent.py", "__pycache__"}
 
 
-def test_agents_stay_on_node_0_where_the_user_says_so():
-    with contextlib.ExitStack() as stack:
-        assert start_agents(ToolSection(agent="sh a.sh", every_node=False), stack) is None
-        assert start_agents(ToolSection(), stack) is None
-
-
 # On each of two machines; the first has the model.
 ON_MACHINES = """
 import contextlib, os, socket, sys, time

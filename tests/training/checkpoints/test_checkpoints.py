@@ -81,9 +81,8 @@ def evaluation(step, accuracy, questions="those"):
     return Evaluation(step, "length", {"length": np.full((4, 1), accuracy)}, 1.0, [], questions)
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_checkpoint_brings_back_everything(tmp_path, asynchronous):
-    run = Run(tmp_path, asynchronous=asynchronous)
+def test_a_checkpoint_brings_back_everything(tmp_path):
+    run = Run(tmp_path)
     run.step()
     run.step()
     run.progress.evaluations.append(evaluation(2, 0.25))

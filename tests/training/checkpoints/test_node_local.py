@@ -73,7 +73,7 @@ class Run:
         save_dir = {"save_dir": str(tmp_path / "disk")}
         self.config = grpo_config(
             run={"output_dir": str(tmp_path / "out")},
-            checkpoint={"every_steps": 1, "keep_last": 2, "asynchronous": False, "node_local": True, **save_dir},
+            checkpoint={"every_steps": 1, "keep_last": 2, "node_local": True, **save_dir},
             parallel_config={"data_parallel": parallel.data_parallel, "model_parallel": parallel.model_parallel},
         )
         self.team = team_of(is_cut)
@@ -88,6 +88,7 @@ class Run:
         for worker in self.team.workers:
             worker.shard += 1
         self.checkpoints.save(self.progress)
+        self.checkpoints.wait()
 
     def names(self) -> list[list[str]]:
         # What is half-written goes when nobody is writing it; here the process that wrote it lives on.

@@ -118,17 +118,9 @@ def test_the_next_save_and_the_end_wait_for_the_last_one(tmp_path):
     assert contents(run.save_dir / "step_00000002") == ["2", "102", "202", "302"]
 
 
-def test_without_asynchronous_writing_the_checkpoint_is_there_when_save_returns(tmp_path):
-    run = Run(tmp_path, asynchronous=False)
-    run.step()
-    run.checkpoints.save(run.progress)
-    assert contents(run.save_dir / "step_00000001") == ["1", "101", "201", "301"]
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("rank", [0, 3])
-def test_a_rank_that_cannot_write_ends_the_run_and_nothing_is_left(tmp_path, rank, asynchronous):
-    run = Run(tmp_path, asynchronous=asynchronous)
+def test_a_rank_that_cannot_write_ends_the_run_and_nothing_is_left(tmp_path, rank):
+    run = Run(tmp_path)
     run.step()
     run.checkpoints.save(run.progress)
     run.checkpoints.wait()
@@ -142,7 +134,7 @@ def test_a_rank_that_cannot_write_ends_the_run_and_nothing_is_left(tmp_path, ran
         run.checkpoints.save(run.progress)
         for worker in run.team.workers:
             worker._shard_writer._thread.join()
-        run.step()  # where an asynchronous write is noticed
+        run.step()  # where it is noticed
     assert run.names() == ["step_00000001"]
     run.checkpoints.close()
 

@@ -38,7 +38,7 @@ def configs(device):
     grpo = st.builds(
         GrpoConfig, **common, lora=lora, algorithm=st.sampled_from(algorithms), reward=st.sampled_from(rewards)
     )
-    dpo = st.builds(DpoConfig, **common, lora=lora, dpo=st.sampled_from([DpoSection(), DpoSection(reference="live")]))
+    dpo = st.builds(DpoConfig, **common, lora=lora, dpo=st.just(DpoSection()))
     return st.one_of(grpo, dpo, *(st.builds(kind, **common, lora=lora) for kind in (SftConfig, RewardModelConfig)))
 
 

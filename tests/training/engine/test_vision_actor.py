@@ -150,7 +150,7 @@ def test_fine_tuning_learns_to_tell_pictures_apart(model_dir):
     config = SftConfig(
         model=ModelSection(path=str(model_dir)),
         data=DataSection(train_file="unread", tokenizer_dir="unread"),
-        supervised=SupervisedSection(micro_batch_size=ROWS),
+        training=SupervisedSection(micro_batch_size=ROWS),
     )
     worker = build_offline(config, (LENGTH,), Rank(0, 1))
     prompt = np.array([60, *[IMAGE] * 6, 50], np.int32)

@@ -271,7 +271,7 @@ class Run:
         parts = Parts(
             team=team,
             policy=Policy(team, Buffer(self.journal)),
-            rows=RowOptions((8, 16), training.micro_batch_size, world_size, training.pack, training.packing),
+            rows=RowOptions((8, 16), training.micro_batch_size, world_size, True, training.packing),
             rollout=Rollout(self.generator, prompts, sampler, questions, more),
             observers=Observers(self.memory, self.memory, Course(self.memory)),
             timer=timer,

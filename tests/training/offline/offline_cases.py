@@ -49,7 +49,7 @@ def write_config(path, model_dir, **sections):
     config = {
         "model": {"path": str(model_dir)},
         "data": {"train_file": "unread", "eval_file": "unread", "tokenizer_dir": "unread"},
-        "preference": {"pairs_per_step": 16, "micro_batch_size": 8, "sequence_lengths": [32], "epochs": 3},
+        "training": {"pairs_per_step": 16, "micro_batch_size": 8, "sequence_lengths": [32], "epochs": 3},
         "optimizer": {"start_lr": 3e-3},
         "observe": {"sinks": []},
         **sections,

@@ -1,6 +1,5 @@
 """Runs on fixed data that are broken off and resumed end, bit for bit, like those that never stopped."""
 
-import json
 
 import numpy as np
 import pytest
@@ -57,20 +56,17 @@ def read_config(kind, model_dir, output_dir, overrides):
         "lora": {"rank": 4} if kind == ADAPTED else {},
     }
     if kind == "sft":
-        sections["supervised"] = {"rows_per_step": 16, "micro_batch_size": 8, "sequence_lengths": [32], "epochs": 3}
-        sections["supervised"]["pack"] = False
+        sections["training"] = {"rows_per_step": 16, "micro_batch_size": 8, "sequence_lengths": [32], "epochs": 3}
+        sections["training"]["packing"] = "none"
         path = write_config(output_dir / "config.yaml", model_dir, **sections)
-        values = json.loads(path.read_text())
-        del values["preference"]
-        path.write_text(json.dumps(values))
         return load.load_sft_config(path, overrides)
-    sections["preference"] = {
+    sections["training"] = {
         "pairs_per_step": 16,
         "micro_batch_size": 8,
         "sequence_lengths": [32],
         "epochs": 3,
-        "eval_every_steps": 2,
     }
+    sections["evaluation"] = {"every_steps": 2}
     path = write_config(output_dir / "config.yaml", model_dir, **sections)
     loader = load.load_reward_model_config if kind == "reward-model" else load.load_dpo_config
     return loader(path, overrides)
@@ -167,7 +163,7 @@ def test_a_request_to_end_saves_the_step_and_stops(make, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["preference.pairs_per_step=8"], r"preference.pairs_per_step was 16 and is now 8"),
+        (["training.pairs_per_step=8"], r"training.pairs_per_step was 16 and is now 8"),
         (["dpo.beta=0.3"], r"dpo.beta was 0.1 and is now 0.3"),
         (["run.max_steps=9"], r"run.max_steps was 7 and is now 9"),  # its learning rate decays
     ],

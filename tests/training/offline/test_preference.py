@@ -1,6 +1,5 @@
 """Preference runs on a real small model: the two passes add up to the loss's own gradient, and pairs get in order."""
 
-import dataclasses
 import json
 
 import numpy as np
@@ -9,7 +8,6 @@ from offline_cases import NoCheckpoints, PairFile, Sinks, export_model, write_co
 from rewound import Rewound, set_arrays
 
 from mindrlhf.config.load import load_dpo_config, load_reward_model_config
-from mindrlhf.config.schema import DpoConfig
 from mindrlhf.errors import UserError
 from mindrlhf.training.preflight import RunInputs
 
@@ -24,7 +22,7 @@ def make_trainer(config, learner=None):
     from mindrlhf.training.team import Team
 
     learner = learner or build_learner(config)
-    inputs = RunInputs(None, PairFile(160, 0), PairFile(24, 1), tuple(config.preference.sequence_lengths), 0)
+    inputs = RunInputs(None, PairFile(160, 0), PairFile(24, 1), tuple(config.training.sequence_lengths), 0)
     return PreferenceTrainer(config, inputs, Team(learner, [])), learner
 
 
@@ -43,16 +41,10 @@ def begin():
     def make(config):
         kind = type(config)
         if kind not in learners:
-            if kind is DpoConfig:  # with a live reference model, which a run that measures it ahead does not get
-                live = dataclasses.replace(config.dpo, reference="live")
-                learner = build_learner(dataclasses.replace(config, dpo=live))
-            else:
-                learner = build_learner(config)
+            learner = build_learner(config)
             learners[kind] = learner, Rewound(learner)
         learner, rewound = learners[kind]
         rewound.rewind()
-        if kind is DpoConfig and config.dpo.reference != "live":
-            learner.reference = None
         return make_trainer(config, learner)
 
     return make
@@ -77,18 +69,6 @@ def test_dpo_learns_the_order_of_pairs(begin, model_dir, tmp_path):
     assert [step for step, values in metrics.items() if "eval/accuracy" in values] == [0, 30]
     assert metrics[30]["eval/accuracy"] > 0.9
     assert summary.startswith("preference accuracy on 24 held-out pairs: 50.0%")
-
-
-def test_a_live_reference_gives_what_a_precomputed_one_gives(begin, model_dir, tmp_path):
-    losses = []
-    for reference in ("precomputed", "live"):
-        options = {"beta": 0.5, "reference": reference, "sft_weight": 0.3}
-        config = load_dpo_config(
-            write_config(tmp_path / "dpo.yaml", model_dir, dpo=options), ["run.max_steps=3", "preference.pack=false"]
-        )
-        metrics, _ = run(begin(config)[0])
-        losses.append([metrics[step]["loss"] for step in (1, 2, 3)])
-    np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 def test_two_passes_give_the_gradient_of_the_loss(begin, model_dir, tmp_path):

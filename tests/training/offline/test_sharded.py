@@ -4,7 +4,6 @@ What stands for the graphs of a rank computes with the whole model, so that all 
 """
 
 import dataclasses
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +12,6 @@ from engines import accumulate, whole_engine
 from fakes import LocalTeam
 from offline_cases import PairFile, export_model, write_config
 from rewound import Rewound
-from slow_tests import SLOW
 from test_preference import run
 
 from mindrlhf.config.load import load_dpo_config, load_reward_model_config, load_sft_config
@@ -126,31 +124,31 @@ def assert_same_runs(plain, sharded, rewind=lambda: None):
 
 @pytest.fixture(scope="module")
 def dpo_worker(model_dir, tmp_path_factory):
-    """One with a live reference model, compiled once, and what puts it back."""
+    """One with a reference model, compiled once, and what puts it back."""
     from mindrlhf.training.engine.build import build_offline
     from mindrlhf.training.runtime import Rank
 
-    worker = build_offline(dpo_config(model_dir, tmp_path_factory.mktemp("config"), "live"), (32,), Rank(0, 1))
+    worker = build_offline(dpo_config(model_dir, tmp_path_factory.mktemp("config")), (32,), Rank(0, 1))
     return worker, Rewound(worker)
 
 
-def dpo_config(model_dir, tmp_path, reference):
-    options = {"beta": 0.5, "reference": reference, "sft_weight": 0.3}
-    return load_dpo_config(write_config(tmp_path / "dpo.yaml", model_dir, dpo=options), ["run.max_steps=3"])
+def dpo_config(model_dir, tmp_path):
+    options = {"beta": 0.5, "sft_weight": 0.3}
+    overrides = ["run.max_steps=3", f"model.reference_path={model_dir}"]
+    return load_dpo_config(write_config(tmp_path / "dpo.yaml", model_dir, dpo=options), overrides)
 
 
-@pytest.mark.parametrize("reference", ["precomputed", pytest.param("live", marks=SLOW)])
-def test_dpo_is_that_of_one_process(dpo_worker, model_dir, tmp_path, reference):
+def test_dpo_is_that_of_one_process(dpo_worker, model_dir, tmp_path):
     from mindrlhf.training.offline.preference import PreferenceTrainer
     from mindrlhf.training.team import Team
 
-    config = dpo_config(model_dir, tmp_path, reference)
-    inputs = RunInputs(None, PairFile(60, 0), PairFile(24, 1), tuple(config.preference.sequence_lengths), 0)
+    config = dpo_config(model_dir, tmp_path)
+    inputs = RunInputs(None, PairFile(60, 0), PairFile(24, 1), tuple(config.training.sequence_lengths), 0)
     worker, rewound = dpo_worker
     rewound.rewind()
-    frozen = SimpleNamespace(model=worker.reference) if reference == "live" else None
+    frozen = SimpleNamespace(model=worker.reference)
     plain = PreferenceTrainer(config, inputs, Team(worker, []))
-    assert (worker.reference is None) == (reference == "precomputed")
+    assert worker.reference is None
     sharded = make_sharded(
         worker.engine,
         lambda team: PreferenceTrainer(as_sharded(config), inputs, team),
@@ -172,7 +170,7 @@ def test_a_reward_model_is_that_of_one_process(model_dir, tmp_path):
 
     path = write_config(tmp_path / "rm.yaml", model_dir, reward_model={"centering": 0.02})
     config = load_reward_model_config(path, ["run.max_steps=3"])
-    inputs = RunInputs(None, PairFile(60, 0), PairFile(24, 1), tuple(config.preference.sequence_lengths), 0)
+    inputs = RunInputs(None, PairFile(60, 0), PairFile(24, 1), tuple(config.training.sequence_lengths), 0)
 
     network = load_scorer(config.model, config.model.path, config.run, 32)
     loss = CoefficientLoss(TokenScores(network, after_token=False))
@@ -192,11 +190,8 @@ def test_fine_tuning_is_that_of_one_process(model_dir, tmp_path):
     from mindrlhf.training.runtime import Rank
     from mindrlhf.training.team import Team
 
-    supervised = {"rows_per_step": 8, "micro_batch_size": 4, "sequence_lengths": [16, 32]}
-    path = write_config(tmp_path / "sft.yaml", model_dir, supervised=supervised)
-    sections = json.loads(path.read_text())
-    del sections["preference"]
-    path.write_text(json.dumps(sections))
+    batches = {"rows_per_step": 8, "micro_batch_size": 4, "sequence_lengths": [16, 32]}
+    path = write_config(tmp_path / "sft.yaml", model_dir, training=batches)
     config = load_sft_config(path, ["run.max_steps=3"])
     inputs = RunInputs(None, PairFile(60, 0), PairFile(24, 1), (16, 32), 0)
 

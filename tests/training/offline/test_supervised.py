@@ -69,12 +69,12 @@ class Rank:
 
 
 def run(lengths, *, world_size=1, held_out=None, max_steps=0, shuffle=True, seed=0, optimizer=None, **supervised):
-    options = {"rows_per_step": 2 * world_size, "micro_batch_size": 1, "epochs": 1, "pack": False, **supervised}
+    options = {"rows_per_step": 2 * world_size, "micro_batch_size": 1, "epochs": 1, "packing": "none", **supervised}
     config = SftConfig(
         model=ModelSection(path="model"),
         data=DataSection(train_file="train", tokenizer_dir="tokenizer", shuffle=shuffle),
         run=RunSection(max_steps=max_steps, seed=seed),
-        supervised=SupervisedSection(**options),
+        training=SupervisedSection(**options),
         optimizer=OptimizerSection(**(optimizer or {"start_lr": 1.0})),
     )
     team, sinks = LocalTeam([Rank() for _ in range(world_size)]), Sinks()
@@ -86,10 +86,10 @@ def run(lengths, *, world_size=1, held_out=None, max_steps=0, shuffle=True, seed
 LENGTHS = [3, 5, 2, 15, 9]
 
 
-@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("packing", ["none", "first_fit"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_every_epoch_trains_on_every_token_once(world_size, pack):
-    team, metrics = run(LENGTHS, world_size=world_size, epochs=3, pack=pack)
+def test_every_epoch_trains_on_every_token_once(world_size, packing):
+    team, metrics = run(LENGTHS, world_size=world_size, epochs=3, packing=packing)
     total = sum((records for rank in team.workers for _, _, records in rank.updates), Counter())
     assert total == {i + 1: 3 * length for i, length in enumerate(LENGTHS)}
     assert list(metrics) == list(range(1, len(metrics) + 1))
@@ -189,7 +189,7 @@ def test_ranks_are_sent_the_images_of_each_step():
     config = SftConfig(
         model=ModelSection(path="model"),
         data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
-        supervised=SupervisedSection(rows_per_step=2, micro_batch_size=1, epochs=2, pack=False),
+        training=SupervisedSection(rows_per_step=2, micro_batch_size=1, epochs=2, packing="none"),
     )
     team = LocalTeam([SeeingRank(), SeeingRank()])
     inputs = RunInputs(None, Pictures(LENGTHS), None, (8, 16, 32), 0, ImageTokens(100, 9, VisionGeometry()))

@@ -76,7 +76,7 @@ def test_dpo_learns_what_only_the_pictures_tell(make_trainer, model_dir, tmp_pat
     from mindrlhf.training.offline.run import OfflineSteps
 
     config = load_dpo_config(
-        write_config(tmp_path / "dpo.yaml", model_dir, dpo={"beta": 0.5}), ["preference.epochs=4"]
+        write_config(tmp_path / "dpo.yaml", model_dir, dpo={"beta": 0.5}), ["training.epochs=4"]
     )
     trainer, _ = make_trainer(config)
     sinks = Sinks()

@@ -17,7 +17,7 @@ from mindrlhf.specs.lora import AdaptedRules, LoraOptions
 
 pytestmark = pytest.mark.usefixtures("mindformers")
 
-OPTIONS = OptimizerSection(type="muon", weight_decay=0.1, momentum=0.9)
+OPTIONS = OptimizerSection(type="muon", weight_decay=0.1)
 RATES = (1e-2, 3e-3, 2e-2)
 QWEN = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -91,8 +91,8 @@ class Float64Muon:
         decay = OPTIONS.weight_decay if gradient.ndim > 1 else 0.0
         self.num_steps += 1
         if self.is_matrix:
-            self.mean = 0.9 * self.mean + gradient
-            update = 0.2 * max(gradient.shape) ** 0.5 * orthogonal(gradient + 0.9 * self.mean)
+            self.mean = 0.95 * self.mean + gradient
+            update = 0.2 * max(gradient.shape) ** 0.5 * orthogonal(gradient + 0.95 * self.mean)
         else:
             self.mean = OPTIONS.beta1 * self.mean + (1 - OPTIONS.beta1) * gradient
             self.square = OPTIONS.beta2 * self.square + (1 - OPTIONS.beta2) * gradient**2

@@ -126,7 +126,7 @@ def test_chosen_steps_of_all_ranks_are_in_one_timeline(tmp_path, clock, capsys):
 
 
 def test_all_ranks_are_recorded_and_servers_are_told_the_step(tmp_path, clock):
-    _, servers = run(tmp_path, clock, ProfilerSection(steps=(1,), vllm=True), num_ranks=3)
+    _, servers = run(tmp_path, clock, ProfilerSection(steps=(1,), tools=("vllm",)), num_ranks=3)
     processes = {process for process, *_ in spans(read_trace(tmp_path / "timeline.json"))}
     assert processes == {"rank 0", "rank 1", "rank 2", "vLLM rollout_0"}
     assert servers.calls == [1, 0]

@@ -21,7 +21,6 @@ from mindrlhf.observe.timing import StageTimer
 from mindrlhf.rollout.samples import Sample, Sampler
 from mindrlhf.rollout.types import Generator, SamplingParams
 from mindrlhf.training.checkpoints.run import Progress
-from mindrlhf.training.loop.difficulty import pass_rates
 from mindrlhf.training.loop.leftover import with_images, without_images
 from mindrlhf.training.loop.step import StepSamples
 
@@ -171,13 +170,9 @@ class PromptSampling:
         records: list[Prompt] = []
 
         def sample_round(num_prompts: int, first_group: int) -> list[Sample]:
-            indices, count = self.stream.next(num_prompts), self._config.algorithm.num_generations
-            new = self.read(indices)
+            new = self.read(self.stream.next(num_prompts))
             records.extend(new)
-            samples = self._generate(new, index, count, self.sampling, first_group)
-            if self._config.algorithm.rest_epochs:
-                self.stream.note(indices, pass_rates(samples, count, self._config.reward.verifier_function[0]))
-            return samples
+            return self._generate(new, index, self._config.algorithm.num_generations, self.sampling, first_group)
 
         samples = self._groups.collect(sample_round, leftover)
         if not needs_greedy:
