@@ -44,7 +44,7 @@ MOST = {
     "mindrlhf/weights": 4221,
     "tests": 71680,  # limits for strangers' files; in its place: tests of data follow as tables
     "scripts": 1996,
-    "docs": 31140,
+    "docs": 31177,
 }
 # Modules of these are found by the name of their file.
 FOUND_BY_NAME = tuple(
