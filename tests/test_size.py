@@ -42,7 +42,7 @@ MOST = {
     "mindrlhf/tools": 2518,
     "mindrlhf/training": 10620,
     "mindrlhf/weights": 4221,
-    "tests": 71680,  # limits for strangers' files; in its place: tests of data follow as tables
+    "tests": 71684,  # limits for strangers' files; in its place: tests of data follow as tables
     "scripts": 1996,
     "docs": 31177,
 }

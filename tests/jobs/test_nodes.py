@@ -225,6 +225,9 @@ def while_it_generates(act: Act) -> Act:
     """Stop a node's server while it owes samples, so that the run waits for them, before it befalls the node."""
 
     def wait_and_act(machines: Machines) -> None:
+        def read_activity() -> str:
+            return read_beat(heartbeat_path(machines.directory / "run" / "logs", 0)).activity
+
         wait_to_take_part(machines)
         server = machines.find(1, "-m mindrlhf.rollout.server ")
         deadline_s = time.monotonic() + TIMEOUT_S
@@ -234,12 +237,13 @@ def while_it_generates(act: Act) -> Act:
             # The run stands still: in the rollout, or where it gives the server new weights, and then nothing is owed.
             while time.monotonic() - since_s < 4:
                 assert time.monotonic() < deadline_s, machines.all_text()
-                if (now := read_beat(heartbeat_path(machines.directory / "run" / "logs", 0)).activity) != activity:
+                if (now := read_activity()) != activity:
                     since_s, activity = time.monotonic(), now
                 time.sleep(0.1)
             if activity.endswith(": rollout"):
                 return act(machines)
             os.kill(server, signal.SIGCONT)
+            machines.wait_for(lambda stood=activity: read_activity() != stood)  # or it would never get its weights
 
     return wait_and_act
 
