@@ -1,6 +1,10 @@
 """Models with their weights, from a Hugging Face directory: language models, and the scoring models made of them."""
 
+import contextlib
+from collections.abc import Iterator
+
 import numpy as np
+from mindspore.common.initializer import Normal
 
 from mindrlhf.config.memory import WHOLE, MemorySection
 from mindrlhf.config.model import LoraSection, ModelSection
@@ -78,16 +82,28 @@ def load_scorer(
 def _build(
     hf_config: dict, model: ModelSection, memory: MemorySection, run: RunSection, row_length: int, num_image_rows: int
 ) -> CausalLM:
-    return build_model(
-        hf_config,
-        seq_length=row_length,
-        compute_dtype=model.compute_dtype,
-        param_dtype=model.param_dtype,
-        device=run.device,
-        recompute=model.recompute,
-        memory=memory,
-        num_image_rows=num_image_rows,
-    )
+    with _no_random_weights() if run.device == "cpu" else contextlib.nullcontext():
+        return build_model(
+            hf_config,
+            seq_length=row_length,
+            compute_dtype=model.compute_dtype,
+            param_dtype=model.param_dtype,
+            device=run.device,
+            recompute=model.recompute,
+            memory=memory,
+            num_image_rows=num_image_rows,
+        )
+
+
+@contextlib.contextmanager
+def _no_random_weights() -> Iterator[None]:
+    """Have no values drawn for the weights of cells that the body makes: others are loaded next."""
+    draw = Normal._initialize
+    Normal._initialize = lambda self, array: array.fill(0)
+    try:
+        yield
+    finally:
+        Normal._initialize = draw
 
 
 def _fill(network: CausalLM, model: ModelSection, path: str, run: RunSection) -> None:

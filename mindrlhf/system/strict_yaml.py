@@ -92,9 +92,14 @@ class _StrictLoader(yaml.SafeLoader):
         return super().resolve(kind, value, implicit)
 
     def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        digits, line = node.value.lstrip("+-"), node.start_mark.line + 1
+        if node.tag == _NUMBER_TAGS[0] and re.fullmatch("0[0-7]*[1-7][0-7]*", digits):
+            old, new = int(digits, 8), int(digits)
+            both = f"{old} in YAML 1.1 and {new} in 1.2"
+            raise UserError(f"{digits} (line {line}) is {both}: write one of them")
         # Arithmetic on digits takes the square of their number.
         if node.tag in _NUMBER_TAGS and len(node.value) > MAX_NUMBER_CHARS:
-            raise UserError(f"a number has {len(node.value)} characters (line {node.start_mark.line + 1}): shorten it")
+            raise UserError(f"a number has {len(node.value)} characters (line {line}): shorten it")
         return super().construct_scalar(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:

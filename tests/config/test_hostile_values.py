@@ -104,6 +104,7 @@ def test_so_do_several_keys_together(data):
         ("reward.failure_value=.nan", "'reward.failure_value' is nan, but must be a number from -1000000000 to"),
         ("run.hang_timeout_s=1e18", "'run.hang_timeout_s' is 1e+18, but must be a number from 0 to 2000000"),
         ("rollout.temperature=1e-320", "'rollout.temperature' is 1e-320, but numbers other than 0 must be 1e-30"),
+        ("run.max_steps=0100", "override 'run.max_steps=0100': 0100 (line 1) is 64 in YAML 1.1 and 100 in"),
         ("run.max_steps=12:30", "'run.max_steps' must be an integer, not '12:30'"),
     ],
 )
