@@ -105,8 +105,14 @@ _ANNOTATION = re.compile(
     r"(?<=[\w$}\])*])\s+[(\[](?!mod|base|in |hex|bin|oct|of )(?:[0-9]{1,2}|[^()\[\]]*[^\W\d_]{2}[^()\[\]]*)[)\]]$",
     re.IGNORECASE,
 )
+_CALCULATION = re.compile(r"<<[^<>\n]{0,200}>>")  # before its result, as in GSM8K's solutions
 _NEXT_SENTENCE = re.compile(r"(?<=[0-9)}\]$*])\s+([A-Z][a-z]+)(?=:|\s.*[0-9])", re.DOTALL)
-_CHECKING = re.compile(r"\b(?:check|verify|confirm|test)[a-z]* (?:our|the|this|my|that) $", re.IGNORECASE)
+# What is done with the answer, or another noun: "to express the answer as a percentage: 9 / 27 = 33.3%".
+_NO_MARK = re.compile(
+    r"\b(?:(?:check|verify|confirm|test|express|round)[a-z]* (?:our|the|this|my|that) |had |short[ -]"
+    r"|(?:first|second|third|fourth|fifth|next|previous) )$",
+    re.IGNORECASE,
+)
 _MARKS = re.compile(r"\\(?:boxed|fbox|framebox)|####|<answer>")
 # A clause begins behind these; what rejects an answer stands in its clause.
 _CLAUSE = re.compile(
@@ -127,7 +133,7 @@ def stated_answers(text: str) -> list[Mark]:
     """What ``text`` says to be the answer, the result or the solution, near its end; nothing that it denies."""
     offset = max(0, len(text) - _MAX_BEHIND_CHARS)
     tail = text[offset:]
-    matches = [match for match in pattern(_STATED).finditer(tail) if not _CHECKING.search(tail, 0, match.start())]
+    matches = [match for match in pattern(_STATED).finditer(tail) if not _NO_MARK.search(tail, 0, match.start())]
     marks = []
     for i, match in enumerate(matches):
         line = tail[: match.start()].rpartition("\n")[2]
@@ -155,7 +161,7 @@ def stated_answers(text: str) -> list[Mark]:
 
 
 def _bare_value(value: str) -> str:
-    value = pattern(r"\s*<ends>[\s.]*$").sub("", value.strip())
+    value = pattern(r"\s*<ends>[\s.]*$").sub("", _CALCULATION.sub("", value).strip())
     value = _ANNOTATION.sub(lambda match: match.group() if _UNDECIDED.search(match.group()) else "", value)
     braces = "}" if value.count("{") < value.count("}") else ""
     return _HEDGES.sub("", value.strip(f"*_\"' \t{braces}"), count=1)

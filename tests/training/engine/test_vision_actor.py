@@ -92,7 +92,7 @@ def test_an_update_moves_the_decoder_and_leaves_the_tower(actor):
     assert trained and not [name for name in trained if name.startswith("visual.")]
 
 
-def test_the_tower_is_published_once(actor, monkeypatch):
+def test_the_tower_is_published_with_each_version(actor, monkeypatch):
     from mindrlhf.weights.convert import iter_hf_tensors
 
     with actor.model.placement.create_weight_buffer() as buffer:
@@ -106,8 +106,7 @@ def test_the_tower_is_published_once(actor, monkeypatch):
             buffer.commit()
             buffer.verify(version)
             written.append(sorted(buffer.written()))
-            assert any(name.startswith("visual.") for name in names) == (version == 1)
-            assert "model.norm.weight" in names
+            assert any(name.startswith("visual.") for name in names) and "model.norm.weight" in names
         assert written[0] == written[1]
         found = {name: array for name, _, array in buffer.tensors(2)}
         for name, array in iter_hf_tensors(actor.model.network):
