@@ -76,7 +76,7 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> Parser:
     """Return the parser with every sub-command registered."""
-    parser = Parser(prog="mindrlhf", description=mindrlhf.__doc__.splitlines()[0])
+    parser = Parser(prog="mindrlhf", description=(mindrlhf.__doc__ or "MindRLHF").splitlines()[0])
     parser.add_argument("--version", action="version", version=f"mindrlhf {mindrlhf.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:

@@ -69,7 +69,8 @@ def _add_serve(actions: argparse._SubParsersAction) -> None:
 def _list(arguments: argparse.Namespace) -> int:
     from mindrlhf.rewards.registry import built_in, built_in_names
 
-    what = {name: built_in(name).__doc__.strip().splitlines()[0].replace("`" * 2, "") for name in built_in_names()}
+    texts = {name: built_in(name).__doc__ or name for name in built_in_names()}
+    what = {name: text.strip().splitlines()[0].replace("`" * 2, "") for name, text in texts.items()}
     if arguments.json:
         return print_json(what)
     width = max(map(len, what))

@@ -54,7 +54,7 @@ def _options() -> str:
 
 
 def _sentence(cls: type) -> str:
-    return cls.__doc__.strip() + "\n"
+    return (cls.__doc__ or cls.__name__).strip() + "\n"
 
 
 def _section(name: str, cls: type) -> str:

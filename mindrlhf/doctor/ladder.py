@@ -94,7 +94,7 @@ def _try(ground: Ground, number: int, name: str) -> Climbed:
     except subprocess.TimeoutExpired as expired:
         said, code = (expired.stdout or b"").decode(errors="replace"), None
     log.write_text(said)
-    what = RUNGS[name].__doc__.splitlines()[0]
+    what = (RUNGS[name].__doc__ or name).splitlines()[0]
     seconds = time.monotonic() - start
     answers = [line for line in said.splitlines() if line.startswith(FOUND_MARK)]
     if not answers:

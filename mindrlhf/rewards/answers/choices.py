@@ -51,7 +51,7 @@ def reference_choices(text: str) -> frozenset[str] | None:
 
 
 def option_text(text: str) -> str:
-    """What stands behind the letter of an option: ``42`` of ``B. 42``; "" where ``text`` is none."""
+    """The text behind the letter of an option: ``42`` of ``B. 42``; "" where ``text`` is none."""
     match = _OPTION.fullmatch(unwrapped(text))
     return "" if match is None else match[3]
 

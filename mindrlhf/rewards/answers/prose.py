@@ -130,7 +130,7 @@ class Mark(NamedTuple):
 
 
 def stated_answers(text: str) -> list[Mark]:
-    """What ``text`` says to be the answer, the result or the solution, near its end; nothing that it denies."""
+    """Marks of what ``text`` says to be the answer, the result or the solution, near its end; none that it denies."""
     offset = max(0, len(text) - _MAX_BEHIND_CHARS)
     tail = text[offset:]
     matches = [match for match in pattern(_STATED).finditer(tail) if not _NO_MARK.search(tail, 0, match.start())]

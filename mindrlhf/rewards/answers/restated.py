@@ -196,7 +196,7 @@ def _is_computed(value: str, is_marked: bool, is_integer: bool) -> bool:
 
 
 def _raised(value: str) -> list[str]:
-    """What stands in exponents and indices of ``value``, fractions aside."""
+    """The exponents and indices of ``value``, fractions aside."""
     raised = [re.sub(r"^[\^_*\s]+[{(]?|[})]$", "", inner) for inner in _AROUND.findall(value)]
     return [inner for inner in raised if (number := parse_number(inner)) is None or number.value.denominator == 1]
 

@@ -1,6 +1,7 @@
 """Does the program pass its unit tests?"""
 
 import re
+import textwrap
 
 from mindrlhf.errors import Unavailable
 from mindrlhf.rewards.answers.extraction import behind_thoughts
@@ -13,7 +14,10 @@ from mindrlhf.sandbox.run import SandboxLimits
 # tests instead of failing the verifier.
 MARGIN_S = 1.0
 MAX_PROGRAM_CHARS = 100_000
-_BLOCK = re.compile(r"^```[ \t]*([A-Za-z0-9+]*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(
+    r"^[ \t]*(```|~~~)[`~]*[ \t]*([A-Za-z0-9+]*)[^\n]*\n(.*?)(?:^[ \t]*\1|\Z)", re.DOTALL | re.MULTILINE
+)
+_DEFINED = re.compile(r"^(?:async def|def|class)[ \t]+(\w+)", re.MULTILINE)
 
 
 @register
@@ -29,8 +33,9 @@ def code_execution(
 ) -> float:
     """1 if the program passes all unit tests, else 0; with ``partial``, the share of the tests it passes.
 
-    The program is the last block between ``` fences behind the thoughts, by preference one marked as Python. ``answer``
-    holds the tests: Python statements, a JSON list of them, or JSON with ``inputs`` and ``outputs``
+    The program is the last block between fences (``` or ~~~; the last may be open) behind the thoughts, by preference
+    one marked as Python, and one that defines a name which the tests use. ``answer`` holds the tests: Python
+    statements, a JSON list of them, or JSON with ``inputs`` and ``outputs``
     (``mindrlhf.sandbox.code_tests.unit_tests``).
     All tests together have ``time_limit_s``, and no more than ``reward.timeout_s`` less a second; each process has
     ``memory_limit_mib``. See ``mindrlhf.sandbox.run`` for what the program cannot do.
@@ -44,7 +49,7 @@ def code_execution(
         Unavailable: the sandbox cannot run programs here.
     """
     tests = UnitTests.parse(answer)
-    program = _program(behind_thoughts(completion, prompt))
+    program = _program(behind_thoughts(completion, prompt), answer)
     if program is None or len(program) > MAX_PROGRAM_CHARS:
         return 0.0
     limits = SandboxLimits(
@@ -57,9 +62,11 @@ def code_execution(
     return sum(passed) / len(passed) if partial else float(all(passed))
 
 
-def _program(completion: str) -> str | None:
+def _program(completion: str, tests: str) -> str | None:
     # The program comes last: this bounds the search in hostile completions.
     blocks = _BLOCK.findall(completion[-4 * MAX_PROGRAM_CHARS :])
-    marked = [source for language, source in blocks if language.lower() in ("python", "python3", "py")]
-    sources = marked or [source for _, source in blocks]
-    return sources[-1] if sources else None
+    marked = [source for _, language, source in blocks if language.lower() in ("python", "python3", "py")]
+    sources = list(map(textwrap.dedent, marked or [source for *_, source in blocks]))
+    used = {*re.findall(r"\w+", tests)}
+    defining = [source for source in sources if not used.isdisjoint(_DEFINED.findall(source))]
+    return (defining or sources or [None])[-1]

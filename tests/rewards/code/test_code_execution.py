@@ -7,6 +7,7 @@ from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.registry import resolve
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rewards.types import RewardInput
+from mindrlhf.rewards.verifiers.code_execution import _program
 from mindrlhf.sandbox.code_tests.unit_tests import UnitTests
 
 pytestmark = [
@@ -46,6 +47,18 @@ SUM = fenced("import sys\nprint(sum(map(int, sys.stdin.read().split())), ' ')")
 def test_rewards(completion, answer, all_passed, share):
     assert reward(completion, answer) == all_passed
     assert reward(completion, answer, partial="true") == pytest.approx(share)
+
+
+@pytest.mark.parametrize("language", ["python", "Python", "py", "python3", ""])
+@pytest.mark.parametrize("fence", ["```", "~~~", "````", "   ```", "\t~~~"])
+def test_a_program_is_found_in_any_fence_also_before_an_example_of_its_use(fence, language):
+    indent, source = fence.rstrip("`~"), "def add(a, b):\n    return a + b\n"
+    lines = [f"{fence}{language}", *(indent + line for line in source.splitlines())]
+    example = [fence, "So:", "", f"{fence}{language}", f"{indent}print(add(1, 2))", fence, "prints 3."]
+    for behind in ([], [fence], example):
+        text = "\n".join(["Here:", *lines, *behind])
+        assert _program(text, "assert add(1, 2) == 3").strip() == source.strip(), text
+    assert _program("add(1, 2)", "assert add(1, 2) == 3") is None
 
 
 @pytest.mark.parametrize(
