@@ -100,7 +100,7 @@ def execute_over_machines(job: ExecutionJob, model: dict, batches, directory: Pa
         script = f"""
             cd {shlex.quote(str(sanity_inputs.REPOSITORY))}
             {exports}
-            export PYTHONPATH=$PWD
+            export PYTHONPATH=$PWD:$PYTHONPATH
             export PATH={bin_dir}:$PATH  # msrun starts whatever `python` comes first
             {bin_dir}/msrun --worker_num={world_size} --local_worker_num={world_size // 2} \
                 --master_addr=$MASTER_IP --master_port=8118 --node_rank=$NODE_RANK --join=True \
