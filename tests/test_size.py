@@ -36,7 +36,7 @@ MOST = {
     "mindrlhf/layout": 1419,
     "mindrlhf/models": 3150,
     "mindrlhf/observe": 2621,
-    "mindrlhf/rewards": 6688,
+    "mindrlhf/rewards": 6687,
     "mindrlhf/rollout": 6612,  # the engine of a CPU, which left mindrlhf/cpu (2,805 before, 1,105 now)
     "mindrlhf/sandbox": 3915,
     "mindrlhf/shards": 1521,

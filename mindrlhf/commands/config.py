@@ -66,7 +66,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
     path, num_nodes = arguments.config, arguments.nodes
     num_ranks = arguments.workers * num_nodes
-    given = {name.partition("=")[0].partition(".")[0]: None for name in arguments.overrides} | (read_yaml(path) or {})
+    given = {name.partition("=")[0].partition(".")[0]: None for name in arguments.overrides} | read_yaml(path)
     task = arguments.kind or next(iter(tasks_of(given)), "train")
     sizes = {"num_ranks": num_ranks, "num_nodes": num_nodes}
     checked = check_run(task, path, arguments.overrides, **sizes, is_elastic=arguments.elastic)

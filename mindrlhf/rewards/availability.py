@@ -9,12 +9,11 @@ from mindrlhf.errors import Unavailable
 
 # Of client libraries, by the first part of the module's name; further classes by inheritance.
 _UNREACHED = {
-    *(("requests", name) for name in ("ConnectionError", "Timeout")),
-    *(("httpx", name) for name in ("TransportError",)),
-    *(("aiohttp", name) for name in ("ClientConnectionError",)),
-    *(("urllib3", name) for name in ("NewConnectionError", "MaxRetryError", "TimeoutError", "ProtocolError")),
-    *((client, name) for client in ("openai", "anthropic") for name in ("APIConnectionError", "InternalServerError")),
-}
+    ("requests", "ConnectionError"), ("requests", "Timeout"), ("httpx", "TransportError"),
+    ("aiohttp", "ClientConnectionError"), ("urllib3", "NewConnectionError"), ("urllib3", "MaxRetryError"),
+    ("urllib3", "TimeoutError"), ("urllib3", "ProtocolError"), ("openai", "APIConnectionError"),
+    ("openai", "InternalServerError"), ("anthropic", "APIConnectionError"), ("anthropic", "InternalServerError"),
+}  # fmt: skip
 _CLIENTS = {"requests", "httpx", "aiohttp", "urllib", "openai", "anthropic"}
 # Who asks is refused, or the server is busy, broken or not there; others (400, 413, 422) may be a response's doing.
 _UNSERVED = {401, 403, 404, 407, 408, 409, 425, 429}
