@@ -279,7 +279,7 @@ _DEEPSEEK_CALLS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
 _DEEPSEEK_BEGIN, _DEEPSEEK_SEPARATOR = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581sep\uff5c>"
 _DEEPSEEK_END = "<\uff5ctool\u2581call\u2581end\uff5c>"
 _DEEPSEEK_CALL = re.compile(f"{_DEEPSEEK_BEGIN}(?:((?:(?!{_DEEPSEEK_BEGIN}).)*?){_DEEPSEEK_END})?", re.DOTALL)
-_JSON_BLOCK = re.compile(r"\s*([^\n]*?)\s*\n\s*```(?:json)?\s*\n(.*)\n\s*```\s*", re.DOTALL)
+_JSON_BLOCK = re.compile(r"\s*([^\n`]*?)\s*```(?:json)?\s*(.*?)\s*```\s*", re.DOTALL)
 
 
 def _read_deepseek(content: str) -> ToolCall | ToolAnswer:

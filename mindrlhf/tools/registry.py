@@ -113,7 +113,8 @@ def own_columns(signature: inspect.Signature, columns: Collection[str]) -> list[
 
 
 def read_texts(arguments: Mapping[str, str], description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that texts stand for by the types of a tool's parameters: JSON, but for those that are texts.
+    """Return the values that texts stand for by the types of a tool's parameters: JSON, but for those that are texts,
+    of which ``null`` is none where the parameter may be null.
 
     A parameter without a type gets the value of JSON where the text is some; what fits no type stays a text.
 
@@ -122,17 +123,28 @@ def read_texts(arguments: Mapping[str, str], description: Mapping[str, Any]) -> 
     """
     properties = description["function"]["parameters"].get("properties")
     schemas = properties if isinstance(properties, Mapping) else {}
-    return {name: text if _takes_text(schemas.get(name)) else _read_text(text) for name, text in arguments.items()}
+    values = {}
+    for name, text in arguments.items():
+        schema = schemas.get(name)
+        is_null = text.strip() == "null" and _takes(schema, "null", type(None))
+        values[name] = None if is_null else text if _takes(schema, "string", str) else _read_text(text)
+    return values
 
 
-def _takes_text(schema: Any) -> bool:
+def _takes(schema: Any, kind: str, python_type: type) -> bool:
     if not isinstance(schema, Mapping):
         return False
     lists = {key: schema.get(key) if isinstance(schema.get(key), list) else [] for key in ("anyOf", "oneOf", "enum")}
-    if any(map(_takes_text, [*lists["anyOf"], *lists["oneOf"]])) or any(isinstance(one, str) for one in lists["enum"]):
+    if any(_takes(part, kind, python_type) for part in [*lists["anyOf"], *lists["oneOf"]]):
         return True
-    kind = schema.get("type")
-    return kind == "string" or (isinstance(kind, list) and "string" in kind)
+    if (
+        any(isinstance(value, python_type) for value in lists["enum"])
+        or kind == "null"
+        and schema.get("nullable") is True
+    ):
+        return True
+    kinds = schema.get("type")
+    return kinds == kind or (isinstance(kinds, list) and kind in kinds)
 
 
 def _read_text(text: str) -> Any:

@@ -148,6 +148,41 @@ def test_repetition_penalty_by_hand(completion, ngram_size, penalty):
     assert verifier("repetition_penalty")(completion, "", ngram_size=ngram_size) == pytest.approx(penalty)
 
 
+LOOPS = [
+    "!",
+    "$ ",
+    "= \n",
+    "a",
+    "\U0001f600",
+    "ha",
+    "_",
+    "-",
+    "0",
+    ". ",
+    "?!",
+    "\u0e01",
+    "\u0430",
+    "|-",
+    "\n",
+    " ",
+    "\t\n",
+    "\U0001f600\U0001f602 ",
+    "**",
+    "( )",
+    "xyz",
+    "\u2026 ",
+    "1.",
+    "}\n",
+]
+
+
+@pytest.mark.parametrize("part", LOOPS)
+def test_repetition_penalty_sees_loops_of_signs_and_long_words(part):
+    assert verifier("repetition_penalty")(part * 200, "") < -0.95
+    assert verifier("repetition_penalty")(f"We add three and four. {part * 300}", "") < -0.9
+    assert verifier("repetition_penalty")(f"We add three and four, which gives {part * 3} seven.", "") == 0.0
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from("abc"), max_size=30), st.integers(1, 4))
 def test_repetition_penalty_counts_distinct_ngrams(words, size):

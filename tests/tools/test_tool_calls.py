@@ -87,6 +87,9 @@ BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<�
         ("qwen3_coder", XML),
         ("glm", f"<think></think>\n<tool_call>{PAIRS}</tool_call><|observation|>"),
         ("deepseek", f'{BEGIN}function{SEPARATOR}f\n```json\n{{"code": "a = 1\n\nb", "n": 7}}\n```{END}'),
+        ("deepseek", f'{BEGIN}function{SEPARATOR}f\n```json\n{{"code": "a = 1\\n\\nb", "n": 7}}```{END}'),
+        ("deepseek", f'{BEGIN}function{SEPARATOR}f```json{{"code": "a = 1\\n\\nb", "n": 7}}\n```{END}'),
+        ("deepseek", f'{BEGIN}function{SEPARATOR}f\n```\n{{"code": "a = 1\\n\\nb", "n": 7}}```{END}'),
         ("deepseek", f'{BEGIN}f{SEPARATOR}{{"code": "a = 1\\n\\nb", "n": 7}}{END}<｜tool▁calls▁end｜>'),
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"code": "a = 1\n\nb", "n": 7}, "id": "VvvODy9mT"}]</s>'),
         ("mistral", '[TOOL_CALLS]{"name": "f", "arguments": {"code": "a = 1\n\nb", "n": 7}}</s>'),
@@ -205,10 +208,28 @@ def test_texts_become_values_by_the_types_of_parameters():
         "two": {"type": ["string", "null"]},
     }
     texts = {"text": "1", "maybe": "null", "n": "7", "kind": "1", "flag": "True", "list": "[1,\n 2]", "two": "{}"}
-    values = {"text": "1", "maybe": "null", "n": 7, "kind": "1", "flag": True, "list": [1, 2], "two": "{}"}
+    values = {"text": "1", "maybe": None, "n": 7, "kind": "1", "flag": True, "list": [1, 2], "two": "{}"}
     assert read_texts(texts, {"function": {"parameters": {"properties": properties}}}) == values
     odd = {"function": {"parameters": {"properties": "none"}}}
     assert read_texts({"a": "3", "b": "three", "c": "[" * 9999}, odd) == {"a": 3, "b": "three", "c": "[" * 9999}
+
+
+NULLS = [
+    {"type": ["string", "null"]},
+    {"type": ["null", "string", "integer"]},
+    {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    {"enum": ["a", None]},
+    {"type": "string", "nullable": True},
+    {"type": "null"},
+]
+NO_NULLS = [{"type": "string"}, {"enum": ["null"]}, {"type": ["string"]}, {"oneOf": [{"type": "string"}]}]
+
+
+@pytest.mark.parametrize(("schema", "is_null"), [*((one, True) for one in NULLS), *((one, False) for one in NO_NULLS)])
+def test_null_is_no_text_where_the_parameter_may_be_null(schema, is_null):
+    description = {"function": {"parameters": {"properties": {"a": schema}}}}
+    assert read_texts({"a": " null\n"}, description)["a"] == (None if is_null else " null\n")
+    assert read_texts({"a": "nullify"}, description)["a"] == "nullify"
 
 
 def test_a_tool_is_given_texts_as_what_they_stand_for():

@@ -6,8 +6,13 @@ from mindrlhf.rewards.registry import register
 
 # Loops run to the end of a response, and the count of distinct n-grams needs memory.
 MAX_CHARS = 200_000
-# Chinese and Japanese write no spaces: each character counts as a word.
-_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]|[^\W\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]+")
+# Chinese and Japanese write no spaces: each character counts as a word. So does each of a word
+# longer than there is, and each of as many signs, or of 100 blanks, without a word between.
+_LONG = 40
+_WORD = re.compile(
+    r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]|[^\W\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]+"
+    rf"|(?:[^\w\s]\s*){{{_LONG + 1},}}|\s{{100,}}"
+)
 
 
 @register
@@ -22,7 +27,8 @@ def repetition_penalty(completion: str, answer: str, *, ngram_size: int = 3) -> 
     """
     if ngram_size < 1:
         raise ValueError(f"ngram_size is {ngram_size}: it must be at least 1")
-    words = [word.lower() for word in _WORD.findall(completion[-MAX_CHARS:])]
+    found = _WORD.findall(completion[-MAX_CHARS:].lower())
+    words = [part for word in found for part in (word if len(word) > _LONG else (word,))]
     num_ngrams = len(words) - ngram_size + 1
     if num_ngrams < 1:
         return 0.0

@@ -13,13 +13,31 @@ function, ...}``.
 """
 
 import builtins
+import importlib
 import json
 import os
+import re
 import socket
+import sys
 import types
 import typing
 
 MAX_ITEMS = 1_000_000
+# What LeetCode's page gives to a program without an import, by modules, beside the names of typing.
+GIVEN = {
+    "bisect": "bisect bisect_left bisect_right insort insort_left insort_right",
+    "collections": "ChainMap Counter OrderedDict defaultdict deque namedtuple",
+    "copy": "deepcopy",
+    "functools": "cache cached_property cmp_to_key lru_cache partial reduce",
+    "heapq": "heapify heappop heappush heappushpop heapreplace nlargest nsmallest",
+    "itertools": "accumulate chain combinations combinations_with_replacement count cycle groupby islice pairwise "
+    "permutations product repeat starmap zip_longest",
+    "math": "ceil comb factorial floor gcd hypot inf isqrt lcm log log2 pi sqrt",
+    "operator": "itemgetter",
+    "random": "randint randrange",
+    "string": "ascii_letters ascii_lowercase ascii_uppercase",
+    **dict.fromkeys(("datetime", "json", "re", "statistics", "sys", "time"), ""),
+}
 
 
 class Program:
@@ -33,20 +51,27 @@ class Program:
     def load(self):
         with open("solution.py", encoding="utf-8", errors="surrogatepass") as file:
             source = file.read()
-        # Starter code annotates with List and the like, and does not import them. As builtins, they are no names that
-        # the program defines.
-        for name in typing.__all__:
-            if name in source and name[0].isupper() and not hasattr(builtins, name):
-                setattr(builtins, name, getattr(typing, name))
+        _give_library(set(re.findall(r"\w+", source)))
         # Not "__main__": what a script does when it is run is not under test.
-        module = types.ModuleType("solution")
+        module = sys.modules["solution"] = types.ModuleType("solution")
         self.names = vars(module)
         exec(compile(source, "solution.py", "exec"), self.names)
         if os.path.exists("setup.py"):
             with open("setup.py", encoding="utf-8", errors="surrogatepass") as file:
                 exec(compile(file.read(), "setup.py", "exec"), self.names)
 
-    def answer(self, question):
+    def reply(self, question):
+        """Answer a question, or say what was raised."""
+        try:
+            return self._answer(question)
+        except BaseException as error:  # SystemExit too
+            reply = {"raised": [kind.__name__ for kind in type(error).__mro__], "text": _text_of(error)}
+            try:
+                return reply | {"args": encode(list(error.args), self._as_object), **self._as_object(error)}
+            except BaseException:
+                return reply
+
+    def _answer(self, question):
         if "names" in question:
             return {"names": {name: _kind_of(self.names[name]) for name in question["names"] if name in self.names}}
         arguments = [decode(item, self._from_judge) for item in question.get("args", [])]
@@ -111,7 +136,9 @@ class Program:
 
         def call_judge(*arguments):
             self._send({"call": content, "args": [encode(item, self._as_object) for item in arguments]})
-            reply = json.loads(self._lines.readline())
+            while "call" not in (reply := json.loads(self._lines.readline())):  # the function asks in its turn
+                self._send(self.reply(reply))
+            reply = reply["call"]
             if "raised" in reply:
                 raise ValueError("the function raised " + reply["raised"])
             return decode(reply["value"], self._from_judge)
@@ -135,11 +162,19 @@ def main():
         return
     send({"loaded": True})
     for line in lines:
-        try:
-            reply = program.answer(json.loads(line))
-        except BaseException as error:  # SystemExit too
-            reply = {"raised": [kind.__name__ for kind in type(error).__mro__], "text": _text_of(error)}
-        send(reply)
+        send(program.reply(json.loads(line)))
+
+
+def _give_library(words):
+    """Let names that the program's text uses and may not import be builtins: they are none that it defines."""
+    for name in words & set(typing.__all__):
+        if name[0].isupper() and not hasattr(builtins, name):
+            setattr(builtins, name, getattr(typing, name))
+    for module, names in GIVEN.items():
+        for name in words & {module, *names.split()}:
+            if not hasattr(builtins, name):
+                found = importlib.import_module(module)
+                setattr(builtins, name, getattr(found, name) if name in names.split() else found)
 
 
 def _kind_of(value):

@@ -61,7 +61,7 @@ def run_calls(
                 passed.append("value" in reply and any(_is_expected(reply["value"], value) for value in accepted))
                 if stop_at_failure and not passed[-1]:
                     break
-        except (ConnectionError, TimeoutError, ValueError, TypeError, RecursionError):
+        except (ConnectionError, TimeoutError, ValueError, TypeError, RecursionError, OverflowError):
             program.check_started()
             return [False] * len(calls)
     return passed + [False] * (len(calls) - len(passed))

@@ -51,6 +51,12 @@ NOT_ASKED_FOR = (
     "setattr",
     "hasattr",
 )
+# Calls and assignments that do not reach a program in another process, by full names or their beginnings.
+_FILES = ("mkdir", "makedirs", "listdir", "remove", "chdir", "putenv", "path.exists", "path.isfile", "path.isdir")
+_CALLS_ELSEWHERE = ("tempfile.", "shutil.", "contextlib.redirect_", "unittest.mock.patch", "mock.patch")
+_CALLS_ELSEWHERE += ("os.environ.update", "os.environ.setdefault", *(f"os.{name}" for name in _FILES))
+_SET_ELSEWHERE = ("sys.stdin", "sys.stdout", "sys.stderr", "sys.argv", "os.environ", "builtins.")
+_FILE_METHODS = ("write_text", "write_bytes", "read_text", "read_bytes")
 _ENDINGS = ("exit", "_exit", "quit", "fail", "abort", "wasSuccessful")
 
 
@@ -104,10 +110,29 @@ class Statements:
         """Return why the text tests nothing, or None."""
         if not self.asked_names() and not self.candidates():
             return "it asks nothing of the program"
+        if name := next(filter(None, map(self._elsewhere, ast.walk(self.tree))), None):
+            return f"'{name}' does not reach the program, which runs in a process and a directory of its own"
         programs = self.program_names()
         if not any(is_check(node) and _owner(node) not in programs for node in _reached(self)):
             return "nothing that it runs asserts anything"
         return None
+
+    def _elsewhere(self, node):
+        """Return the name by which a node would change what surrounds the program, or see it; or None."""
+        if isinstance(node, ast.Call):
+            name = self.full_name(node.func)
+            is_file = name in ("open", "io.open") or name.rpartition(".")[2] in _FILE_METHODS
+            return name if is_file or name.startswith(_CALLS_ELSEWHERE) else None
+        for target in node.targets if isinstance(node, (ast.Assign, ast.Delete)) else ():
+            name = self.full_name(target.value if isinstance(target, ast.Subscript) else target)
+            if name.startswith(_SET_ELSEWHERE):
+                return name
+        return None
+
+    def full_name(self, node):
+        """Return the name of a function or module, by imports of the text."""
+        first, dot, rest = ast.unparse(node).partition(".")
+        return self.modules.get(first, first) + dot + rest
 
     def _call_check(self, entry_point):
         """Add the call of HumanEval's harness, unless the text calls its ``check`` itself."""
@@ -120,12 +145,15 @@ class Statements:
             self.tree = ast.fix_missing_locations(_Imports(self.imported).visit(self.tree))
         attempts = [part for node in ast.walk(self.tree) if isinstance(node, ast.Try) for part in node.body]
         tried = {node for part in attempts for node in ast.walk(part)}
+        self.modules = {}
         for node in ast.walk(self.tree):
             names = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
+                self.modules.update((alias.asname, alias.name) for alias in node.names if alias.asname)
             elif isinstance(node, ast.ImportFrom):
                 names = ["." * node.level + (node.module or "")]
+                self.modules.update((one.asname or one.name, f"{node.module}.{one.name}") for one in node.names)
             for name in names:
                 module = name.partition(".")[0]
                 if module not in sys.stdlib_module_names and module not in STAND_INS and node not in tried:

@@ -3,6 +3,7 @@
 import ast
 import functools
 import json
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ from mindrlhf.sandbox.run import SandboxLimits, run_files
 
 # Below it no interpreter starts; a test that has less time left counts as failed.
 MIN_TIME_S = 0.05
+RELATIVE = 1e-6  # between floats on standard output
+_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?![\w.])", re.ASCII)
 # What HumanEval's and LeetCode's harnesses hand to `check`: a name, or a method of an object made without arguments.
 _ENTRY_POINT = re.compile(r"[A-Za-z_]\w*(\(\))?(\.[A-Za-z_]\w*)*")
 # What tests look like, in Python and in JSON.
@@ -241,7 +244,23 @@ def _as_text(value: Any) -> str:
 
 
 def _same_output(written: str, expected: str) -> bool:
-    """Compare two outputs but for white space at the ends of lines and of the whole."""
-    return [line.rstrip() for line in written.rstrip().splitlines()] == [
-        line.rstrip() for line in expected.rstrip().splitlines()
-    ]
+    """Compare two outputs but for white space at the ends of lines and of the whole, and where the tests' own numbers
+    are floats, for a relative difference of 1e-6."""
+    lines = [line.rstrip() for line in written.rstrip().splitlines()]
+    wanted = [line.rstrip() for line in expected.rstrip().splitlines()]
+    return len(lines) == len(wanted) and all(map(_same_line, lines, wanted))
+
+
+def _same_line(written: str, expected: str) -> bool:
+    if written == expected:
+        return True
+    numbers, wanted = _NUMBER.findall(written), _NUMBER.findall(expected)
+    is_same_text = _NUMBER.sub("0", written) == _NUMBER.sub("0", expected)
+    return is_same_text and all(map(_is_near, numbers, wanted))
+
+
+def _is_near(written: str, expected: str) -> bool:
+    if written == expected or not set(".eE") & set(expected):
+        return written == expected
+    number, wanted = float(written), float(expected)
+    return math.isfinite(number) and math.isfinite(wanted) and abs(number - wanted) <= RELATIVE * abs(wanted)

@@ -51,7 +51,52 @@ def test_a_completion_cannot_leave_its_place(judge):
     assert user.count(mark) == 6 and mark in system
 
 
-@pytest.mark.parametrize("reply", ["", "It is fine.", "Score: 11", "Score: -1", "Score: 3 + 4", "Score: 6-8"])
+OTHER_NUMBERS = [
+    "11",
+    "-1",
+    "6-8",
+    "1e400",
+    "8,5",
+    "1e1",
+    "1E2",
+    "0x8",
+    "8½",
+    "5²",
+    "6–8",
+    "6~8",
+    "8·5",
+    "8'5",
+    "1.2.3",
+    "8٫5",
+    "1_0",
+    "8:5",
+    "1234567",
+    "4/5",
+    "8.1234567",
+]
+NO_SCORES = ["3 + 4", "8 or 9", "8 to 9", "8 1/2", *OTHER_NUMBERS]
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "8",
+        "8.",
+        "8/10",
+        "8 / 10",
+        "8, because of 3",
+        "8. 2 points are lost",
+        "8\n2 points are lost",
+        "8 (1 lost)",
+        "[[8]]",
+    ],
+)
+def test_what_stands_behind_a_score_does_not_change_it(judge, reply):
+    judge.script = [(200, f"Score: {reply}")]
+    assert ask(judge) == 0.8
+
+
+@pytest.mark.parametrize("reply", ["", "It is fine.", *(f"Score: {text}" for text in NO_SCORES)])
 def test_a_reply_without_a_score_in_range_is_an_error(judge, reply):
     judge.script = [(200, reply)]
     with pytest.raises(ValueError, match="score|Score"):

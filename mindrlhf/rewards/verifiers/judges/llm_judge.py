@@ -8,8 +8,12 @@ from mindrlhf.rewards.judges.judge import Judge, asks_a_judge, conclusion, messa
 from mindrlhf.rewards.registry import register
 
 DEFAULT_RUBRIC = "Is the response correct and complete, judged by the reference answer?"
+# Behind the number: what makes it another one (8,5 or 1e1 or 6-8 or 3 + 4), or what it is out of.
 _SCORE = re.compile(
-    r"\bscore\b[\"'*\s]{0,4}[:=][\"'*\s\[]{0,6}(-?[0-9]{1,6}(?:\.[0-9]{1,6})?)(\s?[-+*\u00d7]\s?[0-9])?", re.IGNORECASE
+    r"\bscore\b[\"'*\s]{0,4}[:=][\"'*\s\[]{0,6}(-?[0-9]{1,6}(?:\.[0-9]{1,6})?)"
+    r"([0-9]|[^\w\s/][0-9]|[a-z_\u00b2-\u00be][-+]?[0-9]?|\s?[-+*\u00d7\u2013~]\s?[0-9]|\s(?:to|or)\s[0-9]|\s[0-9]+/[0-9])?"
+    r"(?:\s?/\s?([0-9]{1,6}))?",
+    re.IGNORECASE,
 )
 
 _INSTRUCTIONS = """You grade the response of a language model. {rubric}
@@ -57,9 +61,9 @@ def _score(reply: str, max_score: float) -> float:
     scores = _SCORE.findall(reply)
     if not scores:
         raise ValueError(f"the judge's answer ends with no 'Score: N': {reply[-100:]!r}")
-    number, operation = scores[-1]
-    if operation:
-        raise ValueError(f"the judge's score is still to be computed, or a range: {reply[-100:]!r}")
+    number, operation, highest = scores[-1]
+    if operation or highest and float(highest) != max_score:
+        raise ValueError(f"the judge's score is still to be computed, a range or of another scale: {reply[-100:]!r}")
     score = float(number)
     if not 0 <= score <= max_score:
         raise ValueError(f"the judge's score {score:g} is not between 0 and {max_score:g}")
