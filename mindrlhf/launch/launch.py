@@ -7,10 +7,9 @@ Nothing here imports MindSpore: the launcher stays small beside the ranks. A sin
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -26,6 +25,7 @@ from mindrlhf.launch.peers import ALONE, Peers
 from mindrlhf.launch.processes import POLL_INTERVAL_S, RunProcesses, rank_name
 from mindrlhf.launch.stages import StageLines
 from mindrlhf.system import heartbeat, processes
+from mindrlhf.system.child import Child
 from mindrlhf.system.ports import find_free_port
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -96,8 +96,8 @@ def launch(
     """
     log_dir, advices = _prepared(Path(log_dir).absolute(), num_workers), (advice, advice_after_mistake or advice)
     bystanders = {status.pid for status in processes.descendants(os.getpid())}
-    may_repeat = start_timeout_s > 0 and num_workers > 1 and peers.num_nodes == 1
-    with processes.adopting_orphans(), _recorded_signals() as received:
+    received, may_repeat = [], start_timeout_s > 0 and num_workers > 1 and peers.num_nodes == 1
+    with processes.adopting_orphans(), processes.handling(_SIGNALS, lambda number, _: received.append(number)):
         while True:
             port = peers.scheduler_port or master_port or find_free_port()
             root = _start(command, num_workers, log_dir, env or {}, port, peers, joins_alone)
@@ -173,7 +173,7 @@ def _start(
     master_port: int,
     peers: Peers,
     joins_alone: bool,
-) -> subprocess.Popen:
+) -> Child:
     """Start msrun, or the only rank itself."""
     environment = worker_environment(num_workers, {**env, **peers.environment}) | {
         heartbeat.DIRECTORY_VARIABLE: str(log_dir)
@@ -186,17 +186,12 @@ def _start(
         argv = msrun_argv(command, num_workers, log_dir, master_port, peers)
         log_path = log_dir / "msrun.log"
     launcher_pid = os.getpid()
-    with log_path.open("wb") as log_file:
-        return subprocess.Popen(
-            argv,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log_file,
-            stderr=subprocess.STDOUT,
-            # Ctrl-C in a terminal reaches this process only, which then ends the ranks in order.
-            start_new_session=True,
-            preexec_fn=lambda: _begin(launcher_pid, ignores_sigterm=not is_alone),
-        )
+    return Child(
+        argv,
+        environment=environment,
+        output=log_path,
+        prepare=lambda: _begin(launcher_pid, ignores_sigterm=not is_alone),
+    )
 
 
 def _begin(launcher_pid: int, *, ignores_sigterm: bool) -> None:
@@ -204,22 +199,6 @@ def _begin(launcher_pid: int, *, ignores_sigterm: bool) -> None:
     processes.die_with_parent(launcher_pid)
     if ignores_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-@contextlib.contextmanager
-def _recorded_signals() -> Iterator[list[int]]:
-    """Yield a list that grows by the number of each of ``_SIGNALS`` this process receives meanwhile."""
-    received: list[int] = []
-    previous = {}
-    # Outside the main thread Python allows no handlers, and no signal is delivered there either.
-    with contextlib.suppress(ValueError):
-        for number in _SIGNALS:
-            previous[number] = signal.signal(number, lambda signal_number, _: received.append(signal_number))
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 class _Watch:

@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from pathlib import Path
 from mindrlhf.errors import RunFailure
 from mindrlhf.launch.peers import Peers
 from mindrlhf.system import processes
+from mindrlhf.system.child import Child
 from mindrlhf.system.files import remove_unheld
 
 SCHEDULER = "the scheduler"
@@ -40,7 +40,7 @@ class RunProcesses:
 
     def __init__(
         self,
-        root: subprocess.Popen,
+        root: Child,
         num_workers: int,
         log_dir: Path,
         bystanders: set[int],
@@ -84,7 +84,7 @@ class RunProcesses:
         """
         if self._root.pid not in self._names and self._root.poll() is None:
             # msrun would answer the end of one worker by killing the others before they could clean up.
-            self._root.send_signal(signal.SIGSTOP)
+            processes.signal_all([self._root.pid], signal.SIGSTOP)
         self._ask(signal.SIGHUP, self._running_ranks, grace_s, wait)
         processes.signal_all(self._running_ranks(), signal.SIGKILL)
         # What a dead rank leaves behind (its rollout server) is now a child of this process.
@@ -129,7 +129,7 @@ class RunProcesses:
         """Learn the names of new workers and how ended ones ended."""
         if self._root.pid in self._names:
             if self._root.poll() is not None:
-                self._returncodes[self._root.pid] = self._root.returncode
+                self._returncodes[self._root.pid] = self._root.poll()
             return
         if len(self._names) < len(self._expected):
             self._find_names()

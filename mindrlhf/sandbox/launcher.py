@@ -25,7 +25,6 @@ with descriptors:
 
 import atexit
 import contextlib
-import ctypes
 import dataclasses
 import gc
 import json
@@ -39,13 +38,15 @@ import tempfile
 import threading
 import types
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "limits"))
+_HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:0] = [os.path.join(_HERE, "limits"), os.path.join(os.path.dirname(_HERE), "system")]
 import landlock  # noqa: E402
 import namespaces  # noqa: E402
+import processes  # noqa: E402
 import seccomp  # noqa: E402
 import watch  # noqa: E402
 
-del sys.path[0]
+del sys.path[:2]
 
 CANNOT_START_EXIT_CODE = 126
 _NO_REQUEST_EXIT_CODE = 125
@@ -58,9 +59,7 @@ WARM_MODULES = (
 )
 _MAX_OPEN_FILES, _MAX_PENDING_SIGNALS, _LOCKED_BYTES = 64, 256, 64 << 10
 _NOBODY = 65534  # where a container maps fewer users
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 
-_libc = ctypes.CDLL(None, use_errno=True)
 _main_files: list[types.CodeType] = []
 
 
@@ -85,7 +84,7 @@ def main() -> Started | None:
     settings = json.loads(sys.argv[1])
     control = socket.socket(fileno=settings["control_fd"])
     control.set_inheritable(False)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    processes.adopt_orphans()
     # The low numbers are for what programs are given.
     while os.open(os.devnull, os.O_RDWR) <= LINK_FD:
         pass
@@ -137,8 +136,8 @@ def _take_layers(without: set[str]) -> set[str]:
 def _be_watch(launch: Launch) -> Started:
     """Start the first process of the program's namespaces and wait for its end, which is the end of all of them."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    processes.die_with_parent()
+    processes.adopt_orphans()
     if "namespaces" in launch.layers:
         namespaces.leave_for_program()
     else:
@@ -160,9 +159,9 @@ def _be_watch(launch: Launch) -> Started:
 
 def _be_first_process(launch: Launch) -> Started:
     """Read the request, prepare what the program sees, start it, and see to it that it ends."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _prctl(_PR_SET_DUMPABLE, 0)  # a program of the same user cannot look into this process
+    processes.die_with_parent()
+    processes.adopt_orphans()
+    processes.hide_from_others()  # a program of the same user cannot look into this process
     launch.request = _read_request(launch.channel)
     is_isolated = "namespaces" in launch.layers
     if is_isolated:
@@ -187,7 +186,7 @@ def _be_first_process(launch: Launch) -> Started:
             disk = os.statvfs(launch.work_dir)
             most_bytes -= (disk.f_blocks - disk.f_bfree) * disk.f_frsize
         else:
-            pids = watch.descendants(os.getpid())
+            pids = [status.pid for status in processes.descendants(os.getpid())]
             if watch.is_directory_full(launch.work_dir, launch.request["disk_bytes"]):
                 return "disk limit"
         return "memory limit" if watch.hold_more(pids, most_bytes) else ""
@@ -217,14 +216,14 @@ def _become_program(launch: Launch) -> Started:
         os.closerange(launch.channel.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
         os.chdir(launch.work_dir)
         os.environ["HOME"] = launch.work_dir
-        _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+        processes.refuse_new_rights()
         if os.geteuid() == 0:
             if "user" in launch.layers:
                 _drop_privileges(launch.request["user_id"])
         elif "namespaces" in launch.layers:
             namespaces.drop_capabilities()
-        _prctl(_PR_SET_DUMPABLE, 1)
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        processes.hide_from_others(False)
+        processes.die_with_parent()
         os.stat(os.__file__)  # modules are still to be imported
         _limit(launch.request)
         if "landlock" in launch.layers:
@@ -288,7 +287,7 @@ def _drop_privileges(user_id: int) -> None:
 def _prepare_interpreter(launch: Launch) -> Started:
     """Make this process look as if an interpreter had just been started on the program."""
     path = os.path.join(launch.work_dir, launch.request["main"])
-    for name in ("landlock", "namespaces", "seccomp", "watch"):
+    for name in ("landlock", "namespaces", "processes", "seccomp", "watch"):
         del sys.modules[name]
     random.seed()
     sys.argv = [path]
@@ -367,10 +366,6 @@ def _flush(exit_code: int) -> int:
 
 def _tell(channel: socket.socket, **fields: object) -> None:
     channel.sendall(json.dumps(fields).encode() + b"\n")
-
-
-def _prctl(option: int, argument: int) -> None:
-    _libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,13 @@ import functools
 import json
 import os
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Collection
 
 from mindrlhf.errors import UserError
 from mindrlhf.sandbox import launcher
-from mindrlhf.system.processes import kill_tree
+from mindrlhf.system.child import PIPE, Child
 
 START_TIMEOUT_S = 60.0
 # The verifier and the tool that run programs of the model.
@@ -58,15 +57,12 @@ class LauncherServer:
         settings = {"control_fd": theirs.fileno(), "without": sorted(without)}
         environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/"}
         with theirs:
-            self._process = subprocess.Popen(
+            self._process = Child(
                 [os.path.realpath(sys.executable), "-I", "-B", launcher.__file__, json.dumps(settings)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                env=environment,
-                cwd="/",
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
+                error=PIPE,
+                environment=environment,
+                directory="/",
+                descriptors=(theirs.fileno(),),
             )
         self._control.settimeout(START_TIMEOUT_S)
         line = b""
@@ -75,10 +71,10 @@ class LauncherServer:
                 line += chunk
         if not line.endswith(b"\n"):
             self.close()
-            last_words = self._process.stderr.read().decode(errors="replace").strip()[-500:]
+            last_words = self._process.error.read().decode(errors="replace").strip()[-500:]
             raise OSError(f"the sandbox's launcher does not start: {last_words}")
         self.layers: frozenset[str] = frozenset(json.loads(line)["layers"])
-        self._process.stderr.close()
+        self._process.error.close()
 
     @property
     def is_alive(self) -> bool:
@@ -104,8 +100,7 @@ class LauncherServer:
         """End the launcher and every program it has started."""
         self._control.close()
         if self.pid_of_owner == os.getpid():
-            kill_tree(self._process.pid)
-            self._process.wait()
+            self._process.kill()
 
 
 _server: LauncherServer | None = None

@@ -1,6 +1,6 @@
 """The worker's side of a worker process: what surrounds the user's code that it calls.
 
-A pool starts ``python -m MODULE REQUEST_FD RESPONSE_FD CLOCK_FD PARENT_PID`` (see ``worker_process``); the module's
+A pool starts ``python -m MODULE REQUEST_FD RESPONSE_FD CLOCK_FD`` (see ``worker_process``); the module's
 ``main`` makes a ``PoolConnection``, takes its settings and then requests from it, and answers them. The time limit of
 a call is enforced from outside, by killing this process.
 """
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from mindrlhf.sandbox import time_limit
 from mindrlhf.sandbox.pipes import MAX_REQUEST_BYTES, MessageReader, pack_message
-from mindrlhf.system.processes import adopt_orphans, die_with_parent
+from mindrlhf.system.processes import adopt_orphans, end_with_starter
 
 # What ``worker_process`` takes for "closed the pipes".
 PIPES_LOST_EXIT_CODE = 87
@@ -38,8 +38,8 @@ class PoolConnection:
     """
 
     def __init__(self, arguments: Sequence[str]):
-        request_fd, response_fd, clock_fd, parent_pid = map(int, arguments)
-        die_with_parent(parent_pid)
+        request_fd, response_fd, clock_fd = map(int, arguments)
+        end_with_starter()
         adopt_orphans()
         self._pid = getpid()
         self._request_fd, self._response_fd = _moved_out_of_reach(request_fd), _moved_out_of_reach(response_fd)

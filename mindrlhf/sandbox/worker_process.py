@@ -1,9 +1,6 @@
 """The pool's side of a worker process that runs user code: its start, its pipes, its output and its end."""
 
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -12,13 +9,11 @@ from typing import Any
 from mindrlhf.sandbox.pipes import MAX_RESPONSE_BYTES, BrokenPipeMessage, MessageReader, pack_message
 from mindrlhf.sandbox.time_limit import CallClock, Running
 from mindrlhf.sandbox.worker import PIPES_LOST_EXIT_CODE
-from mindrlhf.system.idle import Activity
-from mindrlhf.system.processes import kill_marked, kill_tree
+from mindrlhf.system.child import Child, describe_ending, module_words
+from mindrlhf.system.processes import thread_states
 
 READ_SIZE_BYTES = 1 << 18
 MAX_OUTPUT_BYTES = 10_000_000
-# Set for the worker and inherited by all it starts, so that what survives a worker's own death can be found.
-MARKER = "MINDRLHF_WORKER"
 PIPES_LOST = "it closed or replaced its worker's pipes"
 PIPE_BROKEN = "it wrote to its worker's pipes"
 _EXIT_INTERVAL_S, _EXIT_TIMEOUT_S = 0.01, 0.5
@@ -71,7 +66,6 @@ class WorkerProcess:
     """
 
     def __init__(self, module: str, settings: Any, output: WorkerOutput):
-        self._mark = uuid.uuid4().hex
         self._kill_lock = threading.Lock()
         self._ending: str | None = None  # how it ended, once it is killed
         clock_fd = os.memfd_create("mindrlhf-call-clock")
@@ -82,14 +76,8 @@ class WorkerProcess:
         try:
             self.clock = CallClock(clock_fd)
             self.clock.stop()
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, *map(str, theirs), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=their_output_fd,
-                stderr=their_output_fd,
-                pass_fds=theirs,
-                env={**os.environ, MARKER: self._mark},
-                start_new_session=True,  # so that an interrupt from the keyboard does not reach it
+            self._process = Child(
+                module_words(module, *theirs), output=their_output_fd, descriptors=theirs, mark=uuid.uuid4().hex
             )
         except BaseException:
             for fd in (self.requests_fd, self.responses_fd, output_fd):
@@ -163,27 +151,22 @@ class WorkerProcess:
         return running
 
     def has_exited(self) -> bool:
-        """True once the process has ended. It is not reaped yet, so its number is still its own."""
-        try:
-            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:  # someone else has reaped it
-            return True
+        """Return whether the process has ended."""
+        return self._process.has_ended()
 
     def is_runnable(self) -> bool:
         """True while the process runs, or waits for a processor."""
-        return Activity.of([self._process.pid]).is_runnable
+        return "R" in thread_states(self.pid)
 
     def kill(self) -> str:
         """End the process and all it has started; say how it ended: ``exit code 3`` or ``signal SIGSEGV``."""
         with self._kill_lock:
             if self._ending is None:  # once it is reaped, its number may belong to others
                 is_mute = self.has_hung_up and not self._exits_soon()
-                kill_tree(self._process.pid)
-                code = self._process.wait()
-                kill_marked(MARKER, self._mark)
+                code = self._process.kill()
                 # Its last words belong before what is said of its end; another process may hold the pipe for ever.
                 self._output.join(_OUTPUT_TIMEOUT_S)
-                self._ending = PIPES_LOST if is_mute or code == PIPES_LOST_EXIT_CODE else _describe_end(code)
+                self._ending = PIPES_LOST if is_mute or code == PIPES_LOST_EXIT_CODE else describe_ending(code)
             return self._ending
 
     def close(self) -> None:
@@ -199,12 +182,3 @@ class WorkerProcess:
                 return False
             time.sleep(_EXIT_INTERVAL_S)
         return True
-
-
-def _describe_end(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"signal {signal.Signals(-code).name}"
-    except ValueError:
-        return f"signal {-code}"

@@ -16,14 +16,19 @@ from pathlib import Path
 
 LAUNCHER_PID_VARIABLE = "MINDRLHF_LAUNCHER_PID"
 COMMAND_VARIABLE = "MINDRLHF_COMMAND"  # the command line that starts a run, for its report
+STARTER_VARIABLE = "MINDRLHF_STARTER_PID"  # the process that started a ``Child``
+# Set for a child and inherited by all it starts, so that what survives its death can be found.
+MARKER = "MINDRLHF_WORKER"
 NUM_NODES_VARIABLE = "MINDRLHF_NUM_NODES"  # on how many machines the launchers of a run start ranks
 # How the private directory of a rollout server begins, among temporary files.
 SERVER_PREFIX = "mindrlhf-server-"
 
 # <linux/prctl.h>
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
+_PR_SET_NO_NEW_PRIVS = 38
 # proc(5): fields 14, 15 and 52, counted from 1; fields[0] is field 3.
 _USER_TIME_FIELD, _SYSTEM_TIME_FIELD = 14 - 3, 15 - 3
 _START_TIME_FIELD = 22 - 3
@@ -200,6 +205,35 @@ def die_with_parent(parent_pid: int | None = None, signal_number: int = signal.S
     _prctl(_PR_SET_PDEATHSIG, signal_number)
     if parent_pid is not None and os.getppid() != parent_pid:
         os.kill(os.getpid(), signal_number)
+
+
+def end_with_starter() -> None:
+    """Call first in the main of a program that a ``child.Child`` runs: it ends with the thread that started it."""
+    die_with_parent(int(os.environ[STARTER_VARIABLE]))
+
+
+def hide_from_others(is_hidden: bool = True) -> None:
+    """Keep programs of the same user from looking into this process, or let them."""
+    _prctl(_PR_SET_DUMPABLE, int(not is_hidden))
+
+
+def refuse_new_rights() -> None:
+    """Let no program that this process starts get more rights than it has, for good."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+@contextlib.contextmanager
+def handling(numbers: Collection[int], handler: Callable[[int, object], None]) -> Iterator[None]:
+    """Have signals handled; outside the main thread, where Python allows no handlers, nothing is done."""
+    previous = {}
+    with contextlib.suppress(ValueError):
+        for number in numbers:
+            previous[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, former in previous.items():
+            signal.signal(number, former)
 
 
 def machine() -> str:

@@ -1,5 +1,5 @@
 """Starts agents, one process each, forked from one that has the user's file loaded: ``python -m
-mindrlhf.tools.agent_host SOCKET_FD PARENT_PID``.
+mindrlhf.tools.agent_host SOCKET_FD``.
 
 It reads lines of JSON. The first are its settings: ``agent`` (path/to/file.py:function, or the words of a command),
 ``port`` and ``path`` of the endpoint, ``is_open``, ``memory_limit_bytes``. Then ``{"start": number, "record", "key",
@@ -14,7 +14,6 @@ What is left of an agent when it ends is killed.
 
 import asyncio
 import contextlib
-import ctypes
 import fcntl
 import inspect
 import json
@@ -30,7 +29,15 @@ from typing import Any, NoReturn
 
 from mindrlhf.errors import Unavailable, UserError
 from mindrlhf.sandbox.limits import landlock, namespaces
-from mindrlhf.system.processes import adopt_orphans, descendants, die_with_parent, kill_tree, signal_all
+from mindrlhf.system.processes import (
+    adopt_orphans,
+    descendants,
+    die_with_parent,
+    end_with_starter,
+    kill_tree,
+    refuse_new_rights,
+    signal_all,
+)
 from mindrlhf.tools.loading import load_named
 
 MAX_RESULT_BYTES = 64 << 10
@@ -38,7 +45,6 @@ MAX_ERROR_BYTES = 1000
 _MAX_LINE_BYTES = 64 << 20
 _FLAGS = namespaces.NETWORK_AND_PROCESSES
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 0x1
-_PR_SET_NO_NEW_PRIVS = 38
 _FAILED = 1
 UNAVAILABLE = 75  # EX_TEMPFAIL of sysexits.h: the agent could not do its work, whatever the model wrote
 _kept: list[Any] = []
@@ -48,7 +54,7 @@ def main() -> int:
     """Serve until the other side hangs up."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
-    die_with_parent(int(sys.argv[2]))
+    end_with_starter()
     asyncio.run(_Host(connection).serve())
     return 0
 
@@ -168,8 +174,7 @@ def _leave() -> None:
     user, group = os.geteuid(), os.getegid()
     namespaces.leave(_FLAGS, is_root=user == 0)
     if user != 0:
-        for name, line in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-            Path(f"/proc/self/{name}").write_text(line, encoding="ascii")
+        namespaces.keep_user(user, group)
 
 
 def _settle(port: int) -> socket.socket:
@@ -300,7 +305,7 @@ def _be_agent(
 
 def _close_in(directory: str) -> None:
     """Take all rights over namespaces from this process, and all files to write but those of its directory."""
-    ctypes.CDLL(None).prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    refuse_new_rights()
     namespaces.drop_capabilities()
     landlock.restrict(("/",), (directory, *namespaces.DEVICES), allows_network=True)
 

@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,7 +19,7 @@ from typing import Any
 
 from mindrlhf.errors import UserError
 from mindrlhf.sandbox.signatures import declared_signature
-from mindrlhf.system.processes import kill_tree
+from mindrlhf.system.child import Child, inherited
 
 BACKLOG = 1024  # of what many agents call at once; asyncio takes 100, whatever the socket had
 START_TIMEOUT_S = 120.0
@@ -130,7 +129,7 @@ class AgentRunner:
         }
         self._directory = directory
         self._python = python or sys.executable
-        self._process: subprocess.Popen | None = None
+        self._process: Child | None = None
         self._running: dict[int, asyncio.Future[AgentResult]] = {}
         self._number = 0
         self._starting = asyncio.Lock()
@@ -145,7 +144,7 @@ class AgentRunner:
             if self._process is not None:
                 return
             own, theirs = socket.socketpair()
-            environment = {name: os.environ[name] for name in _SHARED if name in os.environ}
+            environment = inherited(_SHARED)
             # This package is found beside the user's own; what lies around it is of this interpreter alone.
             package = str(Path(__file__).parents[2])
             words = ["-m", "mindrlhf.tools.agent_host"]
@@ -154,12 +153,11 @@ class AgentRunner:
             else:
                 words = ["-c", f"import sys; sys.path.append({package!r}); from {words[1]} import main; main()"]
             with theirs:
-                self._process = subprocess.Popen(
-                    [self._python, "-P", *words, str(theirs.fileno()), str(os.getpid())],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                    env=environment,
-                    start_new_session=True,
+                self._process = Child(
+                    [self._python, "-P", *words, str(theirs.fileno())],
+                    environment=environment,
+                    output=2,
+                    descriptors=[theirs.fileno()],
                 )
             self._reader, self._writer = await asyncio.open_connection(sock=own, limit=1 << 20)
             self._tell(self._settings)
@@ -213,8 +211,7 @@ class AgentRunner:
         process, self._process = self._process, None
         if process is not None:
             self._writer.close()
-            kill_tree(process.pid)
-            process.wait()
+            process.kill()
         for ended in self._running.values():
             if not ended.done():
                 ended.set_result(AgentResult(failure="the process that starts agents died", is_lost=True))

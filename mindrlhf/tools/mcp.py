@@ -15,7 +15,7 @@ import mindrlhf
 from mindrlhf.data.control_tokens import COMMON_CONTROL_TOKENS, neutralised_value
 from mindrlhf.errors import UserError
 from mindrlhf.sandbox.time_limit import remaining_s
-from mindrlhf.sandbox.worker_process import MARKER
+from mindrlhf.system.processes import MARKER
 
 PREFIX = "mcp:"
 START_TIMEOUT_S = 60.0

@@ -1,6 +1,5 @@
 """One rank is a process of the launcher, but where it joins by msrun, as an NPU's communication asks for it."""
 
-import subprocess
 import sys
 
 import pytest
@@ -12,7 +11,7 @@ from mindrlhf.launch.peers import ALONE
 @pytest.mark.parametrize("joins_alone", [False, True])
 def test_one_rank_is_started_by_msrun_where_it_has_to_join(monkeypatch, tmp_path, joins_alone):
     started = []
-    monkeypatch.setattr(subprocess, "Popen", lambda argv, **options: started.append((argv, options["env"])))
+    monkeypatch.setattr(launch, "Child", lambda argv, **options: started.append((argv, options["environment"])))
     monkeypatch.setattr(launch, "msrun_argv", lambda command, num_workers, *_, **options: ["msrun", num_workers])
     launch._start(["program.py"], 1, tmp_path, {}, 12345, ALONE, joins_alone)
     ((argv, environment),) = started

@@ -7,8 +7,6 @@ with CANN where it is installed, else in simulation (:mod:`mindrlhf.dryrun.compi
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,6 +18,7 @@ from mindrlhf.config.training import SHARED_PROMPTS
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.layout.batch import BatchPlan
 from mindrlhf.specs import find_spec
+from mindrlhf.system.child import Child, module_words
 from mindrlhf.system.files import last_lines
 from mindrlhf.system.progress import watched
 
@@ -226,35 +225,24 @@ def _run_child(directory: Path, timeout_s: float) -> None:
     environment.setdefault("OMP_NUM_THREADS", "1")
     # Parameters are only placeholders; nothing of this process reaches a device.
     environment.update(GLOG_v="3", LOG_MF_PATH=str(directory / "mindformers"), PYTHONUNBUFFERED="1")
-    with open(directory / "log", "wb") as log:
-        child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "mindrlhf.dryrun.compile.child", str(directory)],
-            stdout=log,
-            stderr=log,
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            cwd=directory,
-            # A group of its own: the processes that it forks end with it.
-            start_new_session=True,
-        )
-        try:
-            code = child.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise RunFailure(f"compiling took longer than {timeout_s:.0f} s; compile fewer layers") from None
-        finally:
-            _end_group(child)
+    child = Child(
+        module_words("mindrlhf.dryrun.compile.child", directory),
+        output=directory / "log",
+        environment=environment,
+        directory=directory,
+    )
+    try:
+        code = child.wait(timeout_s)
+    finally:
+        child.kill()
+    if code is None:
+        raise RunFailure(f"compiling took longer than {timeout_s:.0f} s; compile fewer layers")
     if code == EXIT_USER_ERROR:
         raise UserError((directory / "user_error").read_text())
     if code == -signal.SIGKILL:
         raise RunFailure(f"compiling failed: {_KILLED}")
     if code:
         raise RunFailure(f"compiling failed with exit code {code}: {_log_tail(directory / 'log')}")
-
-
-def _end_group(child: subprocess.Popen) -> None:
-    if child.poll() is None:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
 
 
 def _read_report(directory: Path, index: int, request: CompileRequest) -> CompileReport:

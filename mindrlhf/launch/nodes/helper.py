@@ -2,10 +2,10 @@
 
 import contextlib
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from typing import Any
+
+from mindrlhf.system.child import PIPE, Child, module_words
 
 _END_LIMIT_S = 5.0
 
@@ -15,13 +15,7 @@ class NodeHelper:
     its standard input ends, so does it: with whoever has started it."""
 
     def __init__(self, module: str, settings: Mapping[str, Any]):
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=2,  # of the rank: its log
-            text=True,
-            start_new_session=True,
-        )
+        self._process = Child(module_words(module), input=PIPE, output=2)  # of the rank: its log
         self._tell(settings)
 
     def connect(self, host: str, port: int, token: str, node: int) -> None:
@@ -31,14 +25,11 @@ class NodeHelper:
     def close(self) -> None:
         """End it, with what it has started."""
         with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(_END_LIMIT_S)
-        except subprocess.TimeoutExpired:
+            self._process.input.close()
+        if self._process.wait(_END_LIMIT_S) is None:
             self._process.kill()
-            self._process.wait()
 
     def _tell(self, message: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):  # it has ended: rank 0 waits for it in vain, and says so
-            self._process.stdin.write(f"{json.dumps(message)}\n")
-            self._process.stdin.flush()
+            self._process.input.write(f"{json.dumps(message)}\n".encode())
+            self._process.input.flush()

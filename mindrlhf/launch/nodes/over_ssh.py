@@ -5,21 +5,23 @@ when it ends, because this process or the network has gone, the launcher there e
 """
 
 import contextlib
+import io
 import os
 import secrets
 import shlex
 import signal
-import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import IO
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.launch.failure_report import exit_code, say
 from mindrlhf.launch.nodes.place import DEFAULT_PORT
 from mindrlhf.launch.nodes.secret import SECRET_VARIABLE
+from mindrlhf.system.child import PIPE, Child
+from mindrlhf.system.processes import handling
 
 LIFELINE_VARIABLE = "MINDRLHF_LIFELINE"
 _SSH = ("ssh", "-o", "BatchMode=yes")
@@ -69,18 +71,17 @@ def run_over_ssh(words: Sequence[str], hosts: Sequence[str], master: str | None,
     shape = ["--nodes", str(len(hosts) - num_spares), *(["--spares", str(num_spares)] if num_spares else [])]
     nodes = [_start(host, _remote_command([*words, *shape], node, master), secret) for node, host in enumerate(hosts)]
     readers = [
-        threading.Thread(target=_show, args=(process.stdout, f"[node {node}] " if node else ""), daemon=True)
+        threading.Thread(target=_show, args=(process.output, f"[node {node}] " if node else ""), daemon=True)
         for node, process in enumerate(nodes)
     ]
     for reader in readers:
         reader.start()
     with passing_signals(lambda number: _tell(nodes[0], number)):
         while any(process.poll() is None for process in nodes):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                next(process for process in nodes if process.poll() is None).wait(_POLL_INTERVAL_S)
+            next(process for process in nodes if process.poll() is None).wait(_POLL_INTERVAL_S)
     for reader in readers:
         reader.join()
-    codes = [exit_code(process.returncode) for process in nodes]
+    codes = [exit_code(process.poll()) for process in nodes]
     for node, code in enumerate(codes):
         if code == 255:
             say(f"ssh to node {node} ({hosts[node]}) failed: try ssh -o BatchMode=yes {hosts[node]} true")
@@ -114,42 +115,28 @@ def _remote_command(words: Sequence[str], node: int, master: str) -> str:
     )
 
 
-def _start(host: str, command: str, secret: str) -> subprocess.Popen:
+def _start(host: str, command: str, secret: str) -> Child:
     try:
-        process = subprocess.Popen(
-            [*_SSH, host, command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # Ctrl-C in a terminal reaches this process only
-        )
+        process = Child([*_SSH, host, command], input=PIPE, output=PIPE)
     except OSError as error:
         raise RunFailure(f"ssh cannot be started ({error})") from None
     _tell(process, secret)
     return process
 
 
-def _tell(process: subprocess.Popen, line: object) -> None:
+def _tell(process: Child, line: object) -> None:
     with contextlib.suppress(OSError, ValueError):  # it has ended
-        process.stdin.write(f"{line}\n")
-        process.stdin.flush()
+        process.input.write(f"{line}\n".encode())
+        process.input.flush()
 
 
-@contextlib.contextmanager
-def passing_signals(tell: Callable[[int], None]) -> Iterator[None]:
+def passing_signals(tell: Callable[[int], None]) -> contextlib.AbstractContextManager[None]:
     """Pass signals on to node 0, which sees to the others."""
-    previous = {number: signal.signal(number, lambda received, _: tell(int(received))) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    return handling(_SIGNALS, lambda number, _: tell(int(number)))
 
 
-def _show(stream: TextIO, prefix: str) -> None:
-    for line in stream:
+def _show(stream: IO[bytes], prefix: str) -> None:
+    for line in io.TextIOWrapper(stream, errors="replace"):
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.write(f"{prefix}{line}")
             sys.stdout.flush()

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,9 +21,9 @@ from mindrlhf.rollout.vllm_options import (
     write_plugin,
 )
 from mindrlhf.system import heartbeat, processes
-from mindrlhf.system.files import last_lines, take_directory
+from mindrlhf.system.child import Child
+from mindrlhf.system.files import take_directory
 
-_NUM_LOG_LINES_SHOWN = 3
 _BUFFER_NAME = "buffer"  # in the private directory of a process without a trainer to name it the weight buffer
 # Of the trainer only; the server has no use for them.
 _OWN_OPTIONS = ("python", "env", "log_path", "start_timeout_s", "stall_timeout_s", "num_threads")
@@ -67,7 +66,6 @@ class ServerProcess:
         descriptors: Sequence[int] = (),
         span: NodePlace | None = None,
     ):
-        self._log_path = options.log_path
         self._shared_memory: set[str] = set()
         self._lock: int | None = None
         self.private_dir = ""
@@ -91,18 +89,13 @@ class ServerProcess:
         python = os.path.abspath(shutil.which(options.python))  # links are kept: they say which environment it is
         command = [python, "-m", "mindrlhf.rollout.server", *arguments, "--config", json.dumps(config)]
         try:
-            Path(options.log_path).parent.mkdir(parents=True, exist_ok=True)
-            with open(options.log_path, "ab") as log:
-                self._process = subprocess.Popen(
-                    command,
-                    env=server_environment(options, self.private_dir),
-                    cwd=self.private_dir,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=[*descriptors, self._lock],
-                    start_new_session=True,
-                )
+            self._process = Child(
+                command,
+                environment=server_environment(options, self.private_dir),
+                directory=self.private_dir,
+                output=Path(options.log_path),
+                descriptors=[*descriptors, self._lock],
+            )
         except OSError as error:
             self._remove_private_dir()
             raise RunFailure(f"the rollout server could not be started: {error}") from error
@@ -124,8 +117,7 @@ class ServerProcess:
 
     def wait(self, timeout_s: float) -> None:
         """Wait until it has ended, but no longer than ``timeout_s``."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s)
+        self._process.wait(timeout_s)
 
     def ending(self) -> str:
         """Return how it ended, as the end of a sentence; empty while it runs."""
@@ -138,8 +130,7 @@ class ServerProcess:
 
     def log_tail(self) -> str:
         """Return the last lines of its log, as the end of a sentence."""
-        lines = [line.strip() for line in last_lines(Path(self._log_path), _NUM_LOG_LINES_SHOWN)]
-        return f"; log {self._log_path} ends: {' | '.join(lines) or '(empty)'}"
+        return self._process.last_lines()
 
     def note_shared_memory(self) -> None:
         """Remember what ranks of one server talk through: when they are killed, nobody else removes it."""
@@ -150,9 +141,7 @@ class ServerProcess:
     def end(self) -> None:
         """Kill it with all that it started, and remove what they leave."""
         self.note_shared_memory()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
+        self._process.kill()
         self._remove_private_dir()
         for path in self._shared_memory:
             with contextlib.suppress(FileNotFoundError):

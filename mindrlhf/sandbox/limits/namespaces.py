@@ -98,14 +98,19 @@ def drop_capabilities() -> None:
     _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
 
 
+def keep_user(user: int, group: int) -> None:
+    """In a user namespace just entered, be the same user and group as outside it."""
+    for name, line in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(line)
+
+
 def _enter(interpreter_prefix: str) -> None:
     user, group = os.geteuid(), os.getegid()
     flags = _CLONE_NEWNS
     if user != 0 or _libc.unshare(flags) != 0:
         _check(_libc.unshare(flags | _CLONE_NEWUSER), "unshare")
-        for name, line in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-            with open(f"/proc/self/{name}", "w") as file:
-                file.write(line)
+        keep_user(user, group)
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     # A directory that is on every system, and not above what has to be shown.
     root = next(path for path in ("/tmp", "/mnt", "/run") if not interpreter_prefix.startswith(f"{path}/"))

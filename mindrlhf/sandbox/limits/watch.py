@@ -84,20 +84,6 @@ def memory_bytes(pids: list[int]) -> int:
     return private_bytes + sum(shared_bytes.values())
 
 
-def descendants(root: int) -> list[int]:
-    """Return the processes that descend from ``root``, among those this process's ``/proc`` shows."""
-    children: dict[int, list[int]] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", "rb") as file:
-            children.setdefault(int(file.read().rpartition(b")")[2].split()[1]), []).append(int(name))
-    found, frontier = [], [root]
-    while frontier:
-        below = children.get(frontier.pop(), [])
-        found += below
-        frontier += below
-    return found
-
-
 def is_directory_full(path: str, limit_bytes: int) -> bool:
     """Return True if a directory without a limit of its own holds too many bytes or files."""
     num_files, num_bytes, directories = 0, 0, [path]
