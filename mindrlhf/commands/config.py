@@ -79,7 +79,7 @@ def _check(arguments: argparse.Namespace) -> int:
         print(json.dumps(found, indent=1))
         return 2 if mistakes else 0
     for obstacle in obstacles:
-        print(f"mindrlhf config: here it would not start: {obstacle}", file=sys.stderr)
+        print(f"mindrlhf config: warning: it would not start on this machine: {obstacle}", file=sys.stderr)
     checked.mistakes.raise_if_any()
     command = "" if task == "train" else f"mindrlhf {task}, "
     on_nodes = f", {num_ranks // num_nodes} on each of {num_nodes} machines" if num_nodes > 1 else ""

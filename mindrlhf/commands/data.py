@@ -191,7 +191,7 @@ def look_warnings(look: dict) -> list[str]:
             f"{contradictory['prompts']:,}, such as {contradictory['example']}"
         )
     if look.get("no_answers"):
-        unread = f" (nothing reads {_counted(look['unread'])})" if "unread" in look else ""
+        unread = f" (unused columns: {_counted(look['unread'])})" if "unread" in look else ""
         lines.append(
             f"no record has an answer{unread}: verifiers that compare with one refuse the file; name its field as in "
             "--handler map_keys --map question=QUESTION,answer=ANSWER"
@@ -233,16 +233,16 @@ def _print_look(look: dict, num_bad: int) -> None:
         _print(f"  bad, why {_counted(look['bad'])}")
     if repeated := look.get("repeated"):
         _print(
-            f"repeated   {repeated['prompts']:,} prompts stand more than once, in {repeated['records']:,} records; "
-            f"{repeated['first']} the most often: {repeated['most']:,} times"
+            f"repeated   {repeated['prompts']:,} prompts are repeated ({repeated['records']:,} records); "
+            f"{repeated['first']} most often, {repeated['most']:,} times"
         )
     if duplicates := look.get("duplicates"):
         what = "records are exact duplicates of earlier ones (--deduplicate leaves them out)"
         _print(f"           {duplicates:,} {what}")
     if without := look.get("without_answer"):
-        _print(f"answers    {without:,} records have none")
+        _print(f"answers    missing in {without:,} records")
     if "notes" in look:
-        _print(f"how read   {_counted(look['notes'])}")
+        _print(f"answers    {_counted(look['notes'])}")
     if "unread" in look:
         _print(f"left out   columns {_counted(look['unread'])} (--keep keeps them for rewards)")
     for name in ("prompt", "response"):

@@ -41,7 +41,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
             "--option", action="append", default=[], metavar="VERIFIER.OPTION=VALUE", help="may be given several times"
         )
         action.add_argument(
-            "--allow-weak", action="store_true", help="run programs also where the sandbox has too few locks (doctor)"
+            "--allow-weak", action="store_true", help="run programs also where the sandbox is weak (see doctor)"
         )
         action.add_argument("--timeout-s", type=float, default=10.0, help="limit per sample and verifier (default: 10)")
 

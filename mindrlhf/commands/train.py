@@ -513,12 +513,12 @@ def _advice(checkpoint: Path | None, again: str, *, is_mistake: bool = False, be
     """
     if is_mistake and checkpoint == begun_with:
         what = "nothing is saved yet" if checkpoint is None else f"{checkpoint} is as it was"
-        return f"{what}: mend what the error names, then start the run again"
+        return f"{what}: fix the error above, then start the run again"
     if checkpoint is None:
         return (
             "there is no checkpoint to resume from (kill -TERM saves one before the run ends; see "
             f"checkpoint.every_steps); to start again: {again}"
         )
-    first = "mend what the error names; then, " if is_mistake else ""
+    first = "fix the error above; then, " if is_mistake else ""
     number = checkpoint.name.rpartition("_")[2].lstrip("0") or "0"
     return f"step {number} is saved; {first}to resume from {checkpoint}: {again} --resume"

@@ -173,7 +173,7 @@ def _next_chunk(records: Iterator[RawRecord | BadRecord]) -> list[RawRecord | Ba
 def _kept(chunks: Iterable[EncodedChunk], totals: BuildTotals, skip_bad: bool) -> Iterator[list[Prompt]]:
     for chunk in chunks:
         if chunk.bad_records and not skip_bad:
-            raise UserError(f"{chunk.bad_records[0]} (mend the record, or pass --skip-bad to count and leave out such)")
+            raise UserError(f"{chunk.bad_records[0]} (--skip-bad counts such records and goes on)")
         yield totals.add(chunk).records
 
 

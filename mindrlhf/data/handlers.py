@@ -22,6 +22,10 @@ MAPPED_FIELDS = ("question", "answer", "response", "rejected", "verifier", "imag
 # What reward functions are given of every sample: a kept column cannot have such a name.
 SAMPLE_NAMES = ("completion", "answer", "prompt", "finish_reason", "num_tokens", "completions", "episode_return")
 SAMPLE_NAMES += ("turn_texts", "token_texts")
+_USUAL_NAMES = {
+    "QUESTION": ("question", "prompt", "problem", "instruction", "query", "input", "q"),
+    "ANSWER": ("answer", "solution", "ground_truth", "response", "output", "target", "label", "a"),
+}
 # Where an image stands in a text, and under which keys data sets keep one.
 IMAGE_MARK = "<image>"
 # Turns of Anthropic's hh-rlhf, whose conversations are one text.
@@ -291,11 +295,20 @@ def _required(fields: Mapping, key: str) -> object:
         value = fields
         for part in key.split("."):
             if not isinstance(value, Mapping) or part not in value:
-                raise RecordError(f"no field {key!r}")
+                raise RecordError(f"no field {key!r}; {_mapping_for(fields)}")
             value = value[part]
     if value is None:
         raise RecordError(f"field {key!r} is null")
     return value
+
+
+def _mapping_for(fields: Mapping) -> str:
+    """Return the fields of a record, and the options that map them, with a guess at which is which."""
+    guesses = [next((key for key in fields if key.lower() in names), usual) for usual, names in _USUAL_NAMES.items()]
+    return (
+        f"the record has {', '.join(map(repr, fields)) or 'none'}; name them as in --handler map_keys --map "
+        f"question={guesses[0]},answer={guesses[1]}"
+    )
 
 
 def _found(fields: Mapping, key: str) -> object:

@@ -58,7 +58,7 @@ class BuildTotals:
         self.num_with_control_tokens += chunk.num_with_control_tokens
         num_wanted = NUM_REPORTED_BAD - len(self.bad_examples)
         self.bad_examples += [str(bad) for bad in chunk.bad_records[:num_wanted]]
-        bad = Counter(bad.reason for bad in chunk.bad_records)
+        bad = Counter(bad.reason.partition("; ")[0] for bad in chunk.bad_records)
         for name, counts in (("unread", chunk.unread), ("template", chunk.unrendered), ("notes", chunk.notes)):
             count_bounded(self.names[name], counts)
         count_bounded(self.names["bad"], bad)

@@ -173,7 +173,7 @@ def _read_json_array(path: Path) -> Iterator[RawRecord | BadRecord]:
 
 def _damaged(path: Path, line: int, reason: str) -> UserError:
     # Without line borders there is no safe place to read on from, so skipping is not offered.
-    return UserError(f"{path}:{line}: damaged JSON array: {reason}; mend it, or convert it to JSONL")
+    return UserError(f"{path}:{line}: damaged JSON array: {reason}; fix it, or convert it to JSONL")
 
 
 def _read_parquet(path: Path) -> Iterator[RawRecord | BadRecord]:

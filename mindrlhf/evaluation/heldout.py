@@ -45,7 +45,7 @@ class Evaluation:
         """
         unscored = [sample.reward.unscored for sample in samples if not sample.is_scored]
         if len(unscored) == len(samples):
-            raise RunFailure(f"none of {len(samples)} held-out samples could be scored ({unscored[0]}): mend that")
+            raise RunFailure(f"none of {len(samples)} held-out samples could be scored ({unscored[0]}): fix that first")
         shown = [
             {
                 "prompt": sample.prompt_text,

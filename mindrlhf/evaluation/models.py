@@ -1,7 +1,7 @@
 """Evaluation of models on disk: no trainer, only the generator and the verifiers."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,8 @@ from mindrlhf.rewards.selection import Selection
 from mindrlhf.rollout.conversations import with_tools
 from mindrlhf.rollout.replicas import start_replicas
 from mindrlhf.rollout.samples import Sample, Sampler, sample_record
-from mindrlhf.rollout.types import Completion, SamplingParams
+from mindrlhf.rollout.types import SamplingParams
 from mindrlhf.sandbox.server import check_for
-from mindrlhf.system.progress import counted
 from mindrlhf.tools.environments import check_columns
 from mindrlhf.weights.hf import read_hf_config
 
@@ -110,26 +109,12 @@ def evaluate_models(job: EvaluationJob, model_dirs: Sequence[str], out_dir: Path
                 generator.wait_ready()
                 with contextlib.ExitStack() as stack:
                     source = with_tools(tools, generator, tokenizer, stack, [file])
-                    total = len(held_out.records) * held_out.num_samples
-                    samples = held_out.sample(Sampler(_CountedSource(source, total), pool, tokenizer))
+                    samples = held_out.sample(Sampler(source, pool, tokenizer))
             finally:
                 generator.close()
             evaluations.append(Evaluation.of(0, held_out.verifier, samples, held_out.num_samples))
             _write_samples(out_dir / f"samples_{number}.jsonl", samples)
     return evaluations
-
-
-class _CountedSource:
-    """A source of completions that has the signs of life say how many there have been."""
-
-    def __init__(self, source: Any, total: int) -> None:
-        self._source, self._total = source, total
-
-    def generate(self, *arguments: Any) -> Iterator[Completion]:
-        return counted(self._source.generate(*arguments), self._total, "samples")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
 
 
 def describe(evaluation: Evaluation) -> list[str]:

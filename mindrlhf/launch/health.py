@@ -145,6 +145,11 @@ class HealthMonitor:
         """Return what each rank said last, by name."""
         return {name: (self._read(name) or beat).activity for name, beat in self._beats.items()}
 
+    def progress(self) -> str:
+        """Return how much rank 0 has done, such as "12 of 128 samples"; "" where that is not counted."""
+        beat = self._read("rank 0")
+        return beat.progress if beat else ""
+
     def _read(self, name: str) -> Beat | None:
         return read_beat(heartbeat_path(self._directory, int(name.removeprefix("rank "))))
 

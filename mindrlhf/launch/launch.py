@@ -249,7 +249,7 @@ class _Watch:
             self._run.update()
             activities = self._health.activities()
             self._joining.rouser.rouse(activities, self._run.rank_pids())
-            self._follower.poll(activity=activities.get("rank 0", ""))
+            self._follower.poll(activity=activities.get("rank 0", ""), done=self._health.progress())
             for number in self._received_signals[self._num_handled_signals :]:
                 self._num_handled_signals += 1
                 if self._is_ending_for_others and number == signal.SIGTERM:

@@ -75,18 +75,21 @@ class LogFollower:
         """Return True if every line of a rank ("rank 0") is shown, not only its news."""
         return rank == "rank 0" and 0 in self._tails
 
-    def poll(self, *, final: bool = False, activity: str | None = None) -> None:
+    def poll(self, *, final: bool = False, activity: str | None = None, done: str = "") -> None:
         """Show what was written since the last call; ``final`` shows an unfinished last line too.
 
         Args:
-            activity: what rank 0 said last that it does, for the lines about stages; None leaves them out.
+            activity, done: what rank 0 said last that it does, and how much of it is done, for the lines about stages;
+                None leaves them out.
         """
         self._has_news = False
         for rank, tail in self._tails.items():
             for line in tail.new_lines(final=final):
                 self._show(rank, line)
         if self._stages is not None and activity is not None:
-            self._stages.update(activity, has_news=self._has_news)
+            self._stages.update(activity, has_news=self._has_news, done=done)
+        elif self._stages is not None:
+            self._stages.clear()
         self._out.flush()
 
     def _show(self, rank: int, line: str) -> None:
@@ -102,6 +105,8 @@ class LogFollower:
 
     def _write(self, line: str) -> None:
         self._has_news = True
+        if self._stages is not None:
+            self._stages.clear()
         self._out.write(f"{self._style(line)}\n")
 
     def _is_news(self, rank: int, line: str) -> bool:

@@ -8,29 +8,40 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from mindrlhf.system import heartbeat, progress
+from mindrlhf.system.terminal import CLEAR_LINE
 
 # A reader of a log waits no longer for a line. In a stage that takes very long they come less often later on.
 SILENCE_LIMIT_S = 8.0
 _LATER_LIMIT_S = 60.0
 _NUM_EARLY_SIGNS = 40  # more than five minutes
 _STEP = "step "  # the steps have lines of their own
+_STAGE_WORDS = {
+    "reshard_to_infer": "weight sync",
+    "rollout_wait": "waiting for samples",
+    "old_log_p": "log-probabilities",
+}
 _AFTER_STEP = re.compile(r"step (\d+): (evaluation|checkpoint)")  # what comes between two steps is timed with the next
 
 
 class StageLines:
-    """Writes a line when rank 0 begins another stage, and when nothing has been written for a while."""
+    """Writes a line when rank 0 begins another stage, and when nothing has been written for a while.
+
+    On a terminal the latter is one line, written over each second.
+    """
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
+        self._is_terminal, self._is_open = out.isatty(), False
         self._start_s = self._since_s = self._last_line_s = time.monotonic()
         self._activity = ""
         self._num_signs = 0
 
-    def update(self, activity: str, *, has_news: bool) -> None:
+    def update(self, activity: str, *, has_news: bool, done: str = "") -> None:
         """Write what there is to say.
 
         Args:
             activity: what rank 0 said last that it does, "" before it has said anything.
+            done: how much of it, such as "12 of 128 samples".
             has_news: whether somebody else has written a line since the last call.
         """
         now_s = time.monotonic()
@@ -45,13 +56,21 @@ class StageLines:
                 self._write(activity, now_s)
             return
         limit_s = SILENCE_LIMIT_S if self._num_signs < _NUM_EARLY_SIGNS else _LATER_LIMIT_S
-        if now_s - self._last_line_s >= limit_s:
+        if now_s - self._last_line_s >= (1.0 if self._is_terminal else limit_s):
             self._num_signs += 1
-            self._write(f"{activity} (for {duration(now_s - self._since_s)})", now_s)
+            details = [done] * bool(done) + [f"for {duration(now_s - self._since_s)}"]
+            self._write(f"{activity} ({', '.join(details)})", now_s, stays=not self._is_terminal)
 
-    def _write(self, text: str, now_s: float) -> None:
-        self._last_line_s = now_s
-        self._out.write(f"mindrlhf: {duration(now_s - self._start_s):>6}  {text}\n")
+    def clear(self) -> None:
+        """Take the line off the terminal that the next would be written over."""
+        if self._is_open:
+            self._is_open = False
+            self._out.write(CLEAR_LINE)
+
+    def _write(self, text: str, now_s: float, stays: bool = True) -> None:
+        self.clear()
+        self._last_line_s, self._is_open = now_s, not stays
+        self._out.write(f"mindrlhf: {duration(now_s - self._start_s):>6}  {text}" + "\n" * stays)
         self._out.flush()
 
 
@@ -64,7 +83,8 @@ def _in_words(activity: str) -> str:
         if what == "checkpoint":
             return f"{_STEP}{num_done}: checkpoint"
         return f"evaluating after step {num_done}" if num_done else "evaluating before training"
-    return activity or "starting Python"
+    step, colon, stage = activity.partition(": ")
+    return f"{step}{colon}{_STAGE_WORDS.get(stage, stage)}" if activity else "starting Python"
 
 
 def duration(seconds: float) -> str:

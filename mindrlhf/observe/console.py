@@ -12,7 +12,7 @@ from mindrlhf.system.terminal import BOLD, DIM, RED, RESET, has_colours, width
 
 PLAIN_WIDTH = 100
 HEADER_EVERY = 20
-ETA_FROM_S = 10.0  # a shorter rest is not announced
+_LEFT = "left"  # no metric: the time that the steps that are left will take
 _NUM_TIMED_STEPS = 20
 
 
@@ -40,6 +40,16 @@ def _seconds(value: float) -> str:
     return f"{value:.2f}s" if value < 100 else f"{value:.0f}s"
 
 
+def _rest(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )
+
+
 @dataclass(frozen=True)
 class _Column:
     metric: str
@@ -65,6 +75,7 @@ COLUMNS = (
     _Column("rollout_diff/mean_abs", "diff", 7, _number, 0),
     _Column("e2e_tps", "tok/s", 6, _whole, 5),
     _Column("timing/all", "time", 7, _seconds, 2),
+    _Column(_LEFT, "left", 6, _rest, 7),
 )
 
 
@@ -73,8 +84,7 @@ class ConsoleSink:
 
     The columns are those whose metrics the run has, less the least important ones where the line would be wider than
     the terminal, or than COLUMNS (100 characters when there is neither). Held-out accuracy and loss get a line of their
-    own. Colour goes to terminals only, unless NO_COLOR is set; the text is ASCII. With each header and evaluation, and
-    at the second step, stands how long the rest will take.
+    own. Colour goes to terminals only, unless NO_COLOR is set; the text is ASCII.
     """
 
     def __init__(
@@ -90,14 +100,14 @@ class ConsoleSink:
         self._ends_s: deque[tuple[int, float]] = deque(maxlen=_NUM_TIMED_STEPS)  # the last steps, and their ends
         self._width = width(self._stream, PLAIN_WIDTH)
         self._num_steps = num_steps
-        self._seen: set[str] = set()
+        self._seen = {_LEFT} if num_steps else set()
         self._columns: list[_Column] = []
         self._lines_since_header = 0
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         if any(column.metric in metrics for column in COLUMNS):
             self._ends_s.append((step, time.monotonic()))
-            self._print_step(step, metrics)
+            self._print_step(step, {**metrics, _LEFT: self._left_s(step)})
         if "eval/accuracy" in metrics or "eval/loss" in metrics:
             self._print_evaluation(step, metrics)
         self._stream.flush()
@@ -106,10 +116,8 @@ class ConsoleSink:
         pass  # the stream belongs to the caller
 
     def _print_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        new = {column.metric for column in COLUMNS if column.metric in metrics} - self._seen
+        new = {column.metric for column in COLUMNS if column.metric in metrics} - self._seen - {_LEFT}
         is_headed = bool(new) or self._lines_since_header >= HEADER_EVERY
-        if (is_headed or len(self._ends_s) == 2) and (left := self._time_left(step)):
-            print(f"{DIM}{left}{RESET}" if self._styled else left, file=self._stream)
         if is_headed:
             self._seen |= new
             self._columns = self._fitting_columns()
@@ -122,14 +130,12 @@ class ConsoleSink:
         print("  ".join(cells), file=self._stream)
         self._lines_since_header += 1
 
-    def _time_left(self, step: int) -> str:
-        """Return how long the steps that are left will take, by those before; "" where that is not known, or short."""
+    def _left_s(self, step: int) -> float | None:
+        """Return the seconds that the steps that are left will take, by those before; None where that is not known."""
         if self._num_steps is None or len(self._ends_s) < 2:  # the first step compiles
-            return ""
+            return None
         (first, start_s), (last, end_s) = self._ends_s[0], self._ends_s[-1]
-        left_s = (self._num_steps - step) * (end_s - start_s) / (last - first)
-        short, long = f"{left_s:.0f} s", f"{left_s / 60:.0f} min" if left_s < 7200 else f"{left_s / 3600:.1f} h"
-        return f"about {short if left_s < 120 else long} left" if left_s >= ETA_FROM_S else ""
+        return (self._num_steps - step) * (end_s - start_s) / (last - first)
 
     def _print_header(self) -> None:
         titles = ["step".rjust(self._step_width())] + [column.title.rjust(column.width) for column in self._columns]
@@ -147,8 +153,6 @@ class ConsoleSink:
             line += f" (95% interval {metrics['eval/accuracy_low']:.1%} to {metrics['eval/accuracy_high']:.1%})"
         if "eval/unscored" in metrics:
             line += f"; {metrics['eval/unscored']:.0f} of {metrics['eval/samples']:.0f} samples not scored"
-        if (left := self._time_left(step)) and len(line) + len(left) + 2 <= self._width:
-            line += f"; {left}"
         print(f"{BOLD}{line}{RESET}" if self._styled else line, file=self._stream)
 
     def _fitting_columns(self) -> list[_Column]:

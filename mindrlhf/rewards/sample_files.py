@@ -78,7 +78,7 @@ class SkippedLines:
             if isinstance(line, SampleLine):
                 yield line
             elif not self._is_allowed:
-                raise UserError(f"{line}: mend the line (rewards score --skip-bad leaves such out)")
+                raise UserError(f"{line}: fix the line, or leave bad lines out with rewards score --skip-bad")
             else:
                 self._num_skipped += 1
                 self._errors += [f"  {line}"] if len(self._errors) < NUM_FAILURES_SHOWN else []

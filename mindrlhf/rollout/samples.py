@@ -21,6 +21,7 @@ from mindrlhf.rewards.selection import split_choice
 from mindrlhf.rewards.types import RewardInput, RewardResult
 from mindrlhf.rollout.types import Completion, CompletionSource, GenerationRequest, SamplingParams
 from mindrlhf.system import timeline
+from mindrlhf.system.progress import counted
 from mindrlhf.system.records import record
 
 # Samples of a run with a log-probability that is not finite, before it ends.
@@ -138,7 +139,7 @@ class Sampler:
         completions: dict[int, Completion] = {}
         texts: dict[int, str] = {}
         unscored: dict[int, list[RewardInput]] = {}  # samples of prompts that are not complete
-        for completion in found:
+        for completion in counted(found, len(records) * num_samples, "samples"):
             place = completion.request_id * num_samples + completion.sample_index
             if len(completion.token_ids) == 0:
                 raise RunFailure(

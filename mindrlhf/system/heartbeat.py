@@ -14,6 +14,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mindrlhf.system import progress
+
 DIRECTORY_VARIABLE = "MINDRLHF_HEARTBEAT_DIR"
 DUMP_SIGNAL = signal.SIGUSR2  # has the rank write the stacks of all its threads to its log
 ROUSE_SIGNAL = signal.SIGURG  # has a rank that sleeps in its search for the others look again; else nothing
@@ -34,6 +36,7 @@ class Beat:
     pid: int
     num_ticks: int  # grows with every piece of work done
     activity: str
+    progress: str = ""  # "12 of 128 samples"; see :mod:`mindrlhf.system.progress`
 
 
 class _Heartbeat:
@@ -63,7 +66,7 @@ class _Heartbeat:
     def write(self) -> None:
         with self._lock:
             activity = self._activity.encode("ascii", "replace").decode()[:_MAX_ACTIVITY_CHARS]
-            record = json.dumps(asdict(Beat(os.getpid(), self._num_ticks, activity)))
+            record = json.dumps(asdict(Beat(os.getpid(), self._num_ticks, activity, progress.now())))
             with contextlib.suppress(OSError):  # a full disk must not end a run that a missed beat would not
                 os.pwrite(self._file, record.ljust(_RECORD_BYTES - 1).encode() + b"\n", 0)
 

@@ -18,12 +18,15 @@ def watched(count: Callable[[], int], total: int, unit: str) -> Iterator[None]:
         total: how many there will be.
         unit: what they are, such as "tensors".
     """
-    place = len(_NOW)
-    _NOW.append(lambda: f"{count():,} of {total:,} {unit}")
+
+    def words() -> str:
+        return f"{count():,} of {total:,} {unit}"
+
+    _NOW.append(words)
     try:
         yield
     finally:
-        del _NOW[place:]
+        _NOW.remove(words)
 
 
 def counted(items: Iterable[Item], total: int, unit: str) -> Iterator[Item]:

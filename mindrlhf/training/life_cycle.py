@@ -216,7 +216,7 @@ def _run_rank_0(
     checkpoints.wait()
     if is_complete:
         sinks.close()
-        heartbeat.enter("summing up and exporting the model")
+        heartbeat.enter("writing the report and exporting the model")
         training.finish(worker, progress)
         trackers.complete(output_dir / REPORT_NAME)
         _tell_shortfall(config, steps, is_over=True)

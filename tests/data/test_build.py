@@ -158,7 +158,8 @@ def test_first_bad_record_ends_the_build_and_leaves_nothing(tokenizer_directory,
     (tmp_path / "out").mkdir()
     path = _write_lines(tmp_path / "a.jsonl", [_problem(1), {"question": "q"}, "{"])
     for num_workers in (1, 2):
-        with pytest.raises(UserError, match=r"a\.jsonl:2: no field 'answer' \(mend the record, or pass --skip-bad"):
+        advice = "the record has 'question'; name them as in --handler map_keys --map question=question,answer=ANSWER"
+        with pytest.raises(UserError, match=rf"a\.jsonl:2: no field 'answer'; {advice} \(--skip-bad"):
             build_prompts([path], tmp_path / "out" / "o.mindrecord", tokenizer_directory, num_workers=num_workers)
     assert os.listdir(tmp_path / "out") == []
 

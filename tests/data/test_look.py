@@ -38,7 +38,7 @@ def test_prompts_that_stand_many_times_are_counted_and_left_out_on_demand(tmp_pa
     assert "contradictory" not in look and look_warnings(look) == []
     print_report(report)
     printed = capsys.readouterr().out
-    assert "3 prompts stand more than once, in 300 records; a.jsonl:1 the most often: 100 times" in printed
+    assert "3 prompts are repeated (300 records); a.jsonl:1 most often, 100 times" in printed
     assert "297 records are exact duplicates of earlier ones (--deduplicate leaves them out)" in printed
 
     report = build_rows(tmp_path, rows, deduplicate=True)
@@ -108,7 +108,7 @@ def test_answers_that_were_forgotten_are_noticed(mapped, rows, tmp_path, capsys)
     report = build_rows(tmp_path, rows, handler="map_keys", key_map=key_map)
     (line,) = look_warnings(report.header.look)
     assert line.startswith("no record has an answer") and "--map question=QUESTION,answer=ANSWER" in line
-    assert ("nothing reads answer (1)" in line) == ("answer" in rows[0])
+    assert ("unused columns: answer (1)" in line) == ("answer" in rows[0])
     prompts = PromptFile.open(report.path)
     for verifier in ("accuracy_reward", "math_17k_acc", "code_execution", "knights_and_knaves"):
         with pytest.raises(UserError, match=f"'{verifier}' compares with the answer, which no prompt of"):

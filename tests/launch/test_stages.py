@@ -132,3 +132,22 @@ def test_long_work_gives_signs_of_life_and_short_work_none():
             time.sleep(0.005)
     assert out.getvalue().splitlines()[0] == "mindrlhf: sharding, for 0 s"
     assert not [thread for thread in threading.enumerate() if thread.name == "signs of life"]
+
+
+def test_on_a_terminal_the_signs_of_life_are_one_line_with_how_much_is_done(tmp_path, clock):
+    log, out = tmp_path / "worker_0.log", Terminal()
+    follower = LogFollower({0: log}, out, StageLines(out))
+    follower.poll(activity="step 2: reshard_to_infer")
+    for done in ("", "3 of 12 samples", "9 of 12 samples"):
+        clock[0] += 1
+        follower.poll(activity="step 2: rollout" if done else "step 2: reshard_to_infer", done=done)
+        clock[0] += 1
+        follower.poll(activity="step 2: rollout" if done else "step 2: reshard_to_infer", done=done)
+    log.write_text("   2/3   0.5\n")
+    follower.poll(activity="step 3: data")
+    shown = out.getvalue()
+    assert shown.count("\n") == 1 and shown.endswith("\r\033[K   2/3   0.5\n")
+    words = [" ".join(part.split()) for part in shown.split("\r\033[K")]
+    assert "mindrlhf: 1 s step 2: weight sync (for 1 s)" in words
+    assert "mindrlhf: 4 s step 2: rollout (3 of 12 samples, for 1 s)" in words
+    assert "mindrlhf: 6 s step 2: rollout (9 of 12 samples, for 3 s)" in words

@@ -198,9 +198,9 @@ def test_advice_never_repeats_what_was_just_refused(tmp_path):
     assert f"step 12 is saved; to resume from {checkpoint}: {again} --resume" == _advice(checkpoint, again)
     for begun_with in (None, checkpoint):
         refused = _advice(begun_with, again, is_mistake=True, begun_with=begun_with)
-        assert again not in refused and "mend what the error names" in refused
+        assert again not in refused and "fix the error above" in refused
     later = _advice(checkpoint, again, is_mistake=True, begun_with=None)
-    assert later.startswith("step 12 is saved; mend what the error names; then, to resume") and again in later
+    assert later.startswith("step 12 is saved; fix the error above; then, to resume") and again in later
 
 
 def test_config_check_says_what_will_happen(contents, inputs_dir, tmp_path, capsys):
@@ -214,9 +214,9 @@ def test_config_check_says_what_will_happen(contents, inputs_dir, tmp_path, caps
     assert main(words) == 0
     told = capsys.readouterr().out.splitlines()
     # 5 prompts three times, two a step.
-    assert "8 steps of 2 prompts, 16 samples and 2 updates: 3.2 times the 5 prompts" in told
+    assert "8 steps of 2 prompts, 16 samples and 2 updates: 3.2 epochs of 5 prompts" in told
     assert "5 evaluations on 2 held-out prompts, 3 samples each" in told  # 0, 2, 4, 6 and 8
-    assert any(line.startswith("2 checkpoints of ") and line.endswith(", of which 2 are kept") for line in told)
+    assert any(line.startswith("2 checkpoints of ") and line.endswith(" each; the last 2 stay") for line in told)
     assert not any("min, by" in line for line in told)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text(

@@ -40,7 +40,8 @@ def run(tmp_path, capsys, monkeypatch):
         path.write_text(yaml.safe_dump(content))
         code = main([*command, str(path), *options])
         errors = capsys.readouterr().err.splitlines()
-        return code, {re.sub(r"^mindrlhf [\w-]+: (error|here it would not start): ", "", line) for line in errors}
+        head = re.compile(r"^mindrlhf [\w-]+: (error|warning: it would not start on this machine): ")
+        return code, {head.sub("", line) for line in errors}
 
     return _run
 

@@ -74,7 +74,7 @@ def flatten(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str,
 def only_shell_knows(value: Any) -> str:
     """Return what of a value its shell or Hydra alone knows, in words; empty where all is known."""
     match = _OF_SHELL.search(str(value)) if isinstance(value, str | list) else None
-    return f"only the shell knows {match[0]}" if match else ""
+    return f"depends on {match[0]}, which the importer does not read" if match else ""
 
 
 class Source:

@@ -106,7 +106,7 @@ class GraphCache:
         finally:
             ms.set_context(enable_compile_cache=False)
             if is_found and not self.num_found and self._says:
-                print(f"mindrlhf: compiled graphs are those of an earlier start: {self._root}", flush=True)
+                print(f"mindrlhf: using cached graphs of {self._root}", flush=True)
             self.num_found += is_found
             if not is_found:
                 with contextlib.suppress(OSError):  # as above, or another process was first

@@ -56,7 +56,7 @@ def verdict_lines(verdict: Verdict) -> list[str]:
     if verdict.changes:
         lines += ["Any one of these makes it fit:", *(f"  {change}" for change in verdict.changes)]
     elif not verdict.fits:
-        lines.append("No single change makes it fit: --search looks through all layouts, or use more devices.")
+        lines.append("No single change is enough: try --search, or more devices.")
     for note in verdict.notes:
         lines += wrap(f"Note: {note}")
     return lines

@@ -229,7 +229,7 @@ class FirstNode(Peers):
                 line = f"{name_nodes(missing)} {verb} gone, and nothing starts {them} again"
                 for node in self._nodes.values():
                     node.channel.send("failed", line=line)
-                raise RunFailure(f"{line}: mend that, then type on all nodes; {self._advice()}")
+                raise RunFailure(f"{line}: fix that, then start again on all nodes; {self._advice()}")
             line = f"{name_nodes(missing)} of {self.num_nodes} {verb} not come"
             if 0 < self._limit_s < waited_s:
                 line = f"{line} within {waited_s:.0f} s (run.start_timeout_s is {self._limit_s:g})"

@@ -231,7 +231,7 @@ class Guards:
         said = f"{len(unscored)} of {len(samples.generated)} samples of step {step} could not be scored ({reason})"
         if len(unscored) > limit * len(samples.generated) or not samples.scored().used:
             rest = f"guard.max_unscored is {limit:g}" if samples.scored().used else "no group has two left"
-            raise RunFailure(f"{said}, and {rest}: mend what they wait for, and resume from the last checkpoint")
+            raise RunFailure(f"{said}, and {rest}: fix what they wait for, and resume from the last checkpoint")
         warn(f"{said} and are left out")
 
     def review_rewards(self, step: int, samples: Sequence[Sample]) -> None:
@@ -269,9 +269,7 @@ class Guards:
             said = f"verifier {name} failed on all {len(failures)} samples ({failures[0]})"
             return f"{said}, {num_steps} steps in a row" if num_steps > 1 else said
 
-        remedy = (
-            ": fix the verifier ('mindrlhf rewards check' tries it), and resume from a checkpoint before"
-        )
+        remedy = ": fix the verifier ('mindrlhf rewards check' tries it), and resume from a checkpoint before"
         return Condition(f"failed {name}", None not in failures, text, 1, stop_after=MAX_FAILED_STEPS, remedy=remedy)
 
     def _drift(self, rollout_diff: float) -> Iterator[Condition]:

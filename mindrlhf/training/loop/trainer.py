@@ -185,7 +185,7 @@ class Trainer(Steps):
 
     def begin(self) -> None:
         """Give the generator the weights that the first step samples from."""
-        heartbeat.enter("handing the weights to vLLM")
+        heartbeat.enter("loading the weights into vLLM")
         self.publish()
         if self.progress.step == 0:
             self.report.write_fingerprint(self._weights)

@@ -99,9 +99,9 @@ def grpo_outlook(config: GrpoConfig, inputs: RunInputs) -> tuple[str, ...]:
     num_prompts = training.chunk_size * training.num_rollouts
     num_samples = num_prompts * config.algorithm.num_generations
     num_updates = training.num_minibatches * training.num_iterations
-    share = num_steps * num_prompts / max(1, len(inputs.prompts))
+    num_epochs = num_steps * num_prompts / max(1, len(inputs.prompts))
     each = f"{num_prompts:,} prompts, {num_samples:,} samples and {_counted(num_updates, 'update')}"
-    lines = [f"{_counted(num_steps, 'step')} of {each}: {share:.1f} times the {len(inputs.prompts):,} prompts"]
+    lines = [f"{_counted(num_steps, 'step')} of {each}: {num_epochs:.1f} epochs of {len(inputs.prompts):,} prompts"]
     if inputs.held_out is not None:
         every = evaluation.every_steps
         steps = {*range(every, num_steps, every)} if every else set()
@@ -111,8 +111,9 @@ def grpo_outlook(config: GrpoConfig, inputs: RunInputs) -> tuple[str, ...]:
         lines.append(f"{_counted(count, 'evaluation')} on {held_out:,} held-out prompts, {samples} each")
     if every := config.checkpoint.every_steps:
         size = format_size(checkpoint_bytes(config))
-        count = _counted(num_steps // every, "checkpoint")
-        lines.append(f"{count} of {size}, of which {config.checkpoint.keep_last} are kept")
+        written, kept = _counted(num_steps // every, "checkpoint"), config.checkpoint.keep_last
+        none = f"no checkpoint is written (every {_counted(every, 'step')}, the run has {num_steps})"
+        lines.append(f"{written} of {size} each; the last {kept} stay" if num_steps >= every else none)
     if step_s := _last_step_s(Path(config.run.output_dir, "metrics.jsonl")):
         minutes = max(1, round(num_steps * step_s / 60))
         lines.append(f"about {minutes:,} min, by the {step_s:.2f} s a step of the last run there")

@@ -168,7 +168,8 @@ def test_a_script_of_verl(tmp_path):
     # A path that only the shell knows has a placeholder, and keys that count beside it stay.
     assert (config.data.eval_file, config.evaluation.every_steps) == ("path/to/eval.mindrecord", 5)
     assert config.evaluation.temperature == 0
-    assert result.for_user["trainer.default_local_dir"] == "only the shell knows $HOME: set run.output_dir"
+    advice = result.for_user["trainer.default_local_dir"]
+    assert advice == "depends on $HOME, which the importer does not read: set run.output_dir"
     assert result.for_user["trainer.total_training_steps"].endswith("set run.max_steps")
 
 
@@ -210,7 +211,7 @@ def test_a_command_line_of_trl(tmp_path):
     assert (config.lora.rank, config.lora.alpha, config.optimizer.start_lr) == (32, 64.0, 2e-5)
     assert config.lora.targets == ("attention",) and "q_proj, v_proj" in result.for_user["use_peft"]
     assert (config.observe.sinks, config.observe.run_name) == (("tensorboard", "wandb"), "first")
-    assert result.for_user["output_dir"] == "only the shell knows $OUT: set run.output_dir"
+    assert result.for_user["output_dir"] == "depends on $OUT, which the importer does not read: set run.output_dir"
 
 
 def test_lora_of_mindspeed_rl(tmp_path):
@@ -231,7 +232,7 @@ def test_lora_of_mindspeed_rl(tmp_path):
         ("verl", "actor_rollout_ref: {actor: {ppo_mini_batch_size: 100}}", None, "1024 is no multiple of 100"),
         ("verl", "actor_rollout_ref: {actor: {policy_loss: {loss_mode: clip_cov}}}", None, "clip_cov has no"),
         ("verl", "actor_rollout_ref: {rollout: {name: sglang}}", "actor_rollout_ref.rollout.name", "vLLM"),
-        ("verl", "actor_rollout_ref: {actor: {grad_clip: '${.x}'}}", None, "only the shell knows ${.x}"),
+        ("verl", "actor_rollout_ref: {actor: {grad_clip: '${.x}'}}", None, "depends on ${.x}, which the importer"),
         ("trl", "loss_type: newest", "loss_type", "no loss 'newest'"),
         ("trl", "scale_rewards: batch", "scale_rewards", "no counterpart"),
         ("mindspeed-rl", "rl_config: {kl_penalty: full}", "rl_config.kl_penalty", "full has no counterpart"),

@@ -274,7 +274,7 @@ def test_hostile_images_end_a_build_or_are_counted(model, tmp_path):
     rows = [{"images": [file], "problem": "?", "answer": "1"} for file, _ in HOSTILE.values()]
     first = next(number for number, (_, reason) in enumerate(HOSTILE.values(), 1) if reason)
     num_bad = sum(reason != READ for _, reason in HOSTILE.values())
-    with pytest.raises(UserError, match=rf"\.parquet:{first}: image 1 of 1: .*pass --skip-bad"):
+    with pytest.raises(UserError, match=rf"\.parquet:{first}: image 1 of 1: .*--skip-bad"):
         build(model, tmp_path / "o.mindrecord", rows, "geo3k")
     prompts = build(model, tmp_path / "o.mindrecord", rows, "geo3k", skip_bad=True)
     assert (prompts.header.num_bad, prompts.header.num_kept) == (num_bad, len(rows) - num_bad)

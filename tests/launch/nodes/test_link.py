@@ -240,7 +240,7 @@ def test_a_lost_node_that_nothing_starts_again_ends_the_run_at_once_with_what_to
     run.nodes[1]._channel._connection.close()
     first, lost, other = map(str, run.ends())
     line = "node 1 has gone, and nothing starts it again"
-    assert first == f"{line}: mend that, then type on all nodes; to resume: mindrlhf train c.yaml --resume"
+    assert first == f"{line}: fix that, then start again on all nodes; to resume: mindrlhf train c.yaml --resume"
     assert other == line and "node 0 (127.0.0.1) has closed the connection" in lost
     assert [len(run.ranks[node].starts) for node in range(3)] == [1, 1, 1]
 

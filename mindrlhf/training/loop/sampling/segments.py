@@ -33,6 +33,7 @@ from mindrlhf.rollout.agents.records import EpisodeUnderWay
 from mindrlhf.rollout.partial import NOTHING, followed_by, start_of_turn
 from mindrlhf.rollout.samples import Sample, derived_seed
 from mindrlhf.rollout.types import Completion, GenerationRequest
+from mindrlhf.system.progress import counted
 from mindrlhf.system.records import record
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.loop.sampling.in_step import PromptSampling
@@ -217,7 +218,8 @@ class Segments:
                 replace(self._request(one, found[one], version), request_id=position, images=images[one[0]])
                 for position, one in enumerate(places)
             ]
-            for completion in source.generate(requests, sampling) if requests else ():
+            completions = source.generate(requests, sampling) if requests else ()
+            for completion in counted(completions, len(requests), "responses"):
                 place = places[completion.request_id]
                 before = found[place]
                 found[place] = completion if returns_all else followed_by(before, completion, sampling.max_tokens)
