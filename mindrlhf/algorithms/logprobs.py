@@ -4,13 +4,12 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 
-from mindrlhf.algorithms.chunked_head import ChunkedTokenLogProbs, HeadShard, outputs_dtype
-from mindrlhf.algorithms.head import WHOLE_HEAD, HeadTile
+from mindrlhf.algorithms.head_shard import HeadShard, TiledHeadShard
 from mindrlhf.cpu.training.heads import TiledTokenLogProbs
 
 
 class GraphTokenLogProbs(nn.Cell):
-    """The form that Ascend compiles, one micro-batch of logits at a time.
+    """The form that Ascend compiles.
 
     Under semi-auto parallel the vocabulary stays split over the model-parallel ranks: what they exchange is, per token,
     sums over the vocabulary, never logits or weights (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
@@ -18,9 +17,10 @@ class GraphTokenLogProbs(nn.Cell):
     Args:
         weight: output projection [vocabulary, width].
         splits: ranks that share the rows, each row, and the vocabulary.
+        tile: positions of a rank whose logits exist at a time; 0 means all.
     """
 
-    def __init__(self, weight: ms.Parameter, splits: tuple[int, int, int] = (1, 1, 1)):
+    def __init__(self, weight: ms.Parameter, splits: tuple[int, int, int] = (1, 1, 1), tile: int = 0):
         super().__init__(auto_prefix=False)
         self.weight = weight
         parts, token = (splits,), ((*splits[:2], 1),)
@@ -29,6 +29,7 @@ class GraphTokenLogProbs(nn.Cell):
         part = weight.shape[0] // splits[2]
         self.first_rows = ms.Tensor(np.arange(splits[2], dtype=np.int32) * part)
         self.head_shard = HeadShard(in_place=max(splits) > 1)
+        self.tiles = TiledHeadShard(self.head_shard, tile) if tile else None
         self.on_each_rank = self._local
         if max(splits) > 1:
             self.on_each_rank = _on_each_rank(self._local, splits[2])
@@ -74,8 +75,12 @@ class GraphTokenLogProbs(nn.Cell):
         """Statistics of a shard, [rows, length, 1, 3]; a plain reshape of rows split along two axes gathers them."""
         rows = ops.reshape(hidden, (-1, hidden.shape[-1]))
         index = ops.reshape(labels - first_row, (-1, 1))
-        logits = ops.stop_gradient(ops.MatMul(transpose_b=True)(rows, weight))
-        return ops.reshape(self.head_shard(rows, weight, logits, index), (*labels.shape, 1, 3))
+        if self.tiles is not None:
+            statistics = self.tiles(rows, weight, index)
+        else:
+            logits = ops.stop_gradient(ops.MatMul(transpose_b=True)(rows, weight))
+            statistics = self.head_shard(rows, weight, logits, index)
+        return ops.reshape(statistics, (*labels.shape, 1, 3))
 
 
 def _on_each_rank(function, num_parts: int):
@@ -84,17 +89,14 @@ def _on_each_rank(function, num_parts: int):
     def infer_shape(hidden_shape, weight_shape, labels_shape, starts_shape):
         return [*labels_shape, num_parts, 3]
 
-    morph = ops.operations.Morph(function, infer_shape, outputs_dtype)
+    def infer_dtype(*dtypes):
+        return ms.float32
+
+    morph = ops.operations.Morph(function, infer_shape, infer_dtype)
     return morph.add_prim_attr("self_define_shard", True).shard(
         in_strategy=(layout("dp", "cp", "None"), layout("tp", "None"), layout("dp", "cp"), layout("tp")),
         out_strategy=(layout("dp", "cp", "tp", "None"),),
     )
-
-
-def _graph_logprobs(model, tile: HeadTile) -> nn.Cell:
-    if not tile:
-        return GraphTokenLogProbs(model.head_weight, model.splits)
-    return ChunkedTokenLogProbs(model.head_weight, tile, model.splits)
 
 
 class PolicyLogProbs(nn.Cell):
@@ -104,17 +106,17 @@ class PolicyLogProbs(nn.Cell):
         model: returns hidden states.
         temperature: of sampling.
         device: `cpu` or `ascend`.
-        tile: on Ascend, of how many logits there is memory at a time; all of them unless given.
+        tile: positions whose logits exist at a time on Ascend; 0 means all.
     """
 
-    def __init__(self, model, temperature: float, device: str, tile: HeadTile = WHOLE_HEAD):
+    def __init__(self, model, temperature: float, device: str, tile: int = 0):
         super().__init__(auto_prefix=False)
         self.model = model
         self.device = device
         if device == "cpu":
             self.token_logprobs = TiledTokenLogProbs(model.head_weight, in_graph=model.dims.tied)
         else:
-            self.token_logprobs = _graph_logprobs(model, tile)
+            self.token_logprobs = GraphTokenLogProbs(model.head_weight, model.splits, tile)
         self.scale = ops.Mul().shard(((*model.splits[:2], 1), ()))
         self.inverse_temperature = 1.0 / temperature
 

@@ -3,7 +3,6 @@
 import re
 from dataclasses import dataclass
 
-from mindrlhf.algorithms.head import HeadTile
 from mindrlhf.config.keys import key
 from mindrlhf.errors import Rules, UserError
 
@@ -15,11 +14,8 @@ _LAYERS = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
 class MemorySection:
     """Less device memory for more computation or transfers; see docs/performance.md#memory."""
 
-    logit_tile: tuple[int, ...] = key(
-        (),
-        "positions of a rank's micro-batch whose logits exist at a time (Ascend), and tokens of its part of the "
-        "vocabulary, as in [1024, 4096]; what is left out or 0 means all",
-        minimum=0,
+    logit_tile: int = key(
+        0, "positions of a rank's micro-batch whose logits exist at a time (Ascend); 0 means all", minimum=0
     )
     recompute_layers: str = key(
         "", "layers that are recomputed in the backward pass, such as 0-7,20, in the place of all of `model.recompute`"
@@ -42,11 +38,6 @@ class MemorySection:
         "keep the optimizer's moments of a sharded model on the host while gradients are computed; its step, which "
         "needs them, is then a call of its own",
     )
-
-    @property
-    def head_tile(self) -> HeadTile:
-        """Positions and vocabulary entries whose logits are held at a time."""
-        return HeadTile(*self.logit_tile)
 
     @property
     def recomputes_parts(self) -> bool:
@@ -82,15 +73,13 @@ def memory_rules(
         shares_devices: there is a generator, and it takes turns with training.
     """
     is_cpu, operators, layers = device == "cpu", set(memory.recompute_operators), memory.recompute_layers
-    tile = list(memory.logit_tile)
-    yield len(tile) > 2, f"'memory.logit_tile' is {tile[:4]}: give positions, or positions and tokens of the vocabulary"
-    yield is_cpu and tile, (
-        f"'memory.logit_tile' is {tile[:4]}, but run.device=cpu always computes logits in tiles of its own: remove it"
+    yield is_cpu and memory.logit_tile, (
+        f"'memory.logit_tile' is {memory.logit_tile}, but run.device=cpu computes logits in tiles of its own: remove it"
     )
     yield operators and is_cpu, (
         "'memory.recompute_operators' is set, but run.device=cpu recomputes whole layers: remove it"
     )
-    yield not has_head and tile, "'memory.logit_tile' is set, but a reward model has no logits: remove it"
+    yield not has_head and memory.logit_tile, "'memory.logit_tile' is set, but a reward model has no logits: remove it"
     for name in ("offload_optimizer", "swap_moments"):
         yield is_cpu and getattr(memory, name), (
             f"'memory.{name}' is true, but with run.device=cpu all is on the host: remove it"

@@ -206,7 +206,7 @@ def test_a_rank_whose_tokens_hardly_count_keeps_the_slope_of_its_label():
     """Its share of the probability is far below float32's smallest number, and so is the slope of its log-sum."""
     import mindspore as ms
 
-    from mindrlhf.algorithms.chunked_head import HeadShard
+    from mindrlhf.algorithms.head_shard import HeadShard
 
     stream = np.random.default_rng(6)
     rows, weight = (stream.standard_normal(shape).astype(np.float32) for shape in ((4, WIDTH), (8, WIDTH)))

@@ -450,8 +450,8 @@ FAMILIES = {
         checks=_RESUMES | {"norms", "statistics", "published", "experts"},
         **_OLD,
     ),
-    # Tiles that divide neither positions nor words; logits of a micro-batch are 4 x 32 positions, 64 words a rank.
-    "tiles": _memory("tiles_tp2", logit_tile=(48, 24)),
+    # Tiles that do not divide the positions of a micro-batch, 4 x 32.
+    "tiles": _memory("tiles_tp2", logit_tile=48),
     "recomputing": _memory(
         "recompute_tp2", recompute_layers="1", recompute_operators=("attention", "norms", "activation")
     ),

@@ -96,9 +96,9 @@ _ALL_LAYOUTS = {
 }
 # Keys of the section `memory`.
 _MEMORY = {
-    "qwen2-mp2-tiles": {"logit_tile": (24, 200)},
+    "qwen2-mp2-tiles": {"logit_tile": 24},
     "qwen2-dp2-mp2-pp2-cp2-sp-zero-tiles": {
-        "logit_tile": (8,),
+        "logit_tile": 8,
         "recompute_layers": "0",
         "recompute_operators": ("attention", "norms", "activation"),
     },

@@ -158,18 +158,10 @@ def test_adapters_by_hand(reports):
 
 
 @of_layout("qwen2-mp2-tiles")
-def test_tiles_of_logits_exchange_numbers_of_all_tokens_at_once(reports):
-    """As the plain head but for the tokens' numbers, however many tiles there are."""
-    assert {one.kind for one in reports["qwen2-mp2-tiles"].collectives} == {"AllReduce"}
-    assert total(reports["qwen2-mp2-tiles"].collectives, "AllReduce", (0, 1)) == {
-        ACTIVATION: 6,
-        NORM: 3,
-        SCALAR: 1,
-        # The largest logit; and forward the sum of exponentials, the entropy's sum and the label's logit, backward the
-        # slopes of the three outputs.
-        TOKENS: 1,
-        3 * TOKENS: 2,
-    }
+def test_tiles_of_logits_exchange_what_the_plain_head_does(reports):
+    """However many tiles there are."""
+    tiled, plain = (reports[name].collectives for name in ("qwen2-mp2-tiles", "qwen2-mp2"))
+    assert sorted(map(str, tiled)) == sorted(map(str, plain))
 
 
 @of_layout("critic-mp2")

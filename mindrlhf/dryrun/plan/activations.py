@@ -17,11 +17,9 @@ terms, equation (2), sequence parallelism the rest, equation (4). Here it is car
   ``EXPERT_IMBALANCE``.
 """
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from mindrlhf.algorithms.head import WHOLE_HEAD, HeadTile
 from mindrlhf.config.memory import ACTIVATION, ATTENTION, NORMS
 from mindrlhf.layout.layout import Layout
 from mindrlhf.specs import ModelDims, ModelSpec
@@ -148,29 +146,20 @@ def checkpoint_bytes(widths: LayerWidths, layout: Layout, num_tokens: int, eleme
     return num_tokens * widths.hidden * element_bytes // _sequence_split(layout)
 
 
-def logit_tile(dims: ModelDims, layout: Layout, num_tokens: int, tile: HeadTile) -> tuple[int, int]:
-    """Return the positions and the tokens of the vocabulary whose logits a rank has at a time."""
-    vocab_size = dims.vocab_size // layout.model_parallel
-    return min(tile.positions or num_tokens, num_tokens), min(tile.vocabulary or vocab_size, vocab_size)
+def logit_bytes(dims: ModelDims, layout: Layout, num_tokens: int, element_bytes: int, tile: int = 0) -> int:
+    """Return the bytes of the logits that exist at a time, ``tile`` positions or all, with their float32 copies."""
+    num_logits = min(tile or num_tokens, num_tokens) * (dims.vocab_size // layout.model_parallel)
+    return num_logits * logit_width(element_bytes)
 
 
-def logit_bytes(
-    dims: ModelDims, layout: Layout, num_tokens: int, element_bytes: int, tile: HeadTile = WHOLE_HEAD
-) -> int:
-    """Return the bytes of the logits that exist at a time, with their float32 copies."""
-    return math.prod(logit_tile(dims, layout, num_tokens, tile)) * logit_width(element_bytes)
-
-
-def head_gradient_bytes(dims: ModelDims, layout: Layout, num_tokens: int, element_bytes: int, tile: HeadTile) -> int:
+def head_gradient_bytes(dims: ModelDims, layout: Layout, num_tokens: int, element_bytes: int, tile: int) -> int:
     """Return the memory of the head's gradient while it is added up over tiles of positions; 0 where nothing is.
 
     The sum is float32; a tile's product is in the compute dtype and in float32, and is added into a new array.
     """
-    positions, vocabulary = logit_tile(dims, layout, num_tokens, tile)
-    if positions == num_tokens:
+    if not 0 < tile < num_tokens:
         return 0
-    vocab_size = dims.vocab_size // layout.model_parallel
-    return dims.hidden_size * (4 * vocab_size + (8 + element_bytes) * vocabulary)
+    return (12 + element_bytes) * dims.hidden_size * (dims.vocab_size // layout.model_parallel)
 
 
 def logit_width(element_bytes: int) -> int:

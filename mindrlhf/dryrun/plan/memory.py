@@ -259,14 +259,14 @@ def _largest_layer(inputs: MemoryInputs, stage: int) -> int:
 
 
 def _logits(inputs: MemoryInputs, stage: int) -> MemoryItem:
-    arguments = (inputs.dims, inputs.layout, inputs.num_tokens, inputs.element_bytes, inputs.config.memory.head_tile)
+    arguments = (inputs.dims, inputs.layout, inputs.num_tokens, inputs.element_bytes, inputs.config.memory.logit_tile)
     is_last = stage == inputs.layout.pipeline_stage - 1
     return MemoryItem("logits", activations.logit_bytes(*arguments) * is_last)
 
 
 def _head_gradient(inputs: MemoryInputs, stage: int) -> MemoryItem:
     """Gradient of the head, which tiles of positions are added up in."""
-    arguments = (inputs.dims, inputs.layout, inputs.num_tokens, inputs.element_bytes, inputs.config.memory.head_tile)
+    arguments = (inputs.dims, inputs.layout, inputs.num_tokens, inputs.element_bytes, inputs.config.memory.logit_tile)
     is_last = stage == inputs.layout.pipeline_stage - 1
     return MemoryItem("head's gradient", activations.head_gradient_bytes(*arguments) * is_last)
 

@@ -153,8 +153,8 @@ def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
     if on_ascend and not rollout.off_policy_steps and not config.memory.offload_optimizer:
         yield {"memory.offload_optimizer": True}
     yield from _rollout_candidates(plan)
-    if on_ascend and not config.memory.head_tile:
-        yield {"memory.logit_tile": (_LOGIT_POSITIONS,)}
+    if on_ascend and not config.memory.logit_tile:
+        yield {"memory.logit_tile": _LOGIT_POSITIONS}
     if on_ascend and not config.memory.swap_moments:
         yield {"memory.swap_moments": True}
     if not config.memory.recomputes_parts and not config.model.recompute:

@@ -178,7 +178,7 @@ class Models:
         if make_head is not None:
             head = make_head(network)
         else:
-            head = PolicyLogProbs(network, self._temperature, config.run.device, config.memory.head_tile)
+            head = PolicyLogProbs(network, self._temperature, config.run.device, config.memory.logit_tile)
         return head, Model(Whole(network, self._rank), head)
 
     def scores(

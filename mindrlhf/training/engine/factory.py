@@ -57,7 +57,7 @@ def build_policy(
     """
     with no_init_parameters():  # they would take the memory of the whole model
         network = _build_network(hf_config, model, parallel, memory, **options)
-        policy = PolicyLogProbs(network, temperature, "ascend", memory.head_tile)
+        policy = PolicyLogProbs(network, temperature, "ascend", memory.logit_tile)
     _place_in_last_stage(policy, policy.token_logprobs, parallel)
     return policy
 

@@ -28,7 +28,7 @@ def build_policy_loss(config: GrpoConfig, policy) -> PolicyLoss:
 
 def build_policy_logprobs(config: GrpoConfig, network) -> PolicyLogProbs:
     """Return the log-probabilities of a whole model that is trained."""
-    return PolicyLogProbs(network, config.rollout.temperature, config.run.device, config.memory.head_tile)
+    return PolicyLogProbs(network, config.rollout.temperature, config.run.device, config.memory.logit_tile)
 
 
 def _build_correction(config: GrpoConfig) -> RolloutCorrection:

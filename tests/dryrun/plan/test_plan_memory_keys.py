@@ -26,12 +26,7 @@ def test_tiles_of_positions_bound_the_logits_and_add_the_heads_gradient_up():
     # The sum in float32; of a tile the product in bfloat16 and float32, and the new sum.
     assert tiled["head's gradient"] == HIDDEN * WORDS // SPLIT * (4 + 2 + 4 + 4)
     assert items("memory.logit_tile=512", phase=OLD_LOGPROBS)["logits"] == tiled["logits"]
-
-
-def test_tiles_of_the_vocabulary_need_no_sum():
-    tiled = items("memory.logit_tile=0,9504")
-    assert tiled["logits"] == POSITIONS * 9504 * 18 and "head's gradient" not in tiled
-    assert items("memory.logit_tile=0,1000000") == items()
+    assert items("memory.logit_tile=1000000") == whole
 
 
 def test_layers_that_are_recomputed_keep_their_input():
@@ -105,7 +100,7 @@ def test_a_layer_that_the_model_lacks_is_refused():
 def test_long_rows_fit_with_tiles(name, logits):
     """The recipes: without tiles the logits alone would take that many positions of 38,016 tokens."""
     assert plan_of(name).fits
-    (whole,) = (one for one in plan_of(name, "memory.logit_tile=[]").memory if one.phase == UPDATE)
+    (whole,) = (one for one in plan_of(name, "memory.logit_tile=0").memory if one.phase == UPDATE)
     assert {item.name: item.size_bytes for item in whole.items}["logits"] == logits * WORDS // 4 * 18
 
 

@@ -35,7 +35,7 @@ from mindrlhf.dryrun.plan.verdict import give_verdict, with_keys
         ),
         (
             "qwen2_5_7b_16npu_128k",
-            ("memory.logit_tile=[]", "rollout.gpu_memory_utilization=0.4"),
+            ("memory.logit_tile=0", "rollout.gpu_memory_utilization=0.4"),
             50 * 10**9,
             "memory.logit_tile",
         ),
