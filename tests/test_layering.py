@@ -38,9 +38,10 @@ TRAINING_LAYERS = (
     ("preflight",),
     ("checkpoints",),
     ("engine",),
-    ("facts", "life_cycle"),
+    ("facts",),
     ("loop",),
     ("offline", "reinforcement"),
+    ("train",),
     ("main",),
 )
 TRAINING_LAYER_OF = {part: number for number, parts in enumerate(TRAINING_LAYERS) for part in parts}
@@ -84,7 +85,6 @@ MINDSPORE_PACKAGES = (
 HEAVY_PACKAGES = (*MINDSPORE_PACKAGES, *SERVER_PACKAGES)
 LIGHT_WITHIN = (
     "mindrlhf.algorithms.advantages",
-    "mindrlhf.algorithms.head",
     "mindrlhf.algorithms.optimizers",
     "mindrlhf.cpu.training.vocabulary",
 )

@@ -54,18 +54,23 @@ def _run(arguments: argparse.Namespace) -> None:
 
     load_config = CONFIG_LOADERS[arguments.task]
     config = load_config(arguments.config, arguments.overrides, world_size=num_ranks_from_environment())
-    if arguments.task == "train":
-        from mindrlhf.training.reinforcement import run_rank
+    from mindrlhf.training.train import train
 
-        run_rank(config, resume=arguments.resume)
-    elif arguments.task == "sft":
-        from mindrlhf.training.offline.supervised import run_supervised_rank
+    train(config, _task(arguments.task, config), resume=arguments.resume)
 
-        run_supervised_rank(config, resume=arguments.resume)
+
+def _task(name: str, config):
+    if name == "train":
+        from mindrlhf.training.reinforcement import ReinforcementTask
+
+        return ReinforcementTask(config)
+    from mindrlhf.training.offline.run import OfflineTask
+
+    if name == "sft":
+        from mindrlhf.training.offline.supervised import SupervisedTrainer as OfflineTrainer
     else:
-        from mindrlhf.training.offline.preference import run_preference_rank
-
-        run_preference_rank(config, resume=arguments.resume)
+        from mindrlhf.training.offline.preference import PreferenceTrainer as OfflineTrainer
+    return OfflineTask(config, OfflineTrainer)
 
 
 if __name__ == "__main__":

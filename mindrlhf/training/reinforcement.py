@@ -37,7 +37,6 @@ from mindrlhf.rollout.samples import Sampler
 from mindrlhf.rollout.types import SamplingParams
 from mindrlhf.specs import find_spec
 from mindrlhf.system import heartbeat
-from mindrlhf.training import life_cycle
 from mindrlhf.training import nodes as machines
 from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.checkpoints.requests import SaveRequests
@@ -60,21 +59,20 @@ from mindrlhf.weights.publish.export import sharded_tensors
 from mindrlhf.weights.publish.publisher import open_weight_buffers
 
 
-def run_rank(config: GrpoConfig, *, resume: bool = False) -> None:
-    """Do this rank's part of a run: rank 0 drives the loop, the others serve it."""
-    inputs = check_grpo_inputs(config, num_ranks_from_environment(), num_nodes=num_nodes_from_environment())
-    life_cycle.run_rank(config, ReinforcementTraining(config, inputs), resume=resume)
+class ReinforcementTask:
+    """Reinforcement learning as :func:`mindrlhf.training.train.train` runs it."""
 
+    accuracy = "held-out accuracy"
 
-class ReinforcementTraining(life_cycle.Training):
-    def __init__(self, config: GrpoConfig, inputs: RunInputs):
+    def __init__(self, config: GrpoConfig):
+        num_ranks, num_nodes = num_ranks_from_environment(), num_nodes_from_environment()
+        inputs = check_grpo_inputs(config, num_ranks, num_nodes=num_nodes)
         self.shown_steps = inputs.num_steps
         self._config = config
         self._inputs = inputs
         self._output_dir = Path(config.run.output_dir)
         self._listen_at = take_address()
-        num_nodes = num_nodes_from_environment()
-        self._places = place_servers(config.rollout, num_nodes, num_ranks_from_environment() // num_nodes)
+        self._places = place_servers(config.rollout, num_nodes, num_ranks // num_nodes)
         self._share: NodeShare | None = None  # of a server over several nodes
         self._helpers = None, None  # verifiers and agents of this node, where it is not rank 0's
         # Of this node; on rank 0, once connected, of all.

@@ -111,9 +111,10 @@ def main() -> int:
 
     def run() -> None:
         config = load_config(arguments, num_ranks_from_environment())
-        from mindrlhf.training.reinforcement import run_rank
+        from mindrlhf.training.reinforcement import ReinforcementTask
+        from mindrlhf.training.train import train
 
-        run_rank(config)
+        train(config, ReinforcementTask(config), resume=False)
 
     return guarded(PROGRAM, run)
 

@@ -12,7 +12,6 @@ from mindrlhf.observe.timing import StageTimer
 from mindrlhf.system import heartbeat
 from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.checkpoints.run import Progress
-from mindrlhf.training.life_cycle import Steps
 from mindrlhf.training.loop.evaluation import Evaluations
 from mindrlhf.training.loop.guards import Observers
 from mindrlhf.training.loop.objective import Objective
@@ -39,7 +38,7 @@ class Parts:
     timer: StageTimer
 
 
-class Trainer(Steps):
+class Trainer:
     """Policy optimisation over rewards."""
 
     def __init__(self, config: GrpoConfig, parts: Parts, progress: Progress, num_steps: int):
@@ -67,7 +66,11 @@ class Trainer(Steps):
         self._compiled: Future | None = None
 
     def step(self) -> dict[str, float]:
-        """Do one step and return its metrics; see ``Steps.step``."""
+        """Do one step and return its metrics.
+
+        Raises:
+            StopRequested: the run was asked to end, and the step has changed nothing yet.
+        """
         step = self._sample()
         with self.timer.stage("pack"):
             self.objective.make_batches(step, self.parts.rows)  # with their advantages, unless these have to wait
@@ -192,6 +195,7 @@ class Trainer(Steps):
         self.timer.finish_step()
 
     def details(self) -> StepDetails | None:
+        """Return what the last step has beyond its metrics."""
         return self.report.details
 
     def evaluate(self) -> dict[str, float]:
@@ -213,6 +217,7 @@ class Trainer(Steps):
         self.sampling.load(version, bucket)
 
     def check(self) -> None:
+        """Stop the run if the last step, which is reported by now, demands it."""
         self.parts.observers.guards.check()
 
     @contextlib.contextmanager

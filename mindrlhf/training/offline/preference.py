@@ -22,12 +22,10 @@ from mindrlhf.evaluation.statistics import Interval, accuracy_interval
 from mindrlhf.images.pixels import decode_png
 from mindrlhf.observe.fingerprint import digest_arrays
 from mindrlhf.training.batch import RowOptions, make_batch
-from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.offline.pair_objectives import DpoObjective, PairResult, RewardModelObjective
-from mindrlhf.training.offline.run import run_rank
+from mindrlhf.training.offline.run import OfflineTrainer
 from mindrlhf.training.offline.supervised import read_image_files
-from mindrlhf.training.preflight import RunInputs, check_offline_inputs
-from mindrlhf.training.runtime import num_ranks_from_environment
+from mindrlhf.training.preflight import RunInputs
 from mindrlhf.training.team import Team
 
 Config = DpoConfig | RewardModelConfig
@@ -64,21 +62,8 @@ class Pairs:
         return [replace(one, images=images[number // 2]) for number, one in enumerate(self.sequences)]
 
 
-def run_preference_rank(config: Config, *, resume: bool = False) -> None:
-    """Do this rank's part of a preference run: rank 0 drives the loop, the others serve it.
-
-    Raises:
-        UserError, RunFailure: as what it calls raises them.
-    """
-    inputs = check_offline_inputs(config, num_ranks_from_environment())
-    run_rank(config, inputs, PreferenceTrainer, resume=resume)
-
-
-class PreferenceTrainer:
-    """The steps of a run that trains on every pair ``training.epochs`` times, or for ``run.max_steps`` steps.
-
-    See :class:`mindrlhf.training.offline.run.Trainer`; the items of a step are pairs.
-    """
+class PreferenceTrainer(OfflineTrainer):
+    """Training on every pair ``training.epochs`` times, or for ``run.max_steps`` steps; the items are pairs."""
 
     def __init__(self, config: Config, inputs: RunInputs, team: Team):
         self._config = config
@@ -105,16 +90,17 @@ class PreferenceTrainer:
         self.order = EpochSteps(len(self._pairs), training.pairs_per_step, config.run.seed, config.data.shuffle)
         self.num_steps = self.order.num_steps(training.epochs, config.run.max_steps)
 
-    def step(self, index: int, items: np.ndarray) -> dict[str, float]:
+    def update(self, index: int, items: np.ndarray) -> dict[str, float]:
         """Make one optimiser update and return its metrics, measured before it."""
         start_s = time.perf_counter()
-        metrics = self.update(self._pairs.take(items), self._config.optimizer.learning_rate(index, self.num_steps))
+        metrics = self.train_on(self._pairs.take(items), self._config.optimizer.learning_rate(index, self.num_steps))
         if self._config.observe.performance_stats:
             metrics["timing/all"] = time.perf_counter() - start_s
         return metrics
 
-    def evaluate(self, progress: Progress) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """Return the metrics of the held-out pairs before the first step, after the last, and when one is due."""
+        progress = self.progress
         every = self._config.evaluation.every_steps
         is_due = progress.step in (0, self.num_steps) or (every and progress.step % every == 0)
         if not self._held_out or not is_due:
@@ -127,19 +113,18 @@ class PreferenceTrainer:
             state.first_evaluation = state.last_evaluation
         return metrics
 
-    def summary(self, progress: Progress) -> str:
+    def summary(self) -> str:
         """Return the accuracy on held-out pairs before and after."""
         if not self._held_out:
             return ""
-        first, last = progress.algorithm.first_evaluation, progress.algorithm.last_evaluation
+        first, last = self.progress.algorithm.first_evaluation, self.progress.algorithm.last_evaluation
         accuracies = f"{_percentages(Interval(*last.accuracy))} after"
         if first.step != last.step:
             when = f"at step {first.step}" if first.step else "before"
             accuracies = f"{_percentages(Interval(*first.accuracy))} {when}, {accuracies}"
         return f"preference accuracy on {len(self._held_out)} held-out pairs: {accuracies}"
 
-    def update(self, pairs: Pairs, lr: float) -> dict[str, float]:
-        """Make one optimiser update and return its metrics, measured before it."""
+    def train_on(self, pairs: Pairs, lr: float) -> dict[str, float]:
         result = self._evaluate(pairs)
         sequences = [
             replace(sequence, values={"coefficients": values.astype(np.float32)})

@@ -1,9 +1,9 @@
-"""Training on fixed data (supervised, preference, reward model) as the life cycle of a run needs it."""
+"""Training on fixed data (supervised, preference, reward model) as :func:`mindrlhf.training.train.train` runs it."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,16 +15,15 @@ from mindrlhf.data.metadata import add_generation
 from mindrlhf.errors import RunFailure
 from mindrlhf.observe.report import write_report
 from mindrlhf.system import heartbeat
-from mindrlhf.training import life_cycle
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.checkpoints.shards import export_adapter
 from mindrlhf.training.loop.alarms import Events, LossAlarm
 from mindrlhf.training.nodes import find_nodes
-from mindrlhf.training.preflight import RunInputs
+from mindrlhf.training.preflight import RunInputs, check_offline_inputs
 from mindrlhf.training.preflight.output import FINAL_NAME
 from mindrlhf.training.replica_team import with_replicas
-from mindrlhf.training.runtime import Rank
+from mindrlhf.training.runtime import Rank, num_ranks_from_environment
 from mindrlhf.training.team import Team
 from mindrlhf.weights.publish.export import sharded_tensors
 
@@ -32,92 +31,86 @@ if TYPE_CHECKING:
     from mindrlhf.training.engine.offline import OfflineWorker
 
 
-class Trainer(Protocol):
-    """The step of a run on fixed data, and the evaluations around it.
+class OfflineTrainer:
+    """The steps of a run on fixed data on rank 0.
 
     Attributes:
         order: the items of each step.
         num_steps: of the whole run.
+        progress: where the run is, once it is begun.
+        alarm: looks at the losses.
     """
 
     order: EpochSteps
     num_steps: int
+    progress: Progress
+    alarm: LossAlarm | None = None
 
-    def step(self, index: int, items: np.ndarray) -> dict[str, float]:
+    def update(self, index: int, items: np.ndarray) -> dict[str, float]:
         """Make the update of a step, counted from 0, and return its metrics."""
+        raise NotImplementedError
 
-    def evaluate(self, progress: Progress) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """Return the metrics of the evaluation that is due after ``progress.step`` steps, empty when none is."""
+        raise NotImplementedError
 
-    def summary(self, progress: Progress) -> str:
+    def summary(self) -> str:
         """Return what the user is told at the end; may be empty."""
+        return ""
 
-
-MakeTrainer = Callable[[OfflineConfig, RunInputs, Team], Trainer]
-
-
-def run_rank(config: OfflineConfig, inputs: RunInputs, make_trainer: MakeTrainer, *, resume: bool) -> None:
-    """Do this rank's part of a run: rank 0 trains and exports the model, the others serve it.
-
-    Args:
-        inputs: of the run.
-        make_trainer: called on rank 0 while the workers have the model that the run starts from, also when it then
-            resumes from a checkpoint.
-        resume: continue from the newest whole checkpoint.
-
-    Raises:
-        UserError, RunFailure: as what it calls raises them.
-    """
-    life_cycle.run_rank(config, OfflineTraining(config, inputs, make_trainer), resume=resume)
-
-
-class OfflineSteps(life_cycle.Steps):
-    """The steps of a trainer."""
-
-    def __init__(self, trainer: Trainer, progress: Progress, alarm: LossAlarm | None = None):
-        self.progress = progress
-        self._trainer = trainer
-        self._alarm = alarm
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps of the whole run."""
-        return self._trainer.num_steps
+    def begin(self) -> None:
+        """Do nothing before the first step."""
 
     def step(self) -> dict[str, float]:
         """Train on the items of the next step and return its metrics."""
         index = self.progress.step
         heartbeat.enter(f"step {index + 1}")
-        metrics = self._trainer.step(index, self._trainer.order.items(index))
+        metrics = self.update(index, self.order.items(index))
         self.progress.step += 1
-        if self._alarm:
-            self._alarm.review_losses(self.progress.step, [(metrics["loss"], metrics["grad_norm"])])
+        if self.alarm:
+            self.alarm.review_losses(self.progress.step, [(metrics["loss"], metrics["grad_norm"])])
         return metrics
+
+    def details(self) -> None:
+        """Return nothing: a step has no more than its metrics."""
 
     def check(self) -> None:
         """Stop the run if nothing is learned and the config says so."""
-        if self._alarm and self._alarm.failure:
-            raise RunFailure(self._alarm.failure)
+        if self.alarm and self.alarm.failure:
+            raise RunFailure(self.alarm.failure)
 
-    def evaluate(self) -> dict[str, float]:
-        """Return the metrics of the evaluation that is due, empty when none is."""
-        return self._trainer.evaluate(self.progress)
+    def saving(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context around the saving of a checkpoint."""
+        return contextlib.nullcontext()
 
 
-class OfflineTraining(life_cycle.Training):
-    """A run on fixed data; see :func:`run_rank`."""
+class OfflineTask:
+    """A run on fixed data.
+
+    Args:
+        make_trainer: called on rank 0 while the workers have the model that the run starts from, also when it then
+            resumes from a checkpoint.
+    """
 
     accuracy = "preference accuracy on held-out pairs"
 
-    def __init__(self, config: OfflineConfig, inputs: RunInputs, make_trainer: MakeTrainer):
+    def __init__(self, config: OfflineConfig, make_trainer: Callable[[OfflineConfig, RunInputs, Team], OfflineTrainer]):
         self._config = config
-        self._inputs = inputs
+        self._inputs = check_offline_inputs(config, num_ranks_from_environment())
         self._make_trainer = make_trainer
 
     @property
     def shown_steps(self) -> int:
         """Number of steps of the whole run."""
         return self._trainer.num_steps
+
+    def start_early(self, stack: contextlib.ExitStack) -> None:
+        """Start nothing: there is no generator."""
+
+    start_early_elsewhere = start_early
+
+    def servers(self) -> None:
+        """Return no servers."""
 
     def build_worker(self, rank: Rank) -> "OfflineWorker":
         """Return the worker, with the model that the run starts from."""
@@ -126,7 +119,7 @@ class OfflineTraining(life_cycle.Training):
         return build_offline(self._config, self._inputs.row_lengths, rank)
 
     def connect(
-        self, worker: "OfflineWorker", connections: list, requests: SaveRequests, stack: contextlib.ExitStack
+        self, worker: "OfflineWorker", connections: Sequence[Any], requests: SaveRequests, stack: contextlib.ExitStack
     ) -> None:
         """Connect the ranks and make the trainer."""
         self._ranks = Team(worker, connections)
@@ -137,19 +130,20 @@ class OfflineTraining(life_cycle.Training):
 
     def open(
         self, progress: Progress, checkpoints: RunCheckpoints, first_step: int, stack: contextlib.ExitStack
-    ) -> OfflineSteps:
-        """Return the steps of the trainer."""
-        state = progress.algorithm
+    ) -> OfflineTrainer:
+        """Return the trainer, which goes on from ``progress``."""
+        state, trainer = progress.algorithm, self._trainer
         state.learning = state.learning or LearningState()
         events = Events(Path(self._config.run.output_dir), first_step=first_step)
         stack.callback(events.close)
-        alarm = LossAlarm(self._config, events, state.learning, self._trainer.num_steps)
-        stack.callback(alarm.close)
-        return OfflineSteps(self._trainer, progress, alarm)
+        trainer.progress = progress
+        trainer.alarm = LossAlarm(self._config, events, state.learning, trainer.num_steps)
+        stack.callback(trainer.alarm.close)
+        return trainer
 
     def finish(self, worker: "OfflineWorker", progress: Progress) -> None:
         """Print the summary, write the report and export the model."""
-        if summary := self._trainer.summary(progress):
+        if summary := self._trainer.summary():
             print(f"\n{summary}", flush=True)
         output_dir = Path(self._config.run.output_dir)
         report, final = write_report(output_dir), output_dir / FINAL_NAME

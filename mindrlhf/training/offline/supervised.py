@@ -13,28 +13,13 @@ from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.packing import Row, TokenSequence, plan_rows
 from mindrlhf.images.pixels import decode_png
 from mindrlhf.training.batch import Batch, RowOptions, UpdateResult, batch_of_rows
-from mindrlhf.training.checkpoints.run import Progress
-from mindrlhf.training.offline.run import run_rank
-from mindrlhf.training.preflight import RunInputs, check_offline_inputs
-from mindrlhf.training.runtime import num_ranks_from_environment
+from mindrlhf.training.offline.run import OfflineTrainer
+from mindrlhf.training.preflight import RunInputs
 from mindrlhf.training.team import Results, Team
 
 
-def run_supervised_rank(config: SftConfig, *, resume: bool = False) -> None:
-    """Do this rank's part of a supervised run: rank 0 drives the loop, the others serve it.
-
-    Raises:
-        UserError, RunFailure: as what it calls raises them.
-    """
-    inputs = check_offline_inputs(config, num_ranks_from_environment())
-    run_rank(config, inputs, SupervisedTrainer, resume=resume)
-
-
-class SupervisedTrainer:
-    """The steps of a run that trains on every record ``training.epochs`` times, or for ``run.max_steps`` steps.
-
-    See :class:`mindrlhf.training.offline.run.Trainer`; the items of a step are rows.
-    """
+class SupervisedTrainer(OfflineTrainer):
+    """Training on every record ``training.epochs`` times, or for ``run.max_steps`` steps; the items are rows."""
 
     def __init__(self, config: SftConfig, inputs: RunInputs, team: Team):
         section = config.training
@@ -56,7 +41,7 @@ class SupervisedTrainer:
         self.order = EpochSteps(len(self._rows), section.rows_per_step, config.run.seed, config.data.shuffle)
         self.num_steps = self.order.num_steps(section.epochs, config.run.max_steps)
 
-    def step(self, index: int, items: np.ndarray) -> dict[str, float]:
+    def update(self, index: int, items: np.ndarray) -> dict[str, float]:
         """Make one optimiser update and return its metrics."""
         start_s = time.perf_counter()
         batch = self._batch(self._sequences, self._image_files, [self._rows[item] for item in items])
@@ -66,16 +51,12 @@ class SupervisedTrainer:
             metrics |= _performance(batch, time.perf_counter() - start_s, self._team.num_devices)
         return metrics
 
-    def evaluate(self, progress: Progress) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """Return the loss on held-out records after the last step."""
-        if not self._held_out or progress.step < self.num_steps:
+        if not self._held_out or self.progress.step < self.num_steps:
             return {}
         results = self._call("evaluate", self._held_out)
         return {"eval/loss": -sum(result.total for result in results) / self._held_out.num_tokens}
-
-    def summary(self, progress: Progress) -> str:
-        """Nothing beyond the metrics."""
-        return ""
 
     def _held_out_batch(self, file: Any) -> Batch:
         sequences = read_sequences(file)

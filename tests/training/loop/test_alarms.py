@@ -19,7 +19,7 @@ from mindrlhf.observe.run_data import read_run
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.loop.alarms import MIN_STEPS, Events, LossAlarm, SlowRewards
 from mindrlhf.training.loop.guards import Guards
-from mindrlhf.training.offline.run import OfflineSteps
+from mindrlhf.training.offline.run import OfflineTrainer
 
 VERIFIERS = ("accuracy_reward", "format_reward")
 
@@ -215,16 +215,13 @@ def test_low_rewards_and_high_accuracies_are_no_alarm(tmp_path, groups, rights):
 def test_training_on_fixed_data_has_the_alarm_of_its_loss(tmp_path, capsys):
     config = SimpleNamespace(run=RunSection(output_dir=str(tmp_path)))
     events = Events(tmp_path, first_step=0)
-    trainer = SimpleNamespace(
-        order=SimpleNamespace(items=lambda index: []),
-        num_steps=9,
-        step=lambda index, items: {"loss": 0.0, "grad_norm": 0.0},
-    )
-    progress = Progress()
-    steps = OfflineSteps(trainer, progress, LossAlarm(config, events, LearningState(), trainer.num_steps))
+    trainer = OfflineTrainer()
+    trainer.order, trainer.num_steps, trainer.progress = SimpleNamespace(items=lambda index: []), 9, Progress()
+    trainer.update = lambda index, items: {"loss": 0.0, "grad_norm": 0.0}
+    trainer.alarm = LossAlarm(config, events, LearningState(), trainer.num_steps)
     for _ in range(MIN_STEPS):
-        steps.step()
-        steps.check()
+        trainer.step()
+        trainer.check()
     assert "warning: step 5: loss and gradient were 0" in capsys.readouterr().err
 
 

@@ -22,11 +22,11 @@ from mindrlhf.rollout.types import Completion, SamplingParams
 from mindrlhf.training.batch import PolicyUpdateResult, ProcessStatistics, RowOptions
 from mindrlhf.training.checkpoints.requests import StopRequested
 from mindrlhf.training.checkpoints.run import Progress
-from mindrlhf.training.life_cycle import run_steps
 from mindrlhf.training.loop.guards import Observers
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.sampling.in_step import PromptSampling, Rollout
 from mindrlhf.training.loop.trainer import Parts, Trainer
+from mindrlhf.training.train import run_steps
 from mindrlhf.weights.publish.publisher import Published
 
 END = 0

@@ -80,11 +80,11 @@ def checkpoints_of(config, trainer, learner, requests=None):
 
 def train(trainer, progress, checkpoints):
     """Return whether the run was complete, and the metrics of each step without times."""
-    from mindrlhf.training.life_cycle import run_steps
-    from mindrlhf.training.offline.run import OfflineSteps
+    from mindrlhf.training.train import run_steps
 
     sinks = Sinks()
-    is_complete = run_steps(OfflineSteps(trainer, progress), checkpoints, sinks)
+    trainer.progress = progress
+    is_complete = run_steps(trainer, checkpoints, sinks)
     varying = ("timing/all", "e2e_tps", "recompiles", "memory/peak_rss_gb")
     metrics = {
         step: {name: value for name, value in values.items() if name not in varying}
@@ -107,7 +107,7 @@ def test_a_resumed_run_ends_like_one_that_never_stopped(kind, make, tmp_path):
     whole_progress = Progress()
     is_complete, whole = train(trainer, whole_progress, NoCheckpoints())
     assert is_complete and max(whole) == NUM_STEPS
-    expected, summary = weights_of(learner), trainer.summary(whole_progress)
+    expected, summary = weights_of(learner), trainer.summary()
 
     config, trainer, learner = make(kind, tmp_path / "killed")
     checkpoints, progress = checkpoints_of(config, trainer, learner), Progress()
@@ -124,36 +124,36 @@ def test_a_resumed_run_ends_like_one_that_never_stopped(kind, make, tmp_path):
     checkpoints.wait()
     assert is_complete
     assert before | after == whole
-    assert trainer.summary(progress) == summary
+    assert trainer.summary() == summary
     for name, array in weights_of(learner).items():
         np.testing.assert_array_equal(array, expected[name], err_msg=name)
 
 
 def _with_rate_of(trainer, num_steps):
     """Make its steps with the learning rates of a run of ``num_steps``: it is killed, not shorter."""
-    step, killed_at = trainer.step, trainer.num_steps
+    update, killed_at = trainer.update, trainer.num_steps
 
     def with_rate(index, items):
         trainer.num_steps = num_steps
         try:
-            return step(index, items)
+            return update(index, items)
         finally:
             trainer.num_steps = killed_at
 
-    trainer.step = with_rate
+    trainer.update = with_rate
     return trainer
 
 
 def test_a_request_to_end_saves_the_step_and_stops(make, tmp_path):
     requests = SaveRequests()
     config, trainer, learner = make("sft", tmp_path / "run", ["checkpoint.every_steps=0"])
-    step = trainer.step
+    update = trainer.update
 
     def ask_in_the_second(index, items):
         requests.stop = index == 1
-        return step(index, items)
+        return update(index, items)
 
-    trainer.step = ask_in_the_second
+    trainer.update = ask_in_the_second
     checkpoints = checkpoints_of(config, trainer, learner, requests)
     is_complete, metrics = train(trainer, Progress(), checkpoints)
     assert not is_complete and max(metrics) == 2
@@ -192,17 +192,18 @@ def test_another_data_file_is_refused(make, tmp_path):
 def test_accuracies_of_other_held_out_pairs_are_not_called_the_ones_before(make, tmp_path, had_held_out):
     """The key data.eval_file is free: a resumed run may be given one, or another."""
     _, trainer, _ = make("dpo", tmp_path / "run")
-    progress = Progress()
+    trainer.progress = progress = Progress()
     if had_held_out:
-        trainer.evaluate(progress)
-        assert trainer.summary(progress).endswith(" after")
+        trainer.evaluate()
+        assert trainer.summary().endswith(" after")
     _, trainer, _ = make("dpo", tmp_path / "run", num_held_out=25)
+    trainer.progress = progress
     progress.step = 2
-    trainer.evaluate(progress)
-    assert "before" not in trainer.summary(progress) and ", " not in trainer.summary(progress)
+    trainer.evaluate()
+    assert "before" not in trainer.summary() and ", " not in trainer.summary()
     progress.step = NUM_STEPS
-    trainer.evaluate(progress)
-    assert "on 25 held-out pairs: " in trainer.summary(progress) and " at step 2, " in trainer.summary(progress)
+    trainer.evaluate()
+    assert "on 25 held-out pairs: " in trainer.summary() and " at step 2, " in trainer.summary()
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])

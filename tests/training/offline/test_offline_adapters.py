@@ -90,7 +90,7 @@ def test_supervised_training_begins_at_the_base_and_ends_below(model_dir, tmp_pa
         config = load_sft_config(path)
         learner = build_offline(config, (32,), Rank(0, 1))
         trainer = SupervisedTrainer(config, RunInputs(None, PairFile(64, 0), None, (32,), 0), Team(learner, []))
-        losses = [trainer.step(0, np.arange(16))["loss"] for _ in range(8)]
+        losses = [trainer.update(0, np.arange(16))["loss"] for _ in range(8)]
         first_losses.append(losses[0])
     assert first_losses[0] == first_losses[1]  # to the last bit
     assert losses[-1] < losses[0] - 0.5

@@ -53,12 +53,11 @@ def begin():
 def run(trainer):
     """Train to the end; return the metrics of each step and what the user is told."""
     from mindrlhf.training.checkpoints.run import Progress
-    from mindrlhf.training.life_cycle import run_steps
-    from mindrlhf.training.offline.run import OfflineSteps
+    from mindrlhf.training.train import run_steps
 
-    sinks, progress = Sinks(), Progress()
-    assert run_steps(OfflineSteps(trainer, progress), NoCheckpoints(), sinks)
-    return sinks.metrics, trainer.summary(progress)
+    sinks, trainer.progress = Sinks(), Progress()
+    assert run_steps(trainer, NoCheckpoints(), sinks)
+    return sinks.metrics, trainer.summary()
 
 
 def test_dpo_learns_the_order_of_pairs(begin, model_dir, tmp_path):
@@ -83,7 +82,7 @@ def test_two_passes_give_the_gradient_of_the_loss(begin, model_dir, tmp_path):
         return 0.0
 
     learner.engine.updater.apply = keep
-    trainer.update(pairs, 0.0)
+    trainer.train_on(pairs, 0.0)
     generator = np.random.default_rng(0)
     direction = {name: generator.standard_normal(value.shape) for name, value in gradients.items()}
     slope = sum((gradients[name] * direction[name]).sum() for name in gradients)

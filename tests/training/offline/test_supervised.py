@@ -18,10 +18,9 @@ from mindrlhf.images.geometry import VisionGeometry
 from mindrlhf.images.pixels import encode_png, image_digest
 from mindrlhf.training.batch import HeldOutLogProbs, ProcessStatistics, UpdateResult
 from mindrlhf.training.checkpoints.run import Progress
-from mindrlhf.training.life_cycle import run_steps
-from mindrlhf.training.offline.run import OfflineSteps
 from mindrlhf.training.offline.supervised import SupervisedTrainer, read_sequences
 from mindrlhf.training.preflight import RunInputs
+from mindrlhf.training.train import run_steps
 from mindrlhf.training.vision.image_rows import ImageTokens
 
 
@@ -79,7 +78,9 @@ def run(lengths, *, world_size=1, held_out=None, max_steps=0, shuffle=True, seed
     )
     team, sinks = LocalTeam([Rank() for _ in range(world_size)]), Sinks()
     inputs = RunInputs(None, Records(lengths), Records(held_out) if held_out else None, (8, 16), 0)
-    assert run_steps(OfflineSteps(SupervisedTrainer(config, inputs, team), Progress()), NoCheckpoints(), sinks)
+    trainer = SupervisedTrainer(config, inputs, team)
+    trainer.progress = Progress()
+    assert run_steps(trainer, NoCheckpoints(), sinks)
     return team, sinks.metrics
 
 
@@ -193,6 +194,8 @@ def test_ranks_are_sent_the_images_of_each_step():
     )
     team = LocalTeam([SeeingRank(), SeeingRank()])
     inputs = RunInputs(None, Pictures(LENGTHS), None, (8, 16, 32), 0, ImageTokens(100, 9, VisionGeometry()))
-    assert run_steps(OfflineSteps(SupervisedTrainer(config, inputs, team), Progress()), NoCheckpoints(), Sinks())
+    trainer = SupervisedTrainer(config, inputs, team)
+    trainer.progress = Progress()
+    assert run_steps(trainer, NoCheckpoints(), Sinks())
     for rank in team.workers:
         assert rank.sent == rank.looked_at and any(rank.sent)

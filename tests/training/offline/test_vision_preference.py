@@ -72,15 +72,14 @@ def make_trainer(model_dir):
 @SLOW
 def test_dpo_learns_what_only_the_pictures_tell(make_trainer, model_dir, tmp_path):
     from mindrlhf.training.checkpoints.run import Progress
-    from mindrlhf.training.life_cycle import run_steps
-    from mindrlhf.training.offline.run import OfflineSteps
+    from mindrlhf.training.train import run_steps
 
     config = load_dpo_config(
         write_config(tmp_path / "dpo.yaml", model_dir, dpo={"beta": 0.5}), ["training.epochs=4"]
     )
     trainer, _ = make_trainer(config)
-    sinks = Sinks()
-    assert run_steps(OfflineSteps(trainer, Progress()), NoCheckpoints(), sinks)
+    sinks, trainer.progress = Sinks(), Progress()
+    assert run_steps(trainer, NoCheckpoints(), sinks)
     assert sinks.metrics[0]["eval/loss"] == pytest.approx(np.log(2))  # the policy is the reference
     assert sinks.metrics[max(sinks.metrics)]["eval/accuracy"] == 1.0
 
@@ -97,7 +96,7 @@ def test_two_passes_give_the_gradient_of_the_loss(make_trainer, model_dir, tmp_p
         return 0.0
 
     learner.engine.updater.apply = keep
-    trainer.update(pairs, 0.0)
+    trainer.train_on(pairs, 0.0)
     assert not any(name.startswith("visual.") for name in gradients)
     slope, difference = slope_and_difference(
         learner.model.network, gradients, lambda: trainer._evaluate(pairs).losses.mean()

@@ -13,7 +13,7 @@ from mindrlhf.config.observe import ObserveSection
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import RunFailure
 from mindrlhf.observe.trackers import background
-from mindrlhf.training import life_cycle
+from mindrlhf.training import train as train_module
 from mindrlhf.training.checkpoints.shards import SavesState
 from mindrlhf.training.preflight.output import newest_checkpoint
 from mindrlhf.training.runtime import Rank
@@ -21,10 +21,10 @@ from mindrlhf.training.runtime import Rank
 NUM_STEPS = 3
 
 
-class Fake(SavesState, life_cycle.Training, life_cycle.Steps):
+class Fake(SavesState):
     """A kind of training that keeps a journal; ``fails_at`` and ``ends_at`` are steps."""
 
-    shown_steps, num_steps = None, NUM_STEPS
+    shown_steps, num_steps, accuracy = None, NUM_STEPS, "accuracy"
 
     def __init__(self, output_dir, fails_at=0, ends_at=0):
         super().__init__()
@@ -63,6 +63,9 @@ class Fake(SavesState, life_cycle.Training, life_cycle.Steps):
     def evaluate(self):
         return {"eval/loss": 0.25} if self.progress.step in (0, NUM_STEPS) else {}
 
+    def details(self):
+        return None
+
     def check(self):
         self.note("check")
         if self.progress.step == self.fails_at:
@@ -93,9 +96,9 @@ class Fake(SavesState, life_cycle.Training, life_cycle.Steps):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    monkeypatch.setattr(life_cycle, "start_runtime", lambda section, log_dir: Rank(0, 1))
-    monkeypatch.setattr(life_cycle, "connect", lambda rank: [])
-    monkeypatch.setattr(life_cycle, "data_fingerprint", lambda data: {"train_file": {"checksum": data["train_file"]}})
+    monkeypatch.setattr(train_module, "start_runtime", lambda section, log_dir: Rank(0, 1))
+    monkeypatch.setattr(train_module, "connect", lambda rank: [])
+    monkeypatch.setattr(train_module, "data_fingerprint", lambda data: {"train_file": {"checksum": data["train_file"]}})
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
     config = grpo_config(
         run={"output_dir": str(tmp_path / "run")},
@@ -107,7 +110,7 @@ def run(tmp_path, monkeypatch):
         training = Fake(tmp_path / "run", **options)
         run_section = dataclasses.replace(config.run, max_steps=max_steps)
         with contextlib.nullcontext() if not training.fails_at else pytest.raises(RunFailure):
-            life_cycle.run_rank(dataclasses.replace(config, run=run_section, observe=observe), training, resume=resume)
+            train_module.train(dataclasses.replace(config, run=run_section, observe=observe), training, resume=resume)
         return training, newest_checkpoint(config)
 
     yield run_one
@@ -183,24 +186,15 @@ def test_a_tracker_hears_of_the_run_from_its_config_to_its_report(run, monkeypat
     assert heard[-2:] == [("write_report", directory / "report.html"), ("close", True)]
 
 
-def test_each_evaluation_has_the_page_written_anew_and_a_page_that_cannot_be_is_a_warning(tmp_path, capsys):
-    class Steps:
-        evaluated, num_steps = {"eval/accuracy": 0.5}, 9
+def test_each_evaluation_has_the_page_written_anew_and_a_page_that_cannot_be_is_a_warning(run, monkeypatch, capsys):
+    written = []
 
-        def evaluate(self):
-            return self.evaluated
+    def write(output_dir, *, is_running):
+        written.append((len((output_dir / "metrics.jsonl").read_text().splitlines()), is_running))
+        raise RunFailure("the disk is full")
 
-    steps = life_cycle._Reported(Steps(), tmp_path)
-    assert steps.num_steps == 9
-    assert steps.evaluate() == {"eval/accuracy": 0.5}
-    steps.write_page()
-    assert "warning: no report: no metrics in" in capsys.readouterr().err
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n')
-    Steps.evaluated = {}
-    assert steps.evaluate() == {}
-    steps.write_page()
-    assert not (tmp_path / "report.html").exists()
-    Steps.evaluated = {"eval/accuracy": 0.5}
-    steps.evaluate()
-    steps.write_page()
-    assert 'http-equiv="refresh"' in (tmp_path / "report.html").read_text()
+    monkeypatch.setattr(train_module, "write_report", write)
+    monkeypatch.setattr(Fake, "evaluate", lambda self: {"eval/loss": 0.25} if self.progress.step != 1 else {})
+    run()
+    assert written == [(1, True), (3, True)], "before the first step and after the second; the last is the report's"
+    assert capsys.readouterr().err.count("warning: no report: the disk is full") == 2
