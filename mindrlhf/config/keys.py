@@ -65,6 +65,7 @@ def key(
     is_path: bool = False,
     is_model: bool = False,
     read_with: str = "",
+    on_ascend: Any = None,
 ) -> Any:
     """Declare one key of a section.
 
@@ -76,6 +77,7 @@ def key(
         is_path: the text names a file or a directory.
         is_model: it may also be the name of a model on a hub, which becomes its directory in the hub's cache.
         read_with: the condition under which anything reads the key; see :mod:`mindrlhf.config.unread`.
+        on_ascend: the default with `run.device: ascend`; None where it is ``default`` there too.
     """
     metadata = {
         "doc": doc,
@@ -86,6 +88,7 @@ def key(
         "is_path": is_path or is_model,
         "is_model": is_model,
         "read_with": read_with,
+        "on_ascend": on_ascend,
     }
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)

@@ -1,5 +1,6 @@
 """YAML and ``key=value`` overrides into frozen dataclasses, with one-line errors."""
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -98,7 +99,8 @@ def read(cls: type, content: dict, overrides: Iterable[str] = ()) -> Reading:
     types_of = {dotted: hint for dotted, _, hint in dotted_keys(cls)}
     for override in overrides:
         mistakes.check(_apply_override, content, override, types_of)
-    return Reading(_build(cls, content, "", given, mistakes), frozenset(given), mistakes)
+    config = _with_defaults_of_device(_build(cls, content, "", given, mistakes), given)
+    return Reading(config, frozenset(given), mistakes)
 
 
 def load(cls: type[Config], path: str | Path, overrides: Iterable[str] = ()) -> tuple[Config, frozenset[str]]:
@@ -202,6 +204,19 @@ def _build(cls: type[Config], content: Any, where: str, given: set[str], mistake
         elif "section" in field.metadata:
             values[name] = _build(field.metadata["section"], {}, f"{where}{name}.", given, mistakes)
     return cls(**values)
+
+
+def _with_defaults_of_device(config: Config, given: set[str]) -> Config:
+    """Give keys that were left out the default that they have on Ascend, where the run is there."""
+    if getattr(getattr(config, "run", None), "device", "") != "ascend":
+        return config
+    values = collections.defaultdict(dict)
+    for dotted, field, _ in dotted_keys(type(config)):
+        if field.metadata.get("on_ascend") is not None and dotted not in given:
+            section, _, name = dotted.partition(".")
+            values[section][name] = field.metadata["on_ascend"]
+    sections = {name: dataclasses.replace(getattr(config, name), **new) for name, new in values.items()}
+    return dataclasses.replace(config, **sections)
 
 
 def dotted_keys(cls: type, prefix: str = "") -> Iterable[tuple[str, dataclasses.Field, Any]]:

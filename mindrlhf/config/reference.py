@@ -3,6 +3,7 @@
 import dataclasses
 import textwrap
 import typing
+from typing import Any
 
 from mindrlhf.algorithms import advantages, clip_cov, policy_losses
 from mindrlhf.config.parse import type_name
@@ -62,7 +63,9 @@ def _section(name: str, cls: type) -> str:
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         hint = type_name(hints[field.name])
-        lines.append(f"| `{field.name}` | {hint} | {_default(field)} | {_meaning(field)} |")
+        on_ascend = field.metadata["on_ascend"]
+        default = _default(field) + ("" if on_ascend is None else f"; on Ascend {_shown(on_ascend)}")
+        lines.append(f"| `{field.name}` | {hint} | {default} | {_meaning(field)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -71,7 +74,10 @@ def _default(field: dataclasses.Field) -> str:
         return f"`{field.default_factory()}`"
     if field.default is dataclasses.MISSING:
         return "required"
-    value = list(field.default) if field.default and isinstance(field.default, tuple) else field.default
+    return _shown(list(field.default) if field.default and isinstance(field.default, tuple) else field.default)
+
+
+def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     if value is None:

@@ -66,7 +66,8 @@ class RolloutSection:
         (), "texts that end a response, as in ['</answer>'], and stay part of it; see docs/data.md#chat-templates"
     )
     dtype: str = key(
-        "float32", "type of the generator's weights and arithmetic", choices=("float32", "bfloat16")
+        "float32", "type of the generator's weights and arithmetic", choices=("float32", "bfloat16"),
+        on_ascend="bfloat16",
     )
     max_num_seqs: int = key(64, "most sequences decoded at once by a server", minimum=1)
     num_threads: int = key(1, "CPU threads of a server", minimum=1)
@@ -138,3 +139,6 @@ def server_rules(config: RunConfig) -> Rules:
         yield rollout.engine != "vllm" and is_set, (
             f"'rollout.engine' is {rollout.engine}, but '{name}' is vLLM's: remove one of them"
         )
+    yield config.run.device == "ascend" and rollout.engine == "vllm" and rollout.dtype == "float32", (
+        "'rollout.dtype' is float32, but attention on an NPU is of bfloat16: set it so, or leave it out"
+    )

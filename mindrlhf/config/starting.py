@@ -199,7 +199,7 @@ def _train_values(choices: Choices) -> dict[str, Any]:
     length = response_length(choices)
     values["rollout.max_response_length"] = length
     if choices.num_npus:
-        values |= {"rollout.dtype": "bfloat16", "rollout.num_replicas": choices.num_npus}
+        values["rollout.num_replicas"] = choices.num_npus
         values["training.sequence_lengths"] = [row_length(choices)]
     elif facts.num_cores > 2:
         values["rollout.num_threads"] = facts.num_cores // 2

@@ -30,9 +30,9 @@ def lowercase_share(response: str, answer: str) -> float:
 '''
 
 
-def write_weights(name: str, seed: int, directory: Path) -> None:
-    """Write random float32 weights of a model as a Hugging Face directory, which must not be there."""
-    export_hf(random_hf_weights(MODELS[name], seed), MODELS[name], directory, dtype="float32")
+def write_weights(name: str, seed: int, directory: Path, dtype: str = "float32") -> None:
+    """Write random weights of a model as a Hugging Face directory, which must not be there."""
+    export_hf(random_hf_weights(MODELS[name], seed), MODELS[name], directory, dtype=dtype)
 
 
 def write_inputs(directory: Path, num_devices: int) -> None:

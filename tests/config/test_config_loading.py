@@ -179,6 +179,19 @@ def test_given_keys_are_those_of_file_and_overrides(write):
     assert given == {"training.chunk_size", *REQUIRED}
 
 
+@pytest.mark.parametrize(
+    ("overrides", "dtype"),
+    [
+        ([], "float32"),
+        (["rollout.dtype=bfloat16"], "bfloat16"),
+        (["run.device=ascend"], "bfloat16"),
+        (["rollout.engine=engine.py:Engine", "rollout.dtype=float32", "run.device=ascend"], "float32"),
+    ],
+)
+def test_a_default_may_be_of_the_device(write, overrides, dtype):
+    assert load_grpo_config(write(""), [*ALL_REQUIRED, *overrides]).rollout.dtype == dtype
+
+
 def test_a_supervised_config_has_its_own_keys(write):
     overrides = [override for override in ALL_REQUIRED if not override.startswith("reward.")]
     config = load_sft_config(write("training: {rows_per_step: 32}"), overrides)

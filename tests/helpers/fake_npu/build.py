@@ -42,7 +42,7 @@ def build(wheels: Path, directory: Path, python: str) -> None:
     (directory / "cann" / "python" / "acl" / "__init__.py").write_text("")
     (directory / "cann" / "python" / "acl" / "rt.py").write_text(_ACL_RT)
     (packages / "sitecustomize.py").write_text("import fake_npu_start\n")
-    for name in ("start", "kernels", "operators", "graphs"):
+    for name in ("start", "kernels", "operators", "graphs", "rules"):
         (packages / f"fake_npu_{name}.py").symlink_to(HERE / f"{name}.py")
     script = directory / "python"
     script.write_text(_SCRIPT.format(cann=directory / "cann", packages=packages, python=python))

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from fake_npu_graphs import launched
 from fake_npu_kernels import on_host, on_npu
+from fake_npu_rules import checked
 
 
 def install(torch_npu: Any) -> None:
@@ -16,7 +17,7 @@ def install(torch_npu: Any) -> None:
         npu_fused_infer_attention_score_v2, npu_attention_update, npu_transpose_batchmatmul, npu_fast_gelu, npu_mrope,
         npu_rotary_mul,
     ):  # fmt: skip
-        setattr(torch_npu, function.__name__, launched(function))
+        setattr(torch_npu, function.__name__, launched(checked(function)))
     torch_npu._npu_rotary_embedding = launched(rotary_embedding)
     torch_npu._npu_reshape_and_cache = launched(reshape_and_cache)
     torch_npu.npu_format_cast = lambda tensor, acl_format: tensor
@@ -32,13 +33,13 @@ def _workspace(query, *_, **__) -> torch.Tensor:
 
 def fused_infer_attention_score_out(query, *, workspace, out, **options) -> None:
     """Write attention into tensors that are there."""
-    found = npu_fused_infer_attention_score(query, **options)[0]
+    found = checked(npu_fused_infer_attention_score)(query, **options)[0]
     on_host(out[0]).view(found.shape).copy_(on_host(found))
 
 
 def fused_infer_attention_score_v2_out(*arguments, workspace, out, **options) -> None:
     """Write attention over latent channels into tensors that are there."""
-    found = npu_fused_infer_attention_score_v2(*arguments, **options)[0]
+    found = checked(npu_fused_infer_attention_score_v2)(*arguments, **options)[0]
     on_host(out[0]).view(found.shape).copy_(on_host(found))
 
 

@@ -104,9 +104,9 @@ def _device_op(module: types.ModuleType) -> None:
     import fake_npu_operators as operators
 
     adaptor, launched = module.BaseDeviceAdaptor, operators.launched
-    adaptor.moe_gating_top_k = staticmethod(launched(operators.moe_gating_top_k))
+    adaptor.moe_gating_top_k = staticmethod(launched(operators.checked(operators.moe_gating_top_k)))
     adaptor.kv_cache_load = staticmethod(launched(operators.kv_cache_load))
-    adaptor.npu_moe_init_routing = staticmethod(launched(operators.moe_init_routing))
+    adaptor.npu_moe_init_routing = staticmethod(launched(operators.checked(operators.moe_init_routing)))
 
 
 @after("vllm_ascend.patch.worker.patch_qwen3vl")
