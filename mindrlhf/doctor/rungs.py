@@ -22,9 +22,11 @@ from mindrlhf.launch.launch import launch
 
 FOUND_MARK = "mindrlhf-rung:"
 DTYPES = {"cpu": "float32", "ascend": "bfloat16"}  # of a generator: attention on an NPU takes no float32
-# A log-probability of vLLM at temperature 1 against transformers in float32, on the same weights; logits are divided by
-# the temperature, and so are their errors. Seen with bfloat16 where operators run on a host: 0.012, and 0.028 at 0.5.
-LARGEST_GAPS = {"cpu": 1e-4, "ascend": 0.03}
+# Log-probabilities of vLLM at temperature 1 against transformers in float32, on the same weights: their mean distance,
+# and the largest. Logits are divided by the temperature, and so are their errors. Seen with bfloat16 where operators
+# run on a host: at most 0.012; 0.1 with experts, of which a token that is between two may get the other.
+MEAN_GAPS = {"cpu": 1e-4, "ascend": 0.02}
+LARGEST_GAPS = {"cpu": 1e-4, "ascend": 0.3}
 LARGEST_ROLLOUT_DIFFS = {"cpu": 1e-4, "ascend": 0.1}  # rollout_diff/mean_abs, in nats
 LARGEST_LOSS_GAPS = {"cpu": 1e-5, "ascend": 0.02}  # relative, against one rank on the CPU
 _MEMORY = re.compile(r"mindrlhf: (asleep|awake): GiB free on each NPU: (.*)")
@@ -312,14 +314,15 @@ class _Server:
         said = [line.removeprefix("logprobs") for line in ended.stdout.splitlines() if line.startswith("logprobs")]
         if ended.returncode or len(said) != len(pairs):
             raise RungFailed(f"transformers failed: {_last_line(ended.stderr)}", "install it as docs/install.md says")
-        gap = max(float(np.abs(one.logprobs - json.loads(own)).max()) for one, own in zip(done, said))
-        if not gap <= LARGEST_GAPS[self._ground.device] / temperature:
+        gaps = np.concatenate([np.abs(one.logprobs - json.loads(own)) for one, own in zip(done, said)]) * temperature
+        mean, most = float(gaps.mean()), float(gaps.max())
+        if not (mean <= MEAN_GAPS[self._ground.device] and most <= LARGEST_GAPS[self._ground.device]):
             raise RungFailed(
                 f"{self._name}, update {self._version}, temperature {temperature}: vLLM's log-probabilities are "
-                f"{gap:.3g} from transformers'",
+                f"{mean / temperature:.3g} from transformers' in the mean, at most {most / temperature:.3g}",
                 f"send {self.log}; training on them would be wrong",
             )
-        return f"{gap:.1e}"
+        return f"{mean / temperature:.1e}, at most {most / temperature:.1e}"
 
     def memory(self) -> list[tuple[str, list[float]]]:
         return _memory_of(self.log)
