@@ -94,7 +94,11 @@ def test_driver_and_firmware(tmp_path):
     missing = ascend.check_driver(tmp_path)
     assert (missing.status, missing.finding) == ("warning", "driver 25.2.0, firmware unknown")
     write(tmp_path / "firmware" / "version.info", "Version=7.7.0.6.236\n")
-    assert ascend.check_driver(tmp_path).finding == "driver 25.2.0, firmware 7.7.0.6.236"
+    old = ascend.check_driver(tmp_path)
+    assert (old.status, old.finding) == ("warning", "driver 25.2.0, firmware 7.7.0.6.236") and "25.5.1" in old.fix
+    for version, status in (("24.1.rc3", "warning"), ("25.5.0", "warning"), ("25.5.1", "ok"), ("26.1.0", "ok")):
+        write(tmp_path / "driver" / "version.info", f"Version={version}\n")
+        assert ascend.check_driver(tmp_path).status == status, version
 
 
 def test_the_cann_of_both_environments(tmp_path):

@@ -24,7 +24,7 @@ FREE_KEYS = frozenset(
         "rollout.num_replicas",
         "rollout.num_threads",
         "rollout.gpu_memory_utilization",
-        "rollout.kv_cache_gib",
+        "rollout.engine_args",
         "rollout.weight_buffer_gib",
         "rollout.restarts",
         "rollout.stall_timeout_s",

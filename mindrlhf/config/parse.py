@@ -27,6 +27,8 @@ Config = TypeVar("Config")
 
 MAX_FILE_BYTES = 256 << 10
 MAX_ITEMS = 10_000  # of a list or a mapping
+_MAX_PLAIN_ITEMS, _MAX_PLAIN_DEPTH, _MAX_PLAIN_NUMBER = 100, 2, 1 << 53  # of a mapping of text to anything
+_ENTRIES = {str: "text", float: "numbers", Any: "anything"}
 # Of unknown keys: how many of a section are named, for how many the nearest key is looked up, in names of what size.
 MAX_UNKNOWN_KEYS, MAX_HINTS, MAX_HINT_CHARS = 100, 20, 64
 # Linux: limits.h (PATH_MAX, with the byte that ends it) and the common file systems.
@@ -286,7 +288,7 @@ def type_name(hint: Any) -> str:
     if origin is tuple:
         return f"list of {type_name(arguments[0])}s"
     if origin is dict:
-        return "mapping of text to text" if arguments[1] is str else "mapping of text to numbers"
+        return f"mapping of text to {_ENTRIES[arguments[1]]}"
     if origin in (types.UnionType, typing.Union):
         return " or ".join("null" if item is type(None) else type_name(item) for item in arguments)
     return names.get(hint, str(hint))
@@ -311,6 +313,8 @@ def _convert(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> A
         if not isinstance(value, Mapping):
             raise UserError(f"'{name}' must be a mapping, not {_shown(value)}")
         _check_size(name, value)
+        if arguments[1] is Any:
+            return _plain(name, value)
         if arguments[1] is not str:
             return {_text(name, item): _number(f"{name}.{item}", setting) for item, setting in value.items()}
         return {_text(name, item): _located(name, _text(name, setting), metadata) for item, setting in value.items()}
@@ -341,6 +345,25 @@ def _number(name: str, value: Any) -> float | bool:
     if not isinstance(value, (int, float)) or not abs(value) <= MAX_NUMBER:
         raise UserError(f"'{name}' must be a number, or true or false, not {_shown(value)}")
     return value
+
+
+def _plain(name: str, value: Any, depth: int = 0) -> Any:
+    """Return what JSON can hold as well: scalars, and lists and mappings of them, within bounds."""
+    if isinstance(value, (Mapping, list)):
+        if len(value) > _MAX_PLAIN_ITEMS or depth > _MAX_PLAIN_DEPTH:
+            raise UserError(
+                f"'{name}' has more than {_MAX_PLAIN_ITEMS} items, or mappings more than {_MAX_PLAIN_DEPTH} deep"
+            )
+        if isinstance(value, list):
+            return [_plain(name, item, depth + 1) for item in value]
+        return {_text(name, key): _plain(f"{name}.{key}", item, depth + 1) for key, item in value.items()}
+    if isinstance(value, (bool, type(None))):
+        return value
+    if isinstance(value, (int, float)):
+        if not abs(value) <= _MAX_PLAIN_NUMBER:
+            raise UserError(f"'{name}' must be at most 2**53, not {_shown(value)}")
+        return value
+    return _text(name, value)
 
 
 def _parse_item(name: str, text: str) -> Any:

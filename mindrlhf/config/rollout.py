@@ -1,9 +1,28 @@
 """The section `rollout`: the generator."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
 
 from mindrlhf.config.keys import RunConfig, key
 from mindrlhf.errors import Rules
+
+# Patterns of names of EngineArgs that are not for users, each with the reason.
+_SET_BY_OTHER_KEYS = {
+    "max_num_seqs gpu_memory_utilization dtype": "rollout has a key of that name",
+    "seed": "run.seed says it",
+    "model tokenizer max_model_len load_format hf_* *_tokenizer_init": "it follows from the model and the data",
+    "tensor_parallel_size pipeline_parallel_size data_parallel_* *context_parallel_size nnodes node_rank master_* "
+    "distributed_executor_backend": "rollout.tensor_parallel and rollout.num_replicas lay servers out",
+    "profiler_config": "profiler.tools says it",
+}
+REFUSED_ENGINE_ARGS = _SET_BY_OTHER_KEYS | {
+    "logprobs_mode *generation_config logits_processors": "training needs the log-probability of each token as sampled",
+    "enable_sleep_mode weight_transfer_config": "ranks and servers take turns on their devices",
+    "worker_cls worker_extension_cls scheduler_cls": "ours load weights and count sequences",
+    "quantization* kv_cache_dtype *lora*": "published weights are whole and of rollout.dtype",
+}
 
 
 @dataclass(frozen=True)
@@ -78,11 +97,8 @@ class RolloutSection:
     gpu_memory_utilization: float = key(
         0.6, "share of device memory a server may take (Ascend)", minimum=0.05, maximum=0.95
     )
-    kv_cache_gib: float = key(
-        1.0,
-        "key-value cache of a server on CPU at most, in GiB; less is taken where less is enough for all sequences",
-        minimum=0,
-        exclusive_minimum=True,
+    engine_args: dict[str, Any] = key(
+        {}, "arguments of vLLM's EngineArgs, as in {enforce_eager: true}; see docs/performance.md#vllms-own-arguments"
     )
     weight_buffer_gib: float = key(
         0.0,
@@ -139,6 +155,23 @@ def server_rules(config: RunConfig) -> Rules:
         yield rollout.engine != "vllm" and is_set, (
             f"'rollout.engine' is {rollout.engine}, but '{name}' is vLLM's: remove one of them"
         )
+    yield from _engine_arg_rules(rollout.engine_args, config.run.device)
     yield config.run.device == "ascend" and rollout.engine == "vllm" and rollout.dtype == "float32", (
         "'rollout.dtype' is float32, but attention on an NPU is of bfloat16: set it so, or leave it out"
+    )
+
+
+def _engine_arg_rules(engine_args: Mapping[str, Any], device: str) -> Rules:
+    for names, reason in REFUSED_ENGINE_ARGS.items():
+        for name in (name for name in engine_args if any(fnmatchcase(name, pattern) for pattern in names.split())):
+            yield True, f"'rollout.engine_args' has {name}, but {reason}: remove it"
+    yield device == "cpu" and "enable_chunked_prefill" in engine_args, (
+        "'rollout.engine_args' has enable_chunked_prefill, but on a CPU prompts that are read in parts lose their "
+        "seed: remove it"
+    )
+    speculative = engine_args.get("speculative_config")
+    method = speculative.get("method") if isinstance(speculative, Mapping) else speculative
+    yield method not in (None, "ngram", "suffix"), (
+        f"'rollout.engine_args' has speculative_config with method {method}, but nobody publishes a draft model's "
+        "weights: take ngram or suffix"
     )

@@ -13,6 +13,7 @@ from mindrlhf.doctor.npu_smi import NpuInfo, parse_npu_info
 ASCEND_DIR = Path("/usr/local/Ascend")
 # The release that mindformers 2.0.0 (its VERSION_MAP.json) and vllm-ascend 0.23.0 (its page) both ask for.
 CANN_PIN = "9.1"
+GRAPHS_DRIVER = "25.5.1"  # vllm_ascend/compilation/acl_graph.py
 _VLLM_ASCEND = "vllm-ascend==0.23.0"
 # What a server loads of CANN (its Python package), of NNAL (its operators) and of vLLM-Ascend, and how to have it.
 _SERVER_NEEDS = {
@@ -45,6 +46,9 @@ def check_driver(ascend_dir: Path) -> Check:
     finding = ", ".join(f"{name} {version or 'unknown'}" for name, version in versions.items())
     if missing:
         fix = f"install it, or mount {ascend_dir / missing[0]} into the container"
+        return Check("machine", "NPU driver", "warning", finding, fix)
+    if _numbers(versions["driver"]) < _numbers(GRAPHS_DRIVER):
+        fix = f"graphs of vLLM-Ascend want {GRAPHS_DRIVER}: update it, or set rollout.engine_args.enforce_eager=true"
         return Check("machine", "NPU driver", "warning", finding, fix)
     return Check("machine", "NPU driver", "ok", finding)
 
@@ -172,6 +176,10 @@ def _npu_info() -> NpuInfo | str:
     if ended.returncode:
         return f"npu-smi info ends with {ended.returncode}: {' '.join((ended.stderr or ended.stdout).split())[:120]}"
     return parse_npu_info(ended.stdout)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", version)]
 
 
 def _version(path: Path) -> str:

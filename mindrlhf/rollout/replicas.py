@@ -275,6 +275,7 @@ def server_options(
         reserved_bytes=reserved_bytes(rollout, model_dir) if device == "ascend" else 0,
         enable_sleep=device == "ascend",
         profile_dir=str((profile_dir / f"rollout_{index}").absolute()) if profile_dir else "",
+        engine_args=rollout.engine_args,
         env={**rollout.env, **devices},
         stall_timeout_s=rollout.stall_timeout_s,
         record_routing=record_routing,

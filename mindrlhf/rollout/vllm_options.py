@@ -1,11 +1,15 @@
 """Options of a vLLM rollout server, their checks, and the environment of its process."""
 
+import ast
 import os
 import shutil
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from mindrlhf.config.keys import nearest_choice
 from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.errors import UserError
 from mindrlhf.layout.server_shards import weight_elements, workspace_bytes
@@ -20,6 +24,7 @@ _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # For the size of a cache: batches of sequences that it holds; tokens that are planned ahead of each, and the rest of
 # its last block; bytes of a number, in bfloat16 it is less.
 _CACHED_BATCHES, _PLANNED_TOKENS, _NUMBER_BYTES = 4, 128, 4
+_CPU_CACHE_GIB = 1.0  # at most
 # Of CANN: the devices that a process sees, which it then counts from 0.
 DEVICES_VARIABLE = "ASCEND_RT_VISIBLE_DEVICES"
 # Variables that would make the server take itself for a training rank, or load the trainer's libraries.
@@ -64,7 +69,8 @@ class VllmOptions:
     a CPU a share of the machine's memory, on an NPU of the device less ``reserved_bytes``, whatever others take there.
     ``record_routing`` has samples bring the experts of their tokens: on a CPU, in a server of one process. ``env`` is
     added last to the server's environment. ``profile_dir`` is where vLLM's profiler writes; "" leaves it out.
-    ``tokenizer_dir`` is where stop strings are decoded from; "" when there are none. ``engine`` is "vllm", or the
+    ``tokenizer_dir`` is where stop strings are decoded from; "" when there are none. ``engine_args`` are vLLM's, added
+    last. ``engine`` is "vllm", or the
     absolute path and class of another (:func:`mindrlhf.tools.loading.find_engine`).
     """
 
@@ -89,6 +95,7 @@ class VllmOptions:
     stall_timeout_s: float = 10.0
     record_routing: bool = False
     tokenizer_dir: str = ""
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -107,6 +114,24 @@ def check_python(python: str) -> None:
     """Raise ``UserError`` when there is no such interpreter."""
     if shutil.which(python) is None:
         raise UserError(f"rollout.python '{python}' is no executable; give the rollout environment's python")
+
+
+def check_engine_args(names: Collection[str], python: str) -> None:
+    """Raise ``UserError`` when EngineArgs of the vLLM of ``python`` have no such names; its source is read, not run."""
+    if not names:
+        return
+    ask = "import importlib.util; print(importlib.util.find_spec('vllm').submodule_search_locations[0])"
+    answer = subprocess.run([python, "-c", ask], capture_output=True, text=True)
+    if answer.returncode:
+        raise UserError(f"'rollout.engine_args' is set, but {python} has no vllm to ask: install it there")
+    source = (Path(answer.stdout.strip()) / "engine" / "arg_utils.py").read_text(encoding="utf-8")
+    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    known = [node.target.id for node in classes["EngineArgs"].body if isinstance(node, ast.AnnAssign)]
+    for name in names:
+        if name not in known:
+            near = nearest_choice(name, known)
+            hint = f"did you mean {near}?" if near else "remove it"
+            raise UserError(f"'rollout.engine_args' has {name}, which EngineArgs of the vLLM there has not: {hint}")
 
 
 def check_positions(model_dir: str, max_model_len: int) -> None:
@@ -134,7 +159,7 @@ def check_head_size(model_dir: str, device: str, engine: str = VLLM) -> None:
 
 
 def cpu_cache_gib(rollout: RolloutSection, model_dir: str, max_model_len: int) -> float:
-    """Return the size of a server's KV cache on a CPU: `rollout.kv_cache_gib`, or less where less is always enough.
+    """Return the size of a server's KV cache on a CPU: 1 GiB, or less where less is always enough.
 
     All of it is allocated at the start and gone through after each update, so a small model has no use for more than
     what several times as many sequences as run at once need, which leaves room for prefixes of those that wait.
@@ -142,9 +167,9 @@ def cpu_cache_gib(rollout: RolloutSection, model_dir: str, max_model_len: int) -
     hf_config = read_hf_config(model_dir)
     dims = find_spec(hf_config).dims(hf_config)
     if dims.latent is not None:  # whose cache vLLM may lay out in another way
-        return rollout.kv_cache_gib
+        return _CPU_CACHE_GIB
     num_tokens = _CACHED_BATCHES * rollout.max_num_seqs * (max_model_len + _PLANNED_TOKENS)
-    return min(rollout.kv_cache_gib, num_tokens * dims.cached_numbers() * _NUMBER_BYTES / 2**30)
+    return min(_CPU_CACHE_GIB, num_tokens * dims.cached_numbers() * _NUMBER_BYTES / 2**30)
 
 
 def reserved_bytes(rollout: RolloutSection, model_dir: str) -> int:

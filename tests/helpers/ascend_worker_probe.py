@@ -1,6 +1,7 @@
 """What a worker puts back after a sleep, with a model on the CPU that is put to sleep by hand."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindrlhf.rollout.server.ascend import WhatSleepForgets, sample_rows, set_up_sampler
+from mindrlhf.rollout.server.engine import engine_arguments
 
 model = torch.nn.Module()
 model.experts = torch.nn.Module()
@@ -99,4 +101,10 @@ found = {
     "table": tables.cos.tolist() if tables.cos is table else "another",
     "modes": [sampler.logprobs_mode, sampler.topk_topp_sampler.logprobs_mode],
 }
+config, _ = json.load(sys.stdin)
+config |= {"device": "ascend", "max_num_seqs": 48, "engine_args": {"async_scheduling": False}}
+config["engine_args"]["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}
+config["engine_args"]["additional_config"] = {"weight_prefetch_config": {}}
+told = engine_arguments(config, None)
+found["told"] = {name: told[name] for name in ("compilation_config", "additional_config", "async_scheduling", "seed")}
 print("probe", json.dumps(found))

@@ -18,6 +18,7 @@ CONFIG = {
     "tensor_parallel_size": 1,
     "gpu_memory_utilization": 0.2,
     "kv_cache_gib": 0.1,
+    "engine_args": {},
     "enable_sleep": False,
     "profile_dir": "",
     "record_routing": False,

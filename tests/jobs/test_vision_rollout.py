@@ -201,7 +201,7 @@ def test_each_engine_agrees_with_transformers(rollout_python, models, images_fil
     config = {"model_dir": str(models[NEW]), "dtype": "float32", "device": "cpu", "load_format": "auto", "seed": 0}
     config |= {"enable_sleep": False, "max_model_len": 160, "max_num_seqs": 16, "tensor_parallel_size": 1}
     config |= {"gpu_memory_utilization": 0.2, "kv_cache_gib": 0.1, "profile_dir": ""}
-    config |= {"record_routing": False, "tokenizer_dir": "", "span": None}
+    config |= {"record_routing": False, "tokenizer_dir": "", "span": None, "engine_args": {}}
     requests = [
         (list(r.prompt_ids), [f"{r.request_id}_{n}" for n in range(len(r.images))], r.num_samples, r.seed)
         for r in REQUESTS

@@ -36,3 +36,12 @@ def test_a_worker_puts_back_what_a_sleep_forgets_and_tells_processed_logprobs(fo
         "table": [1.0, 2.0],
         "modes": ["processed_logprobs", "processed_logprobs"],
     }
+
+
+def test_arguments_of_vllm_are_added_to_ours(found):
+    assert found["told"] == {
+        "compilation_config": {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48]},
+        "additional_config": {"enable_cpu_binding": False, "weight_prefetch_config": {}},
+        "async_scheduling": False,
+        "seed": 0,
+    }

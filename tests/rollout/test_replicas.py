@@ -254,7 +254,7 @@ def test_the_config_reaches_every_server(monkeypatch, tmp_path):
 )
 def test_the_cache_of_a_small_model_is_no_larger_than_it_can_use(tmp_path, max_num_seqs, max_model_len, gib):
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    rollout = RolloutSection(max_num_seqs=max_num_seqs, kv_cache_gib=1)
+    rollout = RolloutSection(max_num_seqs=max_num_seqs)
     assert cpu_cache_gib(rollout, str(tmp_path), max_model_len) == pytest.approx(gib, rel=1e-12)
 
 

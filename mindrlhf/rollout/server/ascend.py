@@ -13,6 +13,7 @@ import torch
 
 from mindrlhf.rollout.server.streams import mix
 
+_LARGEST_GRAPH = 512  # sequences, as its default
 _ASK_S = 300.0  # importing torch_npu takes seconds, from a cold network disk minutes
 
 
@@ -37,6 +38,19 @@ def cache_bytes(config: dict[str, Any]) -> int:
         )
     print(f"mindrlhf: KV cache {left / 2**30:.2f} GiB of each NPU's {whole / 2**30:.2f}", flush=True)
     return left
+
+
+def graph_arguments(max_num_seqs: int) -> dict[str, dict[str, Any]]:
+    """Return what vLLM-Ascend is told of its graphs and cores.
+
+    Graphs of decoding alone, of sizes that double: its default is one of each of 23 to 51 sizes and of each piece of
+    the model, several hundred, of which drivers before HDK 25.5.1 have not the streams (its compilation/acl_graph.py).
+    Its binding of threads to cores would stop irqbalance on the host, and binds no rank.
+    """
+    largest = min(max_num_seqs, _LARGEST_GRAPH)
+    sizes = [1 << power for power in range(largest.bit_length()) if 1 << power < largest]
+    graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [*sizes, largest]}
+    return {"compilation_config": graphs, "additional_config": {"enable_cpu_binding": False}}
 
 
 def set_up_sampler(sampler: Any, sampling: Any) -> None:

@@ -56,17 +56,24 @@ def engine_arguments(config: dict[str, Any], vision: VisionModel | None) -> dict
         arguments["profiler_config"] = ProfilerConfig(**options, torch_profiler_with_stack=False)
     if config["kv_cache_gib"] is not None:
         arguments["kv_cache_memory_bytes"] = int(config["kv_cache_gib"] * 2**30)
-    elif config["device"] == "ascend":
+    elif config["device"] == "ascend" and "kv_cache_memory_bytes" not in config["engine_args"]:
         arguments["kv_cache_memory_bytes"] = ascend.cache_bytes(config)
     if config["device"] == "cpu":
         arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK_SIZE, "attention_backend": cpu.LATENT_ATTENTION}
         # Where a prompt was read in part, vLLM 0.32 sets the random stream back, which torch cannot on a CPU.
         most = max(read_tokens(config), config["max_model_len"])
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": most}
+    if config["device"] == "ascend":
+        arguments |= ascend.graph_arguments(config["max_num_seqs"])
+    if vision is not None:
+        arguments |= vision.engine_arguments(config["max_model_len"])
+    for name, value in config["engine_args"].items():
+        default = arguments.get(name)
+        arguments[name] = default | value if isinstance(default, dict) and isinstance(value, dict) else value
     if span := config["span"]:
         arguments |= {"nnodes": span["num_nodes"], "node_rank": span["number"], "distributed_executor_backend": "mp"}
         arguments |= {"master_addr": span["host"], "master_port": span["port"]}
-    return arguments if vision is None else arguments | vision.engine_arguments(config["max_model_len"])
+    return arguments
 
 
 def read_tokens(config: dict[str, Any]) -> int:

@@ -119,8 +119,6 @@ def _qwen3_vl(module: types.ModuleType) -> None:
     torch.ops.vllm.triton_split_qkv_rmsnorm_mrope = launched(split_qkv_rmsnorm_mrope)
 
 
-# Nothing is compiled here: full graphs of decoding are what can be captured then.
-_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
 _WITH_GRAPHS = "FAKE_NPU_GRAPHS" in os.environ
 
 
@@ -133,8 +131,14 @@ def _model_runner(module: types.ModuleType) -> None:
 @after("mindrlhf.rollout.server.engine")
 def _engine(module: types.ModuleType) -> None:
     arguments = module.engine_arguments
-    own = {"compilation_config": _GRAPHS} if _WITH_GRAPHS else {"enforce_eager": True}
-    module.engine_arguments = lambda *given: arguments(*given) | own
+
+    def engine_arguments(*given):
+        found = arguments(*given)
+        if not _WITH_GRAPHS:
+            return found | {"enforce_eager": True}
+        return found | {"compilation_config": found["compilation_config"] | {"mode": 0}}  # nothing is compiled here
+
+    module.engine_arguments = engine_arguments
 
 
 sys.meta_path.insert(0, _Finder())
