@@ -67,13 +67,17 @@ def engine_arguments(config: dict[str, Any], vision: VisionModel | None) -> dict
         arguments |= ascend.graph_arguments(config["max_num_seqs"])
     if vision is not None:
         arguments |= vision.engine_arguments(config["max_model_len"])
-    for name, value in config["engine_args"].items():
-        default = arguments.get(name)
-        arguments[name] = default | value if isinstance(default, dict) and isinstance(value, dict) else value
+    arguments = _merged(arguments, config["engine_args"])
     if span := config["span"]:
         arguments |= {"nnodes": span["num_nodes"], "node_rank": span["number"], "distributed_executor_backend": "mp"}
         arguments |= {"master_addr": span["host"], "master_port": span["port"]}
     return arguments
+
+
+def _merged(ours: dict[str, Any], users: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of both; where both have a mapping, its entries are merged."""
+    both = {name for name, value in users.items() if isinstance(value, dict) and isinstance(ours.get(name), dict)}
+    return ours | users | {name: ours[name] | users[name] for name in both}
 
 
 def read_tokens(config: dict[str, Any]) -> int:
