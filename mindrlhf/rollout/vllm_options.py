@@ -110,15 +110,14 @@ def check_options(options: VllmOptions) -> None:
             raise UserError(f"rollout {name} is {getattr(options, name)}; it must be at least 1")
 
 
-def check_python(python: str) -> None:
-    """Raise ``UserError`` when there is no such interpreter."""
+def check_python(python: str, engine_args: Collection[str] = ()) -> None:
+    """Raise ``UserError`` when there is no such interpreter, or its vLLM's EngineArgs have no such names.
+
+    The source of vLLM is read, not run.
+    """
     if shutil.which(python) is None:
         raise UserError(f"rollout.python '{python}' is no executable; give the rollout environment's python")
-
-
-def check_engine_args(names: Collection[str], python: str) -> None:
-    """Raise ``UserError`` when EngineArgs of the vLLM of ``python`` have no such names; its source is read, not run."""
-    if not names:
+    if not engine_args:
         return
     ask = "import importlib.util; print(importlib.util.find_spec('vllm').submodule_search_locations[0])"
     answer = subprocess.run([python, "-c", ask], capture_output=True, text=True)
@@ -127,7 +126,7 @@ def check_engine_args(names: Collection[str], python: str) -> None:
     source = (Path(answer.stdout.strip()) / "engine" / "arg_utils.py").read_text(encoding="utf-8")
     classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     known = [node.target.id for node in classes["EngineArgs"].body if isinstance(node, ast.AnnAssign)]
-    for name in names:
+    for name in engine_args:
         if name not in known:
             near = nearest_choice(name, known)
             hint = f"did you mean {near}?" if near else "remove it"

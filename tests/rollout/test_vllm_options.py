@@ -7,7 +7,7 @@ import pytest
 
 from mindrlhf.errors import UserError
 from mindrlhf.launch.launch import worker_environment
-from mindrlhf.rollout.vllm_options import VllmOptions, check_engine_args, check_head_size, server_environment
+from mindrlhf.rollout.vllm_options import VllmOptions, check_head_size, check_python, server_environment
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -83,13 +83,12 @@ def test_what_a_rank_or_a_shell_sets_for_others_does_not_reach_a_server(monkeypa
 
 def test_names_of_engine_args_are_those_of_the_vllm_that_is_installed(monkeypatch, tmp_path):
     with pytest.raises(UserError, match="has no vllm to ask"):
-        check_engine_args({"enforce_eager": True}, sys.executable)
+        check_python(sys.executable, {"enforce_eager": True})
     source = tmp_path / "vllm" / "engine" / "arg_utils.py"
     source.parent.mkdir(parents=True)
     (tmp_path / "vllm" / "__init__.py").write_text("raise AssertionError('nothing is imported')")
     source.write_text("class EngineArgs:\n    enforce_eager: bool = False\n    @property\n    def a(self): ...")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    check_engine_args({"enforce_eager": True}, sys.executable)
+    check_python(sys.executable, {"enforce_eager": True})
     with pytest.raises(UserError, match="has enforce_eagre, .* has not: did you mean enforce_eager?"):
-        check_engine_args({"enforce_eagre": True}, sys.executable)
-    check_engine_args({}, "/no/such/python")
+        check_python(sys.executable, {"enforce_eagre": True})

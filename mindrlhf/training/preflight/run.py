@@ -12,7 +12,7 @@ from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.launch.machine import check_launcher, check_ranks, has_npus
 from mindrlhf.observe.trackers import check_trackers
 from mindrlhf.rollout.replicas import find_rollout_python
-from mindrlhf.rollout.vllm_options import check_engine_args, check_python
+from mindrlhf.rollout.vllm_options import check_python
 from mindrlhf.system.run_lock import refuse_held
 from mindrlhf.system.sizes import format_size
 from mindrlhf.training.preflight import check_grpo_inputs, check_offline_inputs, check_sandbox
@@ -98,9 +98,7 @@ def check_run(
     remarks += (obstacles.check(lambda: check_ranks(config.run.device, num_here, oversubscribe=oversubscribe)),)
     obstacles.check(check_launcher, num_ranks)
     if isinstance(config, GrpoConfig):
-        python = find_rollout_python(config.rollout.python)
-        obstacles.check(check_python, python)
-        obstacles.check(check_engine_args, config.rollout.engine_args, python)
+        obstacles.check(check_python, find_rollout_python(config.rollout.python), config.rollout.engine_args)
         obstacles.check(check_sandbox, config)
         if is_elastic:
             obstacles.check(check_elastic, config, num_ranks, num_nodes)
