@@ -37,7 +37,7 @@ MOST = {
     "mindrlhf/launch": 3436,
     "mindrlhf/layout": 1419,
     "mindrlhf/models": 3150,
-    "mindrlhf/observe": 2625,
+    "mindrlhf/observe": 2626,
     "mindrlhf/rewards": 6697,
     "mindrlhf/rollout": 6652,  # the engine of a CPU, which left mindrlhf/cpu (2,805 before, 1,105 now)
     "mindrlhf/sandbox": 3982,
@@ -47,9 +47,9 @@ MOST = {
     "mindrlhf/tools": 2532,
     "mindrlhf/training": 10498,
     "mindrlhf/weights": 4221,
-    "tests": 72332,
+    "tests": 72337,
     "scripts": 1996,
-    "docs": 31691,
+    "docs": 31685,
 }
 # Modules of these are found by the name of their file.
 FOUND_BY_NAME = tuple(

@@ -16,7 +16,9 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--output", metavar="FILE", help="where to write it, - for standard output (default: RUN_DIR/report.html)"
     )
-    parser.add_argument("--svg", metavar="FILE", help="write the learning curve alone, as a picture (-: print it)")
+    parser.add_argument(
+        "--svg", metavar="FILE", help="write the learning curve alone, of seeds their mean, as a picture (-: print it)"
+    )
     parser.set_defaults(run=_report)
     view = subparsers.add_parser("view", help="write a page to read a run's samples, or two runs' side by side")
     view.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="directory of a run; two are compared")
@@ -32,28 +34,26 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 def _report(arguments: argparse.Namespace) -> int:
     """Write the report, or the learning curve, and print its path."""
     from mindrlhf.errors import UserError
-    from mindrlhf.observe.learning_curve import learning_curve_svg, write_learning_curve
+    from mindrlhf.observe.learning_curve import learning_curve_svg
     from mindrlhf.observe.records import replace_file
-    from mindrlhf.observe.report import COMPARISON_NAME, REPORT_NAME, render_report
+    from mindrlhf.observe.report import COMPARISON_NAME, REPORT_NAME, group_runs, render_report
     from mindrlhf.observe.run_data import read_run
     from mindrlhf.system.run_lock import is_held
 
     run_dir, *others = arguments.run_dirs
     if keys := [str(one) for one in others if "=" in str(one) and not one.exists()]:
         raise UserError(f"'{keys[0]}' is no run directory, and this command has no config to set keys of")
-    if others and arguments.svg is not None:
-        raise UserError("--svg draws the curve of one run: give one, or leave it out")
-    if arguments.svg == "-":
-        print(learning_curve_svg(read_run(run_dir)), end="")
+    runs, output = [read_run(path) for path in arguments.run_dirs], arguments.output
+    if arguments.svg is None:
+        text = render_report(runs, is_running=not others and is_held(run_dir))
+    elif len(group_runs(runs)) > 1:
+        raise UserError("--svg draws one curve, and these runs differ in more than their seeds: leave it out")
+    else:
+        text, output = learning_curve_svg(runs), arguments.svg
+    if output == "-":
+        print(text.rstrip("\n"))
         return 0
-    if arguments.svg is not None:
-        print(write_learning_curve(run_dir, arguments.svg))
-        return 0
-    text = render_report([read_run(path) for path in arguments.run_dirs], is_running=not others and is_held(run_dir))
-    if arguments.output == "-":
-        print(text)
-        return 0
-    path = Path(arguments.output or run_dir / (COMPARISON_NAME if others else REPORT_NAME))
+    path = Path(output or run_dir / (COMPARISON_NAME if others else REPORT_NAME))
     replace_file(path, text)
     print(path)
     return 0

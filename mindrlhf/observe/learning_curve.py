@@ -1,5 +1,6 @@
 """The learning curve of a run as one picture for a README or a page."""
 
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -33,17 +34,17 @@ def write_learning_curve(run_dir: Path, out_file: Path) -> Path:
         UserError: the directory has no metrics, or none of these.
         RunFailure: the file cannot be written.
     """
-    replace_file(Path(out_file), learning_curve_svg(read_run(run_dir)))
+    replace_file(Path(out_file), learning_curve_svg([read_run(run_dir)]))
     return Path(out_file)
 
 
-def learning_curve_svg(run: RunData) -> str:
-    """Return the picture as SVG text; see ``write_learning_curve``."""
-    lines = {spec: lines_of(spec, [("", [run])]) for spec in (ACCURACY, REWARD, LOSS)}
+def learning_curve_svg(runs: Sequence[RunData]) -> str:
+    """Return the picture as SVG text, of seeds their mean and band; see ``write_learning_curve``."""
+    lines = {spec: lines_of(spec, [("", runs)]) for spec in (ACCURACY, REWARD, LOSS)}
     shown = [spec for spec in (ACCURACY, REWARD) if lines[spec]] or [spec for spec in (LOSS,) if lines[spec]]
     charts = [spec.draw(lines[spec], "Mean reward in training" if spec is REWARD else "") for spec in shown]
     if not charts:
-        raise UserError(f"run {run.name} has none of eval/accuracy, reward/mean and loss: there is no curve to draw")
+        raise UserError(f"run {runs[0].name} has none of eval/accuracy, reward/mean and loss: no curve to draw")
     width, height = WIDTH * len(charts), HEIGHT + TITLE_PX
     titles = " and ".join(chart.title for chart in charts)
     parts = [

@@ -49,7 +49,7 @@ def render_report(runs: Sequence[RunData], *, is_running: bool = False) -> str:
     script but its own, whatever the samples contain. That of a run that ``is_running`` reloads itself.
     """
     style, script = package_text("report.css"), package_text("report.js")
-    groups = _groups(runs)
+    groups = group_runs(runs)
     panels = build_panels(groups)
     run = runs[0]
     values = _of_one(run) if len(runs) == 1 else _of_several(runs, groups)
@@ -89,7 +89,7 @@ def _names(runs: Sequence[RunData]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(run.directory) for run in runs]
 
 
-def _groups(runs: Sequence[RunData]) -> list[Group]:
+def group_runs(runs: Sequence[RunData]) -> list[Group]:
     """Return the runs by their configs apart from the seed, with the name of each group, "" for a single one."""
     groups: dict[str, list[int]] = {}
     for index, run in enumerate(runs):

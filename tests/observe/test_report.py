@@ -442,6 +442,11 @@ def test_several_runs_lie_over_each_other_and_seeds_are_averaged(tmp_path, capsy
     assert series.low.tolist() == [step / 9 for step in range(1, 7)]
     assert series.high.tolist() == [step / 6 for step in range(1, 7)]
     assert main(["report", *paths, "--svg", "x"]) == 2
+    capsys.readouterr()
+    # As a picture: only seeds give the reward a band.
+    assert main(["report", *paths[:2], "--svg", str(tmp_path / "seeds.svg")]) == 0
+    _, reward = ElementTree.parse(tmp_path / "seeds.svg").getroot().findall("{*}g")
+    assert sum((part.get("class") or "").startswith("band") for part in reward.iter()) == 1
 
 
 @pytest.mark.parametrize(
