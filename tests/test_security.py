@@ -309,13 +309,12 @@ def test_nothing_listens_but_ranks_and_between_nodes_node_0():
         ("mindrlhf/rollout/multi_node/share.py", "listen("),
         ("mindrlhf/rollout/server/multi_node.py", "create_server("),
         # With tools.agent, and `mindrlhf rewards serve`: on 127.0.0.1 alone, for whoever has a key. And for an agent
-        # without a network, on the loopback of its own namespace.
+        # without a network, on the loopback of its own namespace, by which one key is taken.
         ("mindrlhf/rollout/chat_server.py", "create_server("),
         ("mindrlhf/rollout/chat_server.py", "listen("),
         ("mindrlhf/tools/agent_host.py", "create_server("),
         # The same endpoint on other nodes, whose connections go to rank 0 by the link between nodes.
         ("mindrlhf/tools/agent_node.py", "listen("),
-        ("mindrlhf/tools/agent_node.py", "start_unix_server"),
         # On 127.0.0.1: metrics for Prometheus.
         ("mindrlhf/observe/trackers/prometheus.py", "http_server("),
         # With --elastic: rank 0, for nodes for rollout only.

@@ -68,6 +68,12 @@ class ToolSection:
         is_path=True,
         read_with="tools.agent",
     )
+    agent_sees: tuple[str, ...] = key(
+        (),
+        "answer: the record that the agent gets has it; by default it stays with the verifiers",
+        choices=("answer",),
+        read_with="tools.agent",
+    )
     agent_open: bool = key(
         False,
         "agents have the network, and all files to write, and not only the endpoint",

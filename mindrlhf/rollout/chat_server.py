@@ -1,8 +1,8 @@
 """HTTP for whoever asks our own rollout server: agents in training, and verifiers that ask a judge.
 
-It speaks the paths of ``agents.protocols`` on 127.0.0.1, and on a Unix socket where one is given. What a request may
-ask, and what is kept of it, its key decides. One thread does all of HTTP; the thread that owns the generator takes the
-questions that wait together (``Questions``).
+It speaks the paths of ``agents.protocols`` on 127.0.0.1, and on the loopbacks of agents, which are not ours. What a
+request may ask, and what is kept of it, its key decides. One thread does all of HTTP; the thread that owns the
+generator takes the questions that wait together (``Questions``).
 """
 
 import asyncio
@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from aiohttp import web
@@ -36,11 +37,9 @@ from mindrlhf.tools.calls import called, dialect_of
 MAX_BODY_BYTES = 8 << 20
 MAX_WAITING = 1024
 DEFAULT_REPLY_TOKENS = 1024
-# How long a client may take to send its question or to read its answer, and how many may be silent at a time.
+# How long a client may take to send its question or to read its answer.
 READ_TIMEOUT_S = 30.0
-MAX_CLIENTS = BACKLOG
 _POLL_S = 0.5
-_SETTLED_S = 0.05
 _STOP_TIMEOUT_S = 5.0
 _TIMEOUTS = (TimeoutError, asyncio.TimeoutError)  # two until Python 3.11
 # The end of what a turn follows, in which the template may have opened a thought.
@@ -63,6 +62,8 @@ class Refused(Exception):
 
 class Caller(Protocol):
     """The caller behind a key."""
+
+    num_refused: int  # calls that were answered with an error
 
     async def answer(self, call: Call) -> Answer:
         """Answer one request.
@@ -198,17 +199,15 @@ class HttpServer:
         find: returns who has a key, None where nobody has.
         name: of the model, as replies give it; requests may name any.
         port: of 127.0.0.1; 0 takes any that is free, of `run.ports` in a run.
-        path: of a Unix socket to listen on as well.
 
     Raises:
-        UserError: the port is taken, or the path too long.
+        UserError: the port is taken.
     """
 
-    def __init__(self, find: Callable[[str], Caller | None], name: str, port: int = 0, path: str = ""):
+    def __init__(self, find: Callable[[str], Caller | None], name: str, port: int = 0):
         self._find = find
         self._name = name
         self.loop = asyncio.new_event_loop()
-        self._silent: dict[web.RequestHandler, float] = {}  # connections without a request, since when
         try:
             if port:
                 listener = socket.create_server(("127.0.0.1", port), backlog=BACKLOG)
@@ -220,7 +219,7 @@ class HttpServer:
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/v1"
         started: Future = Future()
-        self._thread = threading.Thread(target=self._run, args=(listener, path, started), daemon=True, name="http")
+        self._thread = threading.Thread(target=self._run, args=(listener, started), daemon=True, name="http")
         self._thread.start()
         started.result()
 
@@ -231,10 +230,10 @@ class HttpServer:
         self.loop.call_soon_threadsafe(self._ended.set)
         self._thread.join(_STOP_TIMEOUT_S)
 
-    def _run(self, listener: socket.socket, path: str, started: Future) -> None:
+    def _run(self, listener: socket.socket, started: Future) -> None:
         asyncio.set_event_loop(self.loop)
         try:
-            self.loop.run_until_complete(self._serve(listener, path, started))
+            self.loop.run_until_complete(self._serve(listener, started))
             tasks = asyncio.all_tasks(self.loop)
             for task in tasks:
                 task.cancel()
@@ -242,72 +241,44 @@ class HttpServer:
         finally:
             self.loop.close()
 
-    async def _serve(self, listener: socket.socket, path: str, started: Future) -> None:
-        self._ended = asyncio.Event()
-        options = {"handler_cancellation": True, "access_log": None, "auto_decompress": False, "logger": _quiet}
-        self._http = web.Server(self._answer, request_factory=self._request, **options)
+    async def listen(self, listener: socket.socket, key: str) -> asyncio.Server:
+        """Take connections of a listener too, on which nothing is asked but with one key."""
         # Without the number asyncio takes 100, whatever the socket had: of more at once some would be reset.
-        servers = [await self.loop.create_server(self._connect, sock=listener, backlog=BACKLOG)]
-        try:
-            servers += [await self.loop.create_unix_server(self._connect, path, backlog=BACKLOG)] if path else []
-        except OSError as error:
-            listener.close()
-            reason = f"cannot listen on the Unix socket {path}: {error}; set TMPDIR to a directory with a short path"
-            started.set_exception(UserError(reason))
-            return
-        sweeper = self.loop.create_task(self._sweep())
+        return await self.loop.create_server(partial(self._connect, key), sock=listener, backlog=BACKLOG)
+
+    async def _serve(self, listener: socket.socket, started: Future) -> None:
+        self._ended = asyncio.Event()
+        self._http = web.Server(self._answer, request_factory=self._request, handler_cancellation=True)
+        server = await self.listen(listener, "")
         started.set_result(None)
         await self._ended.wait()
-        sweeper.cancel()
-        for server in servers:
-            server.close()
+        server.close()
         for protocol in [*self._http.connections]:
             if protocol.transport is not None:
                 protocol.transport.abort()
 
-    def _connect(self) -> web.RequestHandler:
-        protocol = self._http()
-        self._silent[protocol] = self.loop.time()
-        self.loop.call_later(_SETTLED_S, self._hang_up_on_oldest)  # when it has its transport
-        return protocol
-
-    def _hang_up_on_oldest(self) -> None:
-        if len(self._silent) > MAX_CLIENTS:
-            self._forget_closed()
-        for oldest in [*self._silent][:-MAX_CLIENTS]:
-            self._hang_up(oldest)
-
-    def _forget_closed(self) -> None:
-        for protocol, since_s in [*self._silent.items()]:
-            is_closed = protocol.transport is None or protocol.transport.is_closing()
-            if is_closed and self.loop.time() - since_s > _SETTLED_S:  # it has its transport only then
-                del self._silent[protocol]
-
-    async def _sweep(self) -> None:
-        """Hang up on connections that bring no request, or bring it byte by byte."""
-        while True:
-            await asyncio.sleep(min(_POLL_S, READ_TIMEOUT_S / 4))
-            self._forget_closed()
-            for protocol, since_s in [*self._silent.items()]:
-                if self.loop.time() - since_s > 2 * READ_TIMEOUT_S:
-                    self._hang_up(protocol)
-
-    def _hang_up(self, protocol: web.RequestHandler) -> None:
-        del self._silent[protocol]
-        if protocol.transport is not None:
-            protocol.transport.abort()
+    def _connect(self, key: str) -> "_Connection":
+        options = {"access_log": None, "auto_decompress": False, "logger": _quiet}
+        connection = _Connection(self._http, loop=self.loop, **options)
+        connection.key = key
+        return connection
 
     def _request(self, message, payload, protocol, writer, task) -> web.BaseRequest:
         return web.BaseRequest(message, payload, protocol, writer, task, self.loop, client_max_size=MAX_BODY_BYTES)
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request; what goes wrong with it costs its connection alone."""
-        self._silent.pop(request.protocol, None)
+        connection, key = request.protocol, _given_key(request)
+        connection.unread = None  # whoever asks again has read the last reply
         call, protocol = None, PROTOCOLS.get(request.path)
         try:
-            caller = self._find(_given_key(request))
+            caller, owner = self._find(key), self._find(connection.key) if connection.key else None
+            if owner is not None and owner is not caller:
+                owner.num_refused += 1
             if caller is None:
                 raise Refused(401, "the key is missing or wrong")
+            if connection.key not in ("", key):
+                raise Refused(403, "the key is another agent's")
             if request.method == "GET" and request.path == "/v1/models":
                 status, content = 200, {"object": "list", "data": [{"id": self._name, "object": "model"}]}
             elif protocol is None or request.method != "POST":
@@ -317,7 +288,9 @@ class HttpServer:
                     raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, request.content_length)
                 body = await asyncio.wait_for(request.read(), READ_TIMEOUT_S)
                 call = protocol.read(json.loads(body))
+                call = replace(call, is_retry=request.headers.get("x-stainless-retry-count", "0") != "0")
                 answer = await caller.answer(call)
+                connection.unread, connection.is_written = answer.unread, False
                 status, content = 200, protocol.write(self._name, call, answer)
         except (ValueError, RecursionError, RecordError) as error:  # of a body that is no JSON, too
             status, content = 400, error_body(str(error))
@@ -341,12 +314,39 @@ class HttpServer:
         try:
             await response.prepare(request)
             await asyncio.wait_for(response.write_eof(), READ_TIMEOUT_S)
+            request.protocol.is_written = True
+            if not request.keep_alive:  # who hangs up first would not see a reset
+                request.transport.write_eof()
+                await asyncio.sleep(READ_TIMEOUT_S)  # it is cancelled when the client hangs up
         except _TIMEOUTS:  # it does not read
-            if request.transport is not None:
-                request.transport.abort()
-        if request.protocol.transport is not None:
-            self._silent[request.protocol] = self.loop.time()
+            request.protocol.break_off()
         return response
+
+
+class _Connection(web.RequestHandler):
+    """A client's connection, which notices that the client has gone with its last reply unread."""
+
+    key = ""  # the only one that may be used here; "" means any
+    unread: Callable[[], None] | None = None  # takes back the last reply
+    is_written = True  # the whole of it
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """See ``asyncio.Protocol``: a peer that closes with bytes unread, or before they come, resets."""
+        peer = self.transport.get_extra_info("socket")
+        is_left = not self.is_written or self.transport.get_write_buffer_size() > 0
+        if exc is not None or is_left or peer.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._take_back()
+        super().connection_lost(exc)
+
+    def break_off(self) -> None:
+        """Hang up on a client that does not read."""
+        self._take_back()
+        if self.transport is not None:
+            self.transport.abort()
+
+    def _take_back(self) -> None:
+        if self.unread is not None:
+            self.unread()
 
 
 def _given_key(request: web.BaseRequest) -> str:

@@ -476,6 +476,7 @@ def tool_metrics(samples: Sequence["Sample"]) -> dict[str, float]:
             "agents/sequences": float(np.mean([len(one.sequences) for one in agents])),
             "agents/failures": float(sum(bool(one.failure) for one in agents)),
             "agents/refused": float(sum(one.num_refused for one in agents)),
+            "agents/unread": float(sum(one.num_unread for one in agents)),
             "agents/rewritten": float(sum(one.num_rewritten for one in agents)),
             "agents/other_tokens": float(sum(one.num_other_tokens for one in agents)),
         }

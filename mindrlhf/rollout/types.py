@@ -78,6 +78,7 @@ class AgentRecord:
     num_other_tokens: int = 0  # turns whose text would have come back as other tokens
     num_rewritten: int = 0  # calls that told turns of the model which it has not written so
     num_refused: int = 0  # calls answered with an error
+    num_unread: int = 0  # calls whose client had gone before it had the answer: they are left out
     rewards: Mapping[str, float] = field(default_factory=dict)  # of roles, where each has its own
 
 

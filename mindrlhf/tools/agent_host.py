@@ -1,15 +1,17 @@
 """Starts agents, one process each, forked from one that has the user's file loaded: ``python -m
 mindrlhf.tools.agent_host SOCKET_FD``.
 
-It reads lines of JSON. The first are its settings: ``agent`` (path/to/file.py:function, or the words of a command),
-``port`` and ``path`` of the endpoint, ``is_open``, ``memory_limit_bytes``. Then ``{"start": number, "record", "key",
-"directory"}`` and ``{"kill": number}``. It answers ``{"ready"}`` or ``{"error"}``, and for each agent that has ended
-``{"ended": number, "result"}`` or with ``"failure"`` in place of the result.
+Its socket carries messages. The first is JSON, its settings: ``agent`` (path/to/file.py:function, or the words of a
+command), ``port`` of the endpoint, ``is_open``, ``memory_limit_bytes``. It answers ``{"ready"}`` or ``{"error"}``. Each
+further message is the directory of an agent, with a socket that is its own: no record, key or result of any agent
+comes to the process that all are forked from. An agent that is not open first sends the trainer, by this socket, the
+listener on its loopback, of which the trainer takes connections itself. Then it is sent a line of JSON with ``record``
+and ``key``, and at its end it sends ``{"result"}`` or ``{"failure"}``. When the trainer hangs up, all of it is killed.
 
-An agent that is not open has three processes. The first leaves the namespaces of this one for some without a network
-and without other processes. The second is the first in these, and passes connections to its loopback on to the
-endpoint's Unix socket, which is all that can be reached. The third is the agent, which may write to its directory only.
-What is left of an agent when it ends is killed.
+Each agent has three processes. The first leaves, for one that is not open, the namespaces of this one for some without
+a network and without other processes. The second is the first in these, listens, and waits for the third, which is the
+agent: it sees of the directories of agents its own alone, and may write nowhere else. What it leaves behind when it
+ends is killed before its result is read.
 """
 
 import asyncio
@@ -19,10 +21,12 @@ import inspect
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import struct
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,7 +38,6 @@ from mindrlhf.system.processes import (
     descendants,
     die_with_parent,
     end_with_starter,
-    kill_tree,
     refuse_new_rights,
     signal_all,
 )
@@ -42,12 +45,12 @@ from mindrlhf.tools.loading import load_named
 
 MAX_RESULT_BYTES = 64 << 10
 MAX_ERROR_BYTES = 1000
-_MAX_LINE_BYTES = 64 << 20
+_MAX_MESSAGE_BYTES = 1 << 16
+_KILL_INTERVAL_S = 0.002
 _FLAGS = namespaces.NETWORK_AND_PROCESSES
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 0x1
 _FAILED = 1
 UNAVAILABLE = 75  # EX_TEMPFAIL of sysexits.h: the agent could not do its work, whatever the model wrote
-_kept: list[Any] = []
 
 
 def main() -> int:
@@ -55,103 +58,39 @@ def main() -> int:
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     end_with_starter()
-    asyncio.run(_Host(connection).serve())
-    return 0
-
-
-class _Host:
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._pids: dict[int, int] = {}  # of the first process of each agent
-        self._settings: dict[str, Any] = {}
-        self._function = None
-        self._following: set[asyncio.Task] = set()
-
-    async def serve(self) -> None:
-        reader, self._writer = await asyncio.open_connection(sock=self._connection, limit=_MAX_LINE_BYTES)
-        self._settings = json.loads(await reader.readline())
-        try:
-            agent = self._settings["agent"]
-            if isinstance(agent, str):
-                path, _, name = agent.rpartition(":")
-                self._function = load_named(Path(path), name)
-            if not self._settings["is_open"] and not _can_be_closed():
-                raise UserError(
-                    "this system allows no namespaces, so that the network cannot be closed to agents: allow them, or "
-                    "set tools.agent_open=true"
-                )
-        except UserError as error:
-            self._tell({"error": str(error)})
-            return
-        self._tell({"ready": True})
-        while line := await reader.readline():
-            message = json.loads(line)
-            if "kill" in message:
-                if pid := self._pids.get(message["kill"]):
-                    kill_tree(pid)
-            else:
-                self._start(message)
-        for pid in self._pids.values():
-            kill_tree(pid)
-
-    def _tell(self, message: Mapping[str, Any]) -> None:
-        self._writer.write(json.dumps(message).encode() + b"\n")
-
-    def _start(self, message: Mapping[str, Any]) -> None:
-        reading, writing = os.pipe()
-        loop = asyncio.get_running_loop()
-        inherited = [loop, *asyncio.all_tasks(loop)]
-        pid = os.fork()
-        if pid == 0:
+    settings = json.loads(connection.recv(_MAX_MESSAGE_BYTES))
+    try:
+        function = _prepared(settings)
+    except UserError as error:
+        connection.send(json.dumps({"error": str(error)[:MAX_ERROR_BYTES]}).encode())
+        return _FAILED
+    connection.send(b'{"ready": true}')
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for agents here
+    while True:
+        directory, fds, *_ = socket.recv_fds(connection, _MAX_MESSAGE_BYTES, 1)
+        if not directory:
+            return 0
+        if os.fork() == 0:
             try:
-                # Never taken apart here: its epoll is the parent's too, which would lose what it waits for.
-                _kept.extend(inherited)
-                os.close(reading)
-                self._connection.detach()
-                _be_first(self._settings, self._function, message, writing)
+                connection.close()
+                _be_first(settings, function, directory.decode(), socket.socket(fileno=fds[0]))
             finally:
                 os._exit(_FAILED)
-        os.close(writing)
-        self._pids[message["start"]] = pid
-        task = loop.create_task(self._follow(message["start"], pid, reading))
-        self._following.add(task)
-        task.add_done_callback(self._following.discard)
-
-    async def _follow(self, number: int, pid: int, reading: int) -> None:
-        told = await _read_all(reading, MAX_RESULT_BYTES + 4096)
-        status = await _ended(pid)
-        del self._pids[number]
-        try:
-            outcome = json.loads(told)
-        except ValueError:
-            outcome = {"failure": f"its process died (status {status})", "is_lost": status == -signal.SIGKILL}
-        self._tell({"ended": number, **outcome})
+        os.close(fds[0])
 
 
-async def _ended(pid: int) -> int:
-    """Wait for the end of a child and return its exit status, negative for a signal."""
-    loop, fd, is_over = asyncio.get_running_loop(), os.pidfd_open(pid), asyncio.Event()
-    loop.add_reader(fd, is_over.set)
-    try:
-        await is_over.wait()
-    finally:
-        loop.remove_reader(fd)
-        os.close(fd)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-async def _read_all(fd: int, most: int) -> bytes:
-    """Return the last bytes that come from a pipe until all its writers have gone."""
-    reader, found = asyncio.StreamReader(), b""
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb", 0)
-    )
-    try:
-        while chunk := await reader.read(1 << 16):
-            found = (found + chunk)[-most:]
-    finally:
-        transport.close()
-    return found
+def _prepared(settings: Mapping[str, Any]) -> Any:
+    """Return the function that is the agent, None for a command, once all is there that agents need."""
+    function, agent = None, settings["agent"]
+    if isinstance(agent, str):
+        path, _, name = agent.rpartition(":")
+        function = load_named(Path(path), name)
+    if not settings["is_open"] and not _can_be_closed():
+        raise UserError(
+            "this system allows no namespaces, so that the network cannot be closed to agents: allow them, or "
+            "set tools.agent_open=true"
+        )
+    return function
 
 
 def _can_be_closed() -> bool:
@@ -185,104 +124,108 @@ def _settle(port: int) -> socket.socket:
     return socket.create_server(("127.0.0.1", port), backlog=128)
 
 
-def _be_first(settings: Mapping[str, Any], function: Any, message: Mapping[str, Any], writing: int) -> NoReturn:
-    parent = os.getppid()
+def _be_first(settings: Mapping[str, Any], function: Any, directory: str, channel: socket.socket) -> NoReturn:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    parent, is_open = os.getppid(), settings["is_open"]
     os.setsid()
     die_with_parent(parent)
-    signal.set_wakeup_fd(-1)
-    is_open = settings["is_open"]
     if not is_open:
         _leave()
     own = os.getpid()
     second = os.fork()
     if second:
-        os.close(writing)
+        channel.close()
         os._exit(os.waitstatus_to_exitcode(os.waitpid(second, 0)[1]) & 0xFF)
-    die_with_parent(None if not is_open else own)
-    listener = _settle(settings["port"]) if not is_open else None
+    die_with_parent(own if is_open else None)
     adopt_orphans()
+    if not is_open:
+        with _settle(settings["port"]) as listener:
+            _hide_others(directory)
+            socket.send_fds(channel, [b"l"], [listener.fileno()])
     outputs = [os.pipe() for _ in range(3)]  # what it prints, its complaints, the result of a function
     agent = os.fork()
     if agent == 0:
         try:
-            os.close(writing)
-            if listener is not None:
-                listener.close()
-            _be_agent(settings, function, message, [pair[1] for pair in outputs])
+            _be_agent(settings, function, directory, channel, [pair[1] for pair in outputs])
         finally:
             os._exit(_FAILED)
     for pair in outputs:
         os.close(pair[1])
-    # The loop of the process that this one was forked from is not this one's.
-    asyncio.events._set_running_loop(None)
-    asyncio.set_event_loop(None)
-    outcome = asyncio.run(
-        _watch(agent, [pair[0] for pair in outputs], listener, settings["path"], function is not None)
-    )
-    os.write(writing, json.dumps(outcome).encode())
-    if is_open:
-        signal_all([one.pid for one in descendants(os.getpid())], signal.SIGKILL)
+    outcome = _watch(agent, [pair[0] for pair in outputs], channel, function is not None)
+    channel.sendall(json.dumps(outcome).encode())
     os._exit(0)
 
 
-async def _watch(
-    agent: int, outputs: Sequence[int], listener: socket.socket | None, path: str, is_function: bool
-) -> dict[str, Any]:
-    """Pass connections on until the agent has ended; return what came of it."""
-    if listener is not None:
-        await asyncio.start_server(lambda *streams: _relay(*streams, path), sock=listener)
-    texts = [asyncio.ensure_future(_read_all(fd, MAX_RESULT_BYTES)) for fd in outputs]
-    status = await _ended(agent)
-    # A process that it has left behind may hold the pipes.
-    await asyncio.wait(texts, timeout=0.5)
-    printed, complaints, result = (one.result() if one.done() else b"" for one in texts)
+def _hide_others(directory: str) -> None:
+    """Show of the directory in which that of an agent lies nothing else."""
+    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY)
+    namespaces.mount("tmpfs", os.path.dirname(directory), "tmpfs", 0, "size=64k,mode=0755")
+    os.mkdir(directory)
+    namespaces.mount(f"/proc/self/fd/{fd}", directory, None, namespaces.BIND)
+    os.close(fd)
+
+
+def _watch(agent: int, outputs: Sequence[int], channel: socket.socket, is_function: bool) -> dict[str, Any]:
+    """Return what came of an agent when it has ended; when the trainer hangs up before, kill it."""
+    ended, texts, poller = os.pidfd_open(agent), dict.fromkeys(outputs, b""), select.poll()
+    poller.register(channel, select.POLLRDHUP)
+    for fd in (ended, *outputs):
+        poller.register(fd, select.POLLIN)
+    ready: list[int] = []
+    while ended not in ready and channel.fileno() not in ready:
+        ready = [fd for fd, _ in poller.poll()]
+        for fd in texts.keys() & ready:
+            texts[fd], is_over = _read_more(fd, texts[fd])
+            if is_over:
+                poller.unregister(fd)
+    # First of all, so that nothing that it has left behind asks on.
+    while pids := [process.pid for process in descendants(os.getpid()) if process.returncode is None]:
+        signal_all(pids, signal.SIGKILL)
+        time.sleep(_KILL_INTERVAL_S)
+    status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
+    for fd in texts:
+        is_over = False
+        while not is_over:
+            texts[fd], is_over = _read_more(fd, texts[fd])
+    printed, complaints, result = texts.values()
     if status != 0:
         last = " ".join(complaints[-MAX_ERROR_BYTES:].decode(errors="replace").split())
         return {"failure": f"exit status {status}: {last}", "is_lost": status == UNAVAILABLE}
     return {"result": _read_result(result if is_function else printed, is_function)}
 
 
+def _read_more(fd: int, text: bytes) -> tuple[bytes, bool]:
+    """Return the last bytes of a pipe with what has come since, and True when all its writers have gone."""
+    chunk = os.read(fd, 1 << 16)
+    return (text + chunk)[-MAX_RESULT_BYTES:], not chunk
+
+
 def _read_result(text: bytes, is_function: bool) -> Any:
     """Return what a function has returned; of what a command has printed the last line if that is JSON, else all."""
     whole = text.decode(errors="replace").strip()
-    if is_function:
-        return json.loads(whole) if whole else None
-    last = whole.rpartition("\n")[2]
+    last = whole if is_function else whole.rpartition("\n")[2]
     try:
         return json.loads(last) if last else None
     except (ValueError, RecursionError):
         return whole
 
 
-async def _relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str) -> None:
-    with contextlib.suppress(OSError):
-        other_reader, other_writer = await asyncio.open_unix_connection(path)
-        await asyncio.gather(_pass_on(reader, other_writer), _pass_on(other_reader, writer))
-    writer.close()
-
-
-async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):
-        while chunk := await reader.read(1 << 16):
-            writer.write(chunk)
-            await writer.drain()
-    with contextlib.suppress(OSError, RuntimeError):
-        writer.close()
-
-
 def _be_agent(
-    settings: Mapping[str, Any], function: Any, message: Mapping[str, Any], outputs: Sequence[int]
+    settings: Mapping[str, Any], function: Any, directory: str, channel: socket.socket, outputs: Sequence[int]
 ) -> NoReturn:
     os.setsid()
     die_with_parent()
-    directory, key = message["directory"], message["key"]
+    with channel, channel.makefile("rb") as file:
+        message = json.loads(file.readline())
+    record, key = message["record"], message["key"]
     os.chdir(directory)
-    record = json.dumps(message["record"])
-    Path("record.json").write_text(record, encoding="utf-8")
+    if function is None:
+        Path("record.json").write_text(json.dumps(record), encoding="utf-8")
     base = f"http://127.0.0.1:{settings['port']}"
     os.environ |= {"OPENAI_BASE_URL": f"{base}/v1", "OPENAI_API_KEY": key, "HOME": directory, "TMPDIR": directory}
     os.environ |= {"ANTHROPIC_BASE_URL": base, "ANTHROPIC_API_KEY": key}
-    for target, fd in enumerate((os.open("record.json", os.O_RDONLY), *outputs[:2])):
+    source = os.devnull if function is not None else "record.json"
+    for target, fd in enumerate((os.open(source, os.O_RDONLY), *outputs[:2])):
         os.dup2(fd, target)
     result = os.dup(outputs[2])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -300,7 +243,7 @@ def _be_agent(
             os._exit(127)
     os.closerange(3, result)
     os.closerange(result + 1, 1 << 12)
-    os._exit(_call(function, message["record"], f"{base}/v1", key, result))
+    os._exit(_call(function, record, f"{base}/v1", key, result, settings["is_open"]))
 
 
 def _close_in(directory: str) -> None:
@@ -310,15 +253,16 @@ def _close_in(directory: str) -> None:
     landlock.restrict(("/",), (directory, *namespaces.DEVICES), allows_network=True)
 
 
-def _call(function: Any, record: dict[str, Any], base_url: str, key: str, result: int) -> int:
+def _call(function: Any, record: dict[str, Any], base_url: str, key: str, result: int, is_open: bool) -> int:
     """Call a user's function, which prints to pipes; return the exit status."""
-    asyncio.events._set_running_loop(None)
-    asyncio.set_event_loop(None)
     sys.stdin, sys.stdout, sys.stderr = (open(fd, mode, closefd=False) for fd, mode in ((0, "r"), (1, "w"), (2, "w")))  # noqa: SIM115
     try:
         value = function(record, base_url, key)
         if inspect.isawaitable(value):
             value = asyncio.run(_await(value))
+        if not is_open:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)  # all that it leaves behind, but itself and the first process here
         data = json.dumps(value).encode()
     except BaseException as error:  # SystemExit too
         sys.stderr.write(f"{type(error).__name__}: {error}"[:MAX_ERROR_BYTES])

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import threading
@@ -29,7 +30,6 @@ _UNLIMITED_S = 1e9  # rank 0 looks at the time
 class _Node:
     def __init__(self, settings: dict[str, Any], directory: Path):
         self._directory = directory
-        self._path = str(directory / "e.sock")
         self._settings = settings
         self._tasks: dict[int, asyncio.Task] = {}
         self._num_streams = self._num_run = 0
@@ -38,14 +38,13 @@ class _Node:
     async def serve(self) -> int:
         loop = asyncio.get_running_loop()
         listener = listen("127.0.0.1", backlog=BACKLOG)
-        await asyncio.start_server(self._connected, sock=listener, backlog=BACKLOG)
-        await asyncio.start_unix_server(self._connected, self._path, backlog=BACKLOG)
+        await self._listen(listener)
         settings = self._settings
         runner = AgentRunner(
             settings["agent"],
             listener.getsockname()[1],
-            self._path,
             str(self._directory),
+            self._listen,
             is_open=settings["agent_open"],
             memory_limit_bytes=settings["memory_limit_mib"] << 20,
             python=settings["agent_python"],
@@ -94,6 +93,9 @@ class _Node:
         finally:
             del self._tasks[number]
 
+    async def _listen(self, listener: socket.socket, key: str = "") -> asyncio.Server:
+        return await asyncio.start_server(self._connected, sock=listener, backlog=BACKLOG)
+
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._channel is None:
             writer.close()
@@ -106,7 +108,6 @@ class _Node:
 def main() -> int:
     """Serve until rank 0, or the rank that started this, has gone."""
     settings = json.loads(sys.stdin.readline())
-    # In the temporary directory, since the path of a Unix socket must be short.
     directory, lock = take_directory(Path(tempfile.gettempdir()), SERVER_PREFIX)
     try:
         return asyncio.run(_Node(settings, directory).serve())

@@ -83,7 +83,7 @@ class RemoteAgents:
 
     Args:
         name: of the node, for messages.
-        path: of the endpoint's Unix socket.
+        port: of the endpoint.
         forget: called, in the loop, with this when the node is lost.
 
     Raises:
@@ -94,7 +94,7 @@ class RemoteAgents:
         self,
         connection: SignedConnection,
         name: str,
-        path: str,
+        port: int,
         forget: Callable[["RemoteAgents"], object],
     ):
         try:
@@ -103,7 +103,7 @@ class RemoteAgents:
             raise RunFailure(f"agents of {name} did not start ({error}); see the log of its first rank") from None
         if said["kind"] != "ready":
             raise UserError(f"{name}: {said['message']}")
-        self._connection, self._name, self._path, self._forget = connection, name, path, forget
+        self._connection, self._name, self._port, self._forget = connection, name, port, forget
         self._running: dict[int, asyncio.Future[AgentResult]] = {}
         self._number = 0
 
@@ -147,7 +147,7 @@ class RemoteAgents:
                     ended.set_result(AgentResult(**message["result"]))
             elif message["kind"] == "open":
                 try:
-                    pair = await asyncio.open_unix_connection(self._path)
+                    pair = await asyncio.open_connection("127.0.0.1", self._port)
                 except OSError:
                     self._channel.send("close", stream=message["stream"])
                     continue

@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from mindrlhf.system.child import Child, inherited
 BACKLOG = 1024  # of what many agents call at once; asyncio takes 100, whatever the socket had
 START_TIMEOUT_S = 120.0
 MAX_REWARD = 1e15
+_END_TIMEOUT_S = 15.0  # of an agent that is killed
 _MIN_WAIT_S = 0.02
 _FUNCTION = re.compile(r"\S+\.py:[^\W\d]\w*")
 # Of this process's environment, what agents see.
@@ -102,10 +103,11 @@ class AgentRunner:
 
     Args:
         agent: see ``tools.agent``.
-        port, path: of the endpoint on the loopback, and its Unix socket.
+        port: of the endpoint on the loopback.
+        directory: under which each has its own.
+        serve: takes connections of a listener on the loopback of the agent that has a key.
         is_open: agents have this machine's network and files.
         memory_limit_bytes: of each process of an agent.
-        directory: under which each has its own.
         python: interpreter that loads and runs a function; "" means this one.
     """
 
@@ -113,8 +115,8 @@ class AgentRunner:
         self,
         agent: str,
         port: int,
-        path: str,
         directory: str,
+        serve: Callable[[socket.socket, str], Awaitable[asyncio.Server]],
         *,
         is_open: bool,
         memory_limit_bytes: int,
@@ -123,15 +125,15 @@ class AgentRunner:
         self._settings = {
             "agent": str(Path(agent).absolute()) if is_function(agent) else command_words(agent),
             "port": port,
-            "path": path,
             "is_open": is_open,
             "memory_limit_bytes": memory_limit_bytes,
         }
-        self._directory = directory
+        self._directory = Path(directory) / "agents"  # an agent sees of it nothing but its own
+        self._directory.mkdir()
+        self._serve = serve
         self._python = python or sys.executable
         self._process: Child | None = None
-        self._running: dict[int, asyncio.Future[AgentResult]] = {}
-        self._number = 0
+        self._number = 0  # of agents that have begun
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
@@ -141,9 +143,11 @@ class AgentRunner:
             UserError: the user's file does not load, or the network cannot be closed.
         """
         async with self._starting:
-            if self._process is not None:
+            if self._process is not None and self._process.poll() is None:
                 return
-            own, theirs = socket.socketpair()
+            self._end()
+            self._host, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+            self._host.settimeout(START_TIMEOUT_S)
             environment = inherited(_SHARED)
             # This package is found beside the user's own; what lies around it is of this interpreter alone.
             package = str(Path(__file__).parents[2])
@@ -159,16 +163,14 @@ class AgentRunner:
                     output=2,
                     descriptors=[theirs.fileno()],
                 )
-            self._reader, self._writer = await asyncio.open_connection(sock=own, limit=1 << 20)
-            self._tell(self._settings)
+            self._host.send(json.dumps(self._settings).encode())
             try:
-                answer = json.loads(await asyncio.wait_for(self._reader.readline(), START_TIMEOUT_S) or b"null")
-            except (asyncio.TimeoutError, ValueError):
+                answer = json.loads(await _in_thread(self._host.recv, 1 << 16) or b"null")
+            except OSError:  # its time is over, or it has gone
                 answer = None
             if not answer or "error" in answer:
                 self._end()
                 raise UserError(answer["error"] if answer else "the process of the agents did not start: see the log")
-            self._following = asyncio.get_running_loop().create_task(self._follow())
 
     async def run(
         self, record: Mapping[str, Any], key: str, timeout_s: float, clock: Callable[[], float] = time.monotonic
@@ -179,42 +181,73 @@ class AgentRunner:
         except UserError as error:
             return AgentResult(failure=str(error), is_lost=True)
         self._number += 1
-        number, ended = self._number, asyncio.get_running_loop().create_future()
         directory = tempfile.mkdtemp(dir=self._directory)
-        self._running[number] = ended
+        own, theirs = socket.socketpair()
+        own.setblocking(False)
+        message = json.dumps({"record": dict(record), "key": key}).encode()
+        ended = asyncio.ensure_future(self._follow(own, theirs, directory, key, message))
         try:
-            self._tell({"start": number, "record": dict(record), "key": key, "directory": directory})
-            return await run_to_end(ended, timeout_s, clock)
+            result = await run_to_end(ended, timeout_s, clock)
+            if not ended.done():  # all of it is killed when it sees that nobody listens
+                own.shutdown(socket.SHUT_WR)
+                await asyncio.wait([ended], timeout=_END_TIMEOUT_S)
+            return result
         finally:
-            if self._running.pop(number, None) is not None and not (ended.done() and not ended.cancelled()):
-                self._tell({"kill": number})
+            ended.cancel()
+            await asyncio.wait([ended])
+            own.close()
             shutil.rmtree(directory, ignore_errors=True)
+
+    async def _follow(
+        self, own: socket.socket, theirs: socket.socket, directory: str, key: str, message: bytes
+    ) -> AgentResult:
+        """Begin an agent, and return how it ended."""
+        loop, told = asyncio.get_running_loop(), b""
+        with contextlib.ExitStack() as stack:
+            try:
+                with theirs:
+                    await _in_thread(socket.send_fds, self._host, [directory.encode()], [theirs.fileno()])
+                if not self._settings["is_open"]:
+                    server = await self._serve(await _received_listener(own), key)
+                    stack.callback(server.close)
+                await loop.sock_sendall(own, message + b"\n")
+                while chunk := await loop.sock_recv(own, 1 << 16):
+                    told += chunk
+                return read_result(json.loads(told))
+            except (OSError, ValueError):
+                return AgentResult(failure="the process that starts agents died", is_lost=True)
 
     async def close(self) -> None:
         """End all agents."""
         self._end()
 
-    def _tell(self, message: Mapping[str, Any]) -> None:
-        with contextlib.suppress(OSError, RuntimeError):
-            self._writer.write(json.dumps(message).encode() + b"\n")
-
-    async def _follow(self) -> None:
-        while line := await self._reader.readline():
-            message = json.loads(line)
-            ended = self._running.get(message["ended"])
-            if ended is not None and not ended.done():
-                ended.set_result(read_result(message))
-        self._end()
-
     def _end(self) -> None:
-        """End the process and what it has started; agents that run are lost, and the next gets a new one."""
         process, self._process = self._process, None
         if process is not None:
-            self._writer.close()
             process.kill()
-        for ended in self._running.values():
-            if not ended.done():
-                ended.set_result(AgentResult(failure="the process that starts agents died", is_lost=True))
+            self._host.close()
+
+
+async def _in_thread(function: Callable, *arguments: Any) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+
+
+async def _received_listener(channel: socket.socket) -> socket.socket:
+    """Return the listener that comes by a socket.
+
+    Raises:
+        OSError: none does.
+    """
+    loop, is_ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(channel, is_ready.set)
+    try:
+        await is_ready.wait()
+    finally:
+        loop.remove_reader(channel)
+    _, fds, *_ = socket.recv_fds(channel, 1, 1)
+    if not fds:
+        raise OSError("the other side has gone")
+    return socket.socket(fileno=fds[0])
 
 
 async def run_to_end(ended: "asyncio.Future[AgentResult]", timeout_s: float, clock: Callable[[], float]) -> AgentResult:

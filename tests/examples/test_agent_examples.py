@@ -37,7 +37,8 @@ def reply(text):
 
 def run(agent, questions):
     """Return the completions of an agent's episodes, one for each question."""
-    tools = ToolSection(agent=agent, agent_open="namespaces" not in active_layers(), max_turns=6, agent_gather_s=20.0)
+    keys = {"agent_open": "namespaces" not in active_layers(), "agent_sees": ("answer",), "max_turns": 6}
+    tools = ToolSection(agent=agent, agent_gather_s=20.0, **keys)
     requests = [prompt(question, number) for number, question in enumerate(questions)]
     requests = [
         type(one)(**{**vars(one), "answer": str(eval(re.sub(r"\D+", "*", one.extra["question"]).strip("*")))})

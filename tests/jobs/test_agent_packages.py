@@ -93,7 +93,7 @@ def problems(tmp_path):
 def played(agent, python, made, reply, **options):
     """Return the completions of the episodes of records, of a model that follows a script."""
     options = {"agent_gather_s": 60.0, "memory_limit_mib": 4096, **options}
-    tools = ToolSection(agent=f"{AGENTS / agent}:agent", agent_python=python, **options)
+    tools = ToolSection(agent=f"{AGENTS / agent}:agent", agent_python=python, agent_sees=("answer",), **options)
     requests = [
         dataclasses.replace(prompt(one["question"], number), answer=one["answer"]) for number, one in enumerate(made)
     ]
@@ -166,6 +166,7 @@ def trained(tmp_path, prompts, agent, python, **more):
         "evaluation.max_prompts": 2,
         "tools.agent": f"{AGENTS / agent}:agent",
         "tools.agent_python": python,
+        "tools.agent_sees": "[answer]",
         "training.chunk_size": 2,
         **more,
     }

@@ -1,7 +1,6 @@
 """Agents as processes: functions and commands, what they are given, what they may reach, and how they end."""
 
 import asyncio
-import contextlib
 import json
 import os
 import shutil
@@ -26,11 +25,10 @@ NEEDS_NAMESPACES = pytest.mark.skipif("namespaces" not in active_layers(), reaso
 
 @pytest.fixture
 def endpoint(tmp_path):
-    """A Unix socket that answers every connection with what came, and a port."""
+    """A port, and a directory."""
     directory = tempfile.mkdtemp(prefix="agents-test-")
-    path = f"{directory}/e.sock"
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield path, listener.getsockname()[1], directory
+        yield listener.getsockname()[1], directory
     shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -38,8 +36,8 @@ def run_all(
     agent, endpoint, records, timeout_s=60.0, is_open=False, memory_limit_bytes=1 << 30, during=None,
     clock=time.monotonic, **more,
 ):  # fmt: skip
-    """Return what agents that run at once end with."""
-    path, port, directory = endpoint
+    """Return what agents that run at once end with; what they connect to answers with what came."""
+    port, directory = endpoint
 
     async def echo(reader, writer):
         writer.write(b"echo " + await reader.readline())
@@ -47,22 +45,21 @@ def run_all(
         writer.close()
 
     async def run():
-        server = await asyncio.start_unix_server(echo, path)
         options = {"is_open": is_open, "memory_limit_bytes": memory_limit_bytes, **more}
-        runner = AgentRunner(agent, port, path, directory, **options)
+        runner = AgentRunner(
+            agent, port, directory, lambda listener, key: asyncio.start_server(echo, sock=listener), **options
+        )
         try:
             await runner.start()
             limits = timeout_s if isinstance(timeout_s, list) else [timeout_s] * len(records)
             runs = [runner.run(one, f"key{n}", limits[n], clock) for n, one in enumerate(records)]
             tasks = [asyncio.ensure_future(one) for one in runs]
             if during is not None:
-                await during(runner)
+                await during(runner, tasks)
             return await asyncio.gather(*tasks)
         finally:
             await runner.close()
-            server.close()
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+            os.rmdir(f"{directory}/agents")  # nothing is left in it
 
     return asyncio.run(run())
 
@@ -83,9 +80,9 @@ def test_a_function_gets_record_url_and_key_and_gives_a_reward(tmp_path, endpoin
         "    return {'reward': record['x'] / 2, 'text': f'{base_url} {api_key} {same}'}\n"
     )
     found = run_all(file_of(tmp_path, source), endpoint, [{"x": 1}, {"x": 3}], is_open=is_open)
-    url = f"http://127.0.0.1:{endpoint[1]}/v1"
+    url = f"http://127.0.0.1:{endpoint[0]}/v1"
     assert found == [AgentResult(0.5, f"{url} key0 True"), AgentResult(1.5, f"{url} key1 True")]
-    assert os.listdir(endpoint[2]) == [], "their directories are gone"
+    assert os.listdir(endpoint[1]) == [], "their directories are gone"
 
 
 @pytest.mark.parametrize("is_open", [True, pytest.param(False, marks=NEEDS_NAMESPACES)])
@@ -209,9 +206,8 @@ def test_nothing_of_an_agent_outlives_it(tmp_path, endpoint, is_open, timeout_s)
     )
     left = []
 
-    async def look(runner):
-        while runner._running:
-            await asyncio.sleep(0.05)
+    async def look(runner, tasks):
+        await asyncio.wait(tasks)
         deadline_s = time.monotonic() + 30
         while time.monotonic() < deadline_s:
             left[:] = [one.pid for one in descendants(runner._process.pid) if one.returncode is None]
@@ -226,11 +222,11 @@ def test_nothing_of_an_agent_outlives_it(tmp_path, endpoint, is_open, timeout_s)
 def test_a_host_that_dies_costs_what_runs_and_the_next_gets_another(tmp_path, endpoint):
     source = "import time\ndef agent(record, base_url, api_key):\n    time.sleep(record['s'])\n    return 1\n"
 
-    async def kill(runner):
-        await asyncio.sleep(0.5)
-        runner._process.kill()
-        while runner._running:
+    async def kill(runner, tasks):
+        while len(descendants(runner._process.pid)) < 6:  # three of each
             await asyncio.sleep(0.05)
+        runner._process.kill()
+        await asyncio.wait(tasks)
         assert await runner.run({"s": 0}, "k", 20.0) == AgentResult(1.0)
 
     found = run_all(file_of(tmp_path, source), endpoint, [{"s": 60}] * 2, is_open=True, during=kill)

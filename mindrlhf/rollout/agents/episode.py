@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ class Turn:
     num_messages: int  # of the call, and the reply
     role: str  # the model that the client named
     parent: "Turn | None" = None
-    is_continued: bool = False
+    is_unread: bool = False  # the client has gone without it
 
     @property
     def path(self) -> "list[Turn]":
@@ -90,8 +91,10 @@ class Episode:
         self._turns: list[Turn] = []
         self._by_said: dict[str, Turn] = {}
         self._num_asked: dict[bytes, int] = {}  # by digest of prompt and seed
+        self._last_turns: dict[bytes, list[Turn]] = {}
         self._num_calls = self._num_reserved = 0
-        self._num_other_tokens = self._num_rewritten = self._num_neutralised = self._num_refused = 0
+        self._num_other_tokens = self._num_rewritten = self._num_neutralised = self._num_unread = 0
+        self.num_refused = 0
         self._checked: set[int] = set()
         given = request.begun.given if isinstance(request.begun, EpisodeUnderWay) else ()
         self._recorded = _samples_by_call(given)  # not asked for again so far
@@ -109,15 +112,27 @@ class Episode:
 
     @property
     def has_turns(self) -> bool:
-        """True once the model has written anything."""
-        return bool(self._turns)
+        """True once the model has written anything that was read."""
+        return bool(self._read_turns())
+
+    def _read_turns(self) -> list[Turn]:
+        """Return the turns that are trained: what was gone on with was read."""
+        continued = {id(turn.parent) for turn in self._turns}
+        return [turn for turn in self._turns if not turn.is_unread or id(turn) in continued]
+
+    def _take_back(self, turns: Sequence[Turn]) -> None:
+        for turn in turns:
+            turn.is_unread = True
 
     async def answer(self, call: Call) -> Answer:
         """Answer one call; see ``chat_server.Caller``."""
         try:
             return await self._answer(call)
         except (Refused, ValueError):
-            self._num_refused += 1
+            self.num_refused += 1
+            raise
+        except asyncio.CancelledError:  # the client has gone
+            self._num_unread += call.num_samples
             raise
 
     async def _answer(self, call: Call) -> Answer:
@@ -154,7 +169,11 @@ class Episode:
             self._num_reserved -= reserved
             raise
         self._num_reserved += sum(len(one.token_ids) for one in completions) - reserved
-        return Answer(self._keep(call, said, parent, ids, completions), tuple(ids.tolist()))
+        turns = self._keep(call, said, parent, ids, completions)
+        if call.is_retry:
+            self._take_back(self._last_turns.get(question.order[2], ()))
+        self._last_turns[question.order[2]] = turns
+        return Answer(tuple(turn.reply for turn in turns), tuple(ids.tolist()), partial(self._take_back, turns))
 
     def _check_open(self) -> None:
         if self.outcome is not None:
@@ -233,30 +252,30 @@ class Episode:
 
     def _keep(
         self, call: Call, said: tuple[str, ...], parent: Turn | None, ids: np.ndarray, completions: Sequence[Completion]
-    ) -> tuple[Reply, ...]:
-        replies = []
+    ) -> list[Turn]:
+        turns = []
         for completion in completions:
             reply = self._prompts.reply(call, completion, ids[-PROMPT_END:].tolist())
             whole = np.concatenate([ids, completion.token_ids]).astype(np.int32, copy=False)
             turn = Turn(whole, len(ids), completion, reply, len(call.messages) + 1, call.model, parent)
             if parent is not None:
-                parent.is_continued = True
                 parent.ids = whole[: len(parent.ids)]  # one array for a whole conversation
             if call.prompt is None:
                 own = {"role": "assistant", "content": reply.text, "tool_calls": list(reply.calls)}
                 self._by_said[_next_said(said[-1], own)] = turn
-            self._turns.append(turn)
-            replies.append(reply)
-        return tuple(replies)
+            turns.append(turn)
+        self._turns += turns
+        return turns
 
     def sequences(self) -> list[tuple[OwnSequence, np.ndarray]]:
-        """Return the sequences of the episode with the log-probabilities of their generated tokens.
+        """Return the sequences of the episode that were read, with the log-probabilities of their generated tokens.
 
         A turn that several others go on with is generated in the first of them, and is prompt in the rest. The first
         sequence is that of the first call; the order of the rest is that of their tokens, since calls may come at once.
         """
-        leaves = [turn for turn in self._turns if not turn.is_continued]
-        first = self._turns[0]
+        turns = self._read_turns()
+        first, continued = turns[0], {id(turn.parent) for turn in turns}
+        leaves = [turn for turn in turns if id(turn) not in continued]
         paths = sorted((leaf.path for leaf in leaves), key=lambda path: (path[0] is not first, path[-1].ids.tobytes()))
         taken: set[int] = set()
         found = []
@@ -301,16 +320,18 @@ class Episode:
             pairs = [(OwnSequence(prompt_ids, placeholder.token_ids, mask), placeholder.logprobs)]
         else:
             pairs = self.sequences()
+        turns = self._read_turns()
         text = outcome.text
         if text is None:
-            text = self._turns[-1].reply.text if self._turns and not outcome.failure else ""
+            text = turns[-1].reply.text if turns and not outcome.failure else ""
         sequences = tuple(sequence for sequence, _ in pairs)
-        last = self._turns[-1].completion if self._turns else placeholder
-        counts = (self._num_other_tokens, self._num_rewritten, self._num_refused)
-        lost = next((turn.completion.lost for turn in self._turns if turn.completion.lost), "")
+        last = turns[-1].completion if turns else placeholder
+        num_unread = self._num_unread + len(self._turns) - len(turns)
+        counts = (self._num_other_tokens, self._num_rewritten, self.num_refused, num_unread)
+        lost = next((turn.completion.lost for turn in turns if turn.completion.lost), "")
         spans: tuple[tuple[int, int], ...] = ()
         if self.request.begun is not None:
-            spans = _versions([turn.completion for turn in self._turns] or [placeholder])
+            spans = _versions([turn.completion for turn in turns] or [placeholder])
         return Completion(
             request_id=self.request.request_id,
             sample_index=self.sample_index,
@@ -319,8 +340,8 @@ class Episode:
             finish_reason=last.finish_reason,
             weights_version=spans[0][0] if spans else last.weights_version,
             is_generated=np.concatenate([one.is_generated for one in sequences]),
-            num_turns=len(self._turns),
-            num_tool_calls=sum(len(turn.reply.calls) for turn in self._turns),
+            num_turns=len(turns),
+            num_tool_calls=sum(len(turn.reply.calls) for turn in turns),
             episode_return=reward,
             num_neutralised_answers=self._num_neutralised,
             spans=spans,

@@ -58,6 +58,7 @@ class Call:
     token_ids: bool = False  # are to be returned
     stream: bool = False
     usage_in_stream: bool = False
+    is_retry: bool = False  # the client had no use of the last reply to the same
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class Answer:
 
     replies: tuple[Reply, ...]
     prompt_ids: tuple[int, ...]
+    unread: Callable[[], None] | None = None  # called when the client has gone and has not read it
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 MODEL_NAME = "policy"
 _POLL_S, _SETTLED_S = 0.25, 0.005
+_SETTLING = 8  # turns of the loop
 _MAX_SHOWN = 500
 
 
@@ -96,20 +97,18 @@ class AgentEpisodes:
         self._under_way: dict[int, Episode] = {}  # of partial rollout, by the number of the response
         self._rested_s, self._rests_since_s = 0.0, None  # between rounds, when no agent's time passes
         self._is_cancelled = False
-        # In the temporary directory, since the path of a Unix socket must be short.
         self._directory, self._lock = take_directory(Path(tempfile.gettempdir()), SERVER_PREFIX)
-        path = str(self._directory / "e.sock")
         try:
-            self._http = HttpServer(self._keys.find, MODEL_NAME, path=path)
+            self._http = HttpServer(self._keys.find, MODEL_NAME)
         except BaseException:
             shutil.rmtree(self._directory, ignore_errors=True)
             os.close(self._lock)
             raise
         settings = {"is_open": tools.agent_open, "memory_limit_bytes": tools.memory_limit_mib << 20}
         settings["python"] = tools.agent_python
-        runner = runner or AgentRunner(tools.agent, self._http.port, path, str(self._directory), **settings)
+        places = (self._http.port, str(self._directory), self._http.listen)
+        runner = runner or AgentRunner(tools.agent, *places, **settings)
         self._runners: dict[Runner, int] = {runner: 0}  # of each node, with the number of agents that run there
-        self._path = path
         try:
             self._in_loop(runner.start()).result()
         except BaseException:
@@ -129,7 +128,7 @@ class AgentEpisodes:
 
     def admit(self, connection: SignedConnection, name: str) -> None:
         """Have agents run on another node, too; see :class:`mindrlhf.tools.agent_nodes.RemoteAgents`."""
-        remote = RemoteAgents(connection, name, self._path, self._runners.pop)
+        remote = RemoteAgents(connection, name, self._http.port, self._runners.pop)
         self._runners[remote] = 0
         self._in_loop(remote.start()).result()
 
@@ -245,6 +244,8 @@ class AgentEpisodes:
         self._runners[runner] += 1
         try:
             result = await runner.run(self._record(episode), key, self._tools.agent_timeout_s, clock)
+            for _ in range(_SETTLING):  # connections that ended with it are known to have
+                await asyncio.sleep(0)
         finally:
             if runner in self._runners:  # its node is not lost
                 self._runners[runner] -= 1
@@ -259,7 +260,8 @@ class AgentEpisodes:
     def _record(self, episode: Episode) -> dict[str, Any]:
         request = episode.request
         text = self._prompts.tokenizer.decode(list(request.prompt_ids), skip_special_tokens=False)
-        return {**request.extra, "prompt": text, "answer": request.answer}
+        record = {**request.extra, "prompt": text, "answer": request.answer}
+        return {name: value for name, value in record.items() if name != "answer" or name in self._tools.agent_sees}
 
     @staticmethod
     def _tell_failure(episode: Episode, failure: str) -> None:

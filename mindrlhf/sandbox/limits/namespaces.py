@@ -25,7 +25,7 @@ _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = (
     0x40000000,
 )
 NETWORK_AND_PROCESSES = _CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWIPC | _CLONE_NEWNET
-_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _AT_RECURSIVE, _MNT_DETACH = 1, 2, 0x8000, 2
 _SYS_MOUNT_SETATTR = 442
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
@@ -78,15 +78,15 @@ def leave(flags: int, *, is_root: bool) -> None:
 
 def mount_own_proc() -> None:
     """As the first process of namespaces that were left for: show their processes, and no others, in ``/proc``."""
-    _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
-    _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+    mount(None, "/", None, _MS_REC | _MS_PRIVATE)
+    mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
 
 
 def mount_program_dirs(disk_bytes: int) -> None:
     """As the first process of a program's namespace: mount the memory disk it works in, and its own ``/proc``."""
     options = f"size={disk_bytes},nr_inodes={_MAX_FILES},mode=0777"
-    _mount("tmpfs", WORK_DIR, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
-    _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+    mount("tmpfs", WORK_DIR, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
+    mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
 
 
 def drop_capabilities() -> None:
@@ -111,11 +111,11 @@ def _enter(interpreter_prefix: str) -> None:
     if user != 0 or _libc.unshare(flags) != 0:
         _check(_libc.unshare(flags | _CLONE_NEWUSER), "unshare")
         keep_user(user, group)
-    _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
+    mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     # A directory that is on every system, and not above what has to be shown.
     root = next(path for path in ("/tmp", "/mnt", "/run") if not interpreter_prefix.startswith(f"{path}/"))
     shown = filter(os.path.exists, (*SYSTEM_DIRS, *SYSTEM_FILES, *DEVICES, "/proc", interpreter_prefix))
-    _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=0755")
+    mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=0755")
     for name in ("/tmp", WORK_DIR):
         os.mkdir(root + name)
     for path in shown:
@@ -147,10 +147,10 @@ def _show(path: str, target: str) -> None:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
     # With what is mounted below it: the kernel lets nobody look under mounts that are not theirs.
-    _mount(path, target, None, _MS_BIND | _MS_REC)
+    mount(path, target, None, BIND | _MS_REC)
 
 
-def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str = "") -> None:
+def mount(source: str | None, target: str, kind: str | None, flags: int, options: str = "") -> None:
     texts = (None if text is None else text.encode() for text in (source, target, kind))
     _check(_libc.mount(*texts, ctypes.c_ulong(flags), options.encode()), f"mounting {target}")
 

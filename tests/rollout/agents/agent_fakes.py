@@ -136,7 +136,8 @@ class InThreads:
 def serving(engine, function, longest_prompt=400, num_threads=16, **tools):
     """Yield the source of an agent that is a function."""
     runner = InThreads(function, num_threads)
-    section = ToolSection(agent="unused", **{"max_turns": 100, "agent_gather_s": 60.0, **tools})
+    keys = {"max_turns": 100, "agent_gather_s": 60.0, "agent_sees": ("answer",), **tools}
+    section = ToolSection(agent="unused", **keys)
     with AgentEpisodes(engine, TOKENIZER, CHAT, section, longest_prompt, runner) as source:
         runner.url = source.url
         yield source, runner
