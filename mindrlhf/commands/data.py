@@ -96,9 +96,7 @@ def _register_build(actions) -> None:
     build.add_argument(
         "--max-length", type=int, metavar="N", help="for sft and preference: tokens of prompt + response"
     )
-    build.add_argument(
-        "--processes", type=int, metavar="N", help="processes that encode (default: one per core)"
-    )
+    build.add_argument("--processes", type=int, metavar="N", help="processes that encode (default: one per core)")
     _add_choices_of_records(build)
     allow_json(build)
     build.add_argument(
@@ -123,6 +121,9 @@ def _add_choices_of_records(build) -> None:
         "--keep-control-tokens",
         action="store_true",
         help="let <|im_end|> and the like in the data become tokens (default: written apart, with a warning)",
+    )
+    build.add_argument(
+        "--own-helpers", action="store_true", help="take unit tests that need code_execution.allow_own_helpers"
     )
 
 
@@ -160,6 +161,7 @@ def run_build(arguments) -> int:
         template_options=dict(arguments.template_option),
         columns=parse_columns(arguments.keep),
         deduplicate=arguments.deduplicate,
+        allow_own_helpers=arguments.own_helpers,
     )
     if arguments.json:
         print(json.dumps(asdict(report), indent=1, default=str))

@@ -39,6 +39,7 @@ class EncoderSettings:
         keep_control_tokens: let ``<|im_end|>`` in the data become that token; else it is written apart.
         min_pixels, max_pixels, image_root: see ``PictureReader``.
         columns: kept for rewards, tools and environments, name -> key of the raw record; see ``parse_columns``.
+        allow_own_helpers: see ``code_execution``.
     """
 
     tokenizer_path: str | Path
@@ -57,6 +58,7 @@ class EncoderSettings:
     image_root: str | Path | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, str] = field(default_factory=dict)
+    allow_own_helpers: bool = False
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,7 @@ class RecordEncoder:
                     "prompt and completion, or chosen and rejected"
                 )
         if not self._response_fields:
-            _check_unit_tests(example)
+            _check_unit_tests(example, self._settings.allow_own_helpers)
         if "rejected" in self._response_fields and example.response == example.rejected:
             raise RecordError("the preferred and the rejected response are the same text")
         if not any(message.images for message in example.messages):
@@ -230,10 +232,10 @@ def _digest(parts: Sequence[bytes]) -> int:
     return int.from_bytes(found.digest(), "little")
 
 
-def _check_unit_tests(example: Example) -> None:
-    """Refuse unit tests that test nothing, here instead of at every sample of a run."""
+def _check_unit_tests(example: Example, allow_own_helpers: bool) -> None:
+    """Refuse unit tests that the verifier would refuse, here instead of at every sample of a run."""
     try:
-        UnitTests.check_record(example.answer, example.verifier)
+        UnitTests.check_record(example.answer, example.verifier, allow_own_helpers)
     except ValueError as error:
         raise RecordError(f"the answer: {error}") from error
 

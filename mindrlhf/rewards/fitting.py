@@ -91,7 +91,7 @@ def _judged(why: str, name: str = "llm_judge") -> Fitting:
 
 def _is_tests(answer: str) -> bool:
     try:
-        UnitTests.check_record(answer, "")
+        UnitTests.check_record(answer, "", allow_own_helpers=True)
     except ValueError:
         return False
     return looks_like_tests(answer)

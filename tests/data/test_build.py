@@ -290,6 +290,25 @@ def test_unit_tests_that_test_nothing_are_refused_when_data_is_built(tokenizer_d
     assert [record.answer for record in PromptFile.open(report.path).read(range(2))] == [json.dumps(check), "42"]
 
 
+def test_unit_tests_that_would_be_refused_are_refused_with_their_row(tokenizer_directory, tmp_path):
+    tests = [
+        "assert f(1) == 1",
+        "a, b = f(1), f(2)\nassert a < b",
+        "assert eval(f(1)) == 1",
+        "open('a', 'w')\nassert f(1)",
+    ]
+    path = _write_lines(tmp_path / "a.jsonl", [{"q": f"question {test}", "t": test} for test in tests])
+    options = {"handler": "map_keys", "key_map": {"question": "q", "answer": "t"}, "template": "plain"}
+    report = build_prompts([path], tmp_path / "o.mindrecord", tokenizer_directory, skip_bad=True, **options)
+    assert report.header.num_kept == 1
+    for bad, row, reason in zip(
+        report.bad_examples, (2, 3, 4), ("both sides", "'eval' is given", "'open' does not reach")
+    ):
+        assert f"a.jsonl:{row}:" in bad and reason in bad
+    options |= {"skip_bad": True, "allow_own_helpers": True}
+    assert build_prompts([path], tmp_path / "o.mindrecord", tokenizer_directory, **options).header.num_kept == 2
+
+
 def test_an_answer_may_be_put_together_from_several_fields(tokenizer_directory, tmp_path):
     row = {"q": "one", "test": "def check(candidate):\n    assert candidate(1) == 1", "entry_point": "f"}
     path = _write_lines(tmp_path / "a.jsonl", [row])

@@ -4,10 +4,11 @@
 A name of the program is a stand-in here. To call it sends the arguments to the program's own sandbox, and brings back
 the value as data. So what the statements compare are plain values. Standard library only, after the modules above.
 
-Standard input is JSON with ``tests``, ``setup``, ``entry_point``, ``allow_own_helpers``, ``stop_at_failure`` and
-``looks_for_weak``. Out goes one line of JSON per test on standard output: true, false, or a text, why the test cannot
-be trusted. Then, if that is asked for and there may be a reward, a line with ``weak``, the numbers of tests that a
-constant passes, ``constant``, one that passes all, and ``is_of_tests_alone``, whether that is so for any program.
+Standard input is JSON with ``tests``, ``setup``, ``entry_point``, ``allow_own_helpers``, ``stop_at_failure``,
+``deadline_s`` and ``tried``. Out goes one line of JSON per test on standard output: true, false, or a text, why the
+test cannot be trusted. Then, if ``tried`` is no null and there may be a reward, a line with ``weak``, the numbers of
+tests that a constant passes, ``constant``, one that passes all, ``tried``, which constants were tried on which tests,
+``is_whole``, whether that is all, and ``is_of_tests_alone``, whether it is so for any program.
 """
 
 import ast
@@ -17,6 +18,7 @@ import json
 import os
 import signal
 import sys
+import time
 
 # Answers that no test should take for right, by kind: a test that passes with all of a kind does not look at the value.
 CONSTANTS = ((0, 7919, -7919.5), (True, False), ("", "qz7"), ([], [7919, 2]), ({}, {"qz7": 7919}))
@@ -24,7 +26,9 @@ CONSTANTS = ((0, 7919, -7919.5), (True, False), ("", "qz7"), ([], [7919, 2]), ({
 EMPTY = ([], "", {}, ())
 # Answers that no data set expects; True is what a test of truth expects.
 UNLIKELY = (7919, -7919.5, 1e308, "qz7")
-CONSTANTS_TIME_S = 0.5
+MARGIN_S = 0.4  # from the last constant to the deadline
+# Functions that make a number of a text, which may be no number.
+CONVERTING = ("float", "complex", "Decimal", "fromhex", "loads", "load", "literal_eval")
 
 
 class OutOfTime(BaseException):
@@ -50,10 +54,10 @@ class Prepared:
         if not self.is_answerable:
             return
         tree = self._test.tree
-        reason, keeps_arguments = distrust(tree, self._programs)
-        if reason and not request["allow_own_helpers"]:
+        reason, keeps_arguments = distrust(tree, self._programs, request["allow_own_helpers"])
+        if reason:
             raise Untrusted(reason)
-        tree = ast.fix_missing_locations(WriteBack(keeps_arguments).visit(tree))
+        tree = ast.fix_missing_locations(Watched(keeps_arguments).visit(tree))
         self._code = compile(tree, "test.py", "exec")
 
     def run(self, link):
@@ -71,7 +75,7 @@ class Prepared:
         def let_write(does):
             link.writes_back = does
 
-        namespace["__let_write__"] = let_write
+        namespace |= {"__let_write__": let_write, "__number__": link.check_number}
         if "unittest" in self._test.mentions:
             import unittest
 
@@ -113,35 +117,43 @@ def judge(test, link):
     return None if isinstance(link.trouble, Gone) else passes and link.trouble is None
 
 
-def find_weak(tests):
-    """Return the numbers of the tests that any value of a kind passes, and a value, if any, that passes all tests."""
+def find_weak(tests, tried, time_s):
+    """Return which tests any value of a kind passes, and a value, if any, that passes all tests; see above.
+
+    Args:
+        tried: what has been tried already: by number and value whether the test passes.
+    """
 
     def stop(*_):
         raise OutOfTime
 
+    def passes(number, value):
+        key = f"{number} {value!r}"
+        if key not in tried:
+            link = ConstantLink(value, tests[number].kinds)
+            tried[key] = _ends_well(tests[number], link) and link.trouble is None
+        return tried[key]
+
+    numbers, weak, constant, is_whole = range(len(tests)), [], None, False
+    sleep, time.sleep = time.sleep, lambda *_: None
     signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, CONSTANTS_TIME_S, CONSTANTS_TIME_S / 10)
-    weak, constant, is_whole = [], None, False
     try:
-        for number, test in enumerate(tests, start=1):
-            is_weak = any(all(_passes(test, value) for value in values) for values in CONSTANTS)
-            if is_weak or all(_passes(test, value) for value in EMPTY) and not _passes(test, None):
-                weak.append(number)
-        if not all(_passes(test, True) for test in tests):
+        signal.setitimer(signal.ITIMER_REAL, max(time_s, 0.001), 0.05)
+        if not all(passes(number, True) for number in numbers):
             unlikely = UNLIKELY if any("" in test.mentions for test in tests) else (*UNLIKELY, "")
-            constant = next((value for value in unlikely if all(_passes(test, value) for test in tests)), None)
+            constant = next((value for value in unlikely if all(passes(number, value) for number in numbers)), None)
+        for number in numbers:
+            is_weak = any(all(passes(number, value) for value in values) for values in CONSTANTS)
+            if is_weak or all(passes(number, value) for value in EMPTY) and not passes(number, None):
+                weak.append(number + 1)
         is_whole = True
     except OutOfTime:
         pass
     finally:
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
-    is_same_for_all = all(set(test.kinds.values()) == {"callable"} for test in tests)
-    return {"weak": weak, "constant": constant, "is_of_tests_alone": is_whole and is_same_for_all}
-
-
-def _passes(test, value):
-    link = ConstantLink(value, test.kinds)
-    return _ends_well(test, link) and link.trouble is None
+        time.sleep = sleep
+    alone = all(set(test.kinds.values()) == {"callable"} for test in tests)
+    return {"weak": weak, "constant": constant, "tried": tried, "is_whole": is_whole, "is_of_tests_alone": alone}
 
 
 def _ends_well(test, link):
@@ -157,22 +169,37 @@ def _ends_well(test, link):
         return False
 
 
-class WriteBack(ast.NodeTransformer):
-    """Lets what the program does to a list or dict it was given show in the test, for calls that stand alone.
-
-    Not in what is asserted: a program could empty the list from which the expected value is still to be computed.
-    """
+class Watched(ast.NodeTransformer):
+    """Lets numbers that are none fail a test, where it compares them and where it makes them of texts; and what the
+    program does to a list or dict it was given show in it, see ``writes_back``."""
 
     def __init__(self, keeps_arguments):
-        self._kinds = (ast.Expr,) if keeps_arguments else (ast.Expr, ast.Assign, ast.AnnAssign)
+        self._keeps_arguments = keeps_arguments
 
     def visit(self, node):
         node = self.generic_visit(node)
-        if not isinstance(node, self._kinds) or isinstance(node.value, (ast.Constant, ast.Yield, type(None))):
-            return node
-        if any(map(is_check, ast.walk(node))):
+        if isinstance(node, ast.Compare):
+            node.left, *node.comparators = map(_called_with, [node.left, *node.comparators])
+        if isinstance(node, ast.Call) and _called(node) in CONVERTING:
+            return _called_with(node)
+        if (
+            isinstance(node, ast.Call)
+            and _called(node) == "map"
+            and node.args
+            and _called(ast.Call(node.args[0])) in CONVERTING
+        ):
+            name = ast.Name("v", ast.Load())
+            function = ast.arguments(posonlyargs=[], args=[ast.arg("v")], kwonlyargs=[], kw_defaults=[], defaults=[])
+            node.args[0] = ast.Lambda(function, _called_with(ast.Call(node.args[0], [name], [])))
+        if not writes_back(node, self._keeps_arguments) or isinstance(
+            node.value, (ast.Constant, ast.Yield, type(None))
+        ):
             return node
         return [_let_write(True), node, _let_write(False)]
+
+
+def _called_with(node):
+    return ast.Call(ast.Name("__number__", ast.Load()), [node], [])
 
 
 def _let_write(does):
@@ -198,8 +225,9 @@ def main():
             if verdict is None or (verdict is not True and request["stop_at_failure"]):
                 break
     all_run = len(tests) == len(request["tests"]) and all(test.is_answerable for test in tests)
-    if all_run and request["looks_for_weak"] and (verdict or not request["stop_at_failure"]):
-        print(json.dumps(find_weak(tests)), file=verdicts, flush=True)
+    if all_run and request["tried"] is not None and (verdict or not request["stop_at_failure"]):
+        time_s = request["deadline_s"] - MARGIN_S - time.monotonic()
+        print(json.dumps(find_weak(tests, request["tried"], time_s)), file=verdicts, flush=True)
     os._exit(0)
 
 

@@ -82,6 +82,15 @@ class Link:
             self.fail(Gone())
         return value
 
+    def check_number(self, value):
+        """Return a value of the test; it is failed if that is not a number.
+
+        Every comparison with what is none is false, so that ``not abs(float(f(x)) - y) > eps`` would hold.
+        """
+        if not self.allows_nan and _holds(value, _is_nan):
+            self.fail(NotFinite())
+        return value
+
     def _raise(self, reply, kind):
         """Raise what the program has raised: of a class of its name, derived from Python's own.
 

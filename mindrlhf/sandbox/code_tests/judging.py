@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
+from mindrlhf.errors import Unavailable
 from mindrlhf.sandbox.run import Program, SandboxLimits
 
 # An answer longer than this many times what is expected, or this many bytes, is not read to its end.
@@ -88,6 +89,7 @@ def run_statements(
     Raises:
         OSError: the sandbox cannot run programs here.
         ValueError: a statement that cannot tell a right program from one that cheats.
+        Unavailable: there was no time to tell.
     """
     request = {
         "tests": statements,
@@ -97,7 +99,9 @@ def run_statements(
         "stop_at_failure": stop_at_failure,
     }
     key = hashlib.sha256(json.dumps(request).encode()).digest()
-    request["looks_for_weak"] = key not in _weak_tests and not allow_own_helpers
+    found = _weak_tests.get(key, {"weak": [], "constant": None, "tried": {}, "is_whole": False})
+    request["tried"] = None if found["is_whole"] or allow_own_helpers else found["tried"]
+    request["deadline_s"] = time.monotonic() + limits.time_s
     files = {"main.py": _text_of(*_JUDGE)}
     ours, theirs = socket.socketpair()
     with ours, theirs, _start_program(source, limits, theirs, setup) as program:
@@ -107,9 +111,10 @@ def run_statements(
             run = judge.collect()
         program.check_started()
     verdicts = [json.loads(line) for line in run.stdout.splitlines()] if run.succeeded else []
-    found = _weak_tests.get(key, {"weak": [], "constant": None})
+    is_short = False
     if verdicts and isinstance(verdicts[-1], dict):
         found = verdicts.pop()
+        is_short = not found["is_whole"]
         if found["is_of_tests_alone"]:
             _remember(key, found)
     for number, verdict in enumerate(verdicts, start=1):
@@ -118,12 +123,22 @@ def run_statements(
     was_stopped = stop_at_failure and verdicts and not verdicts[-1]
     if len(verdicts) < len(statements) and not was_stopped or None in verdicts:
         return [False] * len(statements)
-    if len(found["weak"]) == len(statements):
-        raise ValueError("the unit tests cannot be trusted: they pass whatever the program returns")
-    if found["constant"] is not None:
-        raise ValueError(f"the unit tests cannot be trusted: always to return {found['constant']!r} passes them all")
+    _check_strength(found, len(statements), limits.time_s if is_short and any(verdicts) else None)
     kept = [verdict for number, verdict in enumerate(verdicts, start=1) if not (verdict and number in found["weak"])]
     return kept + [False] * (len(statements) - len(verdicts))
+
+
+def _check_strength(found: dict, num_tests: int, was_short_s: float | None) -> None:
+    if was_short_s is not None:
+        raise Unavailable(
+            f"within {was_short_s:g} s the unit tests could not be tried on constants, which they might pass: their "
+            "own code takes long; raise code_execution.time_limit_s"
+        )
+    reason = "they pass whatever the program returns" if len(found["weak"]) == num_tests else ""
+    if found["constant"] is not None:
+        reason = reason or f"always to return {found['constant']!r} passes them all"
+    if reason:
+        raise ValueError(f"the unit tests cannot be trusted: {reason}")
 
 
 def _remember(key: bytes, found: dict) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mindrlhf.sandbox.code_tests.distrust import distrust
 from mindrlhf.sandbox.code_tests.judging import run_calls, run_statements
 from mindrlhf.sandbox.code_tests.statements import NothingTested, read_test
 from mindrlhf.sandbox.run import SandboxLimits, run_files
@@ -54,15 +55,21 @@ class UnitTests:
         return _parse(answer)
 
     @classmethod
-    def check_record(cls, answer: str, verifier: str) -> None:
+    def check_record(cls, answer: str, verifier: str, allow_own_helpers: bool = False) -> None:
         """Parse the answer of a record that chooses ``verifier`` (names with commas between), if it holds unit tests:
         if it chooses ``code_execution``, or nothing and looks like them.
 
         Raises:
-            ValueError: as ``parse``.
+            ValueError: as ``parse``, or a test will be refused whatever the program is.
         """
-        if "code_execution" in verifier.split(",") or not verifier and looks_like_tests(answer):
-            cls.parse(answer)
+        if "code_execution" not in verifier.split(",") and (verifier or not looks_like_tests(answer)):
+            return
+        tests = cls.parse(answer)
+        for number, text in enumerate(tests.statements, start=1):
+            test = read_test(text, tests.entry_point, tests.setup)
+            programs = {name: name for name in test.program_names()} | test.imported
+            if reason := distrust(test.tree, programs, allow_own_helpers)[0]:
+                raise ValueError(f"unit test {number} cannot be trusted: {reason}")
 
     def run(
         self, source: str, limits: SandboxLimits, stop_at_failure: bool, allow_own_helpers: bool = False
