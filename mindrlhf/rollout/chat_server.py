@@ -44,6 +44,7 @@ _STOP_TIMEOUT_S = 5.0
 _TIMEOUTS = (TimeoutError, asyncio.TimeoutError)  # two until Python 3.11
 # The end of what a turn follows, in which the template may have opened a thought.
 PROMPT_END = 200
+THOUGHT = "<think>"
 
 
 # Of requests that are no HTTP aiohttp would write a traceback each.
@@ -270,11 +271,8 @@ class HttpServer:
         """Answer one request; what goes wrong with it costs its connection alone."""
         connection, key = request.protocol, _given_key(request)
         connection.unread = None  # whoever asks again has read the last reply
-        call, protocol = None, PROTOCOLS.get(request.path)
+        call, protocol, caller = None, PROTOCOLS.get(request.path), self._find(key)
         try:
-            caller, owner = self._find(key), self._find(connection.key) if connection.key else None
-            if owner is not None and owner is not caller:
-                owner.num_refused += 1
             if caller is None:
                 raise Refused(401, "the key is missing or wrong")
             if connection.key not in ("", key):
@@ -302,6 +300,9 @@ class HttpServer:
             status, content = error.status, error_body(str(error))
         except RunFailure as error:
             status, content = 503, error_body(str(error))
+        owner = self._find(connection.key or key)
+        if status != 200 and owner is not None:
+            owner.num_refused += 1
         if status == 200 and call is not None and call.stream:
             texts = protocol.stream(self._name, call, answer)
             return await self._write(request, 200, "text/event-stream", "".join(texts))
@@ -412,16 +413,26 @@ class Prompts:
                 raise BadQuestion(f"the prompt has the token {bad[0]}; there are 0 to {self.tokenizer.vocab_size - 1}")
             return list(call.prompt)
         messages = [self.as_data(dict(one)) for one in call.messages]
-        return self.tokenizer.encode(self.template.render_messages(messages, self.options(call)))
+        text = self.template.render_messages(messages[: len(messages) - call.is_continued], self.options(call))
+        return self.tokenizer.encode(self.begun(call, text))
+
+    def begun(self, call: Call, text: str) -> str:
+        """Return the text in front of a turn with what the client has the model go on with, which is no thought."""
+        if not call.is_continued:
+            return text
+        is_thought = text.rstrip().endswith(THOUGHT)
+        return text + ("\n</think>\n\n" if is_thought else "") + self.as_data(call.messages[-1]["content"])
 
     def reply(self, call: Call, completion: Completion, prompt_end: Sequence[int]) -> Reply:
         """Return a sample as a client reads it: without its end token, and without the client's stop string."""
         ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
-        text, reason, calls = self.tokenizer.decode(ids), completion.finish_reason, ()
+        text, reason, calls, ended_by = self.tokenizer.decode(ids), completion.finish_reason, (), ""
         if reason == "stop" and call.stop and ids[-1] not in self.tokenizer.eos_token_ids:
-            text = text[: min((place for stop in call.stop if (place := text.find(stop)) >= 0), default=len(text))]
+            place, ended_by = min(((text.find(stop), stop) for stop in call.stop if stop in text), default=(None, ""))
+            text = text[:place]
+        prompt = self.tokenizer.decode(list(prompt_end), skip_special_tokens=False)
         if call.reads_calls and reason == "stop":
-            raw, prompt = (self.tokenizer.decode(list(part), skip_special_tokens=False) for part in (ids, prompt_end))
+            raw = self.tokenizer.decode(ids, skip_special_tokens=False)
             said, found = called(raw, self._dialect, prompt)
             if found:
                 text = _without(said, [self.tokenizer.decode([one], skip_special_tokens=False) for one in ids[-1:]])
@@ -434,7 +445,12 @@ class Prompts:
                     for number, one in enumerate(found)
                 )
         tokens = tuple(self.tokenizer.decode([one], skip_special_tokens=False) for one in ids) if call.logprobs else ()
-        return Reply(text, calls, "tool_calls" if calls else reason, tuple(ids), tuple(logprobs), tokens)
+        thought = ""
+        if call.prompt is None and (prompt.rstrip().endswith(THOUGHT) or text.lstrip().startswith(THOUGHT)):
+            thought, _, text = text.partition("</think>")
+            thought, text = thought.lstrip().removeprefix(THOUGHT).strip(), text.lstrip()
+        ids, logprobs = tuple(ids), tuple(logprobs)
+        return Reply(text, thought, calls, "tool_calls" if calls else reason, ids, logprobs, tokens, ended_by)
 
 
 def _without(text: str, ends: Sequence[str]) -> str:
@@ -475,7 +491,7 @@ class ChatServer:
         self._prompts = Prompts(tokenizer, template, dialect_of(template.source))
         self._max_model_len = max_model_len
         self._questions = Questions()
-        self._is_closed = False
+        self._is_closed, self.num_refused = False, 0
         self._http = HttpServer(lambda key: self if _is_right(key, api_key) else None, name, port)
         self.url = self._http.url
 

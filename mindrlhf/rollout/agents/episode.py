@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mindrlhf.rollout.agents.protocols import Answer, BadQuestion, Call, Reply
+from mindrlhf.rollout.agents.protocols import Answer, BadQuestion, Call, Reply, without_thought
 from mindrlhf.rollout.agents.records import EpisodeUnderWay, GivenSample
 from mindrlhf.rollout.chat_server import PROMPT_END, Prompts, Question, Refused
 from mindrlhf.rollout.partial import NOTHING
@@ -128,9 +128,6 @@ class Episode:
         """Answer one call; see ``chat_server.Caller``."""
         try:
             return await self._answer(call)
-        except (Refused, ValueError):
-            self.num_refused += 1
-            raise
         except asyncio.CancelledError:  # the client has gone
             self._num_unread += call.num_samples
             raise
@@ -206,7 +203,9 @@ class Episode:
         """Return the turn that a chat goes on with: of the longest beginning of its messages that was said here."""
         if call.prompt is not None:
             return None
-        for count in range(len(said) - 2, 0, -1):
+        if call.is_continued and (cut := self._by_said.get(said[-1])) and cut.completion.finish_reason == "length":
+            return cut
+        for count in range(len(said) - 2 - call.is_continued, 0, -1):
             if (turn := self._by_said.get(said[count])) is not None:
                 return turn
         if any(message["role"] == "assistant" for message in call.messages) and self._turns:
@@ -233,13 +232,16 @@ class Episode:
 
     def _following(self, call: Call, parent: Turn) -> list[int]:
         """Return the tokens of the messages behind a turn."""
-        behind = [dict(one) for one in call.messages[parent.num_messages :]]
+        if parent.num_messages == len(call.messages):  # it was cut, and goes on
+            return []
+        behind = [dict(one) for one in call.messages[parent.num_messages : len(call.messages) - call.is_continued]]
         messages = self._prompts.as_data(behind)
         self._num_neutralised += messages != behind
         self._note_tokens(parent)
         names = [one["function"]["name"] for one in parent.reply.calls]
         end = self._texts.end_of(parent.completion.token_ids)
-        return self._prompts.tokenizer.encode(self._texts.following(messages, self._prompts.options(call), names, end))
+        text = self._texts.following(messages, self._prompts.options(call), names, end)
+        return self._prompts.tokenizer.encode(self._prompts.begun(call, text))
 
     def _note_tokens(self, turn: Turn) -> None:
         """Count a turn that would have become other tokens, had it been encoded again."""
@@ -257,12 +259,14 @@ class Episode:
         for completion in completions:
             reply = self._prompts.reply(call, completion, ids[-PROMPT_END:].tolist())
             whole = np.concatenate([ids, completion.token_ids]).astype(np.int32, copy=False)
-            turn = Turn(whole, len(ids), completion, reply, len(call.messages) + 1, call.model, parent)
+            num_messages = len(call.messages) + (not call.is_continued)
+            turn = Turn(whole, len(ids), completion, reply, num_messages, call.model, parent)
             if parent is not None:
                 parent.ids = whole[: len(parent.ids)]  # one array for a whole conversation
             if call.prompt is None:
-                own = {"role": "assistant", "content": reply.text, "tool_calls": list(reply.calls)}
-                self._by_said[_next_said(said[-1], own)] = turn
+                begun = call.messages[-1]["content"] if call.is_continued else ""
+                own = {"role": "assistant", "content": begun + reply.text, "tool_calls": list(reply.calls)}
+                self._by_said[_next_said(said[-1 - call.is_continued], own)] = turn
             turns.append(turn)
         self._turns += turns
         return turns
@@ -323,7 +327,7 @@ class Episode:
         turns = self._read_turns()
         text = outcome.text
         if text is None:
-            text = turns[-1].reply.text if turns and not outcome.failure else ""
+            text = turns[-1].reply.whole if turns and not outcome.failure else ""
         sequences = tuple(sequence for sequence, _ in pairs)
         last = turns[-1].completion if turns else placeholder
         num_unread = self._num_unread + len(self._turns) - len(turns)
@@ -376,18 +380,23 @@ def _said(call: Call) -> tuple[str, ...]:
 
 def _next_said(before: str, message: Mapping[str, Any]) -> str:
     """Return the digest of a beginning with one message more. Of the model's turns counts what clients keep: the text
-    but for spaces around it, and names and arguments of calls, not how these were written or numbered."""
+    but for thoughts and spaces around it, and names and arguments of calls, not how these were written or numbered."""
     if message["role"] != "assistant":
         return _hash(before, [message["role"], message["content"]])
     calls = [_call_key(one["function"]) for one in message.get("tool_calls") or ()]
-    return _hash(before, ["assistant", (message["content"] or "").strip(), calls])
+    return _hash(before, ["assistant", without_thought(message["content"] or ""), calls])
 
 
 def _call_key(function: Mapping[str, Any]) -> list[Any]:
     try:
-        return [function["name"], json.loads(function["arguments"])]
+        return [function["name"], json.loads(function["arguments"], parse_float=_number)]
     except (ValueError, RecursionError):
         return [function["name"], function["arguments"]]
+
+
+def _number(text: str) -> float | int:
+    value = float(text)
+    return int(value) if value.is_integer() else value  # some write 1.0 as 1
 
 
 def _hash(before: str, value: Any) -> str:

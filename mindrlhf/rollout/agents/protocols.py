@@ -7,7 +7,7 @@ is complete.
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,23 +16,36 @@ MAX_SAMPLES = 64  # of one call
 MAX_STOPS = 16
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 CONSTRAINED = "tokens would be sampled from another distribution than the one that is trained"
-# What no reply here follows, with the values that say nothing.
+# Fields that are followed, and those that say nothing of a reply, of every body; see ``Protocol``.
+_SAMPLING = {"model", "max_tokens", "temperature", "top_p", "top_k", "seed", "stream", "return_token_ids"}
+_OPENAI = _SAMPLING | {"n", "stop", "logprobs", "stream_options"}
+_IDLE = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+_CHAT = {"messages", "tools", "tool_choice", "response_format", "max_completion_tokens", "chat_template_kwargs"}
+_CHAT |= {"continue_final_message", "add_generation_prompt"}
+# Of other fields, the values that ask for nothing beside null, and why no other is taken.
 _REFUSED = {
     "logit_bias": ({}, CONSTRAINED),
     "frequency_penalty": (0, CONSTRAINED),
     "presence_penalty": (0, CONSTRAINED),
     "repetition_penalty": (1, CONSTRAINED),
+    "length_penalty": (1, CONSTRAINED),
     "min_p": (0, CONSTRAINED),
-    "structured_outputs": (None, CONSTRAINED),
-    "guided_json": (None, CONSTRAINED),
-    "guided_regex": (None, CONSTRAINED),
-    "guided_choice": (None, CONSTRAINED),
-    "guided_grammar": (None, CONSTRAINED),
+    "min_tokens": (0, CONSTRAINED),
+    "ignore_eos": (False, CONSTRAINED),
+    "use_beam_search": (False, CONSTRAINED),
+    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice"), (None, CONSTRAINED)),
+    **dict.fromkeys(("guided_grammar", "grammar", "json_schema", "allowed_token_ids"), (None, CONSTRAINED)),
+    "skip_special_tokens": (True, "texts have no special tokens: ask for return_token_ids"),
+    "stop_token_ids": ([], "use stop"),
     "parallel_tool_calls": (True, "calls that the model has written would be left out"),
     "top_logprobs": (0, "only the log-probability of the sampled token is kept"),
     "best_of": (1, "all samples are returned: use n"),
     "echo": (False, "the client has the prompt"),
     "suffix": (None, "the model completes from the left"),
+    "functions": ([], "use tools"),
+    "function_call": (None, "use tools, and tool_choice"),
+    "modalities": (["text"], "the model writes text"),
+    "thinking": ({"type": "disabled"}, "thoughts are the chat template's: use chat_template_kwargs"),
 }
 
 
@@ -58,6 +71,7 @@ class Call:
     token_ids: bool = False  # are to be returned
     stream: bool = False
     usage_in_stream: bool = False
+    is_continued: bool = False  # the last message is a turn of the model that goes on
     is_retry: bool = False  # the client had no use of the last reply to the same
 
 
@@ -66,11 +80,18 @@ class Reply:
     """One sample for a client."""
 
     text: str
+    thought: str  # in front of it
     calls: tuple[Mapping[str, Any], ...]  # OpenAI's tool_calls
     finish_reason: str  # "stop", "length" or "tool_calls"
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     tokens: tuple[str, ...] = ()  # texts of the tokens, where log-probabilities were asked for
+    stop: str = ""  # the client's text that ended it
+
+    @property
+    def whole(self) -> str:
+        """The text with its thought."""
+        return f"<think>\n{self.thought}\n</think>\n\n{self.text}" if self.thought else self.text
 
 
 @dataclass(frozen=True)
@@ -93,7 +114,25 @@ class Protocol:
 
 def error_body(message: str) -> dict[str, Any]:
     """Return what a client gets in place of an answer, as OpenAI and Anthropic write it."""
-    return {"type": "error", "error": {"message": message, "type": "invalid_request_error", "code": None}}
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    return {"type": "error", "error": error}
+
+
+def without_thought(text: str) -> str:
+    """Return what a turn says behind its thought, or the end of one."""
+    rest = text.rpartition("</think>")[2].strip()
+    return "" if rest.startswith("<think>") else rest
+
+
+def _only(value: Any, known: Collection[str], where: str = "") -> None:
+    """Check that a mapping asks for nothing that is not followed."""
+    if not isinstance(value, dict):
+        raise BadQuestion(f"{where or 'the body '}is no JSON object")
+    for name in sorted(value.keys() - known):
+        nothing, reason = _REFUSED.get(name, (None, "nothing here follows it"))
+        asks = value[name] not in (None, nothing) if name in _REFUSED else value[name]
+        if asks:
+            raise BadQuestion(f"{where}{name} is not supported here: {reason}")
 
 
 def _number(body: Mapping[str, Any], name: str, default: Any, kinds: Any, low: float, high: float) -> Any:
@@ -107,12 +146,8 @@ def _number(body: Mapping[str, Any], name: str, default: Any, kinds: Any, low: f
     return value
 
 
-def _common(body: Any) -> Call:
-    if not isinstance(body, dict):
-        raise BadQuestion("the body is no JSON object")
-    for name, (nothing, reason) in _REFUSED.items():
-        if body.get(name) not in (nothing, None):
-            raise BadQuestion(f"{name} is not supported here: {reason}")
+def _common(body: Any, known: Collection[str]) -> Call:
+    _only(body, known | _OPENAI | _IDLE)
     stop = body.get("stop") or ()
     stop = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stop, (list, tuple)) or len(stop) > MAX_STOPS or not all(isinstance(s, str) and s for s in stop):
@@ -122,7 +157,8 @@ def _common(body: Any) -> Call:
         "top_p": _number(body, "top_p", None, (int, float), 0, 1),
         "top_k": _number(body, "top_k", None, (int,), -1, MAX_SEED),
     }
-    options = body.get("stream_options")
+    options = body.get("stream_options") or {}
+    _only(options, ("include_usage",), "stream_options: ")
     limits = [_number(body, name, 0, (int,), 1, MAX_SEED) for name in ("max_completion_tokens", "max_tokens")]
     return Call(
         model=name if isinstance(name := body.get("model"), str) else "",
@@ -133,13 +169,13 @@ def _common(body: Any) -> Call:
         sampling={name: value for name, value in sampling.items() if value is not None},
         token_ids=body.get("return_token_ids") is True,
         stream=body.get("stream") is True,
-        usage_in_stream=isinstance(options, dict) and options.get("include_usage") is True,
+        usage_in_stream=options.get("include_usage") is True,
     )
 
 
 def read_chat(body: Any) -> Call:
     """Read a body of ``/v1/chat/completions``."""
-    call = _common(body)
+    call = _common(body, _CHAT)
     form = body.get("response_format")
     if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
         raise BadQuestion(f"response_format is not supported here but for text: {CONSTRAINED}")
@@ -154,7 +190,18 @@ def read_chat(body: Any) -> Call:
         options = {**options, "tools": tools}
     reads_calls = bool(tools) and choice != "none"
     logprobs = body.get("logprobs") is True
-    return replace(call, messages=messages, options=options, reads_calls=reads_calls, logprobs=logprobs)
+    continues = body.get("continue_final_message") is True
+    if continues and (messages[-1]["role"] != "assistant" or messages[-1].get("tool_calls")):
+        raise BadQuestion("continue_final_message needs a last message of the assistant, with text and no calls")
+    if (body.get("add_generation_prompt") is False) != continues:
+        raise BadQuestion("add_generation_prompt must be false with continue_final_message, and true without")
+    more = {"reads_calls": reads_calls, "logprobs": logprobs, "is_continued": continues}
+    return replace(call, messages=messages, options=options, **more)
+
+
+# Of a message; thoughts are known already, or are not the model's.
+_THOUGHTS = {"reasoning_content", "reasoning", "thinking_blocks", "provider_specific_fields"}
+_MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "id", "refusal"} | _THOUGHTS
 
 
 def _messages(messages: Any) -> tuple[dict[str, Any], ...]:
@@ -165,6 +212,7 @@ def _messages(messages: Any) -> tuple[dict[str, Any], ...]:
     for one in messages:
         if not isinstance(one, dict) or one.get("role") not in ROLES:
             raise BadQuestion(expected)
+        _only(one, _MESSAGE, "messages: ")
         message = {"role": one["role"], "content": _text(one.get("content"), expected)}
         if one["role"] == "assistant" and one.get("tool_calls"):
             message["tool_calls"] = _given_calls(one["tool_calls"])
@@ -215,12 +263,13 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadQuestion("tools must be a list of functions, each with a name")
+        _only(function, ("name", "description", "parameters", "strict"), "tools: ")
     return tools
 
 
 def read_completion(body: Any) -> Call:
     """Read a body of ``/v1/completions``: the prompt is text or token ids."""
-    call, prompt = _common(body), body.get("prompt")
+    call, prompt = _common(body, {"prompt"}), body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if isinstance(prompt, list):
@@ -234,20 +283,19 @@ def read_completion(body: Any) -> Call:
     return replace(call, prompt=prompt, max_tokens=limit, logprobs=bool(logprobs))
 
 
-_SHARED = {"model", "max_tokens", "temperature", "top_p", "top_k", "stream", "seed", "return_token_ids"}
+_ANTHROPIC = {"messages", "system", "tools", "tool_choice", "stop_sequences"}
 
 
 def read_anthropic(body: Any) -> Call:
     """Read a body of ``/v1/messages``."""
-    if not isinstance(body, dict):
-        raise BadQuestion("the body is no JSON object")
-    choice = body.get("tool_choice")
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    if kind not in (None, "auto", "none"):
-        raise BadQuestion(f"tool_choice must be auto or none here: {CONSTRAINED}")
+    _only(body, _SAMPLING | _IDLE | _ANTHROPIC)
+    choice = body.get("tool_choice") or {}
+    _only(choice, ("type",), "tool_choice: ")
     tools = body.get("tools") or []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadQuestion("tools must be a list of objects")
+    for tool in tools if isinstance(tools, list) else [None]:
+        _only(tool, ("type", "name", "description", "input_schema", "strict", "cache_control"), "tools: ")
+        if tool.get("type") not in (None, "custom"):
+            raise BadQuestion(f"tools: {tool['type']} is not supported here: the agent runs its tools itself")
     messages = []
     if body.get("system"):
         messages.append({"role": "system", "content": body["system"]})
@@ -255,8 +303,10 @@ def read_anthropic(body: Any) -> Call:
         raise BadQuestion("messages must be a list of objects with role (user, assistant) and content")
     for message in body["messages"]:
         messages += _from_anthropic(message)
-    chat = {name: body[name] for name in _SHARED & body.keys()}
-    chat |= {"messages": messages, "stop": body.get("stop_sequences"), "tool_choice": kind}
+    chat = {name: body[name] for name in _SAMPLING & body.keys()}
+    chat |= {"messages": messages, "stop": body.get("stop_sequences"), "tool_choice": choice.get("type")}
+    if messages and messages[-1]["role"] == "assistant":  # which the reply goes on with
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
     if tools:
         chat["tools"] = [
             {
@@ -315,6 +365,7 @@ def _chat_logprobs(reply: Reply) -> dict[str, Any]:
 
 def _chat_message(reply: Reply) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": reply.text or (None if reply.calls else "")}
+    message |= {"reasoning_content": reply.thought} if reply.thought else {}
     return message | ({"tool_calls": list(reply.calls)} if reply.calls else {})
 
 
@@ -344,7 +395,8 @@ def stream_chat(name: str, call: Call, answer: Answer) -> Iterator[str]:
     for index, reply in enumerate(answer.replies):
         more: dict[str, Any] = {"logprobs": _chat_logprobs(reply)} if call.logprobs else {}
         more |= {"token_ids": list(reply.token_ids)} if call.token_ids else {}
-        yield chunk(index, {"role": "assistant", "content": reply.text or ""}, **more)
+        thought = {"reasoning_content": reply.thought} if reply.thought else {}
+        yield chunk(index, {"role": "assistant", "content": reply.text or "", **thought}, **more)
         for number, one in enumerate(reply.calls):
             yield chunk(index, {"tool_calls": [{"index": number, **one}]})
         yield chunk(index, {}, reply.finish_reason)
@@ -387,7 +439,8 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 def write_anthropic(name: str, call: Call, answer: Answer) -> dict[str, Any]:
     """Write an answer of ``/v1/messages``."""
     (reply,) = answer.replies
-    blocks: list[dict[str, Any]] = [{"type": "text", "text": reply.text}] if reply.text or not reply.calls else []
+    blocks = [{"type": "thinking", "thinking": reply.thought, "signature": ""}] if reply.thought else []
+    blocks += [{"type": "text", "text": reply.text}] if reply.text or not reply.calls else []
     for one in reply.calls:
         function = one["function"]
         arguments = json.loads(function["arguments"])
@@ -395,6 +448,8 @@ def write_anthropic(name: str, call: Call, answer: Answer) -> dict[str, Any]:
     head = {"id": "msg", "type": "message", "role": "assistant", "model": name, "content": blocks}
     usage = {"input_tokens": len(answer.prompt_ids), "output_tokens": len(reply.token_ids)}
     reason = {"stop_reason": _STOP_REASONS[reply.finish_reason], "stop_sequence": None}
+    if reply.stop:
+        reason = {"stop_reason": "stop_sequence", "stop_sequence": reply.stop}
     return head | reason | {"usage": usage}
 
 
@@ -406,8 +461,8 @@ def stream_anthropic(name: str, call: Call, answer: Answer) -> Iterator[str]:
     begun = body | {"content": [], "stop_reason": None, "usage": usage | {"output_tokens": 0}}
     yield _event({"type": "message_start", "message": begun}, "message_start")
     for index, block in enumerate(blocks):
-        if block["type"] == "text":
-            empty, delta = block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
+        if (kind := block["type"]) != "tool_use":
+            empty, delta = block | {kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
         else:
             empty = block | {"input": {}}
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}

@@ -126,7 +126,7 @@ def test_calls_whose_arguments_are_written_anew_are_the_same_calls():
         first = client.chat([user("4 apples")], tools=[TOOL])
         again = json.loads(json.dumps(first))
         again["tool_calls"][0] |= {"id": "of the client"}
-        again["tool_calls"][0]["function"]["arguments"] = '{ "x" :  4 }'
+        again["tool_calls"][0]["function"]["arguments"] = '{ "x" :  4.0 }'
         answer = {"role": "tool", "tool_call_id": "of the client", "content": "8"}
         client.chat([user("4 apples"), again, answer], tools=[TOOL])
         return 1.0
@@ -134,6 +134,50 @@ def test_calls_whose_arguments_are_written_anew_are_the_same_calls():
     (completion,) = run(Engine(by_last_user(ENGINE)), agent)
     assert len(completion.agent.sequences) == 1 and completion.num_turns == 2
     assert completion.episode_return == 1.0
+
+
+def prefilled(begun, path, text="one"):
+    """Return a body whose last turn the reply goes on with."""
+    more = {"continue_final_message": True, "add_generation_prompt": False} if path == "/chat/completions" else {}
+    return {"max_tokens": 50, "messages": [user(text), {"role": "assistant", "content": begun}], **more}
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/messages"])
+def test_a_turn_that_the_client_has_begun_goes_on(path):
+    """Its prompt is the turn's beginning, which is not trained; and it is one turn in what follows."""
+
+    def text_of(answer):
+        return answer["content"][0]["text"] if path == "/messages" else answer["choices"][0]["message"]["content"]
+
+    def agent(record, client):
+        _, answer = client.post(prefilled("{", path), path)
+        messages = [user("one"), {"role": "assistant", "content": "{" + text_of(answer)}, user("two")]
+        _, again = client.post({"max_tokens": 50, "messages": messages}, path)
+        body = prefilled("[", path)
+        messages += [{"role": "assistant", "content": text_of(again)}, user("three")]
+        body["messages"] = [*messages, body["messages"][1]]
+        _, last = client.post(body, path)
+        return f"{text_of(answer)} {text_of(again)} {text_of(last)}"
+
+    engine = Engine(lambda text: "closed}" if text.endswith("{") else "open]" if text.endswith("[") else "other")
+    (completion,) = run(engine, agent)
+    assert completion.agent.text == "closed} other open]"
+    (sequence,) = completion.agent.sequences
+    assert decoded(sequence.prompt_ids).endswith("one<|im_end|>\n<|im_start|>assistant\n{")
+    assert decoded(completion.token_ids[completion.is_generated]) == "closed}<|im_end|>other<|im_end|>open]<|im_end|>"
+    assert "three<|im_end|>\n<|im_start|>assistant\n[" in decoded(completion.token_ids)
+
+
+def test_a_turn_that_was_cut_goes_on_with_its_very_tokens():
+    def agent(record, client):
+        first = client.chat([user("one")], max_tokens=4)["content"]
+        last = client.post(prefilled(first, "/chat/completions"))[1]["choices"][0]["message"]["content"]
+        return first + last
+
+    (completion,) = run(Engine(lambda text: "defg" if text.endswith("abcd") else "abcdefg"), agent)
+    assert completion.agent.text == "abcddefg" and completion.num_turns == 2
+    (sequence,) = completion.agent.sequences
+    assert sequence.token_ids.tolist() == [*spelled("abcddefg"), END] and sequence.is_generated.all()
 
 
 def test_what_continues_nothing_is_a_further_sequence_of_the_same_episode():

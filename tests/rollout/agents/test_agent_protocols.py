@@ -156,6 +156,103 @@ def test_messages_of_anthropic_that_are_none(body):
         read_anthropic(body)
 
 
+FUNCTION = {"name": "f", "parameters": {}}
+REFUSED = {  # path: fields that would change the reply, beside what it needs
+    "/chat/completions": {
+        "functions": [FUNCTION], "function_call": {"name": "f"}, "allowed_token_ids": [1], "min_tokens": 5,
+        "stop_token_ids": [13], "use_beam_search": True, "length_penalty": 2.0, "grammar": "x", "json_schema": {"a": 1},
+        "typical_p": 0.5, "modalities": ["text", "audio"], "skip_special_tokens": False, "logit_bias": {"1": 5},
+        "min_p": 0.1, "ignore_eos": True, "guided_regex": "a", "structured_outputs": {"json": {}}, "bad_words": ["a"],
+        "reasoning_effort": "high", "verbosity": "low", "prediction": {"type": "content", "content": "a"},
+        "web_search_options": {"a": 1}, "audio": {"voice": "a"}, "mirostat": 2, "add_generation_prompt": False,
+        "continue_final_message": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "messages": [{**user("a"), "function_call": {"name": "f"}}], "tools": [{"function": {**FUNCTION, "more": 1}}],
+    },
+    "/completions": {
+        "echo": True, "suffix": "b", "best_of": 4, "tools": [{"function": FUNCTION}], "prompt_logprobs": 1,
+        "messages": [user("a")],
+    },
+    "/messages": {
+        "output_config": {"format": {"type": "json_schema"}}, "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "tools": [{"type": "bash_20250124", "name": "bash"}], "tool_choice": {"type": "any"}, "container": "a",
+        "mcp_servers": [{"name": "a"}], "context_management": {"edits": [1]}, "n": 2, "stop": ["a"],
+    },
+}  # fmt: skip
+REFUSED_CASES = [(path, name) for path, fields in REFUSED.items() for name in fields]
+
+
+def test_fields_that_nothing_here_follows_are_refused_by_name_in_the_clients_form():
+    answers = {}
+
+    def agent(record, client):
+        for path, name in REFUSED_CASES:
+            needed = {"prompt": "a"} if path == "/completions" else {"messages": [user("a")], "max_tokens": 9}
+            body = {**needed, name: REFUSED[path][name]}
+            if name == "tool_choice":
+                body["tools"] = [{"name": "f", "input_schema": {}}]
+            answers[path, name] = client.post(body, path)
+        return 1.0
+
+    (completion,) = run(Engine(lambda text: "no"), agent)
+    for (path, name), (status, answer) in answers.items():
+        assert status == 400 and answer["type"] == "error" and answer["error"]["type"] == "invalid_request_error", name
+        said = answer["error"]["message"]
+        assert "not supported" in said or "must be" in said or "needs" in said, (path, name, said)
+        assert name.rstrip("s") in said or name in ("messages", "tools", "stream_options"), said
+    assert completion.num_turns == 0 and completion.agent.num_refused == len(REFUSED_CASES)
+
+
+def test_fields_that_ask_for_nothing_are_taken():
+    nothing = {
+        "logit_bias": {}, "min_p": 0, "min_tokens": 0, "top_logprobs": None, "parallel_tool_calls": True, "user": "me",
+        "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "stop_token_ids": [], "modalities": ["text"],
+        "response_format": {"type": "text"}, "skip_special_tokens": True, "functions": [], "extra_thing": None,
+    }  # fmt: skip
+    read_chat({**CHAT, **nothing})
+    block = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    more = {"metadata": {"user_id": "a"}, "thinking": {"type": "disabled"}, "tool_choice": {"type": "auto"}}
+    assert read_anthropic({"max_tokens": 5, "system": [block], "messages": [user([block])], **more}).max_tokens == 5
+
+
+def thinking(text):
+    return "<think>\nhm\n</think>\n\nfour" if "and one" not in text else "<think>again</think>five"
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/messages"])
+@pytest.mark.parametrize("keeps", ["nothing", "the field", "the text"])
+def test_thoughts_are_a_field_and_a_client_that_drops_them_goes_on_with_its_turn(path, keeps):
+    told = []
+
+    def agent(record, client):
+        body = {"max_tokens": 99, "messages": [user("sum")]}
+        _, first = client.post(body, path)
+        if path == "/messages":
+            thought, text = first["content"]
+            told.append((thought["thinking"], text["text"]))
+            content = first["content"] if keeps == "the field" else told[0][1]
+            turn = {"role": "assistant", "content": content}
+        else:
+            turn = first["choices"][0]["message"]
+            told.append((turn["reasoning_content"], turn["content"]))
+            turn = turn if keeps == "the field" else {"role": "assistant", "content": turn["content"]}
+        if keeps == "the text":
+            turn["content"] = f"<think>{told[0][0]}</think>{told[0][1]}"
+        _, text = client.post({**body, "messages": [user("sum"), turn, user("and one")], "stream": True}, path)
+        assert '"again"' in text and '"five"' in text and "<think>" not in text
+        return 1.0
+
+    (completion,) = run(Engine(thinking), agent)
+    assert told == [("hm", "four")] and len(completion.agent.sequences) == 1 and completion.agent.num_rewritten == 0
+    assert completion.agent.text == "<think>\nagain\n</think>\n\nfive"
+
+
+def test_a_stop_string_is_named_as_anthropics():
+    body = {"max_tokens": 9, "messages": [user("a")], "stop_sequences": ["x", "s"]}
+    (_, answer), _ = ask(body, "/messages", "yes")
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "s")
+    assert answer["content"] == [{"type": "text", "text": "ye"}]
+
+
 def test_clients_that_list_models_find_one():
     got = []
 
