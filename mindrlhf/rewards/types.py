@@ -1,4 +1,4 @@
-"""The records that enter and leave the reward room."""
+"""Request and result records of verifiers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,27 +37,3 @@ class RewardResult:
     # What makes up a part, by name of a verifier that rewards each turn, or each token that the model wrote.
     steps: dict[str, list[float]] = field(default_factory=dict)
     unscored: str = ""  # why nothing is known of the sample, by no fault of it: it leaves its group and the loss
-
-
-@dataclass(slots=True)
-class Task:
-    """A sample on its way through the pool, and the verifiers that have failed on it so far."""
-
-    sequence: int
-    sample: RewardInput
-    skipped: list[int] = field(default_factory=list)  # positions of the verifiers that do not apply
-    failures: dict[int, str] = field(default_factory=dict)  # reason, by position of the verifier
-    is_suspect: bool = False  # it was in a worker that broke between two calls, and is from now on scored alone
-
-    @property
-    def may_travel(self) -> bool:
-        """Return whether another node may score it: what has failed here is tried again here."""
-        return not self.is_suspect and not self.failures
-
-    def read_by(self, reads: Any) -> list[Any]:
-        """Return completion, answer, context and columns, as far as verifiers read them (``registry.Reads``)."""
-        one = self.sample
-        context = {name: getattr(one, name) for name in reads.context}
-        if "turn_texts" in context and not one.turn_texts:  # of a file of completions
-            context["turn_texts"] = (one.completion,)
-        return [one.completion, one.answer, context, reads.of_columns(one.extra)]

@@ -1,82 +1,44 @@
-"""One worker of the reward pool; see ``mindrlhf.sandbox.worker`` for how it is started.
+"""The verifiers' part of a worker (``mindrlhf.sandbox.worker``).
 
-In: first the fields of ``WorkerSettings``, then ``[[sequence, failed positions, skipped positions, completion, answer,
-context, columns], ...]``, the last two by name. Out: first ``{"reads": [Reads of each verifier]}``
-or ``{"error": message}``, then batches of ``[[sequence, [outcome of each verifier, ...], counts], ...]``, where an
-outcome is a number, a list of them for steps, null (failed before, or skipped), ``{"failed": reason}`` or
-``{"unavailable": reason}``, counts say what it took (``judges.accounting``).
+An item is ``[completion, answer, context, columns]``, the last two by name, a step the position of a verifier.
+An outcome is a number, a list of them for steps of a response, ``{"failed": reason}`` or ``{"unavailable": reason}``;
+where judges were asked it is ``{"outcome", "counts"}`` with what that took (``judges.accounting``).
 """
 
 import math
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from time import monotonic
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from mindrlhf.errors import UserError
 from mindrlhf.rewards.availability import is_unavailable
 from mindrlhf.rewards.judges import accounting
 from mindrlhf.rewards.registry import STEP_TEXTS, Verifier, resolve
 from mindrlhf.rewards.selection import MAX_MAGNITUDE
-from mindrlhf.sandbox.worker import PoolConnection
 
-# Between two calls results older than this are sent on, so that they do not wait for the rest of a slow batch, and
-# little has to be done again when the worker is killed.
-FLUSH_INTERVAL_S = 0.005
 MAX_REASON_CHARS = 500
 MAX_SHOWN_CHARS = 80
 
 
-@dataclass(frozen=True)
-class WorkerSettings:
-    """Settings of a worker, sent before the first sample; lists are by position of the verifier."""
+def setup(settings: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Callable[[int, Sequence[Any]], Any]]:
+    """Load verifiers; return what each reads, and the function that scores.
 
-    verifiers: list[str]
-    options: list[dict[str, str]]
-    timeout_s: float
-    memory_limit_bytes: int  # 0 means none
+    Args:
+        settings: "verifiers", and "options" by position of the verifier.
 
+    Raises:
+        UserError: one does not load.
+    """
+    verifiers = [resolve(name, options) for name, options in zip(settings["verifiers"], settings["options"])]
 
-def main() -> int:
-    """Serve until the pool closes its end of the pipe."""
-    pool = PoolConnection(sys.argv[1:])
-    requests = pool.receive()
-    settings = WorkerSettings(**next(requests))
-    pool.limit(settings.memory_limit_bytes, settings.timeout_s)
-    try:
-        verifiers = [resolve(name, options) for name, options in zip(settings.verifiers, settings.options)]
-    except UserError as error:
-        pool.send({"error": str(error)})
-        return 1
-    pool.check()
-    pool.send({"reads": [asdict(verifier.reads) for verifier in verifiers]})
-    for samples in requests:
-        _score_batch(verifiers, samples, settings, pool)
-    return 0
+    def handle(position: int, sample: Sequence[Any]) -> Any:
+        outcome = _outcome(verifiers[position], sample)
+        counts = accounting.take()
+        return {"outcome": outcome, "counts": counts} if counts else outcome
+
+    return [asdict(verifier.reads) for verifier in verifiers], handle
 
 
-def _score_batch(
-    verifiers: Sequence[Verifier], samples: list[list], settings: WorkerSettings, pool: PoolConnection
-) -> None:
-    finished: list[list] = []
-    flushed_at_s = monotonic()
-    for sequence, failed, skipped, *sample in samples:
-        outcomes: list[Any] = []
-        for position, verifier in enumerate(verifiers):
-            if position in failed or position in skipped:
-                outcomes.append(None)
-                continue
-            if finished and monotonic() - flushed_at_s > FLUSH_INTERVAL_S:
-                pool.send(finished)
-                finished = []
-                flushed_at_s = monotonic()
-            outcomes.append(pool.call(sequence, position, _outcome, verifier, sample))
-        finished.append([sequence, outcomes, accounting.take()])
-    pool.send(finished)
-
-
-def _outcome(verifier: Verifier, sample: list[Any]) -> float | list[float] | dict[str, str]:
+def _outcome(verifier: Verifier, sample: Sequence[Any]) -> float | list[float] | dict[str, str]:
     try:
         value = verifier(*sample)
     except BaseException as error:  # SystemExit too: a verifier must not end its worker
@@ -112,7 +74,3 @@ def _describe(value: Any) -> str:
         return repr(value)[:MAX_SHOWN_CHARS]
     except Exception:
         return f"an object of type {type(value).__name__}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

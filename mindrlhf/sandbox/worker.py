@@ -1,29 +1,37 @@
-"""The worker's side of a worker process: what surrounds the user's code that it calls.
+"""One worker of a ``pool.WorkerPool``: ``python -m mindrlhf.sandbox.worker REQUEST_FD RESPONSE_FD CLOCK_FD``.
 
-A pool starts ``python -m MODULE REQUEST_FD RESPONSE_FD CLOCK_FD`` (see ``worker_process``); the module's
-``main`` makes a ``PoolConnection``, takes its settings and then requests from it, and answers them. The time limit of
-a call is enforced from outside, by killing this process.
+In: first ``{"setup", "settings", "timeout_s", "memory_limit_bytes"}``, then ``[[number, [step, ...], item], ...]``.
+Out: first ``{"ready": value}`` or ``{"error": message}``, then ``[[number, [outcome of each step, ...]], ...]``.
+
+``setup`` is ``module:function``. The function takes the settings and returns the value that is told once, and
+``handle(step, item)``, which calls user code, raises nothing and returns an outcome that JSON can hold. The time limit
+of a step is enforced from outside, by killing this process.
 """
 
+import importlib
 import resource
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 # By name: user code may patch the modules.
 from fcntl import F_DUPFD_CLOEXEC, F_GETPIPE_SZ, fcntl
 from os import _exit, close, getpid, read, write
-from typing import Any, TypeVar
+from time import monotonic
+from typing import Any
 
+from mindrlhf.errors import UserError
 from mindrlhf.sandbox import time_limit
 from mindrlhf.sandbox.pipes import MAX_REQUEST_BYTES, MessageReader, pack_message
 from mindrlhf.system.processes import adopt_orphans, end_with_starter
 
 # What ``worker_process`` takes for "closed the pipes".
 PIPES_LOST_EXIT_CODE = 87
+# Between two steps results older than this are sent on, so that they do not wait for the rest of a slow batch, and
+# little has to be done again when the worker is killed.
+FLUSH_INTERVAL_S = 0.005
 
 _READ_SIZE_BYTES = 1 << 18
 _HIGH_FD = 900  # below the usual limit of 1,024 descriptors
-
-Result = TypeVar("Result")
 
 
 class PoolConnection:
@@ -65,13 +73,13 @@ class PoolConnection:
             resource.setrlimit(resource.RLIMIT_DATA, (memory_limit_bytes, memory_limit_bytes))
         time_limit.install(self._clock, timeout_s)
 
-    def call(self, sequence: int, position: int, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call a function that calls user code and raises nothing; end the process if that damaged the pipes."""
-        self._clock.begin(sequence, position)
-        result = function(*arguments)
+    def call(self, number: int, step: int, handle: Callable[[int, Any], Any], item: Any) -> Any:
+        """Do one step of an item; end the process if that damaged the pipes."""
+        self._clock.begin(number, step)
+        outcome = handle(step, item)
         self.check()
         self._clock.stop()
-        return result
+        return outcome
 
     def check(self) -> None:
         """End this process if it is a fork that came back from user code, or if that closed or replaced the pipes."""
@@ -84,8 +92,45 @@ class PoolConnection:
             _exit(PIPES_LOST_EXIT_CODE)
 
 
+def main() -> int:
+    """Serve until the pool closes its end of the pipe."""
+    pool = PoolConnection(sys.argv[1:])
+    requests = pool.receive()
+    settings = next(requests)
+    pool.limit(settings["memory_limit_bytes"], settings["timeout_s"])
+    module, _, name = settings["setup"].partition(":")
+    try:
+        ready, handle = getattr(importlib.import_module(module), name)(settings["settings"])
+    except UserError as error:
+        pool.send({"error": str(error)})
+        return 1
+    pool.check()
+    pool.send({"ready": ready})
+    for batch in requests:
+        _serve(pool, handle, batch)
+    return 0
+
+
+def _serve(pool: PoolConnection, handle: Callable[[int, Any], Any], batch: Sequence[Any]) -> None:
+    finished: list[list[Any]] = []
+    flushed_at_s = monotonic()
+    for number, steps, item in batch:
+        outcomes = []
+        for step in steps:
+            if finished and monotonic() - flushed_at_s > FLUSH_INTERVAL_S:
+                pool.send(finished)
+                finished, flushed_at_s = [], monotonic()
+            outcomes.append(pool.call(number, step, handle, item))
+        finished.append([number, outcomes])
+    pool.send(finished)
+
+
 def _moved_out_of_reach(fd: int) -> int:
     lowest = min(_HIGH_FD, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
     moved = fcntl(fd, F_DUPFD_CLOEXEC, lowest)
     close(fd)
     return moved
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,11 +4,14 @@ import os
 import threading
 import time
 import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from mindrlhf.sandbox.pipes import MAX_RESPONSE_BYTES, BrokenPipeMessage, MessageReader, pack_message
+from mindrlhf.sandbox.pipes import MAX_RESPONSE_BYTES, BrokenPipeMessage, MessageReader, pack_message, pack_text
 from mindrlhf.sandbox.time_limit import CallClock, Running
 from mindrlhf.sandbox.worker import PIPES_LOST_EXIT_CODE
+from mindrlhf.system import timeline
 from mindrlhf.system.child import Child, describe_ending, module_words
 from mindrlhf.system.processes import thread_states
 
@@ -16,6 +19,8 @@ READ_SIZE_BYTES = 1 << 18
 MAX_OUTPUT_BYTES = 10_000_000
 PIPES_LOST = "it closed or replaced its worker's pipes"
 PIPE_BROKEN = "it wrote to its worker's pipes"
+# A worker that holds items, is in no call and says nothing for this long has lost them.
+MAX_SILENCE_S = 30.0
 _EXIT_INTERVAL_S, _EXIT_TIMEOUT_S = 0.01, 0.5
 _OUTPUT_TIMEOUT_S = 1.0
 
@@ -53,20 +58,55 @@ class WorkerOutput:
             self._num_bytes_left = 0
 
 
+@dataclass(slots=True)
+class Task:
+    """An item on its way through a pool, and its steps that have ended a worker so far."""
+
+    number: int
+    steps: Sequence[int]  # that are to be done
+    item: str  # as JSON
+    label: str  # in timelines
+    failures: dict[int, str] = field(default_factory=dict)  # reason, by step
+    is_suspect: bool = False  # it was in a worker that broke between two calls, and is from now on done alone
+
+    @property
+    def may_travel(self) -> bool:
+        """Return whether another node may do it: what has failed here is tried again here."""
+        return not self.is_suspect and not self.failures
+
+    @property
+    def open_steps(self) -> list[int]:
+        return [step for step in self.steps if step not in self.failures]
+
+    def text(self) -> str:
+        """Return what a worker is told of it, as JSON."""
+        return f"[{self.number},{self.open_steps},{self.item}]"
+
+    def outcomes(self, done: Sequence[Any] = ()) -> list[Any]:
+        """Return the outcome of each step, from those of the open ones in order."""
+        rest = iter(done)
+        return [{"died": self.failures[step]} if step in self.failures else next(rest) for step in self.steps]
+
+
+def batch_text(tasks: Sequence[Task]) -> str:
+    """Return what a worker, or another node, is told of some tasks."""
+    return f"[{','.join(task.text() for task in tasks)}]"
+
+
 class WorkerProcess:
-    """A running worker. Nothing here blocks except ``kill``, which waits for the killed process.
+    """A running worker and the tasks it holds. Nothing here blocks except ``kill``, which waits for the killed process.
 
     The worker is a fresh interpreter, never a fork: the parent has MindSpore's threads and locks. The kernel ends it
     with the thread that started it.
 
     Args:
-        module: what to run; see ``worker``.
-        settings: the first message.
+        settings: the first message; see ``worker``.
         output: where the worker's standard output and error go.
+        name: of its pool, in timelines.
     """
 
-    def __init__(self, module: str, settings: Any, output: WorkerOutput):
-        self._kill_lock = threading.Lock()
+    def __init__(self, settings: Any, output: WorkerOutput, name: str):
+        self._name = name
         self._ending: str | None = None  # how it ended, once it is killed
         clock_fd = os.memfd_create("mindrlhf-call-clock")
         their_requests_fd, self.requests_fd = os.pipe()
@@ -76,9 +116,8 @@ class WorkerProcess:
         try:
             self.clock = CallClock(clock_fd)
             self.clock.stop()
-            self._process = Child(
-                module_words(module, *theirs), output=their_output_fd, descriptors=theirs, mark=uuid.uuid4().hex
-            )
+            words = module_words("mindrlhf.sandbox.worker", *theirs)
+            self._process = Child(words, output=their_output_fd, descriptors=theirs, mark=uuid.uuid4().hex)
         except BaseException:
             for fd in (self.requests_fd, self.responses_fd, output_fd):
                 os.close(fd)
@@ -95,8 +134,11 @@ class WorkerProcess:
         self.is_broken = False  # what it sends is no message
         self._reader = MessageReader(MAX_RESPONSE_BYTES)
         self._unsent = memoryview(b"")
-        self._queued: list[bytes] = []
-        self.queue(settings)
+        self._queued = [pack_message(settings)]
+        self._last_sign_s = self.started_at_s
+        self.is_ready = False
+        self.tasks: dict[int, Task] = {}
+        self._busy = timeline.span("start", name, f"worker {self.pid}")
 
     @property
     def pid(self) -> int:
@@ -106,9 +148,43 @@ class WorkerProcess:
     def has_unsent_bytes(self) -> bool:
         return bool(self._unsent) or bool(self._queued)
 
-    def queue(self, message: Any) -> None:
-        """Leave a message for ``send``."""
-        self._queued.append(pack_message(message))
+    @property
+    def load(self) -> float:
+        """Tasks that it has to do."""
+        return len(self.tasks)
+
+    @property
+    def suspect(self) -> Task | None:
+        """The task it holds alone because that one may have broken a worker."""
+        tasks = list(self.tasks.values())
+        return tasks[0] if len(tasks) == 1 and tasks[0].is_suspect else None
+
+    def give(self, tasks: Sequence[Task]) -> None:
+        """Leave tasks for ``send``."""
+        if not self.tasks:
+            self._busy.end()
+            self._busy = timeline.span(tasks[0].label, self._name, f"worker {self.pid}", samples=len(tasks))
+        self.tasks |= {task.number: task for task in tasks}
+        self._last_sign_s = time.monotonic()
+        self._queued.append(pack_text(batch_text(tasks)))
+
+    def take_finished(self, message: Any) -> list[tuple[int, list[Any]]]:
+        """Return the numbers of the tasks that a message finishes, with their outcomes."""
+        self._last_sign_s = time.monotonic()
+        try:
+            finished = finish(self.tasks, message)
+        except ValueError:
+            self.is_broken, finished = True, []
+        if not self.tasks:
+            self._busy.end()
+        return finished
+
+    def has_lost_tasks(self) -> bool:
+        if not self.tasks or self.clock.running() is not None:
+            self._last_sign_s = time.monotonic()
+        if time.monotonic() - self._last_sign_s <= MAX_SILENCE_S:
+            return False
+        return "R" not in thread_states(self.pid)  # on a busy machine it may have waited for a processor
 
     def send(self) -> None:
         """Write as much as the pipe takes."""
@@ -154,20 +230,16 @@ class WorkerProcess:
         """Return whether the process has ended."""
         return self._process.has_ended()
 
-    def is_runnable(self) -> bool:
-        """True while the process runs, or waits for a processor."""
-        return "R" in thread_states(self.pid)
-
     def kill(self) -> str:
         """End the process and all it has started; say how it ended: ``exit code 3`` or ``signal SIGSEGV``."""
-        with self._kill_lock:
-            if self._ending is None:  # once it is reaped, its number may belong to others
-                is_mute = self.has_hung_up and not self._exits_soon()
-                code = self._process.kill()
-                # Its last words belong before what is said of its end; another process may hold the pipe for ever.
-                self._output.join(_OUTPUT_TIMEOUT_S)
-                self._ending = PIPES_LOST if is_mute or code == PIPES_LOST_EXIT_CODE else describe_ending(code)
-            return self._ending
+        if self._ending is None:
+            self._busy.end()
+            is_mute = self.has_hung_up and not self._exits_soon()
+            code = self._process.kill()
+            # Its last words belong before what is said of its end; another process may hold the pipe for ever.
+            self._output.join(_OUTPUT_TIMEOUT_S)
+            self._ending = PIPES_LOST if is_mute or code == PIPES_LOST_EXIT_CODE else describe_ending(code)
+        return self._ending
 
     def close(self) -> None:
         """Close the pipes of a killed process."""
@@ -182,3 +254,18 @@ class WorkerProcess:
                 return False
             time.sleep(_EXIT_INTERVAL_S)
         return True
+
+
+def finish(tasks: dict[int, Task], message: Any) -> list[tuple[int, list[Any]]]:
+    """Return the numbers and outcomes of tasks that a message finishes, and take these out of ``tasks``.
+
+    Raises:
+        ValueError: it is no such message.
+    """
+    try:
+        for number, outcomes in message:
+            if not isinstance(outcomes, list) or len(outcomes) != len(tasks[number].open_steps):
+                raise ValueError("these are no outcomes")
+    except (TypeError, KeyError) as error:
+        raise ValueError(repr(error)) from None
+    return [(number, tasks.pop(number).outcomes(outcomes)) for number, outcomes in message]

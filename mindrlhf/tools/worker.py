@@ -1,41 +1,29 @@
-"""One worker of the tool pool; see ``mindrlhf.sandbox.worker`` for how it is started.
+"""The tools' part of a worker (``mindrlhf.sandbox.worker``).
 
-In: first ``{"tools", "timeout_s", "memory_limit_bytes"}``, then calls ``[number, name, arguments, columns, whether
-arguments are texts]``. Out: first ``{"ready": names}`` or ``{"error": message}``, then ``[number, text, is failure]``
-for each call.
+An item is ``[name, arguments, columns, whether arguments are texts]``, its one step the call, the outcome ``[text, is
+failure]``.
 """
 
 import inspect
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from mindrlhf.errors import UserError
 from mindrlhf.sandbox.pipes import private_json
-from mindrlhf.sandbox.worker import PoolConnection
 from mindrlhf.tools.registry import Tool, describe, own_columns, read_texts, resolve
 
 MAX_ANSWER_CHARS = 20_000
 _encode = private_json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 
-def main() -> int:
-    """Serve until the pool closes its end of the pipe."""
-    pool = PoolConnection(sys.argv[1:])
-    requests = pool.receive()
-    settings = next(requests)
-    pool.limit(settings["memory_limit_bytes"], settings["timeout_s"])
-    try:
-        tools = resolve(settings["tools"])
-    except UserError as error:
-        pool.send({"error": str(error)})
-        return 1
-    pool.check()
-    pool.send({"ready": list(tools)})
-    for number, *call in requests:
-        pool.send([number, *pool.call(number, 0, answer_call, tools, *call)])
-    return 0
+def setup(names: Sequence[str]) -> tuple[list[str], Callable[[int, Sequence[Any]], list[Any]]]:
+    """Load tools; return their names, and the function that answers calls.
+
+    Raises:
+        UserError: one does not load.
+    """
+    tools = resolve(names)
+    return list(tools), lambda _, call: list(answer_call(tools, *call))
 
 
 def answer_call(
@@ -71,7 +59,3 @@ def answer_call(
         return f"Error: {error}"[:MAX_ANSWER_CHARS], True
     except BaseException as error:  # SystemExit too: a tool must not end its worker
         return f"Error: {type(error).__name__}: {error}"[:MAX_ANSWER_CHARS], True
-
-
-if __name__ == "__main__":
-    sys.exit(main())

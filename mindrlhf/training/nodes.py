@@ -9,8 +9,8 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import RunFailure
 from mindrlhf.launch.nodes.helper import NodeHelper
 from mindrlhf.layout.servers import Places
-from mindrlhf.rewards.pool import RewardPool
-from mindrlhf.rewards.remote import NodeVerifiers, reason_to_stay, start_verifiers
+from mindrlhf.rewards.pool import RewardPool, pool_arguments, reason_to_stay
+from mindrlhf.rewards.selection import Selection
 from mindrlhf.rollout.multi_node.share import NodeShare
 from mindrlhf.rollout.remote import NodesGenerator, ReplicatedGenerator, accept_nodes, answer, remotes
 from mindrlhf.rollout.types import CompletionSource
@@ -35,7 +35,7 @@ class ServingWorker(PublishingWorker):
     node_generator: ReplicatedGenerator | None = None  # the rollout servers that this rank owns
     _share: NodeShare | None = None
     # Of this node, on its first rank, where rank 0 is on another.
-    verifiers: NodeVerifiers | None = None
+    verifiers: NodeHelper | None = None
     agents: NodeHelper | None = None
 
     def use_generator(self, generator: ReplicatedGenerator) -> None:
@@ -110,10 +110,20 @@ def connect_verifiers(team: Team, nodes: Nodes, rewards: RewardPool | None, rewa
         print(f"mindrlhf: verifiers run on node 0 alone: {reason}", flush=True)
         return
     for node, connection in sorted(_connect(team, range(1, len(nodes)), "verify_for_node").items()):
-        rewards.remotes.admit(connection, f"node {node}")
+        rewards.admit(connection, f"node {node}")
 
 
-def start_helpers(config: GrpoConfig, stack: ExitStack) -> tuple[NodeVerifiers | None, NodeHelper | None]:
+def start_verifiers(reward: RewardSection, stack: ExitStack) -> NodeHelper | None:
+    """Start the verifier workers of this node, which is not rank 0's; ``stack`` ends them."""
+    if not reward.verifier_function or reason_to_stay(reward):
+        return None
+    limits = (reward.num_workers, reward.timeout_s, reward.memory_limit_mib)
+    verifiers = NodeHelper("mindrlhf.sandbox.pool_node", pool_arguments(Selection.from_config(reward), *limits))
+    stack.callback(verifiers.close)
+    return verifiers
+
+
+def start_helpers(config: GrpoConfig, stack: ExitStack) -> tuple[NodeHelper | None, NodeHelper | None]:
     """Start what works for rank 0 on this node, which is not its: verifiers and agents; ``stack`` ends them."""
     return start_verifiers(config.reward, stack), start_agents(config.tools, stack)
 

@@ -133,7 +133,7 @@ def has_scored(machines: Machines) -> None:
     is_shared_among_both(machines)
     no_secret_is_left(machines)
     said = worker_text(machines)
-    assert re.search(r"this node has scored \d+ samples for the run", said), said  # how many, the clock decides
+    assert re.search(r"this node has done \d+ items for the run", said), said  # how many, the clock decides
 
 
 def no_secret_is_left(machines: Machines) -> None:

@@ -138,7 +138,7 @@ LAUNCHER, AGENT, RAYLET, HEAD = "-m mindrlhf.cli train", "ray::NodeAgent", "rayl
 
 
 def left(machines, node: int) -> list[str]:
-    kinds = ("training.main", "rollout.server", "rewards.node", "rewards.worker")
+    kinds = ("training.main", "rollout.server", "sandbox.pool_node", "sandbox.worker")
     return [line for line in processes(machines, node).values() if any(kind in line for kind in kinds)]
 
 

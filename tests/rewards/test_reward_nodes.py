@@ -19,8 +19,9 @@ from machines import Machines, check_ends_with_its_starter
 from mindrlhf.config.reward import RewardSection
 from mindrlhf.errors import UserError
 from mindrlhf.launch.nodes import channel
-from mindrlhf.rewards.pool import RewardPool
-from mindrlhf.rewards.remote import NodeVerifiers, reason_to_stay
+from mindrlhf.launch.nodes.helper import NodeHelper
+from mindrlhf.rewards.pool import RewardPool, pool_arguments, reason_to_stay
+from mindrlhf.rewards.selection import Selection
 from mindrlhf.rewards.types import RewardInput
 from mindrlhf.rollout.remote import accept_nodes
 from mindrlhf.system.handshake import introduce_node
@@ -92,9 +93,14 @@ def stack():
         yield stack
 
 
-def open_pool(stack, section, num_nodes=1, failure_log=None, theirs=None) -> tuple[RewardPool, list[NodeVerifiers]]:
+def node_verifiers(section) -> NodeHelper:
+    limits = (section.num_workers, section.timeout_s, section.memory_limit_mib)
+    return NodeHelper("mindrlhf.sandbox.pool_node", pool_arguments(Selection.from_config(section), *limits))
+
+
+def open_pool(stack, section, num_nodes=1, failure_log=None, theirs=None) -> tuple[RewardPool, list[NodeHelper]]:
     """Return a pool with workers on this node and on ``num_nodes`` others."""
-    others = [NodeVerifiers(theirs or section) for _ in range(num_nodes)]
+    others = [node_verifiers(theirs or section) for _ in range(num_nodes)]
     for other in others:
         stack.callback(other.close)
     pool = stack.enter_context(RewardPool.from_config(section, failure_log))
@@ -102,7 +108,7 @@ def open_pool(stack, section, num_nodes=1, failure_log=None, theirs=None) -> tup
         for node, other in enumerate(others, 1):
             other.connect("127.0.0.1", listener.getsockname()[1], TOKEN.decode(), node)
         for node, connection in accept_nodes(listener, TOKEN, range(1, num_nodes + 1)).items():
-            pool.remotes.admit(connection, f"node {node}")
+            pool.admit(connection, f"node {node}")
     return pool, others
 
 
@@ -174,7 +180,7 @@ def test_a_node_that_is_lost_costs_no_sample(reward, stack, tmp_path, monkeypatc
         found = [result.index for result in scored.result()]
     assert Counter(found) == Counter(sample.index for sample in samples)
     said = capfd.readouterr().err
-    assert "mindrlhf: the verifiers of node 1: has " in said and " samples are scored elsewhere" in said
+    assert "mindrlhf: the verifiers of node 1: has " in said and " items are done elsewhere" in said
     assert pool.score(inputs("later"))[0].total == 5.0
 
 
@@ -182,9 +188,10 @@ def test_a_node_that_is_lost_costs_no_sample(reward, stack, tmp_path, monkeypatc
 ON_MACHINES = """
 import os, sys, time
 from collections import Counter
+from contextlib import ExitStack
 from mindrlhf.config.reward import RewardSection
 from mindrlhf.rewards.pool import RewardPool
-from mindrlhf.rewards.remote import NodeVerifiers
+from mindrlhf.training.nodes import start_verifiers
 from mindrlhf.rewards.types import RewardInput
 from mindrlhf.rollout.remote import accept_nodes
 import socket
@@ -192,19 +199,20 @@ import socket
 directory, node = sys.argv[1], int(os.environ["NODE_RANK"])
 reward = RewardSection(verifier_function=(directory + "/own.py:obedient",), num_workers=2)
 if node:
-    verifiers = NodeVerifiers(reward)
+    stack = ExitStack()
+    verifiers = start_verifiers(reward, stack)
     while not os.path.exists(directory + "/listens"):
         time.sleep(0.05)
     verifiers.connect("10.77.0.1", 7000, "of this test", 1)
     print("connected", flush=True)
     while not os.path.exists(directory + "/over"):
         time.sleep(0.05)
-    verifiers.close()
+    stack.close()
 else:
     with RewardPool.from_config(reward) as pool, socket.create_server(("10.77.0.1", 7000)) as listener:
         open(directory + "/listens", "w").close()
         (connection,) = accept_nodes(listener, b"of this test", [1]).values()
-        pool.remotes.admit(connection, "node 1")
+        pool.admit(connection, "node 1")
         samples = [RewardInput(i, f"hold {i}", directory + "/calls") for i in range(100)]
         for sample in samples:
             pool.submit(sample)
@@ -231,7 +239,7 @@ def test_two_machines_score_each_sample_once_whatever_becomes_of_one(reward, tmp
         said = machines.text(0)
         if how == "undisturbed":
             assert machines.wait(60) == [0, 0], machines.all_text()
-            scored = int(machines.text(1).partition("this node has scored ")[2].split()[0])
+            scored = int(machines.text(1).partition("this node has done ")[2].split()[0])
             assert 0 < scored < 100, machines.all_text()
         else:
             reason = "has not been heard of for" if how == "cut" else "has closed the connection"
@@ -267,7 +275,7 @@ def test_a_bad_sample_on_another_node_costs_itself_only(reward, stack, tmp_path,
 
 def test_verifiers_that_do_not_load_on_another_node_are_named_with_it(reward, stack, tmp_path):
     theirs = RewardSection(verifier_function=(f"{tmp_path}/gone.py:score",))
-    with pytest.raises(UserError, match=r"^node 1: .*gone\.py"):
+    with pytest.raises(UserError, match=r"^the verifiers of node 1: .*gone\.py"):
         open_pool(stack, reward("obedient"), theirs=theirs)
 
 
@@ -283,12 +291,12 @@ def test_what_a_node_sends_and_is_no_result_ends_its_part_only(reward, stack, tm
     (liar,) = theirs
     stack.callback(liar.close)
     liar.send({"kind": "ready", "num_workers": 1})
-    pool.remotes.admit(ours, "node 1")
+    pool.admit(ours, "node 1")
 
     def answer():
-        while liar.receive()[0]["kind"] != "score":
+        while liar.receive()[0]["kind"] != "work":
             pass
-        liar.send({"kind": "scored", "counts": {}}, {"json": np.frombuffer(b"[[123456, {}, 1.0, {}, {}]]", np.uint8)})
+        liar.send({"kind": "done"}, {"json": np.frombuffer(b"[[123456, [1.0]]]", np.uint8)})
         (tmp_path / "calls.go").touch()
 
     threading.Thread(target=answer, daemon=True).start()
@@ -300,8 +308,9 @@ def test_what_a_node_sends_and_is_no_result_ends_its_part_only(reward, stack, tm
 def test_the_process_of_a_node_ends_with_its_starter_and_leaves_nothing(reward, tmp_path):
     code = (
         "import sys, time; from mindrlhf.config.reward import RewardSection; "
-        "from mindrlhf.rewards.remote import NodeVerifiers; "
-        f"n = NodeVerifiers(RewardSection(verifier_function=({str(tmp_path / 'own.py')!r} + ':obedient',))); "
+        "from mindrlhf.training.nodes import start_verifiers; from contextlib import ExitStack; "
+        f"r = RewardSection(verifier_function=({str(tmp_path / 'own.py')!r} + ':obedient',)); "
+        "n = start_verifiers(r, ExitStack()); "
         "print(n._process.pid, flush=True); time.sleep(100)"
     )
     reward("obedient")

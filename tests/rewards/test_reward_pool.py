@@ -198,17 +198,17 @@ def test_while_samples_wait_there_are_more_workers_up_to_one_for_each_core(verif
     place.mkdir()
     # The first sample is not done before a second worker comes; the last ones keep three at work.
     with open_pool([f"{verifier_file}:meeting"], [1.0], num_workers=None, timeout_s=60.0) as pool:
-        assert pool._dispatcher._num_at_start == 1
+        assert pool._pool._num_at_start == 1
         assert len({result.total for result in pool.score(inputs(*"abcd", answer=str(place)))}) == 2
     with open_pool([f"{verifier_file}:obedient"], [1.0], num_workers=None, timeout_s=60.0) as pool:
         results = pool.score(inputs(*["nap"] * 100))
         assert [result.total for result in results] == [3.0] * 100
-        assert 2 <= len(pool._dispatcher._workers) <= 3
+        assert 2 <= len(pool._pool._workers) <= 3
 
 
 def test_verifiers_that_keep_up_have_one_worker(verifier_file, cores, monkeypatch):
     cores(8)
-    monkeypatch.setattr("mindrlhf.rewards.dispatcher.PATIENCE_S", 60.0)  # however busy the machine of the test
+    monkeypatch.setattr("mindrlhf.sandbox.pool.PATIENCE_S", 60.0)  # however busy the machine of the test
     with open_pool([f"{verifier_file}:pid"], [1.0], num_workers=None) as pool:
         assert len({result.total for result in pool.score(inputs(*["x"] * 300))}) == 1
 
@@ -372,7 +372,7 @@ def test_hostile_answers_do_not_stall_the_pool():
         ),
         ({"weights": [1.0, 2.0]}, "1 verifiers"),
         ({"weights": [math.inf]}, "finite number"),
-        ({"num_workers": 0}, "0 reward workers"),
+        ({"num_workers": 0}, "0 processes for verifiers"),
         ({"timeout_s": 0.0}, "time limit"),
         ({"failure_value": math.nan}, "failed verifiers is nan"),
         ({"options": {"format_reward.bonus": "1"}}, "no option 'bonus'; it has none"),

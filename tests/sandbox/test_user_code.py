@@ -6,10 +6,10 @@ import zlib
 
 import pytest
 
-from mindrlhf.rewards import dispatcher
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rewards.types import RewardInput
+from mindrlhf.sandbox import worker_process
 from mindrlhf.sandbox.pipes import BrokenPipeMessage, MessageReader, pack_message
 from mindrlhf.sandbox.worker_process import MAX_OUTPUT_BYTES
 from mindrlhf.system.processes import read_status
@@ -197,7 +197,7 @@ def test_every_sample_may_break_its_worker(reward_pool):
 @pytest.mark.parametrize("deed", ["steal", "write junk later"])
 def test_samples_of_a_worker_that_lost_them_are_scored_again(reward_pool, monkeypatch, deed):
     """Nobody can say what the verifier did it to: what it read, or what was scored when the junk came."""
-    monkeypatch.setattr(dispatcher, "MAX_SILENCE_S", 3.0)
+    monkeypatch.setattr(worker_process, "MAX_SILENCE_S", 3.0)
     deeds = ["a", "wait", *["bb"] * 18, deed, *["wait"] * 20] * 2
     results = score(reward_pool, deeds)
     right = [result.parts["verifier"] == len(done) for result, done in zip(results, deeds, strict=True)]

@@ -72,7 +72,7 @@ def test_a_tool_that_hangs_or_dies_costs_its_own_call_only(pool):
     calls = [pool.submit(ToolCall(name, {})) for name in ("hang", "pid", "die", "pid")]
     hung, second, died, third = (call.result(timeout=120) for call in calls)
     assert hung == ToolAnswer("Error: hang: no answer within 6 s", is_failure=True)
-    assert died == ToolAnswer("Error: die: the tool's process died", is_failure=True)
+    assert died == ToolAnswer("Error: die: worker died: exit code 3", is_failure=True)
     assert len({first, int(second.text), int(third.text)}) == 3
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)

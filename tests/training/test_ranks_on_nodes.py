@@ -14,7 +14,6 @@ from mindrlhf.config.reward import RewardSection, ToolSection
 from mindrlhf.errors import RunFailure
 from mindrlhf.launch.nodes.facts import MISSING
 from mindrlhf.rewards.pool import RewardPool
-from mindrlhf.rewards.remote import start_verifiers
 from mindrlhf.rewards.types import RewardInput
 from mindrlhf.system.records import decode, encode, merge
 from mindrlhf.tools.agent_nodes import start_agents
@@ -27,6 +26,7 @@ from mindrlhf.training.nodes import (
     connect_verifiers,
     find_nodes,
     start_multi_node,
+    start_verifiers,
 )
 from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.publish.publisher import (
