@@ -39,19 +39,19 @@ MOST = {
     "mindrlhf/launch": 3436,
     "mindrlhf/layout": 1419,
     "mindrlhf/models": 3150,
-    "mindrlhf/observe": 2626,
+    "mindrlhf/observe": 2640,
     "mindrlhf/rewards": 6001,
-    "mindrlhf/rollout": 6759,  # the engine of a CPU, which left mindrlhf/cpu (2,805 before, 1,105 now)
+    "mindrlhf/rollout": 6786,  # the engine of a CPU, which left mindrlhf/cpu (2,805 before, 1,105 now)
     "mindrlhf/sandbox": 5013,
     "mindrlhf/shards": 1521,
     "mindrlhf/specs": 2167,
     "mindrlhf/system": 2494,
     "mindrlhf/tools": 2408,
-    "mindrlhf/training": 10508,
+    "mindrlhf/training": 10512,
     "mindrlhf/weights": 4221,
-    "tests": 73004,
+    "tests": 73053,
     "scripts": 1996,
-    "docs": 31956,
+    "docs": 31974,
 }
 # Modules of these are found by the name of their file.
 FOUND_BY_NAME = tuple(

@@ -19,7 +19,7 @@ from mindrlhf.observe.charts import interval_plot
 from mindrlhf.observe.panels import REWARD_SHARE, Group, build_panels, recent_mean
 from mindrlhf.observe.records import replace_file
 from mindrlhf.observe.run_data import RunData, read_run
-from mindrlhf.observe.samples import IMAGES_NAME, question_of, turns_of
+from mindrlhf.observe.samples import IMAGES_NAME, conversation_turns, question_of
 from mindrlhf.system.strict_yaml import YAML_ERRORS, load_yaml
 
 REPORT_NAME, SAMPLES_PAGE, COMPARISON_NAME = "report.html", "samples.html", "comparison.html"
@@ -249,7 +249,7 @@ def _sample(record: Mapping[str, Any]) -> dict[str, Any]:
     question = question_of(str(record.get("prompt", "")))
     return {
         "prompt": shortened(_IMAGE_MARKS.sub("", question) if record.get("images") else question),
-        "turns": turns_of(shortened(record.get("completion", ""))),
+        "turns": [(role, shortened(text)) for role, text in conversation_turns(record)],
         "answer": shortened(record.get("answer", "")),
         "reward": record.get("unscored") or (_reward_text(record["reward"]) if "reward" in record else None),
         "rewards": [(name, _reward_text(value)) for name, value in by_verifier],

@@ -1,7 +1,7 @@
 """Samples of a run, ``samples.jsonl``, and the pictures of their prompts, ``sample_images``."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ class SampleRecord:
     extra: Mapping[str, Any] = field(default_factory=dict)  # kept columns of the prompt, JSON values by name
     # "tokens": their texts, and by the names of TOKEN_VALUES a number for each, None where the model did not write it
     tokens: Mapping[str, list] | None = None
+    # Of an agent's episode: "role", "prompt", "completion" and, where roles have rewards, "reward" of each.
+    conversations: Sequence[Mapping[str, Any]] = ()
     unscored: str = ""  # why it has no reward and was left out
 
 
@@ -65,6 +67,16 @@ _TURNS = re.compile(
 )
 
 
+def conversation_turns(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (role, text) of each turn of a sample's line; of an agent's episode those of all conversations."""
+    found = []
+    for one in record.get("conversations") or ():
+        reward = f", reward {one['reward']:g}" if "reward" in one else ""
+        found.append((f"{one['role'] or 'agent'}{reward}", question_of(one["prompt"])))
+        found += turns_of(one["completion"])
+    return found or turns_of(record.get("completion", ""))
+
+
 def turns_of(completion: str) -> list[tuple[str, str]]:
     """Return (role, text) of each turn of a completion, which begins as the assistant's; one where no tool answers."""
     found, role, start = [], "assistant", 0
@@ -95,7 +107,7 @@ class SampleWriter:
             line = {**vars(sample), "rewards": dict(sample.rewards), "images": self._keep(sample.images)}
             line["extra"] = dict(sample.extra)
             line["reward"] = None if sample.unscored else sample.reward
-            for name in ("images", "extra", "unscored"):
+            for name in ("images", "extra", "conversations", "unscored"):
                 if not line[name]:
                     del line[name]
             line |= line.pop("tokens") or {}

@@ -6,10 +6,11 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from mindrlhf.algorithms.advantages import groups_with_signal
 from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.data.pictures.reader import shown_ids
 from mindrlhf.data.tokenizers import Tokenizer
@@ -237,6 +238,19 @@ class Sampler:
             for name, parts in (("turn_texts", turns), ("token_texts", ids.reshape(-1, 1)))
         }
 
+    def conversations(self, sample: Sample) -> list[dict[str, Any]]:
+        """Return the conversations of an agent's episode, as ``SampleRecord.conversations`` has them."""
+        agent = sample.completion.agent
+        return [
+            {
+                "role": one.role,
+                "prompt": self._tokenizer.decode(one.prompt_ids.tolist(), skip_special_tokens=False),
+                "completion": self._tokenizer.decode(one.token_ids.tolist(), skip_special_tokens=False),
+            }
+            | ({"reward": agent.rewards[one.role]} if one.role in agent.rewards else {})
+            for one in (agent.sequences if agent is not None else ())
+        ]
+
     def token_values(self, sample: Sample, values: Mapping[str, np.ndarray]) -> dict[str, list]:
         """Return the response token by token, as ``SampleRecord.tokens`` has it.
 
@@ -296,6 +310,19 @@ def sample_parts(samples: Sequence[Sample]) -> dict[str, str]:
 def verifier_names(samples: Iterable[Sample]) -> list[str]:
     """Return the names of the verifiers that apply to any of the samples, in the order they come up."""
     return list(dict.fromkeys(name for sample in samples for name in sample.reward.parts))
+
+
+def groups_that_teach(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the groups of samples, and True for those in which rewards differ, or those of a role of agents."""
+    rewards = {(sample.group, ""): [] for sample in samples}
+    for sample in samples:
+        rewards[sample.group, ""].append(sample.reward.total)
+        for role, reward in (sample.completion.agent.rewards if sample.completion.agent else {}).items():
+            rewards.setdefault((sample.group, role), []).append(reward)
+    numbers = np.repeat(np.arange(len(rewards)), [len(values) for values in rewards.values()])
+    _, has_signal = groups_with_signal(np.array([one for values in rewards.values() for one in values]), numbers)
+    groups = np.array([group for group, _ in rewards])
+    return np.unique(groups), np.isin(np.unique(groups), groups[has_signal])
 
 
 def reward_matrix(samples: Iterable[Sample], num_samples: int, verifier: str = "") -> np.ndarray:

@@ -1,6 +1,7 @@
 """An agent's sample has several sequences: what goes into rows and comes back, and that they share one advantage."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -10,9 +11,15 @@ from saved_progress import stored
 
 from mindrlhf.config.reward import RewardSection, ToolSection
 from mindrlhf.errors import UserError
+from mindrlhf.observe import report
+from mindrlhf.observe.samples import SampleWriter
+from mindrlhf.observe.viewer import page
+from mindrlhf.rollout.samples import Sampler, groups_that_teach, sample_record
 from mindrlhf.rollout.types import AgentRecord, OwnSequence
 from mindrlhf.training.batch import RowOptions, make_update_batch
 from mindrlhf.training.loop.objective import Objective
+from mindrlhf.training.loop.report import sample_metrics
+from mindrlhf.training.loop.step import StepSamples
 
 
 def ids(*values):
@@ -191,3 +198,45 @@ def test_episodes_that_are_carried_over_come_back_from_a_checkpoint_as_they_were
     found = stored(samples, tmp_path / "step")
     assert [values_of(one) for one in found] == [values_of(one) for one in samples]
     assert found[0].completion.agent.sequences[1].prompt_ids.tolist() == [8, 9]
+
+
+@pytest.mark.parametrize(
+    ("whites", "blacks", "teaches"),
+    [((1.0, 1.0), (0.5, 0.5), False), ((1.0, 0.0), (0.5, 0.5), True), ((1.0, 1.0), (0.5, 0.0), True)],
+    ids=["all the same", "the first role's differ", "the other role's differ"],
+)
+def test_a_group_has_a_signal_when_any_role_has(whites, blacks, teaches):
+    """Seen from the advantages: a group without one has none but zeros."""
+    samples = [of_roles(*both) for both in zip(whites, blacks)]
+    advantages = np.concatenate(rewarding_roles().advantages(samples))
+    assert (np.abs(advantages) > 0).any() == teaches
+    other = [dataclasses.replace(plain(0.0, 4, group=1), group=1), dataclasses.replace(plain(1.0, 4), group=1)]
+    assert [one.tolist() for one in groups_that_teach([*other, *samples])] == [[0, 1], [teaches, True]]
+    assert sample_metrics(samples)["reward/groups_without_signal"] == 1.0 - teaches
+    assert StepSamples(samples, samples).scored().used == samples
+
+
+def test_the_samples_file_report_and_viewer_hold_every_conversation_by_its_role(tmp_path):
+    class Tokens:
+        def decode(self, tokens, skip_special_tokens=True):
+            return "".join(f"<{one}>" for one in tokens)
+
+    sample = of_roles(1.0, -0.5)
+    conversations = Sampler(None, None, Tokens()).conversations(sample)
+    assert conversations == [
+        {"role": "white", "prompt": "<1><2><3>", "completion": "<4><5><7><6>", "reward": 1.0},
+        {"role": "black", "prompt": "<8><9>", "completion": "<10><11>", "reward": -0.5},
+    ]
+    writer = SampleWriter(tmp_path / "samples.jsonl", first_step=1)
+    writer.write([dataclasses.replace(sample_record(one, 1), conversations=Sampler(None, None, Tokens()).conversations(
+        one)) for one in (sample, plain(1.0, 4))])  # fmt: skip
+    writer.close()
+    line, other = (json.loads(text) for text in (tmp_path / "samples.jsonl").read_text().splitlines())
+    assert line["conversations"] == conversations and "conversations" not in other
+    turns = [
+        ("white, reward 1", "<1><2><3>"), ("assistant", "<4><5><7><6>"),
+        ("black, reward -0.5", "<8><9>"), ("assistant", "<10><11>"),
+    ]  # fmt: skip
+    assert report._sample(line)["turns"] == turns
+    row = page._sample_row(line, {}, {})
+    assert row[2] == "\n\n".join(f"{role}:\n{text}" for role, text in turns)

@@ -13,7 +13,7 @@ import mindrlhf
 from mindrlhf.errors import UserError
 from mindrlhf.observe.records import read_jsonl, replace_file
 from mindrlhf.observe.report import SAMPLES_PAGE, content_hash, package_text, shortened, write_report
-from mindrlhf.observe.samples import TOKEN_VALUES
+from mindrlhf.observe.samples import TOKEN_VALUES, conversation_turns
 
 MAX_TEXT = 20_000  # characters of a prompt or completion that the page keeps
 MAX_LINKED_BYTES = 8 << 20  # of samples, up to which a run's end writes the page that its report links to
@@ -93,6 +93,8 @@ def _read_run(run_dir: Path, steps: tuple[int, int]) -> dict[str, Any]:
 def _sample_row(record: dict[str, Any], prompts: dict[str, int], verifiers: dict[str, int]) -> list[Any]:
     """Return a sample as the page takes it; numbers of new prompts and verifiers are added to both dictionaries."""
     completion = record["completion"]
+    if record.get("conversations"):
+        completion = "\n\n".join(f"{role}:\n{text}" for role, text in conversation_turns(record))
     rewards = {verifiers.setdefault(name, len(verifiers)): value for name, value in record["rewards"].items()}
     tokens = record.get("tokens")
     row = [

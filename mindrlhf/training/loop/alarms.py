@@ -3,6 +3,7 @@
 Each is an event of ``guards.jsonl`` and a warning when its condition begins to hold, and a warning when the run ends.
 """
 
+import dataclasses
 import os
 import sys
 from collections import deque
@@ -13,14 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mindrlhf.algorithms.advantages import NO_SIGNAL_RANGE, groups_with_signal
+from mindrlhf.algorithms.advantages import NO_SIGNAL_RANGE
 from mindrlhf.checkpoint.algorithm_state import LearningState
 from mindrlhf.config.reward import REWARD_MODEL_NAME
 from mindrlhf.config.schema import AnyConfig, GrpoConfig
 from mindrlhf.evaluation.heldout import Evaluation, paired
 from mindrlhf.evaluation.statistics import bootstrap_interval
 from mindrlhf.observe.records import ALARM, ALARM_OVER, GUARDS_NAME, JsonlWriter
-from mindrlhf.rollout.samples import Sample, verifier_names
+from mindrlhf.rollout.samples import Sample, groups_that_teach, verifier_names
 
 MIN_STEPS = 5  # or all of a shorter run
 NEAR_ONE = 0.95
@@ -221,13 +222,11 @@ def _no_signal(num_steps: int) -> str:
     )
 
 
-def _has_signal(samples: Iterable[Sample]) -> bool:
+def _has_signal(samples: Sequence[Sample]) -> bool:
     """Return whether rewards differ within a group; where each prompt has one sample, among all."""
-    rewards = np.array([sample.reward.total for sample in samples])
-    groups = np.array([sample.group for sample in samples])
-    if len(np.unique(groups)) == len(groups):
-        groups = np.zeros_like(groups)
-    return bool(groups_with_signal(rewards, groups)[1].any())
+    if len({sample.group for sample in samples}) == len(samples):
+        samples = [dataclasses.replace(sample, group=0) for sample in samples]
+    return bool(groups_that_teach(samples)[1].any())
 
 
 class SlowRewards:

@@ -14,7 +14,15 @@ from mindrlhf.observe.samples import TOKEN_VALUES, SampleRecord
 from mindrlhf.observe.sinks import StepDetails
 from mindrlhf.observe.timing import throughput
 from mindrlhf.rollout.conversations import tool_metrics
-from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, sample_parts, sample_record, verifier_names
+from mindrlhf.rollout.samples import (
+    Sample,
+    Sampler,
+    groups_that_teach,
+    reward_matrix,
+    sample_parts,
+    sample_record,
+    verifier_names,
+)
 from mindrlhf.rollout.stop_strings import stop_string_fraction
 from mindrlhf.training.batch import Batch
 from mindrlhf.training.checkpoints.run import Progress
@@ -62,7 +70,7 @@ class StepReport:
         config, samples, guards = self._config, step.samples, self._observers.guards
         shown = samples.used[: config.observe.num_samples(config.algorithm.num_generations)]
         unscored = [sample for sample in samples.generated if not sample.is_scored][: len(shown)]
-        more = [sample_record(sample, step.number) for sample in unscored]
+        more = [self._sample_record(sample, step) for sample in unscored]
         self._observers.samples.write([*self._sample_records(step, shown), *more])
         self.details = StepDetails(
             rewards=np.array([sample.reward.total for sample in samples.used], np.float64),
@@ -104,8 +112,13 @@ class StepReport:
         parts |= {"weights": weights}
         state.trajectory = self._observers.fingerprint.write(self._progress.step, state.trajectory or "", parts)
 
+    def _sample_record(self, sample: Sample, step: Step) -> SampleRecord:
+        return dataclasses.replace(
+            sample_record(sample, step.number), conversations=self._sampler.conversations(sample)
+        )
+
     def _sample_records(self, step: Step, shown: Sequence[Sample]) -> list[SampleRecord]:
-        records = [sample_record(sample, step.number) for sample in shown]
+        records = [self._sample_record(sample, step) for sample in shown]
         if not self._config.observe.sample_tokens or len(step.train_logprobs) < len(shown):
             return records
         with_tokens = []
@@ -140,6 +153,8 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         np.array([sample.group for sample in scored]),
         {name: reward_matrix(scored, 1, name).ravel() for name in verifier_names(scored)},
     )
+    if "reward/groups_without_signal" in rewards:
+        rewards["reward/groups_without_signal"] = float(np.mean(~groups_that_teach(scored)[1]))  # of each role
     lengths = measure.length_metrics(
         np.array([len(sample.prompt.prompt_ids) for sample in samples]),
         np.array([len(sample.completion.token_ids) for sample in samples]),

@@ -7,8 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from mindrlhf.algorithms.advantages import groups_with_signal
-from mindrlhf.rollout.samples import Sample
+from mindrlhf.rollout.samples import Sample, groups_that_teach
 from mindrlhf.system.records import record
 from mindrlhf.training.batch import Batch, PolicyUpdateResult
 
@@ -55,8 +54,7 @@ class StepSamples:
         unknown |= {group for group, count in members.items() if left[group] < min(count, 2)}
         kept = [sample.is_scored and sample.group not in unknown for sample in self.used]
         used = [sample for sample, is_kept in zip(self.used, kept) if is_kept]
-        rewards = np.array([sample.reward.total for sample in used])
-        groups, has_signal = groups_with_signal(rewards, np.array([sample.group for sample in used]))
+        groups, has_signal = groups_that_teach(used)
         same = {*groups[~has_signal].tolist()}
         return replace(
             self,

@@ -10,15 +10,12 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from mindrlhf.algorithms.advantages import groups_with_signal
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import Prompt, PromptFile
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.evaluation.heldout import HeldOut
 from mindrlhf.observe.timing import StageTimer
-from mindrlhf.rollout.samples import Sample, Sampler
+from mindrlhf.rollout.samples import Sample, Sampler, groups_that_teach
 from mindrlhf.rollout.types import Generator, SamplingParams
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.loop.leftover import with_images, without_images
@@ -267,8 +264,7 @@ def _split(samples: Sequence[Sample]) -> tuple[list[Group], list[Group]]:
 
     The verifiers' rewards decide, before any penalty for length: of two right answers the shorter is no better.
     """
-    rewards = np.array([sample.reward.total for sample in samples], np.float64)
-    numbers, has_signal = groups_with_signal(rewards, np.array([sample.group for sample in samples]))
+    numbers, has_signal = groups_that_teach(samples)
     teaches = dict(zip(numbers.tolist(), has_signal.tolist()))
     groups = _groups(samples)
     return [g for g in groups if teaches[g[0].group]], [g for g in groups if not teaches[g[0].group]]

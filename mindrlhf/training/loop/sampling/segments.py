@@ -24,14 +24,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
 
-import numpy as np
-
-from mindrlhf.algorithms.advantages import groups_with_signal
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.rollout.agents.records import EpisodeUnderWay
 from mindrlhf.rollout.partial import NOTHING, followed_by, start_of_turn
-from mindrlhf.rollout.samples import Sample, derived_seed
+from mindrlhf.rollout.samples import Sample, derived_seed, groups_that_teach
 from mindrlhf.rollout.types import Completion, GenerationRequest
 from mindrlhf.system.progress import counted
 from mindrlhf.system.records import record
@@ -319,5 +316,4 @@ def _result(scored: "Future[Scored] | Scored") -> Scored:
 
 def _teaches(samples: Sequence[Sample]) -> bool:
     """Return whether the verifiers' rewards of a group differ."""
-    rewards = np.array([sample.reward.total for sample in samples], np.float64)
-    return bool(groups_with_signal(rewards, np.zeros(len(samples), np.int64))[1].all())
+    return bool(groups_that_teach(samples)[1].all())
