@@ -22,11 +22,10 @@ from mindrlhf.launch.launch import launch
 
 FOUND_MARK = "mindrlhf-rung:"
 DTYPES = {"cpu": "float32", "ascend": "bfloat16"}  # of a generator: attention on an NPU takes no float32
-# Log-probabilities of vLLM at temperature 1 against transformers in float32, on the same weights: their mean distance,
-# and the largest. Logits are divided by the temperature, and so are their errors. Seen with bfloat16 where operators
-# run on a host: at most 0.012; 0.1 with experts, of which a token that is between two may get the other.
-MEAN_GAPS = {"cpu": 1e-4, "ascend": 0.02}
-LARGEST_GAPS = {"cpu": 1e-4, "ascend": 0.3}
+# Mean distance of vLLM's log-probabilities at temperature 1 from transformers' in float32, on the same weights. Logits
+# are divided by the temperature, and so are their errors. With bfloat16, where operators run on a host: 0.006, and
+# 0.017 with experts, of which a token that is between two may get the other; of the wrong temperature 0.7.
+MEAN_GAPS = {"cpu": 2e-5, "ascend": 0.05}
 LARGEST_ROLLOUT_DIFFS = {"cpu": 1e-4, "ascend": 0.1}  # rollout_diff/mean_abs, in nats
 LARGEST_LOSS_GAPS = {"cpu": 1e-5, "ascend": 0.02}  # relative, against one rank on the CPU
 _MEMORY = re.compile(r"mindrlhf: (asleep|awake): GiB free on each NPU: (.*)")
@@ -316,7 +315,7 @@ class _Server:
             raise RungFailed(f"transformers failed: {_last_line(ended.stderr)}", "install it as docs/install.md says")
         gaps = np.concatenate([np.abs(one.logprobs - json.loads(own)) for one, own in zip(done, said)]) * temperature
         mean, most = float(gaps.mean()), float(gaps.max())
-        if not (mean <= MEAN_GAPS[self._ground.device] and most <= LARGEST_GAPS[self._ground.device]):
+        if not mean <= MEAN_GAPS[self._ground.device]:
             raise RungFailed(
                 f"{self._name}, update {self._version}, temperature {temperature}: vLLM's log-probabilities are "
                 f"{mean / temperature:.3g} from transformers' in the mean, at most {most / temperature:.3g}",
