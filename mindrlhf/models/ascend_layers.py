@@ -55,7 +55,7 @@ class GatedMLP(MLP):
 
     def __init__(self, config, submodules, **options):
         super().__init__(config, submodules, **options)
-        self.cast, self.transpose, self.swiglu = ops.Cast(), ops.Transpose(), Swiglu()
+        self.cast, self.after, self.transpose, self.swiglu = ops.Cast(), ops.Depend(), ops.Transpose(), Swiglu()
         self.gelu = ops.GeLU() if config.hidden_act == "gelu" else None  # by its tanh approximation
         self.in_order = on_each_rank(self._in_order, _first, [self.weight_axes], self.weight_axes)
         self.activate = on_each_rank(self._activate, _half, [self.channel_axes], self.channel_axes)
@@ -71,7 +71,7 @@ class GatedMLP(MLP):
     def _gate_and_up(self, hidden_states):
         if hasattr(self.linear_fc1, "down"):
             return self.linear_fc1(hidden_states)[0]  # an adapter, which brings both products in order
-        weight = self.in_order(self.cast(self.linear_fc1.weight, self.compute_dtype))
+        weight = self.in_order(self.after(self.cast(self.linear_fc1.weight, self.compute_dtype), hidden_states))
         return self.linear_fc1(hidden_states, weight)[0]
 
     def _in_order(self, weight):

@@ -3,6 +3,7 @@
 ``python tests/jobs/test_kernel_budget.py [LAYOUT ...]`` compiles and prints the table, to be put here in place of it.
 """
 
+import dataclasses
 import platform
 import sys
 
@@ -14,9 +15,10 @@ if __name__ == "__main__":
 
 from kernel_counts.compile import compile_kernels
 from kernel_counts.counts import KernelCounts, count_kernels, two_depths
+from kernel_counts.replay import replay
 from layout_matrix import QWEN2, hf_config
 
-from mindrlhf.dryrun.compile.request import GRADIENTS, UPDATE, CompileRequest
+from mindrlhf.dryrun.compile.request import GRADIENTS, LOGPROBS, UPDATE, CompileRequest
 from mindrlhf.dryrun.plan.roofline import DEVICES, of_node
 
 pytestmark = [
@@ -162,6 +164,26 @@ def test_no_number_rises(name):
     risen = {key: (number, allowed.get(key, 0)) for key, number in found.items() if number > allowed.get(key, 0)}
     assert not risen, f"{name}: (now, budget) of {risen}; regenerate the table if it must be"
     assert found["forward"] > 0 and found["backward"] > 0 and found["state"] > 0
+
+
+WIDE = {  # Qwen2.5-7B
+    "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4,
+    "vocab_size": 152064, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cell", [GRADIENTS, LOGPROBS])
+@pytest.mark.parametrize("name", ["dp8", "mp4dp2"])
+def test_no_layer_waits_for_weights_but_the_first(name, cell):
+    """Of four layers of real widths, replayed: a layer whose weights are waited for too early adds 2 ms and more."""
+    shallow = request(name)
+    wide = hf_config(QWEN2, 4, **WIDE)
+    wanted = dataclasses.replace(shallow, hf_config=wide, num_layers=4, seq_length=4096, cell=cell, plan_memory=True)
+    (report,) = compile_kernels([wanted])
+    found = replay(report.kernels, of_node(DEVICES["A2"], 8))
+    assert 0 < found.waits["weights AllGather"] < 5e-3, found.waits
+    for layer in range(1, 4):
+        assert found.begins[layer, "Transpose"] > found.begins[layer - 1, "RmsNorm"], "weights are put in order early"
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kernel_counts.compile import KernelReport, compile_kernels
 from kernel_counts.graph_text import FORWARD, PARTS, PRODUCTS, RECEIVE, SEND, STATE, WEIGHTS, size_bytes
@@ -28,23 +29,15 @@ _COMPILED_STAGES, _COMPILED_MICRO_BATCHES = 2, 2
 _HOST_SYNCS = ("MoveTo", "CopyToHost", "D2HCopy")
 
 
-@dataclass(frozen=True)
-class CollectiveRow:
-    """Collectives that are alike: in a layer, and outside of the layers, of one call.
-
-    Attributes:
-        carries: weights, gradients, activations or state.
-        layer_bytes, other_bytes: of the larger side.
-    """
+class CollectiveRow(NamedTuple):
+    """Collectives that are alike: in a layer, and outside of the layers, of one call."""
 
     op: str
-    carries: str
+    carries: str  # weights, gradients, activations or state
     dtype: str
     num_ranks: int
     layer_count: float
-    layer_bytes: float
     other_count: float
-    other_bytes: float
 
 
 @dataclass(frozen=True)
@@ -55,22 +48,18 @@ class KernelCounts:
         cell: the graph.
         num_micro_batches: of a call, in a pipeline or added up in the graph; kernels of a layer are of one of them,
             those of the optimiser's state of the call.
-        kernels, memory_bytes: of a layer by part of the step, collectives left out of both.
+        kernels: of a layer by part of the step, without collectives.
         state_bytes: read and written for each element of a rank's shards, in a call.
         logit_bytes: read and written for each logit, beside the products.
         weight_casts: casts of a layer's weights by part of the step.
         square_nodes: kernels of a layer with a tensor [.., length, length].
         host_syncs, dynamic_nodes: of a layer: copies that the host waits for, nodes whose shape is known when they run.
-        seconds: of a call with all layers.
-        busy: seconds by cause, without waiting for each other.
-        operations: of the products.
-        planned_bytes: device memory of a call, extrapolated from MindSpore's plans for one and two layers.
+        seconds: of a call with all layers; ``state_seconds`` of its optimiser's.
     """
 
     cell: str
     num_micro_batches: int
     kernels: dict[str, float]
-    memory_bytes: dict[str, float]
     state_bytes: float
     logit_bytes: float
     weight_casts: dict[str, float]
@@ -79,9 +68,7 @@ class KernelCounts:
     dynamic_nodes: float
     collectives: tuple[CollectiveRow, ...]
     seconds: float
-    busy: dict[str, float]
-    operations: float
-    planned_bytes: float
+    state_seconds: float
 
 
 def compile_cell(plan: Plan, cell: str) -> KernelCounts:
@@ -115,9 +102,9 @@ def two_depths(request: CompileRequest) -> list[CompileRequest]:
 
 def _of_pipeline(counts: KernelCounts, stages: int, micro_batches: int) -> KernelCounts:
     """Extend a call to all micro-batches and stages: those before the last fill the pipeline and drain it."""
-    state = counts.busy.get(STATE, 0.0)
     factor = (micro_batches + stages - 1) / counts.num_micro_batches
-    return dataclasses.replace(counts, seconds=state + (counts.seconds - state) * factor)
+    seconds = counts.state_seconds + (counts.seconds - counts.state_seconds) * factor
+    return dataclasses.replace(counts, seconds=seconds)
 
 
 def count_kernels(
@@ -142,8 +129,7 @@ def count_kernels(
         cell=request.cell,
         num_micro_batches=micro_batches,
         kernels={part: (second.kernels[part] - first.kernels[part]) / per_part[part] for part in PARTS},
-        memory_bytes={part: (second.memory[part] - first.memory[part]) / per_part[part] for part in PARTS},
-        state_bytes=(second.memory[STATE] - first.memory[STATE]) / _layer_elements(request),
+        state_bytes=(second.state_bytes - first.state_bytes) / _layer_elements(request),
         logit_bytes=_logit_bytes(one, request),
         weight_casts={
             part: (second.weight_casts[part] - first.weight_casts[part]) / per_part[part]
@@ -155,9 +141,7 @@ def count_kernels(
         dynamic_nodes=(second.dynamic_nodes - first.dynamic_nodes) / micro_batches,
         collectives=tuple(_collective_rows(first, second)),
         seconds=_extend(shallow.seconds, deep.seconds, num_layers),
-        busy={cause: _extend(shallow.busy[cause], deep.busy[cause], num_layers) for cause in sorted(deep.busy)},
-        operations=_extend(shallow.operations, deep.operations, num_layers),
-        planned_bytes=_extend(*(report.planned_memory_bytes for report in timed), num_layers),
+        state_seconds=_extend(shallow.state, deep.state, num_layers),
     )
 
 
@@ -170,11 +154,9 @@ class _Totals:
 
     def __init__(self, report: KernelReport, length: int):
         self.kernels: Counter = Counter()
-        self.memory: Counter = Counter()
         self.weight_casts: Counter = Counter()
         self.collectives: Counter = Counter()
-        self.collective_bytes: Counter = Counter()
-        self.square_nodes = self.host_syncs = self.dynamic_nodes = 0
+        self.square_nodes = self.host_syncs = self.dynamic_nodes = self.state_bytes = 0
         for kernel in report.kernels:
             if kernel.op in (SEND, RECEIVE):
                 continue
@@ -184,10 +166,9 @@ class _Totals:
             if kernel.op in COLLECTIVES:
                 key = kernel.op, kernel.role, (kernel.outputs or kernel.inputs)[0][0], len(kernel.ranks)
                 self.collectives[key] += 1
-                self.collective_bytes[key] += max(size_bytes(kernel.inputs), size_bytes(kernel.outputs))
                 continue
             self.kernels[kernel.part] += 1
-            self.memory[kernel.part] += size_bytes(tensors)
+            self.state_bytes += size_bytes(tensors) if kernel.part == STATE else 0
             self.weight_casts[kernel.part] += kernel.role == WEIGHTS
             # Weights have two axes, and may be square too.
             self.square_nodes += any(len(dims) > 2 and dims[-2:] == (length, length) for _, dims in tensors)
@@ -207,10 +188,7 @@ def _layer_elements(request: CompileRequest) -> int:
 def _collective_rows(one: _Totals, two: _Totals) -> Iterable[CollectiveRow]:
     for key in sorted(two.collectives | one.collectives):
         count = two.collectives[key] - one.collectives[key]
-        size = two.collective_bytes[key] - one.collective_bytes[key]
-        op, carries, dtype, num_ranks = key
-        rest = one.collectives[key] - count, one.collective_bytes[key] - size
-        yield CollectiveRow(op, carries, dtype, num_ranks, count, size, *rest)
+        yield CollectiveRow(*key, count, one.collectives[key] - count)
 
 
 def _logit_bytes(report: KernelReport, request: CompileRequest) -> float:

@@ -46,6 +46,7 @@ _TENSOR = re.compile(r"(\w+)x[A-Za-z0-9_]+\[const vector\]\{([\d, -]*)\}")
 _ATTRIBUTES = re.compile(r"\) (?=\{instance name|primitive_attrs: |cnode_attrs: |cnode_primal_attrs: )")
 _GROUP = re.compile(r'rank_list: \(([\d, ]+)\)|group: "(?:[a-z]+-)?((?:\d+-)+\d+)"')
 _ORDER = re.compile(r"@kernel_graph\d+:([^{]+)\{\[0\]: ValueNode<Primitive> (\w+)")
+_LAYER = re.compile(r"layers\.(\d+)\.|layers-\w*/(\d+)-")
 _PRIMITIVE = re.compile(r"^(PrimFunc|PrimAscend)_")
 
 
@@ -61,6 +62,7 @@ class Kernel:
         inputs, outputs: dtype and dimensions of each tensor; a dimension is -1 where only the run knows it.
         ranks: of a collective's group.
         role: what a collective carries, or that a cast is of a weight.
+        layer: of the decoder, from 0; -1 elsewhere.
     """
 
     op: str
@@ -71,6 +73,7 @@ class Kernel:
     outputs: tuple[tuple[str, tuple[int, ...]], ...] = ()
     ranks: tuple[int, ...] = ()
     role: str = ""
+    layer: int = -1
 
 
 @dataclass(eq=False)
@@ -205,7 +208,7 @@ def _kernels(entries: Iterable, nodes: list[_Node], world_size: int) -> Iterator
             role = _carries(node, weights)
         elif node.op == "Cast" and node.part != STATE and node in weights:
             role = WEIGHTS
-        yield Kernel(node.op, node.part, stream, -1, given, made, ranks, role)
+        yield Kernel(node.op, node.part, stream, -1, given, made, ranks, role, _layer(node, weights))
 
 
 def _listed(row: Mapping, side: str) -> tuple:
@@ -290,6 +293,15 @@ def _carries(node: _Node, weights: set[_Node]) -> str:
             seen.add(user)
             waiting.append(user)
     return GRADIENTS
+
+
+def _layer(node: _Node, weights: set[_Node]) -> int:
+    """The layer of a weight that is gathered or cast, by its name; of others, by where they stand."""
+    value: _Node | str = node
+    while isinstance(value, _Node) and value in weights:
+        value = value.values[0]
+    named = _LAYER.search(value.scope if isinstance(value, _Node) else value)
+    return int(named[1] or named[2]) if named else -1
 
 
 def size_bytes(tensors: Iterable) -> int:

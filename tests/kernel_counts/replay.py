@@ -9,12 +9,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kernel_counts.graph_text import PRODUCTS, RECEIVE, SEND, Kernel, size_bytes
+from kernel_counts.graph_text import PRODUCTS, RECEIVE, SEND, STATE, Kernel, size_bytes
 from mindrlhf.dryrun.compile.request import COLLECTIVES
 from mindrlhf.dryrun.plan.roofline import Device
 
 # FlashAttention's backward pass has five products, the forward pass two (Dao 2023, arXiv:2307.08691, section 3.1).
 _ATTENTION_BACKWARD = 2.5
+_MAIN_STREAM = 0
 
 
 @dataclass
@@ -23,29 +24,36 @@ class Replay:
 
     Attributes:
         seconds: from the first launch to the end of the last stream.
-        busy: of kernels by part of the step, and of collectives by what they carry.
-        operations: floating-point, of products.
+        state: of kernels that update the state.
+        waits: of the main stream, by the collective that it waits for.
+        begins: by layer and operator, what a collective carries before it, when the first one begins.
     """
 
     seconds: float = 0.0
-    busy: Counter = field(default_factory=Counter)
-    operations: float = 0.0
+    state: float = 0.0
+    waits: Counter = field(default_factory=Counter)
+    begins: dict[tuple[int, str], float] = field(default_factory=dict)
 
 
 def replay(kernels: Iterable[Kernel], device: Device) -> Replay:
     """Run through kernels in the order of their launch, each stream at its own pace."""
-    result, sent = Replay(), {}
+    result, sent, last = Replay(), {}, {}
     time: dict[int, float] = defaultdict(float)
     for kernel in kernels:
+        stream = kernel.stream
         if kernel.op == SEND:
-            sent[kernel.event] = time[kernel.stream]
+            sent[kernel.event] = time[stream], last.get(stream, "")
         elif kernel.op == RECEIVE:
-            time[kernel.stream] = max(time[kernel.stream], sent.get(kernel.event, 0.0))
+            until, cause = sent.get(kernel.event, (0.0, ""))
+            if stream == _MAIN_STREAM and until > time[stream]:
+                result.waits[cause] += until - time[stream]
+            time[stream] = max(time[stream], until)
         else:
-            seconds, operations = kernel_seconds(kernel, device)
-            time[kernel.stream] += seconds
-            result.busy[_cause(kernel)] += seconds
-            result.operations += operations
+            seconds, last[stream] = kernel_seconds(kernel, device), _cause(kernel)
+            name = last[stream] if kernel.op in COLLECTIVES else kernel.op
+            result.begins.setdefault((kernel.layer, name), time[stream])
+            time[stream] += seconds
+            result.state += seconds if kernel.part == STATE and kernel.op not in COLLECTIVES else 0.0
     result.seconds = max(time.values(), default=0.0)
     return result
 
@@ -54,13 +62,12 @@ def _cause(kernel: Kernel) -> str:
     return f"{kernel.role} {kernel.op}" if kernel.op in COLLECTIVES else kernel.part
 
 
-def kernel_seconds(kernel: Kernel, device: Device) -> tuple[float, float]:
-    """Return the seconds of a kernel, and its floating-point operations if it is a product."""
+def kernel_seconds(kernel: Kernel, device: Device) -> float:
+    """Return the seconds of a kernel."""
     if kernel.op in COLLECTIVES:
-        return _collective_seconds(kernel, device), 0.0
+        return _collective_seconds(kernel, device)
     seconds = (size_bytes(kernel.inputs) + size_bytes(kernel.outputs)) / device.memory
-    operations = product_operations(kernel)
-    return max(seconds, operations / device.products), operations
+    return max(seconds, product_operations(kernel) / device.products)
 
 
 def _collective_seconds(kernel: Kernel, device: Device) -> float:
