@@ -13,11 +13,13 @@ from mindrlhf.dryrun.plan.memory import MemoryInputs, needs_logprobs
 from mindrlhf.dryrun.plan.parameters import ELEMENT_BYTES, GRADIENT_SUM_BYTES
 
 # What no roofline sees: kernels that are not fused, launches, the host between tokens, the longest response that all
-# wait for, verifiers, sleep and wake, the way of weights between layouts. Published systems on Ascend take 3 to 35
+# wait for, verifiers, sleep and wake, the way of weights between layouts. Published systems on Ascend take up to 34
 # times their roofline; see tests/dryrun/plan/test_roofline.py.
 UNSEEN = 40.0
 # Averages that are assumed: of the longest response and the longest prompt that the config allows.
 RESPONSE_SHARE, PROMPT_SHARE = 0.25, 0.5
+# Of a token, the kernel of top-p on an NPU at least: issues 13842 and 12232 of vllm-ascend, 19 to 27 ms.
+_TOP_P_SECONDS = 0.019
 # AdamW reads a weight, a gradient and two moments, and writes all but the gradient.
 _STATE_BYTES = 7 * 4
 
@@ -114,13 +116,20 @@ def roofline(inputs: MemoryInputs, num_active: int, device: Device) -> StepSecon
 
 
 def _sampling(inputs: MemoryInputs, num_active: int, device: Device, prompt: float, response: float) -> float:
-    """Seconds in which a server decodes its samples: a step reads the weights, and keys and values of each sequence."""
-    rollout, context = inputs.rollout, prompt + response / 2
+    """Seconds in which a server decodes its samples.
+
+    A token reads the weights, and keys and values of each sequence; attention and MLP of each layer are summed over the
+    server's devices (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
+    """
+    rollout, context, tensor = inputs.rollout, prompt + response / 2, inputs.config.rollout.tensor_parallel
     num_samples = inputs.batch.num_samples_per_replica
     slots = max(1, min(rollout.max_num_seqs, int(rollout.num_cached_tokens / context), num_samples))
-    products = 2 * num_active / inputs.config.rollout.tensor_parallel / device.products
-    step = max((rollout.weights + slots * rollout.kv_token * context) / device.memory, slots * products)
-    prompts = num_samples / inputs.config.algorithm.num_generations * prompt * products
+    hidden = sum(layer.hidden for layer in inputs.widths) * ELEMENT_BYTES[inputs.config.rollout.dtype]
+    sums = 2 * hidden * 2 * (tensor - 1) / tensor / device.exchange_rate(range(tensor))
+    products = 2 * num_active / tensor / device.products
+    read = (rollout.weights + slots * rollout.kv_token * context) / device.memory
+    step = max(read, slots * products) + slots * sums + _TOP_P_SECONDS * (inputs.config.rollout.top_p < 1)
+    prompts = num_samples / inputs.config.algorithm.num_generations * prompt * (products + sums)
     return num_samples / slots * response * step + prompts
 
 
@@ -133,10 +142,7 @@ def _training(inputs: MemoryInputs, num_active: int, device: Device) -> tuple[fl
     layout, batch, config = inputs.layout, inputs.batch, inputs.config
     micro_batches = batch.num_pipeline_micro_batches
     most_layers = max(len(inputs.stage_layers(stage)) for stage in range(layout.pipeline_stage))
-    share = most_layers / len(inputs.widths) / layout.model_parallel
-    # Causal attention computes half of the square.
-    attention = sum(layer.query + layer.context for layer in inputs.widths) * batch.row_length
-    one_pass = inputs.num_tokens * (2 * num_active + attention) * share / device.products
+    one_pass = inputs.num_tokens * _stage_operations(inputs, num_active) / layout.model_parallel / device.products
     exchange = most_layers * _layer_exchange(inputs, device)
     again = sum(map(inputs.recomputes, range(len(inputs.widths)))) / len(inputs.widths)
     runs = batch.num_micro_batches_per_rank * (micro_batches + layout.pipeline_stage - 1)
@@ -147,6 +153,19 @@ def _training(inputs: MemoryInputs, num_active: int, device: Device) -> tuple[fl
     update = runs * ((3 + again) * one_pass + (2 + again) * exchange)
     update += batch.num_micro_batches_per_rank * gathered + num_reductions * reduced
     return forward, update + elements * _STATE_BYTES / device.memory
+
+
+def _stage_operations(inputs: MemoryInputs, num_active: int) -> float:
+    """Operations of a token in the products of the fullest pipeline stage; the last one has the head, one the layers.
+
+    Looking up an embedding is no product.
+    """
+    head = inputs.dims.vocab_size * inputs.dims.hidden_size
+    layers = 2 * (num_active - head * (1 if inputs.dims.tied else 2))
+    # Causal attention computes half of the square.
+    layers += sum(layer.query + layer.context for layer in inputs.widths) * inputs.batch.row_length
+    counts = [len(inputs.stage_layers(stage)) for stage in range(inputs.layout.pipeline_stage)]
+    return max(layers / len(inputs.widths) * max(counts), layers / len(inputs.widths) * counts[-1] + 2 * head)
 
 
 def _layer_exchange(inputs: MemoryInputs, device: Device) -> float:

@@ -39,8 +39,8 @@ def _time_lines(times: StepSeconds) -> list[str]:
         *columns([*rows, ("~ step", f"{times.seconds:.1f} s")], "<>"),
         *wrap(
             f"~ {low:,.0f} to {high:,.0f} tokens/s/NPU of prompts and responses: an estimate. The seconds are a "
-            f"roofline, which no run reaches. Published runs on Ascend took 3 to 35 times theirs, so the range goes to "
-            f"{UNSEEN:.0f} times. Responses are taken as {RESPONSE_SHARE:.0%} of the longest allowed, prompts as "
+            f"roofline, which no run reaches. Published runs on Ascend took up to 34 times theirs, so the range goes "
+            f"to {UNSEEN:.0f} times. Responses are taken as {RESPONSE_SHARE:.0%} of the longest allowed, prompts as "
             f"{PROMPT_SHARE:.0%}."
         ),
     ]
