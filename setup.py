@@ -108,7 +108,7 @@ setup(
     license="Apache-2.0",
     packages=find_packages(include=["mindrlhf", "mindrlhf.*"]),
     package_data={"mindrlhf": ["rewards/answers/*.json", "**/*.jinja", "**/*.html", "**/*.js", "**/*.css"]},
-    python_requires=">=3.10,<3.12",
+    python_requires=">=3.10,<3.13",
     install_requires=CORE,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["mindrlhf=mindrlhf.cli:main"]},

@@ -1,14 +1,21 @@
 # MindRLHF on CPUs: both environments, as scripts/setup.sh makes them.
 #   docker build -f docker/cpu.Dockerfile -t mindrlhf:cpu .
 #   docker run --rm -it --shm-size=8g mindrlhf:cpu bash scripts/quickstart.sh
-FROM python:3.11-slim-bookworm
+FROM python:3.12-slim-bookworm
 
 # msrun looks at ports and processes; vLLM's CPU kernels need libnuma and OpenMP, MindSpore OpenMP.
 RUN apt-get update && apt-get install -y --no-install-recommends iproute2 procps libgomp1 libnuma1 git \
-    && rm -rf /var/lib/apt/lists/*
+    && rm -rf /var/lib/apt/lists/* && useradd --create-home trainer
 
+# The environments before the code, so that a change of code makes them not anew.
 WORKDIR /workspace/mindrlhf
-COPY . .
-RUN bash scripts/setup.sh && rm -rf ~/.cache/pip
+RUN chown trainer /workspace/mindrlhf
+USER trainer
+ENV PIP_DEFAULT_TIMEOUT=15 PIP_RETRIES=2 PIP_NO_CACHE_DIR=1
+COPY --chown=trainer setup.py ./
+COPY --chown=trainer scripts/setup.sh scripts/
+COPY --chown=trainer mindrlhf/__init__.py mindrlhf/
+RUN bash scripts/setup.sh
+COPY --chown=trainer . .
 ENV PATH=/workspace/mindrlhf/.venv/bin:$PATH
 CMD ["mindrlhf", "doctor"]

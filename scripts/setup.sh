@@ -20,7 +20,7 @@ usage() {
 Usage: bash scripts/setup.sh [--train-only | --rollout-only]
   --train-only    make .venv only
   --rollout-only  make .venv-rollout only
-PYTHON=/path/to/python3.11 chooses the interpreter: 3.11, or 3.10 with --train-only (vLLM needs 3.11).
+PYTHON=/path/to/python3.12 chooses the interpreter: 3.11, 3.12, or 3.10 with --train-only (vLLM needs 3.11).
 USAGE
 }
 
@@ -55,29 +55,29 @@ readonly TRAIN_LOG="$ROOT/.setup-train.log" ROLLOUT_LOG="$ROOT/.setup-rollout.lo
 unset PYTHONPATH PYTHONHOME VIRTUAL_ENV
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
-# Tested up to 3.11; vLLM has wheels from 3.11 on.
+# Tested up to 3.12; vLLM has wheels from 3.11 on.
 oldest_minor=11
 ((want_rollout)) || oldest_minor=10
 
 is_supported() {
-  "$1" -c 'import sys; sys.exit(not (3, int(sys.argv[1])) <= sys.version_info[:2] <= (3, 11))' "$oldest_minor" \
+  "$1" -c 'import sys; sys.exit(not (3, int(sys.argv[1])) <= sys.version_info[:2] <= (3, 12))' "$oldest_minor" \
     >/dev/null 2>&1
 }
 
 find_python() {
   local candidate
   if [[ -n "${PYTHON:-}" ]]; then
-    is_supported "$PYTHON" || fail "PYTHON=$PYTHON is not a working Python 3.11"
+    is_supported "$PYTHON" || fail "PYTHON=$PYTHON is not a working Python 3.11 or 3.12"
     printf '%s\n' "$PYTHON"
     return
   fi
-  for candidate in python3.11 python3 python3.10; do
+  for candidate in python3.11 python3.12 python3 python3.10; do
     if is_supported "$candidate"; then
       printf '%s\n' "$candidate"
       return
     fi
   done
-  fail "no Python 3.11 was found; install it or name it: PYTHON=/path/to/python3.11 bash scripts/setup.sh"
+  fail "no Python 3.11 or 3.12 was found; install one or name it: PYTHON=/path/to/python3.12 bash scripts/setup.sh"
 }
 
 # progress_of LOG DIR...: what pip does, as its log says it, which of how many files it is, and how large the
@@ -165,7 +165,7 @@ setup_train() {
   make_venv .venv "$TRAIN_LOG"
   run "$TRAIN_LOG" .venv/bin/python -m pip install -e ".[cpu,dev,debug]"
   run "$TRAIN_LOG" .venv/bin/python -m pip install --no-deps "$MINDFORMERS"
-  run "$TRAIN_LOG" .venv/bin/mindrlhf --version
+  run "$TRAIN_LOG" .venv/bin/python -c "import mindrlhf"
   write_stamp .venv "$stamp"
   say ".venv is ready after $((SECONDS - started)) s"
 }

