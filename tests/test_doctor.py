@@ -97,7 +97,7 @@ def test_the_training_probe_really_asks_an_interpreter(tmp_path):
 @pytest.mark.parametrize(
     "change, name, status, finding",
     [
-        ({"python": [3, 12, 1]}, "python", "error", "3.12.1"),
+        ({"python": [3, 13, 1]}, "python", "error", "3.13.1"),
         ({"versions": TRAINING["versions"] | {"mindspore": "2.9.0"}}, "mindspore", "warning", "2.10.0 is tested"),
         ({"versions": {"mindspore": "2.10.0", "mindformers": "2.0.0"}}, "other packages", "error", "math-verify numpy"),
         ({"failure": "OSError: libgomp.so.1\nnot found"}, "import mindspore", "error", "libgomp.so.1 not found"),

@@ -23,7 +23,8 @@ def test_the_quickstart_has_the_same_weights_on_the_newer_platform(tmp_path, rol
     call(newer, "-m", "pip", "install", "--quiet", "--no-deps", "mindformers==2.1.0")
     assert "(3, 12)" in call(newer, "-c", "import sys; print(sys.version_info[:2])")
     call("bash", ROOT / "examples" / "quickstart" / "make_data.sh", cwd=ROOT)
-    config = ("examples/quickstart/config.yaml", "--workers", "2", "run.max_steps=2", "evaluation.before_training=false")
+    keys = ("run.max_steps=2", "evaluation.before_training=false")
+    config = ("examples/quickstart/config.yaml", "--workers", "2", *keys)
     weights = []
     for name, interpreter in (("older", ROOT / ".venv" / "bin" / "python"), ("newer", newer)):
         output = (f"run.output_dir={tmp_path / name}", f"rollout.python={rollout_python}")
