@@ -47,11 +47,11 @@ MOST = {
     "mindrlhf/specs": 2167,
     "mindrlhf/system": 2494,
     "mindrlhf/tools": 2408,
-    "mindrlhf/training": 10512,
+    "mindrlhf/training": 10564,
     "mindrlhf/weights": 4221,
-    "tests": 73098,
+    "tests": 73172,
     "scripts": 1996,
-    "docs": 31974,
+    "docs": 32006,
 }
 # Modules of these are found by the name of their file.
 FOUND_BY_NAME = tuple(

@@ -270,3 +270,28 @@ def test_memory_is_estimated_by_the_sizes_of_the_model(config):
     heads = json.loads((Path(config.model.path) / "config.json").read_text())["num_attention_heads"]
     assert rows == 4 * 4 * (128 * (320 + 2 * heads * 128) - 64 * (320 + 2 * heads * 64))
     assert re.fullmatch(r"about \d+\.\d GiB of memory: a trainer .*, a server .*, shared weights .*", str(whole))
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "words"),
+    [
+        ("import no_such_package\ndef f(completion, answer): return 1.0", 2, "does not load: ModuleNotFoundError"),
+        ("def f(prompts, completions, **kw): return [1.0]", 2, "cannot be called as"),  # as TRL calls it
+        ("def f(completion): return 1.0", 2, "too many positional arguments"),
+        ("def f(completions, answer, **kw): return [1.0]", 2, "cannot be called as"),
+        ("def f(completion, answer): return 'good'", 2, "returned 'good', which is no finite number"),
+        ("def f(completion, answer): return float('nan')", 2, "returned nan, which is no finite number"),
+        ("import os\ndef f(completion, answer): os._exit(3)", 0, "f: worker died: exit code 3"),
+        ("def f(completion, answer): return completion.split('<answer>')[1]", 0, "f: IndexError"),
+        ("def f(completion, answer): return completion == answer", 0, ""),
+        ("def f(completion, answer, *, turn_texts): return [0.5 for _ in turn_texts]", 0, ""),
+    ],
+)
+def test_reward_functions_are_called_once(contents, tmp_path, capsys, source, code, words):
+    (tmp_path / "reward.py").write_text(source)
+    contents["train"]["reward"] = {"verifier_function": f"{tmp_path / 'reward.py'}:f"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(contents["train"]))
+    assert main(["config", "check", str(tmp_path / "config.yaml")]) == code
+    said = capsys.readouterr()
+    line = said.err if code else next((line for line in said.out.splitlines() if line.startswith("called with")), "")
+    assert words in line and bool(line) == bool(words)

@@ -7,15 +7,20 @@ from pathlib import Path
 
 from mindrlhf.checkpoint.store import check_space
 from mindrlhf.config.load import read_config
+from mindrlhf.config.reward import RewardSection
 from mindrlhf.config.schema import AnyConfig, GrpoConfig
-from mindrlhf.errors import Mistakes, UserError
+from mindrlhf.errors import Mistakes, RunFailure, UserError
 from mindrlhf.launch.machine import check_launcher, check_ranks, has_npus
 from mindrlhf.observe.trackers import check_trackers
+from mindrlhf.rewards.pool import RewardPool
+from mindrlhf.rewards.registry import part_name
+from mindrlhf.rewards.selection import Selection
+from mindrlhf.rewards.types import RewardInput
 from mindrlhf.rollout.replicas import find_rollout_python
 from mindrlhf.rollout.vllm_options import check_python
 from mindrlhf.system.run_lock import refuse_held
 from mindrlhf.system.sizes import format_size
-from mindrlhf.training.preflight import check_grpo_inputs, check_offline_inputs, check_sandbox
+from mindrlhf.training.preflight import RunInputs, check_grpo_inputs, check_offline_inputs, check_sandbox
 from mindrlhf.training.preflight.facts import HostMemory, checkpoint_bytes, grpo_outlook, host_memory
 from mindrlhf.training.preflight.features import check_elastic
 from mindrlhf.training.preflight.output import check_no_file, refuse_taken, resumes, save_dir, too_short
@@ -82,7 +87,7 @@ def check_run(
     with contextlib.suppress(UserError):  # it raises what it has noted
         if isinstance(config, GrpoConfig):
             inputs = check_grpo_inputs(config, num_ranks, mistakes, num_nodes=num_nodes)
-            remarks = (too_short(config, inputs.num_steps),)
+            remarks = (too_short(config, inputs.num_steps), _called(config, inputs, mistakes, node))
             outlook = (*grpo_outlook(config, inputs), *filter(None, remarks))
             if config.run.device == "cpu":
                 memory = host_memory(config, inputs.row_lengths[-1], inputs.max_model_len, num_ranks)
@@ -108,6 +113,53 @@ def check_run(
         remarks += (obstacles.check(_check_room, config),) if not mistakes.messages else ()
     remarks = tuple(filter(None, remarks))
     return CheckedRun(config, mistakes, obstacles, remarks, memory, outlook)
+
+
+def _called(config: GrpoConfig, inputs: RunInputs, mistakes: Mistakes, node: int) -> str | None:
+    """Call the reward functions where the run will call them: of another machine nothing is said here."""
+    judged = mistakes if node == 0 and not _is_prepared(config) else Mistakes()
+    return judged.check(_call_verifiers, config.reward, inputs)
+
+
+def _call_verifiers(reward: RewardSection, inputs: RunInputs) -> str:
+    """Load the user's reward functions as the run does and call each once, with an answer of the data as response.
+
+    Returns:
+        A line where one raised or took too long, which such a response may well cause; "" otherwise.
+
+    Raises:
+        UserError: one does not load, cannot be called, or returns no number.
+    """
+    names = tuple(name for name in reward.verifier_function if ":" in name)
+    if not names:
+        return ""
+    parts = {part_name(name) for name in names}
+    options = {name: text for name, text in reward.options.items() if part_name(name.rpartition(".")[0]) in parts}
+    (record,) = inputs.prompts.read([0])
+    texts, prompt = (record.answer,), inputs.tokenizer.decode(record.prompt_ids.tolist(), skip_special_tokens=False)
+    sample = RewardInput(
+        0,
+        record.answer,
+        record.answer,
+        prompt,
+        completions=texts,
+        turn_texts=texts,
+        token_texts=texts,
+        extra=record.extra,
+    )
+    try:
+        selection = Selection(names, (1.0,) * len(names), options=options)
+        with RewardPool(selection, 1, reward.timeout_s, memory_limit_mib=reward.memory_limit_mib) as pool:
+            (result,) = pool.score([sample])
+    except RunFailure as failure:
+        raise UserError(str(failure)) from None
+    for name, reason in result.failures.items():
+        if reason.startswith("returned "):
+            raise UserError(f"verifier '{name}' {reason}: a reward function returns a float")
+    failed = [f"{name}: {reason}" for name, reason in result.failures.items()] + [result.unscored] * bool(
+        result.unscored
+    )
+    return f"called with the answer of the first prompt as response, {'; '.join(failed)}" if failed else ""
 
 
 def _is_prepared(config: AnyConfig) -> bool:
