@@ -264,6 +264,8 @@ def reason_to_stay(reward: "RewardSection") -> str:
 
 def _read_outcome(outcome: Any) -> tuple[float, str]:
     """Return the reward that a worker has sent, or why there is none."""
+    if isinstance(outcome, float) and abs(outcome) <= MAX_MAGNITUDE:
+        return outcome, ""
     if isinstance(outcome, dict):
         return 0.0, str(outcome.get("failed") or outcome.get("died") or "no reward")
     try:

@@ -11,7 +11,7 @@ import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -105,7 +105,7 @@ class WorkerPool:
             self.close()
             raise
 
-    def submit(self, items: Iterable[tuple[int, Sequence[int], Any]], label: str) -> None:
+    def submit(self, items: Iterable[tuple[int, list[int], Any]], label: str) -> None:
         """Queue items: their numbers, steps, and what the worker gets. ``label`` is their name in timelines.
 
         Raises what has ended the pool.

@@ -63,7 +63,7 @@ class Task:
     """An item on its way through a pool, and its steps that have ended a worker so far."""
 
     number: int
-    steps: Sequence[int]  # that are to be done
+    steps: list[int]  # that are to be done
     item: str  # as JSON
     label: str  # in timelines
     failures: dict[int, str] = field(default_factory=dict)  # reason, by step
@@ -76,7 +76,7 @@ class Task:
 
     @property
     def open_steps(self) -> list[int]:
-        return [step for step in self.steps if step not in self.failures]
+        return [step for step in self.steps if step not in self.failures] if self.failures else self.steps
 
     def text(self) -> str:
         """Return what a worker is told of it, as JSON."""
@@ -84,6 +84,8 @@ class Task:
 
     def outcomes(self, done: Sequence[Any] = ()) -> list[Any]:
         """Return the outcome of each step, from those of the open ones in order."""
+        if not self.failures:
+            return list(done)
         rest = iter(done)
         return [{"died": self.failures[step]} if step in self.failures else next(rest) for step in self.steps]
 
