@@ -134,7 +134,7 @@ def _parameters(verifier: str) -> Mapping[str, Parameter]:
     from pathlib import Path
 
     from mindrlhf.rewards.registry import built_in
-    from mindrlhf.sandbox.signatures import declared_signature
+    from mindrlhf.sandbox.user_files import declared_signature
 
     path, colon, name = verifier.rpartition(":")
     found = declared_signature(Path(path), name) if colon else signature(built_in(name))

@@ -14,12 +14,9 @@ Built-in verifiers are the functions marked with ``@register`` in the modules of
 """
 
 import importlib
-import importlib.util
 import inspect
 import math
-import os
 import pkgutil
-import sys
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,19 +25,16 @@ from typing import Any
 
 from mindrlhf.data.handlers import SAMPLE_NAMES
 from mindrlhf.errors import UserError
-from mindrlhf.sandbox.signatures import declared_signature
+from mindrlhf.sandbox.user_files import declared_signature, load_named
 
 COMPLETIONS = "completions"
 # What only those get that name it: it is large, or not there in most runs.
 STEP_TEXTS = ("turn_texts", "token_texts")
 _BY_NAME = frozenset({COMPLETIONS, "episode_return", *STEP_TEXTS})
-_NEED_ANSWER = frozenset({
-    "acc_for_dapo", "accuracy_reward", "base_acc", "code_execution", "knights_and_knaves", "math_17k_acc",
-    "qwen_accuracy_reward", "reasoning_gym_score", "strict_format",
-})  # fmt: skip
 CONTEXT_KEYWORDS = tuple(name for name in SAMPLE_NAMES if name not in ("completion", "answer"))
 
 _registered: dict[str, Callable[..., float]] = {}
+_comparing: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -94,6 +88,12 @@ def register(function: Callable[..., float]) -> Callable[..., float]:
     return function
 
 
+def register_comparing(function: Callable[..., float]) -> Callable[..., float]:
+    """Decorator: as ``register``, for a verifier that has nothing to go by without an answer."""
+    _comparing.add(function.__name__)
+    return register(function)
+
+
 def built_in_names() -> list[str]:
     """The names of all built-in verifiers, sorted."""
     from mindrlhf.rewards import verifiers
@@ -145,7 +145,7 @@ def resolve(specification: str, options: Mapping[str, str] | None = None) -> Ver
     """
     check(specification)
     path, colon, name = specification.rpartition(":")
-    function = _load_function(Path(path), name) if colon else _registered[specification]
+    function = load_named(Path(path), name, "verifier") if colon else _registered[specification]
     values = parse_options(specification, function, options or {})
     return Verifier(name, function, _reads(specification, function, values), values)
 
@@ -262,30 +262,6 @@ def _option_value(specification: str, parameter: inspect.Parameter, text: str) -
     return value
 
 
-def _load_function(path: Path, name: str) -> Callable[..., float]:
-    module_name = f"mindrlhf_user_verifier_{abs(hash(path.resolve()))}"
-    module = sys.modules.get(module_name)
-    if module is None:
-        specification = importlib.util.spec_from_file_location(module_name, path)
-        if specification is None:
-            raise UserError(f"verifier file {path} is not a Python file: its name must end in .py")
-        module = importlib.util.module_from_spec(specification)
-        # Dataclasses and the like look their module up while it is being executed.
-        sys.modules[module_name] = module
-        # Last, so that a helper beside the user's file or in the working directory is found but shadows nothing.
-        sys.path.extend([str(path.resolve().parent), os.getcwd()])
-        try:
-            specification.loader.exec_module(module)
-        except BaseException as error:
-            del sys.modules[module_name]
-            raise UserError(f"verifier file {path} does not load: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        defined = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
-        raise UserError(f"verifier file {path} has no function '{name}'; it has {', '.join(defined) or 'none'}")
-    return function
-
-
 def _reads(specification: str, function: Callable[..., float], options: Mapping[str, Any]) -> Reads:
     signature = inspect.signature(function)
     reads = reads_of(signature, options, is_built_in=":" not in specification)
@@ -329,7 +305,7 @@ def declared_reads(specification: str, options: Container[str]) -> Reads | None:
 
 def needs_answer(name: str) -> bool:
     """Return whether a built-in verifier has nothing to go by without an answer."""
-    return name in _NEED_ANSWER
+    return name in built_in_names() and name in _comparing
 
 
 def check_columns(specification: str, reads: Reads, columns: Collection[str], where: str) -> None:

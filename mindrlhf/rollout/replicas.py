@@ -14,8 +14,8 @@ from mindrlhf.errors import RunFailure
 from mindrlhf.rollout.types import Completion, GenerationRequest, Generator, SamplingParams
 from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions, cpu_cache_gib, devices_of, reserved_bytes
+from mindrlhf.sandbox.user_files import find_engine
 from mindrlhf.system import heartbeat
-from mindrlhf.tools.loading import find_engine
 
 
 class WeightsReplaced(RunFailure):

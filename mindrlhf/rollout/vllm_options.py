@@ -71,7 +71,7 @@ class VllmOptions:
     added last to the server's environment. ``profile_dir`` is where vLLM's profiler writes; "" leaves it out.
     ``tokenizer_dir`` is where stop strings are decoded from; "" when there are none. ``engine_args`` are vLLM's, added
     last. ``engine`` is "vllm", or the
-    absolute path and class of another (:func:`mindrlhf.tools.loading.find_engine`).
+    absolute path and class of another (:func:`mindrlhf.sandbox.user_files.find_engine`).
     """
 
     python: str

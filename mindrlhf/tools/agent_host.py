@@ -33,6 +33,7 @@ from typing import Any, NoReturn
 
 from mindrlhf.errors import Unavailable, UserError
 from mindrlhf.sandbox.limits import landlock, namespaces
+from mindrlhf.sandbox.user_files import load_named
 from mindrlhf.system.processes import (
     adopt_orphans,
     descendants,
@@ -41,7 +42,6 @@ from mindrlhf.system.processes import (
     refuse_new_rights,
     signal_all,
 )
-from mindrlhf.tools.loading import load_named
 
 MAX_RESULT_BYTES = 64 << 10
 MAX_ERROR_BYTES = 1000

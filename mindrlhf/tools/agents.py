@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mindrlhf.errors import UserError
-from mindrlhf.sandbox.signatures import declared_signature
+from mindrlhf.sandbox.user_files import declared_signature
 from mindrlhf.system.child import Child, inherited
 
 BACKLOG = 1024  # of what many agents call at once; asyncio takes 100, whatever the socket had

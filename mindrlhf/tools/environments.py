@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mindrlhf.errors import Unavailable, UserError
-from mindrlhf.sandbox.signatures import declared_signature
-from mindrlhf.tools.loading import load_named
+from mindrlhf.sandbox.user_files import declared_signature, load_named
 
 PREFIX = "environment:"  # of what tool processes are told
 # Package -> the module and the class that tell its environments in words.

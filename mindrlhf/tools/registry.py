@@ -17,10 +17,10 @@ from mindrlhf.errors import UserError
 from mindrlhf.sandbox.run import SandboxLimits, run_python
 from mindrlhf.sandbox.server import shared_server
 from mindrlhf.sandbox.time_limit import remaining_s
+from mindrlhf.sandbox.user_files import load_named
 from mindrlhf.tools.arithmetic import calculate
 from mindrlhf.tools.environments import PREFIX as ENVIRONMENT_PREFIX
 from mindrlhf.tools.environments import check_environment, episode_tools
-from mindrlhf.tools.loading import load_named
 from mindrlhf.tools.mcp import PREFIX, Server, ServerTool, check_command
 
 Tool = Callable[..., Any]

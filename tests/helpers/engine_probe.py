@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mindrlhf.tools.loading import load_named
+from mindrlhf.sandbox.user_files import load_named
 
 PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": [7], "stop": []}
 SETTINGS = {"plain": {}, "warm": {"temperature": 0.7}, "few": {"top_k": 3}, "most": {"top_p": 0.6}}

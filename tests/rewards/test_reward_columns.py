@@ -12,7 +12,7 @@ from mindrlhf.rewards.lint import lint
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rewards.types import RewardInput, RewardResult
-from mindrlhf.sandbox.signatures import declared_signature
+from mindrlhf.sandbox.user_files import declared_signature
 
 FUNCTIONS = """
 import functools

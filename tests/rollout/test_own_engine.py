@@ -9,7 +9,7 @@ from tiny_models import tiny_model
 
 from mindrlhf.config.load import load_grpo_config
 from mindrlhf.errors import UserError
-from mindrlhf.tools.loading import find_engine
+from mindrlhf.sandbox.user_files import find_engine
 
 ROOT = Path(__file__).parents[2]
 PATH = f"{ROOT}/examples/engine/transformers_engine.py:TransformersEngine"

@@ -1,10 +1,10 @@
 """The math verifier: is the final answer right?"""
 
 from mindrlhf.rewards.answers.grading import answers_right
-from mindrlhf.rewards.registry import register
+from mindrlhf.rewards.registry import register_comparing
 
 
-@register
+@register_comparing
 def accuracy_reward(
     completion: str,
     answer: str,

@@ -2,11 +2,11 @@
 
 from mindrlhf.rewards.answers.extraction import behind_thoughts, boxed_answer, own_words
 from mindrlhf.rewards.answers.grading import is_correct
-from mindrlhf.rewards.registry import register
+from mindrlhf.rewards.registry import register_comparing
 from mindrlhf.rewards.verifiers.strict_format import strict_format
 
 
-@register
+@register_comparing
 def base_acc(completion: str, answer: str, *, prompt: str = "", tolerance: float = 0.0) -> float:
     """1 if the completion has the ``strict_format`` and its box equals ``answer``, else 0.
 

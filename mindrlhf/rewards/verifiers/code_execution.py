@@ -5,7 +5,7 @@ import textwrap
 
 from mindrlhf.errors import Unavailable
 from mindrlhf.rewards.answers.extraction import behind_thoughts
-from mindrlhf.rewards.registry import register
+from mindrlhf.rewards.registry import register_comparing
 from mindrlhf.sandbox import time_limit
 from mindrlhf.sandbox.code_tests.unit_tests import UnitTests
 from mindrlhf.sandbox.run import SandboxLimits
@@ -20,7 +20,7 @@ _BLOCK = re.compile(
 _DEFINED = re.compile(r"^(?:async def|def|class)[ \t]+(\w+)", re.MULTILINE)
 
 
-@register
+@register_comparing
 def code_execution(
     completion: str,
     answer: str,

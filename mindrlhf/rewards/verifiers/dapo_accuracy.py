@@ -3,13 +3,13 @@
 from mindrlhf.rewards.answers.extraction import answer_line, behind_thoughts, own_words
 from mindrlhf.rewards.answers.grading import is_correct
 from mindrlhf.rewards.answers.spelling import without_end_tokens
-from mindrlhf.rewards.registry import register
+from mindrlhf.rewards.registry import register_comparing
 
 # In the reference implementation too; it keeps answers in the middle of the reasoning from counting.
 MAX_TAIL_CHARS = 300
 
 
-@register
+@register_comparing
 def acc_for_dapo(completion: str, answer: str, *, prompt: str = "", tolerance: float = 0.0) -> float:
     """1 if the last ``Answer: ...`` in the last 300 characters equals ``answer``, else -1.
 

@@ -4,7 +4,7 @@ import re
 
 from mindrlhf.rewards.answers.extraction import behind_thoughts, own_words
 from mindrlhf.rewards.answers.prose import denies
-from mindrlhf.rewards.registry import register
+from mindrlhf.rewards.registry import register_comparing
 
 # No solution is longer; thousands of statements would only hide the right ones among wrong ones.
 MAX_SOLUTION_CHARS = 5000
@@ -17,7 +17,7 @@ _UNDECIDED = re.compile(
 _STATEMENT = re.compile(r"\b(\w+)\s+is\s+(?:an?\s+)?(knight|knave)\b", re.IGNORECASE)
 
 
-@register
+@register_comparing
 def knights_and_knaves(completion: str, answer: str, *, prompt: str = "") -> float:
     """1 if the completion's solution names every islander of ``answer``, and nobody else, with the right role; else 0.
 

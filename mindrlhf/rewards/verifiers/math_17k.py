@@ -2,10 +2,10 @@
 
 from mindrlhf.rewards.answers.extraction import answer_line, behind_thoughts, boxed_answer, has_box, own_words
 from mindrlhf.rewards.answers.grading import is_correct
-from mindrlhf.rewards.registry import register
+from mindrlhf.rewards.registry import register_comparing
 
 
-@register
+@register_comparing
 def math_17k_acc(completion: str, answer: str, *, prompt: str = "", tolerance: float = 0.0) -> float:
     """1 if the last ``\\boxed{...}``, or without one the last ``Answer: ...``, equals ``answer``; else 0.
 

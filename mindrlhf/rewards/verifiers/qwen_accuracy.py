@@ -2,10 +2,10 @@
 
 from mindrlhf.rewards.answers.extraction import behind_thoughts, boxed_answer, own_words
 from mindrlhf.rewards.answers.grading import is_correct
-from mindrlhf.rewards.registry import register
+from mindrlhf.rewards.registry import register_comparing
 
 
-@register
+@register_comparing
 def qwen_accuracy_reward(completion: str, answer: str, *, prompt: str = "", tolerance: float = 0.0) -> float:
     """1 if the content of the last ``\\boxed{...}`` equals ``answer``, else 0 (also without a box).
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from mindrlhf.errors import UserError
 from mindrlhf.rewards.answers.extraction import behind_thoughts, last_boxed
-from mindrlhf.rewards.registry import register
+from mindrlhf.rewards.registry import register_comparing
 from mindrlhf.sandbox import time_limit
 
 PREFIX = "reasoning-gym:"
 
 
-@register
+@register_comparing
 def reasoning_gym_score(completion: str, answer: str, *, prompt: str = "") -> float:
     """Return the score of the final answer by reasoning-gym's own scorer of the task, from 0 to 1.
 

@@ -1,13 +1,13 @@
 """Is the completion thought, then one boxed answer, and nothing else?"""
 
 from mindrlhf.rewards.answers.extraction import response_text
-from mindrlhf.rewards.registry import register
+from mindrlhf.rewards.registry import register_comparing
 from mindrlhf.rewards.verifiers.format import format_reward
 
 _BOX = "\\boxed{"
 
 
-@register
+@register_comparing
 def strict_format(completion: str, answer: str, *, prompt: str = "") -> float:
     """1 if ``format_reward`` is 1 and exactly one ``\\boxed{...}`` occurs, in the answer block; else 0.
 

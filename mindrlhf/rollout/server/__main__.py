@@ -43,9 +43,9 @@ from mindrlhf.cpu.imports import quick_imports
 from mindrlhf.rollout.sent_images import unpack_images
 from mindrlhf.rollout.server.multi_node import prepare
 from mindrlhf.rollout.types import Completion, pack_completions
+from mindrlhf.sandbox.user_files import load_named
 from mindrlhf.system import heartbeat, processes
 from mindrlhf.system.wire import ConnectionClosed, receive_message, send_message
-from mindrlhf.tools.loading import load_named
 
 _PARENT_POLL_S = 0.5
 

@@ -23,11 +23,11 @@ from mindrlhf.rewards.selection import Selection
 from mindrlhf.rollout.conversations import conversation_template
 from mindrlhf.rollout.vllm_options import check_head_size, check_positions
 from mindrlhf.sandbox.server import check_for
+from mindrlhf.sandbox.user_files import find_engine
 from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.specs.lora import adapters
 from mindrlhf.tools.agents import check_agent
 from mindrlhf.tools.environments import check_columns, check_environment
-from mindrlhf.tools.loading import find_engine
 from mindrlhf.tools.registry import check as check_tools
 from mindrlhf.training.loop.sampling.order import read_order
 from mindrlhf.training.preflight.features import (
