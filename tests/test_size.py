@@ -28,7 +28,7 @@ MOST = {
     "mindrlhf/commands": 2261,
     "mindrlhf/config": 4235,
     "mindrlhf/cpu": 1105,
-    "mindrlhf/data": 4189,
+    "mindrlhf/data": 4228,
     "mindrlhf/debugging": 201,
     "mindrlhf/doctor": 1293,
     "mindrlhf/dryrun": 3571,
@@ -48,10 +48,10 @@ MOST = {
     "mindrlhf/system": 2494,
     "mindrlhf/tools": 2343,
     "mindrlhf/training": 10564,
-    "mindrlhf/weights": 4221,
-    "tests": 73172,
+    "mindrlhf/weights": 4222,
+    "tests": 73280,
     "scripts": 1996,
-    "docs": 32006,
+    "docs": 32043,
 }
 # Modules of these are found by the name of their file.
 FOUND_BY_NAME = tuple(

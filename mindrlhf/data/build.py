@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from os.path import commonpath, relpath
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from mindrlhf.data.encoding import EncodedChunk, EncoderSettings, RecordEncoder
+from mindrlhf.data.handlers import load_handler, read_verl
 from mindrlhf.data.look import BuildTotals
 from mindrlhf.data.mindrecord import (
     TASKS,
@@ -74,6 +75,7 @@ def build_prompts(
     totals = BuildTotals(deduplicate)
     _check_paths(inputs, output)
     _check_task(settings.task, settings.max_length)
+    settings = _with_structured_truths(settings, inputs)
     input_size_bytes = sum(path.stat().st_size for path in inputs)
     if num_workers is None:
         num_workers = default_num_workers(input_size_bytes)
@@ -147,6 +149,18 @@ def _source_names(inputs: Sequence[Path]) -> dict[str, str]:
 def _progress_bar(size_bytes: int, show_progress: bool) -> tqdm:
     disable = None if show_progress else True  # None draws on terminals only
     return tqdm(total=size_bytes, unit="B", unit_scale=True, desc="encode", file=sys.stderr, disable=disable)
+
+
+def _with_structured_truths(settings: EncoderSettings, inputs: Sequence[Path]) -> EncoderSettings:
+    """Keep verl's ground truths as a column, too, where they are no texts: its reward functions read what they are."""
+    takes_truths = settings.task == "prompts" and load_handler(settings.handler, settings.key_map) is read_verl
+    if takes_truths and "ground_truth" not in settings.columns:
+        for record in islice(read_records(inputs[0]), CHUNK_RECORDS):
+            truth = getattr(record, "fields", {}).get("reward_model")
+            truth = truth.get("ground_truth") if isinstance(truth, dict) else None
+            if isinstance(truth, (list, dict, int, float)):
+                return replace(settings, columns={**settings.columns, "ground_truth": "reward_model.ground_truth"})
+    return settings
 
 
 def _chunks(inputs: Sequence[Path], bar: tqdm) -> Iterator[list[RawRecord | BadRecord]]:

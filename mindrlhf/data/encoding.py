@@ -123,6 +123,8 @@ class RecordEncoder:
         self._control_tokens = control_token_pattern(self.tokenizer.control_tokens)
         self._response_fields = RESPONSES[settings.task]
         self._end_id = response_end_id(self.template, self.tokenizer) if self._response_fields else None
+        ends = (self.tokenizer.decode([one], skip_special_tokens=False) for one in self.tokenizer.eos_token_ids)
+        self._ends = tuple(end for end in ends if end in self.tokenizer.control_tokens)
 
     def encode(self, raw_records: Sequence[RawRecord | BadRecord]) -> EncodedChunk:
         chunk = EncodedChunk(num_read=len(raw_records))
@@ -173,6 +175,7 @@ class RecordEncoder:
             raise RecordError(raw.reason)
         row = Row(raw.fields)
         example = with_source(self._handler(row), f"{self._settings.source_names[str(raw.path)]}:{raw.number}")
+        example = replace(example, **{name: self._without_end(example, name) for name in self._response_fields})
         self._check_example(example, raw.fields)
         options = {**row_variables(row, self.template), **record_options(row)}
         has_control_tokens, pattern = False, self._control_tokens
@@ -196,6 +199,16 @@ class RecordEncoder:
         notes = [*row.notes, *(f"messages from {role!r}, which is no usual role" for role in sorted(unknown))]
         chunk.notes.update(set(notes))
         return _Prepared(example, prompt, pictures, extra)
+
+    def _without_end(self, example: Example, name: str) -> str | None:
+        """Return a response without the end tokens that the data set wrote behind it: it gets its own."""
+        text = getattr(example, name) or ""
+        while self._ends and text.rstrip().endswith(self._ends):
+            text = text.rstrip()
+            text = text[: -max(len(end) for end in self._ends if text.endswith(end))]
+            if not text.strip():
+                raise RecordError(f"the {name} is an end token alone")
+        return text or None
 
     def _check_example(self, example: Example, fields: Mapping) -> None:
         for name in self._response_fields:

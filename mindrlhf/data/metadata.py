@@ -125,6 +125,18 @@ def generation_config(tokenizer_dir: str | Path) -> dict | None:
     return {"pad_token_id": tokenizer.pad_token_id} | given | {"eos_token_id": ends}
 
 
+def with_padding(config: dict, tokenizer_dir: str | Path) -> dict:
+    """config.json of a model that scores, with the padding behind whose last other token a batch is read; of other
+    models as it is."""
+    is_scorer = any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ())
+    if not is_scorer or isinstance(config.get("pad_token_id"), int):
+        return config
+    try:
+        return {**config, "pad_token_id": load_tokenizer(tokenizer_dir).pad_token_id}
+    except UserError:
+        return config  # as above
+
+
 def add_generation(directory: Path, model_dir: str | Path) -> None:
     """Add to the generation_config.json of an exported model what that of the model it was says beside it.
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mindrlhf.data.metadata import with_padding
 from mindrlhf.data.tokenizer_config import GENERATION_NAME
 from mindrlhf.errors import UserError
 from mindrlhf.system.files import whole_directory
@@ -81,7 +82,7 @@ def model_directory(
 
     Args:
         infos: what will be written, in the order of the files.
-        config: becomes config.json.
+        config: becomes config.json, of a model that scores with the tokenizer's padding.
         out_dir: must not exist yet, or be empty.
         file_format: the `format` entry of the safetensors metadata.
         max_shard_bytes: start another file when the next tensor would exceed this.
@@ -100,7 +101,7 @@ def model_directory(
             files = TensorFiles(directory, infos, file_format, max_shard_bytes)
             yield files
             files.finish()
-            _write_json(directory / "config.json", config)
+            _write_json(directory / "config.json", with_padding(config, tokenizer_dir) if tokenizer_dir else config)
             if tokenizer_dir is not None:
                 for name in tokenizer_files(Path(tokenizer_dir)):
                     (directory / name).parent.mkdir(exist_ok=True)

@@ -22,6 +22,7 @@ from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.errors import RunFailure, UserError
 
+CHECKPOINT = Path(__file__).parents[2] / "examples" / "quickstart" / "checkpoint"
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}>"
 
 
@@ -316,6 +317,64 @@ def test_an_answer_may_be_put_together_from_several_fields(tokenizer_directory, 
     build_prompts([path], tmp_path / "o.mindrecord", tokenizer_directory, **options)
     (record,) = PromptFile.open(tmp_path / "o.mindrecord").read(range(1))
     assert json.loads(record.answer) == {"test": row["test"], "entry_point": "f"}
+
+
+CHAT = [{"role": "user", "content": "What is 3 + 4?"}]
+END_FORMS = {
+    "messages": lambda text: {"messages": [*CHAT, {"role": "assistant", "content": text}]},
+    "prompt and completion, chats": lambda text: {
+        "prompt": CHAT,
+        "completion": [{"role": "assistant", "content": text}],
+    },
+    "prompt and completion, texts": lambda text: {"prompt": "What is 3 + 4?", "completion": text},
+    "hh-rlhf": lambda text: {
+        "chosen": f"\n\nHuman: What is 3 + 4?\n\nAssistant: {text}",
+        "rejected": "\n\nHuman: What is 3 + 4?\n\nAssistant: It is eight.",
+    },
+    "pairs of chats": lambda text: {
+        "chosen": [*CHAT, {"role": "assistant", "content": text}],
+        "rejected": [*CHAT, {"role": "assistant", "content": "It is eight."}],
+    },
+    "pairs behind a prompt": lambda text: {"prompt": CHAT, "chosen": text, "rejected": "It is eight."},
+}
+ENDS = [
+    "",
+    "<|im_end|>",
+    "<|im_end|>\n",
+    "<|im_end|>\n\n",
+    "<|im_end|> ",
+    "<|im_end|>\n<|im_end|>",
+    "<|im_end|><|im_end|>",
+]
+
+
+@pytest.mark.parametrize("form", END_FORMS)
+def test_a_response_that_holds_its_end_token_gets_it_once(form, tmp_path):
+    task = "preference" if "rejected" in END_FORMS[form]("") else "sft"
+    rows = [END_FORMS[form](f"It is seven.{end}") for end in ENDS]
+    path = _write_lines(tmp_path / "a.jsonl", rows)
+    options = {"handler": "trl", "task": task, "max_length": 99}
+    for keeps in (False, True):
+        report = build_prompts([path], tmp_path / "o", CHECKPOINT, keep_control_tokens=keeps, **options)
+        records = PromptFile.open(report.path).read(range(len(ENDS)))
+        tokenizer = load_tokenizer(CHECKPOINT)
+        texts = {tokenizer.decode(record.response_ids, False) for record in records}
+        assert texts == {"It is seven.<|im_end|>"} and report.num_with_control_tokens == 0
+
+
+@pytest.mark.parametrize("text", ["<|im_end|>", " <|im_end|>\n<|im_end|>"])
+def test_a_response_of_an_end_token_alone_is_a_bad_record(text, tmp_path):
+    path = _write_lines(tmp_path / "a.jsonl", [END_FORMS["messages"](text)])
+    with pytest.raises(UserError, match="the response is an end token alone"):
+        build_prompts([path], tmp_path / "o", CHECKPOINT, handler="trl", task="sft", max_length=99)
+
+
+def test_an_end_token_within_a_response_stays_text(tmp_path):
+    path = _write_lines(tmp_path / "a.jsonl", [END_FORMS["messages"]("seven<|im_end|>eight")])
+    report = build_prompts([path], tmp_path / "o", CHECKPOINT, handler="trl", task="sft", max_length=99)
+    (record,) = PromptFile.open(report.path).read(range(1))
+    assert report.num_with_control_tokens == 1
+    assert record.response_ids.tolist().count(load_tokenizer(CHECKPOINT).turn_end_id) == 1
 
 
 def test_sft_without_responses_says_so(tokenizer_directory, tmp_path):

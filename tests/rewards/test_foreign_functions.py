@@ -3,11 +3,16 @@
 import json
 import sys
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from page_blocks import ROOT, blocks
 
+from mindrlhf.data.build import build_prompts
+from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.rewards.registry import resolve
 
+CHECKPOINT = ROOT / "examples" / "quickstart" / "checkpoint"
 CONTEXT = {"prompt": "What is 3 + 4?", "finish_reason": "stop", "num_tokens": 3}
 # As TRL documents them: columns and what is sampled are lists of one length.
 TRL = """
@@ -69,3 +74,47 @@ def test_the_wrappers_score_a_file(wrapper, tmp_path, capsys):
     assert main(["rewards", "score", "--verifier", names, *options]) == 0, capsys.readouterr().err
     scored = json.loads((tmp_path / "scored.jsonl").read_text())
     assert scored["rewards"] == {"trl_reward": 111.0, "verl_reward": 111.0}
+
+
+TRUTHS = [
+    *([7], [7, 8], ["Paris"], ["Paris", "paris"], [[1, 2], [3]], [0.5, 0.25], [True, False], ["7"]),
+    *({"target": ["a", "b"]}, {"target": "a"}, {"target": ["a"], "style": "rule"}, {"a": {"b": [{"c": 1}, {"c": 2}]}}),
+    *({"numbers": [3, 4], "target": 24}, {"answer": 7}, {"inputs": ["1"], "outputs": ["2"]}, {"n": 1.5}, {"ok": True}),
+    *(7, -3, 0, 0.5, 1e22, True, False),
+]
+
+
+@pytest.mark.parametrize("truth", TRUTHS, ids=json.dumps)
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_a_function_of_verl_gets_structured_ground_truths_as_they_are(wrapper, tmp_path, truth, kind):
+    row = {"prompt": [{"role": "user", "content": "q"}], "reward_model": {"ground_truth": truth}, "data_source": "s"}
+    path = tmp_path / f"train.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    else:
+        path.write_text(json.dumps(row) + "\n")
+    options = {"handler": "verl", "num_workers": 1, "show_progress": False, "columns": {"data_source": "data_source"}}
+    build_prompts([path], tmp_path / "o.mindrecord", CHECKPOINT, **options)
+    (record,) = PromptFile.open(tmp_path / "o.mindrecord").read(range(1))
+    source = f"""
+def compute_score(data_source, solution, truth, extra_info=None):
+    return float((type(truth), truth, data_source) == ({type(truth).__name__}, {truth!r}, "s"))
+"""
+    verifier = wrapper("verl_reward", "my_verl_reward", source)
+    assert verifier("7", record.answer, CONTEXT, record.extra) == 1.0
+
+
+def test_texts_of_verl_are_kept_once_and_truths_of_several_rows_together(tmp_path):
+    def built(*truths):
+        rows = [
+            {"prompt": [{"role": "user", "content": f"{i}"}], "reward_model": {"ground_truth": one}}
+            for i, one in enumerate(truths)
+        ]
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        options = {"handler": "verl", "num_workers": 1, "show_progress": False}
+        build_prompts([tmp_path / "a.jsonl"], tmp_path / "o.mindrecord", CHECKPOINT, **options)
+        file = PromptFile.open(tmp_path / "o.mindrecord")
+        return file.header.columns, [record.extra.get("ground_truth") for record in file.read(range(len(truths)))]
+
+    assert built("7", "[7, 8]") == ((), [None, None])
+    assert built("7", [1, 2]) == (("ground_truth",), ["7", [1, 2]])
