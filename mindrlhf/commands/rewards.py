@@ -119,10 +119,11 @@ def _check(arguments: argparse.Namespace) -> int:
             raise UserError(f"{arguments.samples} holds no samples: give lines with completion and answer")
     findings = lint(arguments.verifier, samples, _options(arguments.option), arguments.timeout_s)
     if arguments.json:
-        print_json({"verifier": arguments.verifier, "findings": [vars(finding) for finding in findings]})
+        found = [{"level": level, "text": text} for level, text in findings]
+        print_json({"verifier": arguments.verifier, "findings": found})
     else:
-        print("\n".join(f"{finding.level:8s} {finding.text}" for finding in findings))
-    return int(any(finding.level == "error" for finding in findings))
+        print("\n".join(f"{level:8s} {text}" for level, text in findings))
+    return int(any(level == "error" for level, _ in findings))
 
 
 def _is_required(parameters: Mapping[str, Parameter], name: str) -> bool:

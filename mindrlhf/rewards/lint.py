@@ -2,8 +2,8 @@
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,12 +21,7 @@ NUM_SHOWN = 3
 HOSTILE_CHARS = 1_000_000
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report. ``level`` is ``ok``, ``warning`` (worth a look) or ``error`` (must be mended)."""
-
-    level: str
-    text: str
+Finding = tuple[str, str]  # level, which is ok, warning (worth a look) or error (must be mended), and one line
 
 
 def lint(verifier: str, samples: Sequence[RewardInput], options: dict[str, str], timeout_s: float) -> list[Finding]:
@@ -48,14 +43,16 @@ def lint(verifier: str, samples: Sequence[RewardInput], options: dict[str, str],
         hostile = [replace(one, extra=samples[0].extra) for one in hostile_samples()]
         hostile_results = _score(pool, hostile)
         echoed = _score(pool, echoes(samples))
-    good = [not a.failures and not b.failures for a, b in zip(first, second)]
+    good = np.array([not a.failures and not b.failures for a, b in zip(first, second)])
     rewards = np.array([result.total for result in first])
+    rate = len(samples) / elapsed_s
+    hint = f": use more reward.num_workers, or make it faster than {MIN_SCORES_PER_S}/s" * (rate < MIN_SCORES_PER_S)
     return [
-        _failures(samples, first),
-        _determinism(samples, first, second),
-        *_distribution(samples, rewards, np.array(good)),
-        _speed(len(samples), elapsed_s),
-        _hostility(hostile, hostile_results),
+        *_failures("error", "samples", samples, first, _named),
+        *_determinism(samples, first, second),
+        *_distribution(samples, rewards, good),
+        ("warning" if hint else "ok", f"{rate:.0f} scores/s in one process{hint}"),
+        *_failures("warning", "hostile texts", hostile, hostile_results, lambda sample: sample.prompt),
         *_echoing(echoed, rewards),
     ]
 
@@ -121,28 +118,37 @@ def _score(pool: RewardPool, samples: Sequence[RewardInput]) -> list[RewardResul
     ]
 
 
-def _failures(samples: Sequence[RewardInput], results: Sequence[RewardResult]) -> Finding:
+def _failures(
+    level: str,
+    what: str,
+    samples: Sequence[RewardInput],
+    results: Sequence[RewardResult],
+    name: Callable[[RewardInput], str],
+) -> Iterator[Finding]:
     failed = [(sample, *result.failures.values()) for sample, result in zip(samples, results) if result.failures]
     if not failed:
-        return Finding("ok", f"gave a reward for all {len(samples)} samples")
+        yield "ok", f"gave a reward for all {len(samples)} {what}"
+        return
     counts = Counter(reason for _, reason in failed)
     reasons = "; ".join(f"{reason} ({count}x)" for reason, count in counts.most_common(NUM_SHOWN))
-    return Finding(
-        "error", f"failed on {len(failed)} of {len(samples)} samples, first {_named(failed[0][0])}: {reasons}"
-    )
+    named = ", ".join(name(sample) for sample, _ in failed[:NUM_SHOWN])
+    yield level, f"failed on {len(failed)} of {len(samples)} {what}, first {named}: {reasons}"
 
 
 def _determinism(
     samples: Sequence[RewardInput], first: Sequence[RewardResult], second: Sequence[RewardResult]
-) -> Finding:
+) -> Iterator[Finding]:
     different = [(s, a, b) for s, a, b in zip(samples, first, second) if a.total != b.total or a.failures != b.failures]
     if not different:
-        return Finding("ok", "deterministic: the same rewards in another process and order")
+        yield "ok", "deterministic: the same rewards in another process and order"
+        return
     sample, a, b = different[0]
-    return Finding(
+    yield (
         "error",
-        f"not deterministic: {len(different)} of {len(samples)} rewards differ in another process and order, first "
-        f"{_named(sample)}: {a.total:g} and {b.total:g}",
+        (
+            f"not deterministic: {len(different)} of {len(samples)} rewards differ in another process and order, first "
+            f"{_named(sample)}: {a.total:g} and {b.total:g}"
+        ),
     )
 
 
@@ -153,15 +159,13 @@ def _distribution(samples: Sequence[RewardInput], rewards: np.ndarray, good: np.
         return
     low, high = rewards.min(), rewards.max()
     text = f"range {low:g} to {high:g}, mean {rewards.mean():.4g}, {len(np.unique(rewards))} different values"
-    yield Finding(
-        "ok" if low < high else "warning", text if low < high else f"every reward is {low:g}: nothing to learn"
-    )
+    yield ("ok", text) if low < high else ("warning", f"every reward is {low:g}: nothing to learn")
     lengths = np.array([len(sample.completion) for sample in kept], np.float64)
     if len(kept) >= MIN_SAMPLES_FOR_CORRELATION and low < high and lengths.min() < lengths.max():
         correlation = np.corrcoef(rewards, lengths)[0, 1]
         is_strong = abs(correlation) > MAX_LENGTH_CORRELATION
         hint = ": the policy will learn to write " + ("more" if correlation > 0 else "less") if is_strong else ""
-        yield Finding("warning" if is_strong else "ok", f"correlation with length {correlation:+.2f}{hint}")
+        yield "warning" if is_strong else "ok", f"correlation with length {correlation:+.2f}{hint}"
     groups = defaultdict(list)
     for sample, reward in zip(kept, rewards):
         groups[sample.prompt, sample.answer].append(reward)
@@ -169,33 +173,17 @@ def _distribution(samples: Sequence[RewardInput], rewards: np.ndarray, good: np.
     if spreads:
         share = sum(spread == 0 for spread in spreads) / len(spreads)
         level = "warning" if share > MAX_FLAT_SHARE else "ok"
-        yield Finding(level, f"{share:.0%} of {len(spreads)} groups have equal rewards, which give no gradient")
-
-
-def _speed(num_samples: int, elapsed_s: float) -> Finding:
-    rate = num_samples / elapsed_s
-    hint = f": use more reward.num_workers, or make it faster than {MIN_SCORES_PER_S}/s"
-    is_slow = rate < MIN_SCORES_PER_S
-    return Finding("warning" if is_slow else "ok", f"{rate:.0f} scores/s in one process{hint if is_slow else ''}")
-
-
-def _hostility(samples: Sequence[RewardInput], results: Sequence[RewardResult]) -> Finding:
-    failed = [f"{s.prompt} ({'; '.join(r.failures.values())})" for s, r in zip(samples, results) if r.failures]
-    if not failed:
-        return Finding("ok", f"gave a reward for all {len(samples)} hostile texts")
-    return Finding("warning", f"failed on hostile texts: {', '.join(failed[:NUM_SHOWN])}")
+        yield level, f"{share:.0%} of {len(spreads)} groups have equal rewards, which give no gradient"
 
 
 def _echoing(results: Sequence[RewardResult], rewards: np.ndarray) -> Iterator[Finding]:
     paid = sum(result.total >= rewards.max() > max(0.0, rewards.min()) for result in results if not result.failures)
+    count = len(results)
     if paid:
-        yield Finding(
-            "warning",
-            f"{paid} of {len(results)} responses that only repeat the prompt earn the highest reward: the policy will "
-            "learn to repeat it",
-        )
+        text = f"{paid} of {count} responses that only repeat the prompt earn the highest reward: it will be learned"
+        yield "warning", text
     elif results:
-        yield Finding("ok", f"no high reward for {len(results)} responses that only repeat the prompt")
+        yield "ok", f"no high reward for {count} responses that only repeat the prompt"
 
 
 def _named(sample: RewardInput) -> str:

@@ -126,7 +126,7 @@ def test_a_parameter_that_nothing_gives_a_value_ends_the_run_with_what_there_is(
 
 def test_check_says_so_too(verifier):
     samples = [sample(index, "x" * (index % 3), level=index % 4) for index in range(12)]
-    assert [finding.level for finding in lint(verifier("by_level"), samples, {}, 10.0)].count("error") == 0
+    assert [level for level, _ in lint(verifier("by_level"), samples, {}, 10.0)].count("error") == 0
     with pytest.raises(UserError, match="'level', which nothing gives a value: the samples have no columns"):
         lint(verifier("by_level"), [RewardInput(0, "", "")], {}, 10.0)
 

@@ -50,7 +50,7 @@ def test_rewards_check_says_which_unit_tests_test_nothing():
     completion = fenced("def add(a, b):\n    return a + b")
     answers = ("print(add(1, 2))", "assert add(1, 2) != 7", "assert add(1, 2) == 3")
     samples = [RewardInput(index, completion, answer) for index, answer in enumerate(answers)]
-    errors = [one.text for one in lint("code_execution", samples, {}, timeout_s=30.0) if one.level == "error"]
+    errors = [text for level, text in lint("code_execution", samples, {}, timeout_s=30.0) if level == "error"]
     assert len(errors) == 1 and errors[0].startswith("failed on 2 of 3 samples")
     assert "nothing that it runs asserts anything" in errors[0]
     assert "they pass whatever the program returns" in errors[0]
