@@ -313,8 +313,6 @@ def test_nothing_listens_but_ranks_and_between_nodes_node_0():
         ("mindrlhf/rollout/chat_server.py", "create_server("),
         ("mindrlhf/rollout/chat_server.py", "listen("),
         ("mindrlhf/tools/agent_host.py", "create_server("),
-        # The same endpoint on other nodes, whose connections go to rank 0 by the link between nodes.
-        ("mindrlhf/tools/agent_node.py", "listen("),
         # On 127.0.0.1: metrics for Prometheus.
         ("mindrlhf/observe/trackers/prometheus.py", "http_server("),
         # With --elastic: rank 0, for nodes for rollout only.

@@ -34,6 +34,7 @@ from mindrlhf.system.ports import listen
 from mindrlhf.tools.agents import BACKLOG
 from mindrlhf.tools.calls import called, dialect_of
 
+MODEL_NAME = "policy"  # of agents
 MAX_BODY_BYTES = 8 << 20
 MAX_WAITING = 1024
 DEFAULT_REPLY_TOKENS = 1024
@@ -59,6 +60,22 @@ class Refused(Exception):
     def __init__(self, status: int, message: str):
         super().__init__(message)
         self.status = status
+
+
+REFUSALS = (Refused, ValueError, RecursionError, RecordError, RunFailure)
+
+
+def as_refused(error: Exception) -> Refused:
+    """Return one of ``REFUSALS`` as what a client gets."""
+    if isinstance(error, Refused):
+        return error
+    return Refused(503 if isinstance(error, RunFailure) else 400, str(error))
+
+
+async def settled() -> None:
+    """Return when it is known, of connections that have ended, that they have."""
+    for _ in range(8):  # turns of the loop: one reads, one closes
+        await asyncio.sleep(0)
 
 
 class Caller(Protocol):
@@ -290,16 +307,12 @@ class HttpServer:
                 answer = await caller.answer(call)
                 connection.unread, connection.is_written = answer.unread, False
                 status, content = 200, protocol.write(self._name, call, answer)
-        except (ValueError, RecursionError, RecordError) as error:  # of a body that is no JSON, too
-            status, content = 400, error_body(str(error))
+        except REFUSALS as error:  # of a body that is no JSON, too
+            status, content = as_refused(error).status, error_body(str(error))
         except web.HTTPRequestEntityTooLarge:
             status, content = 413, error_body(f"the body is longer than {MAX_BODY_BYTES} bytes")
         except _TIMEOUTS:
             status, content = 408, error_body(f"the body did not come within {READ_TIMEOUT_S:g} s")
-        except Refused as error:
-            status, content = error.status, error_body(str(error))
-        except RunFailure as error:
-            status, content = 503, error_body(str(error))
         owner = self._find(connection.key or key)
         if status != 200 and owner is not None:
             owner.num_refused += 1

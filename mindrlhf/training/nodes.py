@@ -11,13 +11,13 @@ from mindrlhf.launch.nodes.helper import NodeHelper
 from mindrlhf.layout.servers import Places
 from mindrlhf.rewards.pool import RewardPool, pool_arguments, reason_to_stay
 from mindrlhf.rewards.selection import Selection
+from mindrlhf.rollout.agents.nodes import start_agents
 from mindrlhf.rollout.multi_node.share import NodeShare
 from mindrlhf.rollout.remote import NodesGenerator, ReplicatedGenerator, accept_nodes, answer, remotes
 from mindrlhf.rollout.types import CompletionSource
 from mindrlhf.system.handshake import SignedConnection
 from mindrlhf.system.ports import listen
 from mindrlhf.system.wire import own_host, rank_0_host
-from mindrlhf.tools.agent_nodes import start_agents
 from mindrlhf.training.batch import Machine
 from mindrlhf.training.team import Team
 from mindrlhf.weights.publish.publisher import PublishingWorker

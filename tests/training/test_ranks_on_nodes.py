@@ -15,8 +15,8 @@ from mindrlhf.errors import RunFailure
 from mindrlhf.launch.nodes.facts import MISSING
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.types import RewardInput
+from mindrlhf.rollout.agents.nodes import start_agents
 from mindrlhf.system.records import decode, encode, merge
-from mindrlhf.tools.agent_nodes import start_agents
 from mindrlhf.training.batch import Machine
 from mindrlhf.training.facts import agent_facts, verifier_facts
 from mindrlhf.training.loop.policy import Policy

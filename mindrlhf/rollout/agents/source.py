@@ -26,22 +26,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mindrlhf.data.templates import PromptTemplate
 from mindrlhf.data.tokenizers import Tokenizer
 from mindrlhf.rollout.agents.episode import Episode, EpisodeLimits
-from mindrlhf.rollout.chat_server import HttpServer, Keys, Prompts, Questions
+from mindrlhf.rollout.agents.nodes import RemoteAgents
+from mindrlhf.rollout.chat_server import MODEL_NAME, HttpServer, Keys, Prompts, Questions, settled
 from mindrlhf.rollout.turn_texts import TurnTexts
 from mindrlhf.rollout.types import Cancelled, Completion, CompletionSource, GenerationRequest, SamplingParams
 from mindrlhf.system import heartbeat
 from mindrlhf.system.files import take_directory
 from mindrlhf.system.handshake import SignedConnection
 from mindrlhf.system.processes import SERVER_PREFIX
-from mindrlhf.tools.agent_nodes import RemoteAgents
 from mindrlhf.tools.agents import AgentResult, AgentRunner
 
 if TYPE_CHECKING:
     from mindrlhf.config.reward import ToolSection
 
-MODEL_NAME = "policy"
 _POLL_S, _SETTLED_S = 0.25, 0.005
-_SETTLING = 8  # turns of the loop
 _MAX_SHOWN = 500
 
 
@@ -127,8 +125,8 @@ class AgentEpisodes:
         self.close()
 
     def admit(self, connection: SignedConnection, name: str) -> None:
-        """Have agents run on another node, too; see :class:`mindrlhf.tools.agent_nodes.RemoteAgents`."""
-        remote = RemoteAgents(connection, name, self._http.port, self._runners.pop)
+        """Have agents run on another node, too; see :class:`mindrlhf.rollout.agents.nodes.RemoteAgents`."""
+        remote = RemoteAgents(connection, name, self._keys.find, self._runners.pop)
         self._runners[remote] = 0
         self._in_loop(remote.start()).result()
 
@@ -244,8 +242,7 @@ class AgentEpisodes:
         self._runners[runner] += 1
         try:
             result = await runner.run(self._record(episode), key, self._tools.agent_timeout_s, clock)
-            for _ in range(_SETTLING):  # connections that ended with it are known to have
-                await asyncio.sleep(0)
+            await settled()
         finally:
             if runner in self._runners:  # its node is not lost
                 self._runners[runner] -= 1

@@ -15,19 +15,19 @@ from machines import Machines, check_ends_with_its_starter
 from mindrlhf.config.reward import ToolSection
 from mindrlhf.errors import UserError
 from mindrlhf.launch.nodes import channel
+from mindrlhf.rollout.agents.nodes import start_agents
 from mindrlhf.rollout.agents.source import AgentEpisodes
 from mindrlhf.rollout.remote import accept_nodes
 from mindrlhf.rollout.types import SamplingParams
 from mindrlhf.sandbox.server import active_layers
 from mindrlhf.system.ports import listen
-from mindrlhf.tools.agent_nodes import start_agents
 
 pytestmark = pytest.mark.timeout(180)
 NEEDS_NAMESPACES = pytest.mark.skipif("namespaces" not in active_layers(), reason="this system allows no namespaces")
 TOKEN = "of this test"
 SAMPLING = SamplingParams(400, temperature=0.7, stop_token_ids=(END,))
 AGENT = """
-import json, os, time, urllib.error, urllib.request
+import json, os, socket, time, urllib.error, urllib.request
 
 def ask(url, key, text, stream=False):
     body = {"messages": [{"role": "user", "content": text}], "stream": stream}
@@ -35,6 +35,14 @@ def ask(url, key, text, stream=False):
     request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as response:
         return response.read().decode()
+
+def hang_up(url, key):
+    body = json.dumps({"messages": [{"role": "user", "content": "never read"}]})
+    connection = socket.create_connection(("127.0.0.1", int(url.split(":")[2].split("/")[0])))
+    head = f"POST /v1/chat/completions HTTP/1.1\\r\\nHost: x\\r\\nAuthorization: Bearer {key}\\r\\n"
+    connection.sendall(f"{head}Content-Length: {len(body)}\\r\\n\\r\\n{body}".encode())
+    connection.recv(1)
+    connection.close()
 
 def agent(record, url, key):
     word = record["question"].split()[0]
@@ -46,6 +54,8 @@ def agent(record, url, key):
         os._exit(3)
     if word == "nap":
         time.sleep(0.3)
+    if word == "gone":
+        hang_up(url, key)
     if word == "large":
         reply = json.loads(ask(url, key, "apples " * 200_000))
     if word == "stream":
@@ -104,6 +114,15 @@ def test_agents_of_all_nodes_give_the_episodes_of_one(opened, is_open):
     assert len(shares) == 3 and sum(shares) == len(texts) and min(shares) >= 3, "each node has run some"
 
 
+@pytest.mark.parametrize("is_open", [True, pytest.param(False, marks=NEEDS_NAMESPACES)])
+def test_what_nobody_read_on_another_node_is_not_trained(opened, is_open):
+    source, _ = opened(1, agent_open=is_open)
+    found = episodes(source, *(f"gone {number}" for number in range(8)))
+    assert min(runner._number for runner in source._runners) > 0, "each node has run some"
+    assert [one.agent.num_unread for one in found] == [1] * 8 and [one.num_turns for one in found] == [1] * 8
+    assert not any(one.agent.failure or one.agent.num_refused for one in found)
+
+
 def test_a_question_of_some_megabytes_and_its_refusal_cross_the_link(opened):
     source, _ = opened(1)
     found = episodes(source, *["large"] * 2)
@@ -159,7 +178,7 @@ def test_the_process_of_a_node_ends_with_its_starter_and_leaves_nothing(tmp_path
     (tmp_path / "agent.py").write_text(AGENT)
     code = (
         "import contextlib, time; from mindrlhf.config.reward import ToolSection; "
-        "from mindrlhf.tools.agent_nodes import start_agents; "
+        "from mindrlhf.rollout.agents.nodes import start_agents; "
         f"tools = ToolSection(agent={str(tmp_path / 'agent.py')!r} + ':agent', agent_open=True); "
         "n = start_agents(tools, contextlib.ExitStack()); print(n._process.pid, flush=True); time.sleep(100)"
     )
@@ -176,7 +195,7 @@ from mindrlhf.config.reward import ToolSection
 from mindrlhf.rollout.agents.source import AgentEpisodes
 from mindrlhf.rollout.remote import accept_nodes
 from mindrlhf.rollout.types import SamplingParams
-from mindrlhf.tools.agent_nodes import start_agents
+from mindrlhf.rollout.agents.nodes import start_agents
 
 directory, node = sys.argv[1], int(os.environ["NODE_RANK"])
 tools = ToolSection(agent=directory + "/agent.py:agent", agent_open=True, agent_timeout_s=40.0, memory_limit_mib=2048)
