@@ -71,7 +71,7 @@ class _Conversation:
     episode: int | None = None  # number of it among all episodes
     episode_return: float | None = None
     step_rewards: list[float] = field(default_factory=list)  # of the environment, for each action
-    lost: str = ""
+    unscored: str = ""
 
     @classmethod
     def taken_up(cls, request: GenerationRequest) -> "_Conversation":
@@ -93,7 +93,7 @@ class _Conversation:
             spans=begun.spans,
             experts=begun.experts,
             episode_return=begun.episode_return,
-            lost=begun.lost,
+            unscored=begun.unscored,
         )
 
     @property
@@ -107,7 +107,7 @@ class _Conversation:
         self.is_generated += [True] * len(completion.token_ids)
         self.logprobs.append(completion.logprobs)
         self.weights_version = completion.weights_version
-        self.lost = self.lost or completion.lost
+        self.unscored = self.unscored or completion.unscored
         self.experts = extended_experts(self.experts, completion.experts)
         if self.request.begun is not None:
             self.spans = extended_spans(self.spans, completion)
@@ -149,7 +149,7 @@ class _Conversation:
             num_neutralised_answers=self.num_neutralised,
             spans=self.spans,
             experts=self.experts,
-            lost=self.lost,
+            unscored=self.unscored,
         )
 
     def _turn_rewards(self) -> tuple[tuple[int, float], ...]:
@@ -380,7 +380,8 @@ class Episodes(Conversations):
         if step.failure:
             conversation.num_failures += 1
             conversation.episode_return = math.nan
-            conversation.lost = conversation.lost or (f"environment: {step.failure}" if step.is_lost else "")
+            if step.is_unscored and not conversation.unscored:
+                conversation.unscored = f"environment: {step.failure}"
             print(f"mindrlhf: an episode has ended early: {step.failure[:500]}", file=sys.stderr, flush=True)
             return "stop"
         conversation.episode_return += step.reward

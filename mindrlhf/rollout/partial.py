@@ -26,7 +26,7 @@ def followed_by(before: Completion, more: Completion, max_length: int) -> Comple
         finish_reason="" if is_cut else more.finish_reason,
         spans=extended_spans(before.spans, more),
         experts=extended_experts(before.experts, more.experts),
-        lost=before.lost or more.lost,
+        unscored=before.unscored or more.unscored,
     )
 
 

@@ -169,13 +169,13 @@ class Sampler:
         )
         samples = []
         for place in range(expected):
-            request, lost = place // num_samples, completions[place].lost
+            request, reason = place // num_samples, completions[place].unscored
             samples.append(
                 Sample(
                     group=first_group + request,
                     prompt=records[request],
                     completion=completions[place],
-                    reward=RewardResult(place, {}, math.nan, unscored=lost) if lost else results[place],
+                    reward=RewardResult(place, {}, math.nan, unscored=reason) if reason else results[place],
                     prompt_text=prompts[request],
                     response_text=texts[place],
                     images=images[request],
@@ -192,7 +192,7 @@ class Sampler:
         if np.isfinite(completion.logprobs).all():
             return
         self._num_not_finite += 1
-        what = f"sample {completion.sample_index} of the prompt {prompt[-80:]!r} is left out: {completion.lost}"
+        what = f"sample {completion.sample_index} of the prompt {prompt[-80:]!r} is left out: {completion.unscored}"
         if self._num_not_finite >= MAX_NOT_FINITE:
             raise RunFailure(f"{what}; it is number {self._num_not_finite} of this run: the generator is at fault")
         print(f"mindrlhf: {what}", file=sys.stderr, flush=True)

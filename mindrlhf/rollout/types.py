@@ -106,7 +106,7 @@ class Completion:
     episode_return: float | None = None  # sum of an environment's rewards; NaN where it broke down; None without one
     turn_rewards: tuple[tuple[int, float], ...] = ()  # of an environment: (tokens that the model wrote, reward) by turn
     agent: AgentRecord | None = None
-    lost: str = ""  # why it says nothing of the policy, by no fault of it: it is left out
+    unscored: str = ""  # why it says nothing of the policy, by no fault of it: it is left out
 
     @property
     def turn_lengths(self) -> list[int]:
@@ -207,15 +207,15 @@ def pack_completions(completions: Sequence[Completion]) -> dict[str, np.ndarray]
 def unpack_completions(
     header: Mapping[str, Any], arrays: Mapping[str, np.ndarray], server: str
 ) -> Iterator[Completion]:
-    """Yield the completions of a server's message; one with a log-probability that is not finite is lost."""
+    """Yield the completions of a server's message; one with a log-probability that is not finite is not scored."""
     ends = np.cumsum(arrays["lengths"])
     experts = unpack_experts(arrays, len(ends))
     for i, end in enumerate(ends):
         start = end - arrays["lengths"][i]
-        token_ids, logprobs, lost = arrays["token_ids"][start:end], arrays["logprobs"][start:end], ""
+        token_ids, logprobs, unscored = arrays["token_ids"][start:end], arrays["logprobs"][start:end], ""
         if len(bad := np.flatnonzero(~np.isfinite(logprobs))):
             token = f"token {token_ids[bad[0]]}, number {bad[0] + 1} of the response,"
-            lost = f"{server} gave {token} the log-probability {logprobs[bad[0]]}"
+            unscored = f"{server} gave {token} the log-probability {logprobs[bad[0]]}"
         yield Completion(
             request_id=int(arrays["request_ids"][i]),
             sample_index=int(arrays["sample_indices"][i]),
@@ -224,5 +224,5 @@ def unpack_completions(
             finish_reason=_FINISH_REASONS[arrays["finish_reasons"][i]],
             weights_version=header["weights_version"],
             experts=experts[i],
-            lost=lost,
+            unscored=unscored,
         )

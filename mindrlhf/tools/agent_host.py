@@ -190,7 +190,7 @@ def _watch(agent: int, outputs: Sequence[int], channel: socket.socket, is_functi
     printed, complaints, result = texts.values()
     if status != 0:
         last = " ".join(complaints[-MAX_ERROR_BYTES:].decode(errors="replace").split())
-        return {"failure": f"exit status {status}: {last}", "is_lost": status == UNAVAILABLE}
+        return {"failure": f"exit status {status}: {last}", "is_unscored": status == UNAVAILABLE}
     return {"result": _read_result(result if is_function else printed, is_function)}
 
 

@@ -38,7 +38,7 @@ class AgentResult:
     reward: float | None = None  # where roles have rewards, that of the first
     text: str | None = None
     failure: str = ""
-    is_lost: bool = False  # it failed by no doing of the model
+    is_unscored: bool = False  # it failed by no doing of the model
     rewards: Mapping[str, float] = field(default_factory=dict)  # of roles, where it gave each its own
 
 
@@ -179,7 +179,7 @@ class AgentRunner:
         try:
             await self.start()
         except UserError as error:
-            return AgentResult(failure=str(error), is_lost=True)
+            return AgentResult(failure=str(error), is_unscored=True)
         self._number += 1
         directory = tempfile.mkdtemp(dir=self._directory)
         own, theirs = socket.socketpair()
@@ -215,7 +215,7 @@ class AgentRunner:
                     told += chunk
                 return read_result(json.loads(told))
             except (OSError, ValueError):
-                return AgentResult(failure="the process that starts agents died", is_lost=True)
+                return AgentResult(failure="the process that starts agents died", is_unscored=True)
 
     async def close(self) -> None:
         """End all agents."""
@@ -264,7 +264,7 @@ def read_result(message: Mapping[str, Any]) -> AgentResult:
     """Return what an agent has said: a number is a reward, a text what verifiers read, an object may hold both, and
     rewards of roles by their names in the place of one."""
     if message.get("failure"):
-        return AgentResult(failure=str(message["failure"]), is_lost=bool(message.get("is_lost")))
+        return AgentResult(failure=str(message["failure"]), is_unscored=bool(message.get("is_unscored")))
     result = message.get("result")
     given = result if isinstance(result, dict) else {}
     if isinstance(result, (int, float)):

@@ -22,7 +22,7 @@ class Step:
     reward: float
     is_over: bool
     failure: str = ""  # why there is no more to come, where the environment broke down
-    is_lost: bool = False  # by no doing of the action
+    is_unscored: bool = False  # by no doing of the action
 
 
 class EpisodePool:
@@ -81,7 +81,7 @@ def read_step(answer: ToolAnswer) -> Step:
     try:
         match json.loads(answer.text):
             case {"lost": str(reason)}:
-                return Step("", 0.0, True, failure=reason, is_lost=True)
+                return Step("", 0.0, True, failure=reason, is_unscored=True)
             case [observation, reward, is_over]:
                 return Step(str(observation), float(reward), bool(is_over))
     except (ValueError, TypeError):

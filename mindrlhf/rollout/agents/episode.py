@@ -332,7 +332,7 @@ class Episode:
         last = turns[-1].completion if turns else placeholder
         num_unread = self._num_unread + len(self._turns) - len(turns)
         counts = (self._num_other_tokens, self._num_rewritten, self.num_refused, num_unread)
-        lost = next((turn.completion.lost for turn in turns if turn.completion.lost), "")
+        unscored = next((turn.completion.unscored for turn in turns if turn.completion.unscored), "")
         spans: tuple[tuple[int, int], ...] = ()
         if self.request.begun is not None:
             spans = _versions([turn.completion for turn in turns] or [placeholder])
@@ -350,7 +350,7 @@ class Episode:
             num_neutralised_answers=self._num_neutralised,
             spans=spans,
             agent=AgentRecord(sequences, text, outcome.failure, *counts, rewards=outcome.rewards),
-            lost=lost or (f"agent: {outcome.failure}" if outcome.is_lost else ""),
+            unscored=unscored or (f"agent: {outcome.failure}" if outcome.is_unscored else ""),
         )
 
 

@@ -241,7 +241,7 @@ class RemoteAgents:
         self._forget(self)
         for ended, _ in self._running.values():
             if not ended.done():
-                ended.set_result(AgentResult(failure=f"{self._name} {how}", is_lost=True))
+                ended.set_result(AgentResult(failure=f"{self._name} {how}", is_unscored=True))
 
 
 def start_agents(tools: "ToolSection", stack: contextlib.ExitStack) -> NodeHelper | None:

@@ -166,5 +166,5 @@ def test_a_log_probability_that_is_not_finite_is_named():
         "logprobs": np.array([-1.0, -2.0, -1.0, -np.inf, np.nan], np.float32),
     }  # fmt: skip
     good, bad = unpack_completions({"weights_version": 1}, arrays, "vLLM server_1")
-    assert not good.lost
-    assert bad.lost == "vLLM server_1 gave token 10, number 2 of the response, the log-probability -inf"
+    assert not good.unscored
+    assert bad.unscored == "vLLM server_1 gave token 10, number 2 of the response, the log-probability -inf"
