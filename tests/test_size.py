@@ -52,7 +52,7 @@ MOST = {
     "mindrlhf/weights": 4222,
     "tests": 73365,
     "scripts": 1996,
-    "docs": 32043,
+    "docs": 32204,
 }
 # Modules of these are found by the name of their file.
 FOUND_BY_NAME = tuple(
