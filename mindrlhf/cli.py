@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         """Print the line and end the process."""
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+        self.exit(2, f"{self.prog}: error: {visible(message)}; see {self.prog} --help\n")
 
     def _get_value(self, action: argparse.Action, text: str) -> object:
         value = super()._get_value(action, text)
@@ -84,8 +84,20 @@ def build_parser() -> Parser:
     return parser
 
 
+def _begin_in_utf8() -> None:
+    """Begin again in Python's UTF-8 mode, for all children too, where the locale (C, GBK) would read paths otherwise.
+
+    Libraries take paths as UTF-8, which they are on Linux whatever the locale says.
+    """
+    if sys.getfilesystemencoding().lower() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; expected failures print one line each, not a traceback."""
+    if argv is None:
+        _begin_in_utf8()
     prepare_children()
     try:
         arguments = _parse(argv)

@@ -84,7 +84,7 @@ def _work(arguments: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _quiet_libraries():
     """Libraries print about damaged input on both streams; only the outcome is to appear."""
-    with os.fdopen(os.dup(1), "w") as output, open(os.devnull, "w", encoding="utf-8") as nothing:
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as output, open(os.devnull, "w", encoding="utf-8") as nothing:
         os.dup2(nothing.fileno(), 1)
         os.dup2(nothing.fileno(), 2)
         yield output

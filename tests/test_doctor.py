@@ -25,7 +25,7 @@ def statuses(checks: list[Check]) -> dict[str, str]:
 
 
 def make_interpreter(path: Path, text: str) -> str:
-    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
     path.chmod(0o755)
     return str(path)
 

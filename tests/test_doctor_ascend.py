@@ -85,7 +85,7 @@ def test_devices_that_are_free_busy_held_and_ill():
 
 def write(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return path
 
 

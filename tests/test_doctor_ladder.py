@@ -69,7 +69,7 @@ def test_the_first_rung_that_breaks_ends_the_climb_and_stands_in_the_report(monk
         (4, "server", "failed"),
     ]
     assert "cause: a <b> is wrong" in shown and "fix: send the log" in shown and "largest error: 1e-7" in shown
-    written = json.loads(Path(ground.directory, "doctor.json").read_text())
+    written = json.loads(Path(ground.directory, "doctor.json").read_text(encoding="utf-8"))
     assert [one["status"] for one in written["rungs"]] == ["ok", "skipped", "failed"]
     assert written["rungs"][-1]["cause"] == "a <b> is wrong"
 

@@ -46,7 +46,7 @@ def main() -> None:
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     for name, problems in zip(("train", "test"), make_problems(), strict=True):
-        (out / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in problems))
+        (out / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in problems), encoding="utf-8")
         print(f"{out / name}.jsonl: {len(problems)} problems")
 
 

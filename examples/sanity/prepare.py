@@ -74,9 +74,10 @@ def main() -> None:
     tokenizer = make_tokenizer()
     tokenizer.save(str(model_dir / "tokenizer.json"))
     special_tokens = {} if arguments.endless else {"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
-    (model_dir / "tokenizer_config.json").write_text(json.dumps(special_tokens))
+    (model_dir / "tokenizer_config.json").write_text(json.dumps(special_tokens), encoding="utf-8")
     changes = json.loads(arguments.model_config.read_text(encoding="utf-8")) if arguments.model_config else {}
-    (model_dir / "config.json").write_text(json.dumps(model_config(arguments.vocab_size) | changes, indent=2))
+    config = json.dumps(model_config(arguments.vocab_size) | changes, indent=2)
+    (model_dir / "config.json").write_text(config, encoding="utf-8")
     stream = random.Random(1)
     with (arguments.out / "prompts.jsonl").open("w", encoding="utf-8") as file:
         for _ in range(NUM_PROMPTS):

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from inspect import Parameter, signature
 
 from mindrlhf.commands.vocabulary import add_template_options, allow_json, print_json
+from mindrlhf.system.terminal import visible
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -122,7 +123,7 @@ def _check(arguments: argparse.Namespace) -> int:
         found = [{"level": level, "text": text} for level, text in findings]
         print_json({"verifier": arguments.verifier, "findings": found})
     else:
-        print("\n".join(f"{level:8s} {text}" for level, text in findings))
+        print("\n".join(f"{level:8s} {visible(text)}" for level, text in findings))
     return int(any(level == "error" for level, _ in findings))
 
 
@@ -170,7 +171,7 @@ def _score(arguments: argparse.Namespace) -> int:
         for line, result in score_lines(pool, lines):
             writer.write(line, result)
         judges = [f"  judge {name}: {count:.6g}" for name, count in pool.take_counts().items()]
-    print("\n".join([*writer.summary(), *judges, *lines.summary()]), file=sys.stderr)
+    print(visible("\n".join([*writer.summary(), *judges, *lines.summary()])), file=sys.stderr)
     return 0
 
 

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import sys
 import types
 from collections.abc import Collection, Iterator

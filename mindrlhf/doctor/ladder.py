@@ -93,7 +93,7 @@ def _try(ground: Ground, number: int, name: str) -> Climbed:
         said, code = ended.stdout, ended.returncode
     except subprocess.TimeoutExpired as expired:
         said, code = (expired.stdout or b"").decode(errors="replace"), None
-    log.write_text(said)
+    log.write_text(said, encoding="utf-8")
     what = (RUNGS[name].__doc__ or name).splitlines()[0]
     seconds = time.monotonic() - start
     answers = [line for line in said.splitlines() if line.startswith(FOUND_MARK)]

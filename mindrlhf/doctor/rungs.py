@@ -102,14 +102,14 @@ def collectives(ground: Ground) -> dict[str, Any]:
         return {"skipped": "one device has no collectives"}
     log_dir = Path(ground.directory) / "collectives"
     command = ["-m", "mindrlhf.doctor.rungs", "all-reduce-rank", json.dumps(asdict(ground)), str(log_dir)]
-    with open(os.devnull, "w") as nowhere:
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
         code = launch(command, ground.num_devices, log_dir, out=nowhere, computes_on_cpu=ground.device == "cpu")
     if code or not (log_dir / "found.json").exists():
         raise RungFailed(
             f"{ground.num_devices} ranks cannot add up; logs: {log_dir}",
             "look for HCCL's error code there; are HCCL_HOST_SOCKET_PORT_RANGE and HCCL_NPU_SOCKET_PORT_RANGE unset?",
         )
-    return {"all-reduce": f"{json.loads((log_dir / 'found.json').read_text())['gb_per_s']:.2f} GB/s"}
+    return {"all-reduce": f"{json.loads((log_dir / 'found.json').read_text(encoding='utf-8'))['gb_per_s']:.2f} GB/s"}
 
 
 def all_reduce_rank(ground: Ground, log_dir: str) -> None:
@@ -132,7 +132,8 @@ def all_reduce_rank(ground: Ground, log_dir: str) -> None:
     total.asnumpy()
     seconds = (time.perf_counter() - start) / rounds
     if get_rank() == 0:
-        (Path(log_dir) / "found.json").write_text(json.dumps({"gb_per_s": value.nbytes / seconds / 1e9}))
+        found = json.dumps({"gb_per_s": value.nbytes / seconds / 1e9})
+        (Path(log_dir) / "found.json").write_text(found, encoding="utf-8")
 
 
 def server(ground: Ground) -> dict[str, Any]:
@@ -342,7 +343,7 @@ def _run(ground: Ground, task: str, config: dict[str, Any], workers: int) -> Non
     if not own_data.exists():
         _call(directory, f"data_{own_data.stem}", toy.data_arguments(directory, own_data.stem))
     name = Path(config["run"]["output_dir"]).name
-    (directory / f"{name}.yaml").write_text(yaml.safe_dump(config))
+    (directory / f"{name}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     extra = ["--oversubscribe"] if config["run"]["device"] == "cpu" else []
     _call(directory, name, [task, str(directory / f"{name}.yaml"), "--workers", str(workers), *extra])
 
@@ -350,14 +351,14 @@ def _run(ground: Ground, task: str, config: dict[str, Any], workers: int) -> Non
 def _call(directory: Path, name: str, arguments: list[str]) -> None:
     command = [sys.executable, "-m", "mindrlhf.cli", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    (directory / f"{name}.log").write_text(ended.stdout + ended.stderr)
+    (directory / f"{name}.log").write_text(ended.stdout + ended.stderr, encoding="utf-8")
     if ended.returncode:
         lines = [line for line in ended.stderr.splitlines() if "error:" in line] or [_last_line(ended.stderr)]
         raise RungFailed(lines[0], f"see {directory / name}.log")
 
 
 def _metrics(output: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def _last_line(text: str) -> str:

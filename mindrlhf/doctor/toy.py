@@ -47,14 +47,14 @@ def write_inputs(directory: Path, num_devices: int) -> None:
     tokenizer.add_special_tokens(["<|end|>"])
     tokenizer.save(str(directory / "model" / "tokenizer.json"))
     marks = {"eos_token": "<|end|>", "pad_token": "<|end|>"}
-    (directory / "model" / "tokenizer_config.json").write_text(json.dumps(marks))
+    (directory / "model" / "tokenizer_config.json").write_text(json.dumps(marks), encoding="utf-8")
     stream = random.Random(0)
     with (directory / "prompts.jsonl").open("w", encoding="utf-8") as file:
         for _ in range(4 * _rows_per_step(num_devices)):  # two records to a row: two steps
             prompt = "".join(stream.choices(string.punctuation, k=PROMPT_TOKENS - 1))
             response = "".join(stream.choices(string.ascii_lowercase, k=RESPONSE_TOKENS - 1))
             file.write(json.dumps({"prompt": prompt, "answer": "none", "response": response}) + "\n")
-    (directory / "reward.py").write_text(_REWARD)
+    (directory / "reward.py").write_text(_REWARD, encoding="utf-8")
 
 
 def data_arguments(directory: Path, task: str) -> list[str]:

@@ -10,6 +10,7 @@ from mindrlhf.errors import UserError
 from mindrlhf.launch.logs import HARMLESS_LINES
 from mindrlhf.launch.processes import SCHEDULER, UNNAMED
 from mindrlhf.system.files import last_lines
+from mindrlhf.system.terminal import visible
 
 _NUM_LOG_LINES = 6
 _LOG_NAMES = {SCHEDULER: "scheduler.log", UNNAMED: "worker_*.log"}
@@ -73,4 +74,4 @@ def log_name(name: str) -> str:
 
 def say(message: str) -> None:
     """Write to standard error."""
-    print(f"mindrlhf: {message}", file=sys.stderr, flush=True)
+    print(f"mindrlhf: {visible(message)}", file=sys.stderr, flush=True)

@@ -163,7 +163,7 @@ class RunProcesses:
 
     def _read_complaints(self) -> dict[int, int]:
         """Return the exit codes of the workers that msrun has found dead, by pid."""
-        text = (self._log_dir / "msrun.log").read_text(errors="replace")
+        text = (self._log_dir / "msrun.log").read_text(errors="replace", encoding="utf-8")
         return {int(pid): int(returncode) for pid, returncode in _MSRUN_COMPLAINT.findall(text)}
 
     def find_culprit(self) -> tuple[str, int] | None:

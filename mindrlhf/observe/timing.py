@@ -90,7 +90,7 @@ def peak_rss_gb(pid: int | None = None) -> float:
         OSError: the process has ended, or the system has no ``/proc``.
     """
     path = Path("/proc", "self" if pid is None else str(pid), "status")
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines():
         name, _, value = line.partition(":")
         if name == "VmHWM":
             return int(value.split()[0]) * 1024 / 1e9

@@ -24,6 +24,7 @@ from mindrlhf.rollout.types import Completion, CompletionSource, GenerationReque
 from mindrlhf.system import timeline
 from mindrlhf.system.progress import counted
 from mindrlhf.system.records import record
+from mindrlhf.system.terminal import visible
 
 # Samples of a run with a log-probability that is not finite, before it ends.
 MAX_NOT_FINITE = 3
@@ -195,7 +196,7 @@ class Sampler:
         what = f"sample {completion.sample_index} of the prompt {prompt[-80:]!r} is left out: {completion.unscored}"
         if self._num_not_finite >= MAX_NOT_FINITE:
             raise RunFailure(f"{what}; it is number {self._num_not_finite} of this run: the generator is at fault")
-        print(f"mindrlhf: {what}", file=sys.stderr, flush=True)
+        print(f"mindrlhf: {visible(what)}", file=sys.stderr, flush=True)
 
     def add_model_rewards(self, samples: list[Sample]) -> list[Sample]:
         """Return samples with the rewards of the reward model, if there is one."""

@@ -193,10 +193,10 @@ def write_plugin(packages: Path) -> None:
     """
     installed = packages / "mindrlhf_vision-0.dist-info"
     installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: mindrlhf-vision\nVersion: 0\n")
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: mindrlhf-vision\nVersion: 0\n", encoding="utf-8")
     (installed / "entry_points.txt").write_text(
         "[vllm.general_plugins]\nmindrlhf_vision = mindrlhf.rollout.server.vision:register\n"
-    )
+    , encoding="utf-8")
 
 
 def devices_of(

@@ -44,7 +44,8 @@ def candidates() -> Iterator[int]:
     if text := os.environ.get(PORTS_VARIABLE):
         ports = parse_ports(text)
     else:
-        first_ephemeral_port = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        ephemeral = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8")
+        first_ephemeral_port = int(ephemeral.split()[0])
         ports = range(10_000, first_ephemeral_port) or range(10_000, 65_536)
     yield from random.SystemRandom().sample(ports, k=len(ports))
 

@@ -86,7 +86,7 @@ def graph_facts(config: AnyConfig) -> list[str]:
         if name in _GRAPH_RUN_KEYS or not name.startswith(_NOT_OF_GRAPHS) and name not in {*_MODEL_KEYS, *models}
     ]
     paths = [Path(path, "config.json") for path in models.values()]
-    return [*facts, *(path.read_text() for path in paths if path.is_file())]
+    return [*facts, *(path.read_text(encoding="utf-8") for path in paths if path.is_file())]
 
 
 def teacher_fingerprint(config: AnyConfig) -> dict[str, str]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from mindrlhf.errors import RunFailure, UserError, messages_of
 from mindrlhf.system import heartbeat
 from mindrlhf.system.processes import die_with_launcher, has_launcher, prepare_children
+from mindrlhf.system.terminal import visible
 
 TASKS = ("train", "sft", "dpo", "reward-model")
 
@@ -43,7 +44,7 @@ def guarded(program: str, run: Callable[[], None]) -> int:
         run()
     except (UserError, RunFailure) as failure:
         for line in messages_of(failure):
-            print(f"{program}: error: {line}", file=sys.stderr, flush=True)
+            print(f"{program}: error: {visible(line)}", file=sys.stderr, flush=True)
         return failure.exit_code
     return 0
 

@@ -124,7 +124,7 @@ def start_parallel(parallel: ParallelSection, rank: Rank, strategy_file: Path) -
     if parallel.enable_parallel_optimizer and parallel.pipeline_stage == parallel.micro_batch_num == 1:
         # Gathers weights while the layer before computes; of several micro-batches it would not leave their function.
         # MindSpore reads the file at once. It must not lie beside the strategies: their merge refuses other files.
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
             file.write('{"computation_allgather_overlap": true}')
             file.flush()
             ms.set_context(ascend_config={"parallel_speed_up_json_path": file.name})

@@ -47,7 +47,7 @@ def main() -> int:
             print("  ".join(_text(value).rjust(width) for value, width in zip(row.values(), widths)), flush=True)
             rows.append(row)
     if arguments.out:
-        arguments.out.write_text(json.dumps(rows, indent=1))
+        arguments.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     return 0
 
 

@@ -29,7 +29,7 @@ def measure(directory: Path, smallest: bool, repeats: int) -> Iterator[dict]:
     make_sanity(directory)
     words = ["--config", directory / "model" / "config.json", "--tokenizer", directory / "model"]
     run(mindrlhf("weights", "random", *words, "--output", directory / "random"))
-    (directory / "random" / "chat_template.jinja").write_text(TEMPLATE)
+    (directory / "random" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     num_episodes = 16 if smallest else 500
     rates: dict[str, float] = {}
     for name in ("endpoint", "vLLM"):
@@ -53,7 +53,7 @@ def _server(name: str, directory: Path) -> Iterator[str]:
         command = [find_rollout_python(), "-m", "vllm.entrypoints.openai.api_server", "--model", model, *words]
         variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         variables["VLLM_NO_USAGE_STATS"] = "1"
-    with (directory / f"{name}.log").open("w+") as log:
+    with (directory / f"{name}.log").open("w+", encoding="utf-8") as log:
         process = subprocess.Popen(
             [*map(str, command)], cwd=ROOT, env=variables, stdout=log, stderr=log, start_new_session=True
         )
@@ -68,13 +68,13 @@ def _server(name: str, directory: Path) -> Iterator[str]:
 def _wait(process: subprocess.Popen, port: int, log: Path) -> str:
     end = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < end and process.poll() is None:
-        if found := re.search(r"serving .* at (http\S+?);? ", log.read_text()):
+        if found := re.search(r"serving .* at (http\S+?);? ", log.read_text(encoding="utf-8")):
             return found[1]
         with contextlib.suppress(OSError):
             urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
             return f"http://127.0.0.1:{port}/v1"
         time.sleep(0.5)
-    sys.exit(f"benchmark: a server did not start:\n{log.read_text()[-3000:]}")
+    sys.exit(f"benchmark: a server did not start:\n{log.read_text(encoding='utf-8')[-3000:]}")
 
 
 async def _drive(url: str, num_episodes: int, model: str) -> float:

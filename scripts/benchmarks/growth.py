@@ -17,7 +17,7 @@ TOKENIZER = Path("examples/quickstart/checkpoint")
 def data_build(size: int, directory: Path) -> list[str]:
     """So many questions of 20 to 70 words, tokenized in one process."""
     rng, words = np.random.default_rng(0), ["a", "box", "of", "apples", "costs", "how", "many", "are", "there"]
-    with (directory / "raw.jsonl").open("w") as file:
+    with (directory / "raw.jsonl").open("w", encoding="utf-8") as file:
         for number in range(size):
             question = f"{number}: " + " ".join(rng.choice(words, rng.integers(20, 70)))
             file.write(json.dumps({"question": question, "answer": f"It is so. #### {number}"}) + "\n")
@@ -27,7 +27,7 @@ def data_build(size: int, directory: Path) -> list[str]:
 
 def rewards(size: int, directory: Path) -> list[str]:
     """So many right answers, scored by one process."""
-    with (directory / "samples.jsonl").open("w") as file:
+    with (directory / "samples.jsonl").open("w", encoding="utf-8") as file:
         for number in range(size):
             file.write(json.dumps({"completion": f"so it is #### {number}", "answer": str(number)}) + "\n")
     words = ["--verifier", "accuracy_reward", "--input", directory / "samples.jsonl"]
@@ -63,7 +63,10 @@ def plan(size: int, directory: Path) -> list[str]:
 def _write_run(directory: Path, num_steps: int) -> None:
     rng = np.random.default_rng(0)
     names = ("reward/mean", "entropy", "loss", "grad_norm", "timing/rollout", "timing/update")
-    with (directory / "metrics.jsonl").open("w") as metrics, (directory / "samples.jsonl").open("w") as samples:
+    with (
+        (directory / "metrics.jsonl").open("w", encoding="utf-8") as metrics,
+        (directory / "samples.jsonl").open("w", encoding="utf-8") as samples,
+    ):
         for step in range(1, num_steps + 1):
             line = dict(zip(names, rng.random(len(names)).tolist())) | {"step": step, "timing/all": 3.0}
             metrics.write(json.dumps(line) + "\n")

@@ -53,7 +53,7 @@ def timed(command: Sequence[str]) -> tuple[float, float]:
 def make_sanity(directory: Path, vocab_size: int = 512, model: Mapping[str, object] | None = None) -> None:
     """Make a random model and prompts whose responses all have ``RESPONSE_LENGTH`` tokens."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "model_config.json").write_text(json.dumps(model or {}))
+    (directory / "model_config.json").write_text(json.dumps(model or {}), encoding="utf-8")
     words = ["--out", directory, "--endless", "--vocab-size", vocab_size]
     run([sys.executable, "examples/sanity/prepare.py", *words, "--model-config", directory / "model_config.json"])
     words = ["--input", directory / "prompts.jsonl", "--output", directory / "prompts.mindrecord"]

@@ -29,14 +29,14 @@ def measure(directory: Path, smallest: bool, repeats: int) -> Iterator[dict]:
             seconds = []
             for count in (size, 4 * size):
                 path, scored = directory / "samples.jsonl", directory / "scored.jsonl"
-                with path.open("w") as file:
+                with path.open("w", encoding="utf-8") as file:
                     for number in range(1, count + 1):
                         sample = {"completion": completion, "answer": answer}
                         texts = {key: text.replace("N", str(number)) for key, text in sample.items()}
                         file.write(json.dumps(texts) + "\n")
                 words = ["--verifier", verifier, "--input", path, "--output", scored, "--processes", processes]
                 seconds.append(timed(mindrlhf("rewards", "score", *words))[0])
-                if any(json.loads(line)["reward"] != 1.0 for line in scored.read_text().splitlines()):
+                if any(json.loads(line)["reward"] != 1.0 for line in scored.read_text(encoding="utf-8").splitlines()):
                     raise SystemExit(f"benchmark: {verifier} does not pay a right answer of {name}")
                 scored.unlink()
             yield {"case": name, "processes": processes, "scores/s": 3 * size / max(seconds[1] - seconds[0], 1e-9)}

@@ -35,7 +35,7 @@ def measure(directory: Path, smallest: bool, repeats: int) -> Iterator[dict]:
             words = [*keys, f"run.output_dir={output}", f"run.seed={seed}", "checkpoint.every_steps=0"]
             run(mindrlhf("train", LONG_TAIL, *words, "observe.sinks=[]"))
             steps = [record for record in read_jsonl(output / "metrics.jsonl") if "timing/all" in record]
-            accuracy = json.loads((output / "summary.json").read_text())["after"]
+            accuracy = json.loads((output / "summary.json").read_text(encoding="utf-8"))["after"]
             yield {**_row(name, seed, steps[WARM_UP:]), **{key: accuracy[key] for key in ("accuracy", "low", "high")}}
 
 

@@ -103,7 +103,7 @@ def measure(config_path: str, vocab_size: int, micro_batch: int, num_steps: int,
     torch.manual_seed(0)
     strings, draw = token_strings(vocab_size), random.Random(0)
     prompts = [" ".join(draw.choices(strings, k=PROMPT_LENGTH)) for _ in range(NUM_PROMPTS * (warm_up + num_steps))]
-    model_config = {**MODEL, **json.loads(Path(config_path).read_text()), "vocab_size": vocab_size}
+    model_config = {**MODEL, **json.loads(Path(config_path).read_text(encoding="utf-8")), "vocab_size": vocab_size}
     model = Qwen2ForCausalLM(Qwen2Config(**model_config)).to(torch.float32)
     generations, generate = [], model.generate
 

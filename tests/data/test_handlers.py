@@ -29,7 +29,7 @@ def test_gsm8k_final_number(written, answer):
 def test_every_gsm8k_answer_is_a_number():
     path = Path(os.environ["MINDRLHF_SHARED"], "data", "gsm8k", "train.jsonl")
     handler = load_handler("gsm8k")
-    examples = [handler(json.loads(line)) for line in path.read_text().splitlines()]
+    examples = [handler(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
     assert len(examples) == 7473
     assert all(abs(float(example.answer)) >= 0 for example in examples)  # float() refuses commas
 

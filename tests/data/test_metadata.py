@@ -83,7 +83,7 @@ def write(directory, files):
         if name == "tokenizer.json":
             tokenizer_json(content).save(str(path))
         else:
-            path.write_text(content if isinstance(content, str) else json.dumps(content))
+            path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
 
 
 def as_list(ids):

@@ -100,7 +100,7 @@ def test_qwen_ids_equal_transformers_on_any_text(qwen, qwen_reference, text):
 @needs_qwen
 def test_qwen_gsm8k_batch_equals_transformers(qwen, qwen_reference):
     path = Path(os.environ["MINDRLHF_SHARED"], "data", "gsm8k", "train.jsonl")
-    texts = [json.loads(line)["answer"] for line in path.read_text().splitlines()[:300]]
+    texts = [json.loads(line)["answer"] for line in path.read_text(encoding="utf-8").splitlines()[:300]]
     assert qwen.encode_batch(texts) == qwen_reference(texts)["input_ids"]
 
 

@@ -151,4 +151,4 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path):
 
 
 def _bash_blocks(page: Path) -> list[str]:
-    return re.findall(r"^```bash\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)

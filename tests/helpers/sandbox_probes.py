@@ -251,7 +251,7 @@ def make_targets(directory: str) -> dict:
     datagram = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     datagram.bind(paths["datagram"])
     tcp = socket.create_server(("127.0.0.1", 0))
-    with open(paths["secret"], "w") as file:
+    with open(paths["secret"], "w", encoding="utf-8") as file:
         file.write("secret")
     for path in paths.values():
         os.chmod(path, 0o777)

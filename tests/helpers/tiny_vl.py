@@ -250,7 +250,7 @@ def _write_tokenizer(directory: Path) -> None:
 
 
 def _write_json(path: Path, value: dict) -> None:
-    path.write_text(json.dumps(value, indent=1))
+    path.write_text(json.dumps(value, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def train(directory: Path, output_dir: Path, *options: object, timeout_s: float,
 
 def read_lines(path: Path) -> list[dict]:
     """Return the records of a JSON lines file; every metric of a run must be documented."""
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     if path.name == "metrics.jsonl":
         names = {name for record in records for name in record}
         assert undocumented(names - {"step"}) == []

@@ -242,7 +242,7 @@ def test_training_on_tasks_of_a_package(tasks, tmp_path, monkeypatch, name, veri
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     made = sanity_inputs.run("data", "get", name, "--size", 8, "--output", tmp_path, timeout_s=120)
     assert made.returncode == 0, made.stderr
-    lines = Path(made.stdout.strip()).read_text().splitlines()
+    lines = Path(made.stdout.strip()).read_text(encoding="utf-8").splitlines()
     prompts = built(tmp_path, map(json.loads, lines), 512)
     values = {
         "run.output_dir": tmp_path / "run",

@@ -28,7 +28,7 @@ def listening_addresses(pid: int) -> set[tuple[str, int]]:
             with contextlib.suppress(OSError):
                 inodes.add(os.readlink(f"/proc/{pid}/fd/{descriptor}").removeprefix("socket:[").removesuffix("]"))
         for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            for line in Path(f"/proc/{pid}/net/{table}").read_text(encoding="utf-8").splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == _LISTEN and fields[9] in inodes:
                     address, port = fields[1].split(":")

@@ -393,6 +393,6 @@ def test_a_killed_trainer_leaves_no_server_behind(models, directory, moment):
 def _is_alive(pid: int) -> bool:
     """Running, and not merely waiting for its parent to collect it."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False

@@ -111,7 +111,10 @@ def read_kernels(directory: Path, world_size: int) -> tuple[Kernel, ...]:
     order = root / "execute_order"
     if not (order / "execute_order.csv").exists():
         return tuple(_kernels([(node, -1, None) for node in nodes if node.op not in _NO_KERNEL], nodes, world_size))
-    with open(order / "execute_order.csv", newline="") as of_all, open(order / "comm_execute_order.csv") as of_some:
+    with (
+        open(order / "execute_order.csv", encoding="utf-8", newline="") as of_all,
+        open(order / "comm_execute_order.csv", encoding="utf-8") as of_some,
+    ):
         return tuple(order_kernels(nodes, csv.DictReader(of_all), csv.DictReader(of_some), world_size))
 
 

@@ -31,10 +31,10 @@ def write_worker(tmp_path: Path, text: str) -> list[str]:
 
 def wait_for(path: Path) -> str:
     deadline = time.monotonic() + 30
-    while not path.exists() or not path.read_text():
+    while not path.exists() or not path.read_text(encoding="utf-8"):
         assert time.monotonic() < deadline, f"{path} did not appear"
         time.sleep(0.02)
-    return path.read_text()
+    return path.read_text(encoding="utf-8")
 
 
 def is_running(pid: int) -> bool:
@@ -315,7 +315,7 @@ def test_a_found_port_can_be_bound_and_is_not_ephemeral():
     port = find_free_port()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", port))
-    assert 1024 <= port < int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert 1024 <= port < int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split()[0])
 
 
 CLUSTER_NOISE = (

@@ -76,7 +76,7 @@ def test_a_file_is_cut_where_the_steps_begin_that_are_written_again(lines, first
         records.append({"step": step, "text": text})
     with tempfile.TemporaryDirectory() as directory, mock.patch.object(records_module, "_BLOCK_BYTES", block_bytes):
         path = Path(directory, "samples.jsonl")
-        path.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in records) + rest)
+        path.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in records) + rest, encoding="utf-8")
         write_steps(path, [77], first_step)
         kept = [one for one in records if one["step"] < first_step]
         # A whole record without a line end counts; it stands after all others.
@@ -84,7 +84,7 @@ def test_a_file_is_cut_where_the_steps_begin_that_are_written_again(lines, first
         if rest == '{"step": 0}' and any(one["step"] >= first_step for one in records):
             return  # not what a run writes
         assert list(read_jsonl(path)) == [*kept, {"step": 77, "loss": 77.0}]
-        assert path.read_text().count("\n") == len(kept) + 1
+        assert path.read_text(encoding="utf-8").count("\n") == len(kept) + 1
 
 
 def test_what_stays_of_a_long_file_is_neither_read_nor_written_again(tmp_path):

@@ -88,7 +88,7 @@ sys.stdin.read()
 
 def resident_gb(pid):
     """Resident memory now, from another file of the kernel than the peak."""
-    num_pages = int(Path("/proc", str(pid), "statm").read_text().split()[1])
+    num_pages = int(Path("/proc", str(pid), "statm").read_text(encoding="utf-8").split()[1])
     return num_pages * resource.getpagesize() / 1e9
 
 

@@ -117,7 +117,7 @@ def inputs(*completions: str, answer: object = "") -> list[RewardInput]:
 
 
 def calls(path: Path) -> list[list[str]]:
-    return [line.split(maxsplit=1) for line in path.read_text().splitlines()] if path.exists() else []
+    return [line.split(maxsplit=1) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def test_nodes_give_the_results_of_one_pool_bit_for_bit(reward, stack):

@@ -122,7 +122,7 @@ def wait_until_gone(pid: int, limit_s: float = 30.0) -> bool:
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):
             return True
         if state in "ZX":

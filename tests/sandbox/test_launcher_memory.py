@@ -152,7 +152,7 @@ def test_the_launcher_itself_never_has_the_text_of_a_request():
     pid = server.shared_server()._process.pid
     found, num_bytes = 0, 0
     try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
         with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
             for line in lines:
                 begin, end = (int(part, 16) for part in re.match(r"(\w+)-(\w+)", line).groups())

@@ -51,5 +51,5 @@ def test_commands_on_weights_count(command, tmp_path, monkeypatch):
         assert main(["weights", "merge", shards, "--output", str(tmp_path / "merged")]) == 0
     if command == "convert":
         assert main(["weights", "convert", model, "--dtype", "bfloat16", "--output", str(tmp_path / "out")]) == 0
-    layers = json.loads(Path(model, "config.json").read_text())["num_hidden_layers"]
+    layers = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
     assert totals and all(total >= layers for total, _ in totals)

@@ -270,7 +270,7 @@ def test_a_file_that_does_not_load_is_an_error(tmp_path, endpoint):
 def test_files_in_a_command_are_named_whole(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("agents").mkdir()
-    Path("agents/a.py").write_text("")
+    Path("agents/a.py").write_text("", encoding="utf-8")
     assert command_words("python agents/a.py -x 'b c'") == ["python", str(tmp_path / "agents/a.py"), "-x", "b c"]
     assert ToolSection(agent="x").agent == "x" and sys.executable
 

@@ -116,11 +116,11 @@ class GraphCache:
     def _take(self, kept: Path, number: int) -> bool:
         """Copy a graph to where MindSpore looks for its next one; False where there is none, or a damaged one."""
         # Without its mark MindSpore gives up on all further graphs of the process.
-        self._dependencies.write_text(self._mark)
+        self._dependencies.write_text(self._mark, encoding="utf-8")
         if not kept.exists():
             return False
         content = (kept / _GRAPH).read_bytes()
-        if hashlib.sha256(content).hexdigest() != (kept / _SUM).read_text():
+        if hashlib.sha256(content).hexdigest() != (kept / _SUM).read_text(encoding="utf-8"):
             shutil.rmtree(kept)
             return False
         os.utime(kept)
@@ -129,7 +129,7 @@ class GraphCache:
 
     def _keep(self, kept: Path, number: int) -> None:
         graph = self._files / (self._graph_name % number)
-        (self._files / _SUM).write_text(hashlib.sha256(graph.read_bytes()).hexdigest())
+        (self._files / _SUM).write_text(hashlib.sha256(graph.read_bytes()).hexdigest(), encoding="utf-8")
         graph.rename(self._files / _GRAPH)
         self._dependencies.unlink(missing_ok=True)
         self._files.rename(kept)
@@ -212,7 +212,7 @@ def _describe_value(value: Any) -> str:
 def _software() -> str:
     sources = sorted(Path(mindrlhf.__file__).parent.rglob("*.py"))
     versions = [version(name) for name in ("mindspore", "mindformers", "numpy")]
-    return _digest([*versions, os.uname().machine, *(path.read_text() for path in sources)])
+    return _digest([*versions, os.uname().machine, *(path.read_text(encoding="utf-8") for path in sources)])
 
 
 def _digest(parts: Sequence[str]) -> str:

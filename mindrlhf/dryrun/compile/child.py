@@ -56,7 +56,7 @@ _CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 def main(directory: Path) -> int:
     """Serve all requests of ``directory``; return the exit code."""
     die_with_parent()
-    work = json.loads((directory / "requests.json").read_text())
+    work = json.loads((directory / "requests.json").read_text(encoding="utf-8"))
     requests = [CompileRequest(**values) for values in work["requests"]]
     level = simulation.LEVEL_PLAN_MEMORY if requests[0].plan_memory else simulation.LEVEL_COMPILE
     try:
@@ -68,7 +68,7 @@ def main(directory: Path) -> int:
             for module in _SHARED_MODULES:
                 importlib.import_module(module)
     except UserError as error:
-        (directory / "user_error").write_text(str(error))
+        (directory / "user_error").write_text(str(error), encoding="utf-8")
         return EXIT_USER_ERROR
     running: dict[int, int] = {}  # index of the request by process
     failed = False
@@ -93,7 +93,7 @@ def _wait_for_one(running: dict[int, int], directory: Path) -> bool:
     process, status = os.wait()
     index = running.pop(process)
     if status:
-        (directory / f"exit_{index}").write_text(str(os.waitstatus_to_exitcode(status)))
+        (directory / f"exit_{index}").write_text(str(os.waitstatus_to_exitcode(status)), encoding="utf-8")
     return status != 0
 
 
@@ -104,10 +104,10 @@ def _serve(request: CompileRequest, directory: Path, index: int, simulated: bool
     try:
         report = compile_here(request, directory, simulated)
         temporary = directory / f"report_{index}.tmp"
-        temporary.write_text(json.dumps(asdict(report)))
+        temporary.write_text(json.dumps(asdict(report)), encoding="utf-8")
         temporary.rename(directory / f"report_{index}.json")
     except UserError as error:
-        (directory / "user_error").write_text(str(error))
+        (directory / "user_error").write_text(str(error), encoding="utf-8")
         return EXIT_USER_ERROR
     except BaseException:  # the process ends here: whatever it was must get into the log
         traceback.print_exc()

@@ -214,7 +214,7 @@ def compile_ranks(
     with tempfile.TemporaryDirectory(prefix="mindrlhf-compile-") as name:
         directory = Path(name)
         work = {"num_processes": num_processes, "requests": [asdict(request) for request in requests]}
-        (directory / "requests.json").write_text(json.dumps(work))
+        (directory / "requests.json").write_text(json.dumps(work), encoding="utf-8")
         with watched(lambda: len(list(directory.glob("report_*.json"))), len(requests), "graphs"):
             _run_child(directory, timeout_s)
         return [_read_report(directory, index, request) for index, request in enumerate(requests)]
@@ -238,7 +238,7 @@ def _run_child(directory: Path, timeout_s: float) -> None:
     if code is None:
         raise RunFailure(f"compiling took longer than {timeout_s:.0f} s; compile fewer layers")
     if code == EXIT_USER_ERROR:
-        raise UserError((directory / "user_error").read_text())
+        raise UserError((directory / "user_error").read_text(encoding="utf-8"))
     if code == -signal.SIGKILL:
         raise RunFailure(f"compiling failed: {_KILLED}")
     if code:
@@ -250,10 +250,10 @@ def _read_report(directory: Path, index: int, request: CompileRequest) -> Compil
     if not path.exists():
         exit_path = directory / f"exit_{index}"
         reason = _log_tail(directory / f"log_{index}")
-        if exit_path.exists() and exit_path.read_text() == str(-signal.SIGKILL):
+        if exit_path.exists() and exit_path.read_text(encoding="utf-8") == str(-signal.SIGKILL):
             reason = _KILLED
         raise RunFailure(f"compiling rank {request.rank} of {_describe(request)} failed: {reason}")
-    values = json.loads(path.read_text())
+    values = json.loads(path.read_text(encoding="utf-8"))
     values["parameters"] = tuple(
         CompiledParameter(**{key: tuple(value) if isinstance(value, list) else value for key, value in item.items()})
         for item in values["parameters"]

@@ -258,7 +258,7 @@ def _show(lines: Sequence[str], prefix: str) -> None:
 def _connect(address: str) -> Any:
     try:
         import ray
-        import ray.util.scheduling_strategies
+        import ray.util.scheduling_strategies  # noqa: F401 -- by its full name below
         from ray import cloudpickle
     except ImportError:
         raise UserError("--ray needs the package ray: pip install 'mindrlhf[ray]'") from None

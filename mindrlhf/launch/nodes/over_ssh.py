@@ -136,7 +136,7 @@ def passing_signals(tell: Callable[[int], None]) -> contextlib.AbstractContextMa
 
 
 def _show(stream: IO[bytes], prefix: str) -> None:
-    for line in io.TextIOWrapper(stream, errors="replace"):
+    for line in io.TextIOWrapper(stream, errors="replace", encoding="utf-8"):
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.write(f"{prefix}{line}")
             sys.stdout.flush()

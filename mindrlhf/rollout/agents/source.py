@@ -34,6 +34,7 @@ from mindrlhf.system import heartbeat
 from mindrlhf.system.files import take_directory
 from mindrlhf.system.handshake import SignedConnection
 from mindrlhf.system.processes import SERVER_PREFIX
+from mindrlhf.system.terminal import visible
 from mindrlhf.tools.agents import AgentResult, AgentRunner
 
 if TYPE_CHECKING:
@@ -263,7 +264,7 @@ class AgentEpisodes:
     @staticmethod
     def _tell_failure(episode: Episode, failure: str) -> None:
         place = f"sample {episode.sample_index} of prompt {episode.request.request_id}"
-        print(f"mindrlhf: the agent of {place} failed: {failure[:_MAX_SHOWN]}", file=sys.stderr, flush=True)
+        print(f"mindrlhf: the agent of {place} failed: {visible(failure[:_MAX_SHOWN])}", file=sys.stderr, flush=True)
 
     def _wait(self, own: Collection[Episode], is_round: bool = False) -> None:
         """Return when an episode has ended, or all that run wait for the model, or some have for ``agent_gather_s``; in

@@ -103,7 +103,7 @@ class ServerProcess:
     def give_buffer(self, path: str) -> None:
         """Tell a process that has no connection to the trainer where the weight buffer of its node is."""
         partial = self._buffer_file.with_suffix(".partial")
-        partial.write_text(path)
+        partial.write_text(path, encoding="utf-8")
         partial.replace(self._buffer_file)
 
     @property

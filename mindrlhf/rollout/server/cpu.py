@@ -7,7 +7,6 @@ import contextlib
 import shutil
 from collections.abc import Iterator
 
-import torch
 import torch.distributed
 import vllm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding

@@ -60,7 +60,7 @@ def join_nodes() -> None:
 def buffer_of_node(path: str) -> str:
     """Return the path of the weight buffer of this node; ``path`` is that of the engine's."""
     file = json.loads(os.environ.get(_VARIABLE, "{}")).get("buffer_file")
-    return Path(file).read_text() if file else path
+    return Path(file).read_text(encoding="utf-8") if file else path
 
 
 def _interface_of(host: str) -> str:

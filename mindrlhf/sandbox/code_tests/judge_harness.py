@@ -211,7 +211,7 @@ def main():
     gc.set_threshold(100_000)  # this process is over before there is much to collect
     with open(0, "rb", closefd=False) as file:
         request = json.load(file)
-    verdicts = os.fdopen(os.dup(1), "w")
+    verdicts = os.fdopen(os.dup(1), "w", encoding="utf-8")
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)

@@ -101,7 +101,7 @@ def drop_capabilities() -> None:
 def keep_user(user: int, group: int) -> None:
     """In a user namespace just entered, be the same user and group as outside it."""
     for name, line in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
+        with open(f"/proc/self/{name}", "w", encoding="utf-8") as file:
             file.write(line)
 
 

@@ -22,6 +22,7 @@ from mindrlhf.evaluation.heldout import Evaluation, paired
 from mindrlhf.evaluation.statistics import bootstrap_interval
 from mindrlhf.observe.records import ALARM, ALARM_OVER, GUARDS_NAME, JsonlWriter
 from mindrlhf.rollout.samples import Sample, groups_that_teach, verifier_names
+from mindrlhf.system.terminal import visible
 
 MIN_STEPS = 5  # or all of a shorter run
 NEAR_ONE = 0.95
@@ -51,7 +52,7 @@ class Events:
 
 def warn(text: str) -> None:
     """Print a line of warning."""
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+    print(f"warning: {visible(text)}", file=sys.stderr, flush=True)
 
 
 class Condition(NamedTuple):

@@ -48,7 +48,7 @@ class Lead(SavesState):
         return write
 
     def restore(self, directory):
-        self.weights = int(Path(directory, "weights").read_text())
+        self.weights = int(Path(directory, "weights").read_text(encoding="utf-8"))
 
 
 class Run:
@@ -165,7 +165,7 @@ def test_the_run_goes_on_while_a_checkpoint_is_written_and_changes_nothing_in_it
 def test_a_failed_write_ends_the_run_at_its_next_step(tmp_path):
     run = Run(tmp_path)
     run.step()
-    run.lead.state_writer = lambda hold: lambda directory: Path("/dev/full").write_text("weights")
+    run.lead.state_writer = lambda hold: lambda directory: Path("/dev/full").write_text("weights", encoding="utf-8")
     run.checkpoints.save(run.progress)
     run.checkpoints._writer._thread.join()
     with pytest.raises(UserError, match="step_00000001 cannot be written"):
