@@ -368,29 +368,6 @@ def _given_key(request: web.BaseRequest) -> str:
     return given.removeprefix("Bearer ") if given else request.headers.get("x-api-key", "")
 
 
-class Keys:
-    """API keys and their owners, looked up by digest so that timing reveals nothing."""
-
-    def __init__(self) -> None:
-        self._callers: dict[bytes, Caller] = {}
-
-    def add(self, key: str, caller: Caller) -> None:
-        """Let a caller ask with a key from now on."""
-        self._callers[_digest(key)] = caller
-
-    def remove(self, key: str) -> None:
-        """Let nobody ask with a key any more."""
-        self._callers.pop(_digest(key), None)
-
-    def find(self, key: str) -> Caller | None:
-        """Return who has a key."""
-        return self._callers.get(_digest(key))
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode(errors="replace")).digest()
-
-
 class Prompts:
     """Messages to tokens and tokens to replies, by the chat template and tokenizer of a model."""
 

@@ -88,3 +88,66 @@ def test_training_learns_from_the_tokens_of_an_agent_with_the_openai_client(tmp_
             assert line["rollout_ratio/effective"] == pytest.approx(1.0, abs=1e-6)
         assert math.isfinite(line["loss"]) and line["grad_norm"] > 0
         print({name: line[name] for name in line if name.startswith(("agents/", "rollout_diff/", "turns", "tools/"))})
+
+
+HANGS_UP = """
+import json, os, socket, urllib.request
+
+def ask(url, key, text):
+    body = json.dumps({"messages": [{"role": "user", "content": text}], "max_tokens": 12}).encode()
+    return body, {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+
+def hang_up(url, key, text, reads):
+    body, headers = ask(url, key, text)
+    connection = socket.create_connection(("127.0.0.1", int(url.split(":")[2].split("/")[0])))
+    lines = "".join(f"{name}: {value}\\r\\n" for name, value in headers.items())
+    lines = f"POST /v1/chat/completions HTTP/1.1\\r\\nHost: x\\r\\n{lines}Content-Length: {len(body)}\\r\\n\\r\\n"
+    connection.sendall(lines.encode() + body)
+    for _ in range(reads):
+        connection.recv(1)
+    connection.close()
+
+def agent(record, url, key):
+    texts = []
+    for number in range(2):
+        if HANGS:
+            for reads in (0, 1, 10, 100):
+                hang_up(url, key, f"{number} {reads}", reads)
+        body, headers = ask(url, key, record["prompt"] + str(number))
+        with urllib.request.urlopen(urllib.request.Request(f"{url}/chat/completions", body, headers)) as response:
+            texts.append(json.loads(response.read())["choices"][0]["message"]["content"] or "")
+    text = "".join(texts)
+    return sum(letter.isdigit() for letter in text) / max(1, len(text))
+"""
+
+
+@SLOW
+def test_a_run_with_clients_that_hang_up_has_the_weights_of_one_without(tmp_path):
+    make(tmp_path)
+    for directory in ("bare", "model"):
+        config = tmp_path / directory / "tokenizer_config.json"
+        config.write_text(json.dumps({"eos_token": "<|endoftext|>", "chat_template": TEMPLATE}))
+    lines = {}
+    for hangs in (True, False):
+        (tmp_path / "agent.py").write_text(f"HANGS = {hangs}\n{HANGS_UP}")
+        finished = sanity_inputs.train(
+            tmp_path,
+            tmp_path / f"run{hangs}",
+            timeout_s=400,
+            run__max_steps=2,
+            tools__agent=f"{tmp_path / 'agent.py'}:agent",
+            tools__max_turns=20,
+            tools__agent_tokens=2000,
+            tools__memory_limit_mib=2048,
+            tools__agent_gather_s=20,
+            training__chunk_size=2,
+            reward__verifier_function="environment_reward",
+            rollout__max_response_length=64,
+        )
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+        lines[hangs] = sanity_inputs.read_lines(tmp_path / f"run{hangs}" / "metrics.jsonl")
+    # Of those that hang up at once some have not been heard of.
+    assert all(line["agents/unread"] >= 24 and line["turns/mean"] == 2 for line in lines[True]), lines[True]
+    assert all(line["agents/unread"] == 0 and line["grad_norm"] > 0 for line in lines[False])
+    for name in ("trajectory.jsonl", "final/model.safetensors"):
+        assert (tmp_path / "runTrue" / name).read_bytes() == (tmp_path / "runFalse" / name).read_bytes()

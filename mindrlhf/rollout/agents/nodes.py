@@ -32,7 +32,7 @@ from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.launch.nodes.channel import LOST, Channel
 from mindrlhf.launch.nodes.helper import NodeHelper
 from mindrlhf.rollout.agents.protocols import Answer, Call, Reply
-from mindrlhf.rollout.chat_server import MODEL_NAME, REFUSALS, Caller, HttpServer, Keys, Refused, as_refused, settled
+from mindrlhf.rollout.chat_server import MODEL_NAME, REFUSALS, Caller, HttpServer, Refused, as_refused, settled
 from mindrlhf.system.files import take_directory
 from mindrlhf.system.handshake import SignedConnection, introduce_node
 from mindrlhf.system.processes import SERVER_PREFIX
@@ -77,9 +77,10 @@ class _Episode:
 
 class _Node:
     def __init__(self, settings: Mapping[str, Any], directory: Path):
-        self._keys, self._episodes = Keys(), {}
+        self._keys: dict[str, _Episode] = {}
+        self._episodes: dict[int, _Episode] = {}
         self._tasks: dict[int, asyncio.Task] = {}
-        self._http = HttpServer(self._keys.find, MODEL_NAME)
+        self._http = HttpServer(self._keys.get, MODEL_NAME)
         self._runner = AgentRunner(
             settings["agent"],
             self._http.port,
@@ -132,15 +133,13 @@ class _Node:
         return 0
 
     async def _run(self, number: int, record: Mapping[str, Any], key: str) -> None:
-        episode = self._episodes[number] = _Episode(number, self._channel)
-        self._keys.add(key, episode)
+        episode = self._keys[key] = self._episodes[number] = _Episode(number, self._channel)
         try:
             result = await self._runner.run(record, key, _UNLIMITED_S)
             await settled()
             self._channel.send("ended", number=number, result=asdict(result), num_refused=episode.num_refused)
         finally:
-            self._keys.remove(key)
-            del self._tasks[number], self._episodes[number]
+            del self._keys[key], self._tasks[number], self._episodes[number]
 
 
 class RemoteAgents:

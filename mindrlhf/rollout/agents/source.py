@@ -17,17 +17,17 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mindrlhf.data.templates import PromptTemplate
 from mindrlhf.data.tokenizers import Tokenizer
 from mindrlhf.rollout.agents.episode import Episode, EpisodeLimits
 from mindrlhf.rollout.agents.nodes import RemoteAgents
-from mindrlhf.rollout.chat_server import MODEL_NAME, HttpServer, Keys, Prompts, Questions, settled
+from mindrlhf.rollout.chat_server import MODEL_NAME, HttpServer, Prompts, Questions, settled
 from mindrlhf.rollout.turn_texts import TurnTexts
 from mindrlhf.rollout.types import Cancelled, Completion, CompletionSource, GenerationRequest, SamplingParams
 from mindrlhf.system import heartbeat
@@ -42,21 +42,6 @@ if TYPE_CHECKING:
 
 _POLL_S, _SETTLED_S = 0.25, 0.005
 _MAX_SHOWN = 500
-
-
-class Runner(Protocol):
-    """Whatever runs agents: ``tools.agents.AgentRunner``."""
-
-    async def start(self) -> None:
-        """Be ready to run some."""
-
-    async def run(
-        self, record: dict[str, Any], key: str, timeout_s: float, clock: Callable[[], float]
-    ) -> AgentResult:
-        """Run one to its end; it raises nothing."""
-
-    async def close(self) -> None:
-        """End all that run."""
 
 
 class AgentEpisodes:
@@ -83,7 +68,7 @@ class AgentEpisodes:
         template: PromptTemplate,
         tools: "ToolSection",
         longest_prompt: int,
-        runner: Runner | None = None,
+        runner: AgentRunner | None = None,
     ):
         self._generator = generator
         self._tools = tools
@@ -91,14 +76,14 @@ class AgentEpisodes:
         self._prompts = Prompts(tokenizer, template, tools.dialect)
         self._texts = TurnTexts(tokenizer, template)
         self._questions = Questions(max_waiting=1 << 20)
-        self._keys = Keys()
+        self._keys: dict[str, Episode] = {}
         self._running: dict[Episode, Future] = {}
         self._under_way: dict[int, Episode] = {}  # of partial rollout, by the number of the response
         self._rested_s, self._rests_since_s = 0.0, None  # between rounds, when no agent's time passes
         self._is_cancelled = False
         self._directory, self._lock = take_directory(Path(tempfile.gettempdir()), SERVER_PREFIX)
         try:
-            self._http = HttpServer(self._keys.find, MODEL_NAME)
+            self._http = HttpServer(self._keys.get, MODEL_NAME)
         except BaseException:
             shutil.rmtree(self._directory, ignore_errors=True)
             os.close(self._lock)
@@ -107,7 +92,8 @@ class AgentEpisodes:
         settings["python"] = tools.agent_python
         places = (self._http.port, str(self._directory), self._http.listen)
         runner = runner or AgentRunner(tools.agent, *places, **settings)
-        self._runners: dict[Runner, int] = {runner: 0}  # of each node, with the number of agents that run there
+        # Of each node, with the number of agents that run there.
+        self._runners: dict[AgentRunner | RemoteAgents, int] = {runner: 0}
         try:
             self._in_loop(runner.start()).result()
         except BaseException:
@@ -127,7 +113,7 @@ class AgentEpisodes:
 
     def admit(self, connection: SignedConnection, name: str) -> None:
         """Have agents run on another node, too; see :class:`mindrlhf.rollout.agents.nodes.RemoteAgents`."""
-        remote = RemoteAgents(connection, name, self._keys.find, self._runners.pop)
+        remote = RemoteAgents(connection, name, self._keys.get, self._runners.pop)
         self._runners[remote] = 0
         self._in_loop(remote.start()).result()
 
@@ -236,7 +222,7 @@ class AgentEpisodes:
     async def _run(self, episode: Episode) -> None:
         """Run an episode to its end, whatever happens in it."""
         key = secrets.token_urlsafe(32)
-        self._keys.add(key, episode)
+        self._keys[key] = episode
         result = AgentResult(failure="it was broken off")
         clock = time.monotonic if episode.request.begun is None else self._clock
         runner = min(self._runners, key=self._runners.get)
@@ -248,7 +234,7 @@ class AgentEpisodes:
             if runner in self._runners:  # its node is not lost
                 self._runners[runner] -= 1
             result = episode.end(result)
-            self._keys.remove(key)
+            del self._keys[key]
             if result.failure:
                 self._tell_failure(episode, result.failure)
             with self._questions.news:

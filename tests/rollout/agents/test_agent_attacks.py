@@ -305,6 +305,6 @@ def test_five_hundred_episodes_at_once_lose_nothing_and_leave_nothing():
             del found
             peaks_kib.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
         assert [len(batch) for batch, _ in engine.batches] == [500, 500, 500]
-        assert not source._running and not source._keys._callers and not source._questions.waiting
+        assert not source._running and not source._keys and not source._questions.waiting
     # A second time needs no more than the first: what 500 episodes leave behind would be 16 MiB at 32 KiB each.
     assert peaks_kib[-1] - peaks_kib[0] < 16 << 10, peaks_kib
