@@ -165,15 +165,6 @@ def test_instruction_set(monkeypatch, flags, finding):
     assert check.status == ("error" if "no" in finding else "ok")
 
 
-def test_matrix_products_are_measured_with_and_without_the_choice_of_kernels():
-    (check,) = doctor._measured_products(sys.executable)
-    assert (check.status in ("ok", "warning")) and "GFLOPS on one thread" in check.finding
-    assert doctor.check_products("HASWELL", 90.0, 30.0).status == "ok"
-    slow = doctor.check_products("HASWELL", 30.0, 90.0)
-    assert slow.status == "warning" and "OPENBLAS_CORETYPE=" in slow.fix
-    assert slow.finding == "30 GFLOPS on one thread with OPENBLAS_CORETYPE=HASWELL, 90 without it"
-
-
 @pytest.mark.parametrize("devices, code", [((), 1), (("cpu",), 0)])
 def test_the_command_prints_json_and_returns_whether_a_run_is_possible(monkeypatch, capsys, devices, code):
     diagnosis = Diagnosis((Check("machine", "cores", "ok", "2"),), devices)

@@ -19,7 +19,7 @@ class RunSection:
     seed: int = key(0, "seed of data order, sampling and random initialisation", minimum=0, maximum=2**31 - 1)
     device: str = key("cpu", "what the trainer ranks and the generator run on", choices=("cpu", "ascend"))
     deterministic: bool = key(
-        True, "two runs of this config compute the same bits; costs nothing on CPU and some speed on Ascend"
+        True, "two runs of this config compute the same bits; free on a CPU, what it costs NPUs is doctor's rung 9"
     )
     max_steps: int = key(0, "stop after this many steps; 0 means when `training.epochs` are used up", minimum=0)
     start_timeout_s: float = key(

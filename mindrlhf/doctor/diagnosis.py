@@ -15,11 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mindrlhf.cpu.processor import openblas_environment
 from mindrlhf.doctor.ascend import CANN_PIN, ascend_checks, check_server
 from mindrlhf.doctor.check import Check
 from mindrlhf.sandbox.server import active_layers, describe, is_strong
-from mindrlhf.system.processor import OPENBLAS_CORE_VARIABLE, instruction_sets
+from mindrlhf.system.processor import instruction_sets
 
 PROBE_TIMEOUT_S = 120.0
 TRAINING_PINS = {"mindspore": "2.10.0", "mindformers": "2.0.0 or 2.1.0"}
@@ -81,18 +80,6 @@ build = attempt("vllm_ascend._build_info", lambda: importlib.import_module("vllm
 found["built_for"] = getattr(build, "__device_type__", None)
 found["soc"] = attempt("torch_npu", lambda: importlib.import_module("torch_npu").npu.get_soc_version())
 """
-# The product that the vocabulary kernels make most, on one thread. Processor time, so that other work does not count.
-_PRODUCT_PROBE = """
-import json, time
-import numpy
-hidden, weight = (numpy.random.rand(rows, 512).astype(numpy.float32) for rows in (512, 1024))
-def measure():
-    start = time.thread_time()
-    hidden @ weight.T
-    return time.thread_time() - start
-found = {"gflops": 2e-9 * hidden.size * len(weight) / min(measure() for _ in range(10))}
-"""
-SLOW_PRODUCTS = 0.7  # of the speed with OpenBLAS's own choice
 
 
 @dataclass(frozen=True)
@@ -147,7 +134,6 @@ def diagnose(
         *check_training(training_python, training),
         *check_rollout(rollout_python, rollout, "ascend" if has_npu else "cpu"),
         *check_machine(),
-        *_measured_products(training_python),
         check_ascend(has_npu, training, os.environ),
         *(ascend_checks(os.environ) if has_npu else ()),
         *(check_server(_probe_server(rollout_python)) if has_npu else ()),
@@ -281,34 +267,6 @@ def _check_pins(section: str, pins: Mapping[str, str], versions: Mapping[str, st
     return checks
 
 
-def _measured_products(python: str) -> list[Check]:
-    """Measure matrix products as ranks make them, and with OpenBLAS's own choice of kernels."""
-    kernels = openblas_environment() | {
-        name: value for name, value in os.environ.items() if name == OPENBLAS_CORE_VARIABLE
-    }
-    probes = [_probe(python, _PRODUCT_PROBE, {"OMP_NUM_THREADS": "1"} | core) for core in (kernels, {})]
-    if any(isinstance(probe, str) or "gflops" not in probe for probe in probes):
-        return []  # the checks of the environment say why
-    return [check_products(kernels.get(OPENBLAS_CORE_VARIABLE, ""), *(probe["gflops"] for probe in probes))]
-
-
-def check_products(core: str, gflops: float, own_gflops: float) -> Check:
-    """Return the finding on NumPy's matrix products.
-
-    Args:
-        core: ``OPENBLAS_CORETYPE`` of the ranks, empty when it is not set.
-        gflops: speed on one thread with it, in 1e9 operations a second.
-        own_gflops: speed without it.
-    """
-    finding = f"{gflops:.0f} GFLOPS on one thread"
-    if core:
-        finding += f" with {OPENBLAS_CORE_VARIABLE}={core}, {own_gflops:.0f} without it"
-    if gflops >= SLOW_PRODUCTS * own_gflops:
-        return Check("machine", "matrix products", "ok", finding)
-    fix = f"export {OPENBLAS_CORE_VARIABLE}= (empty: OpenBLAS chooses), and tell us your processor"
-    return Check("machine", "matrix products", "warning", finding, fix)
-
-
 def _check_instruction_set(flags: Collection[str]) -> Check:
     if "avx2" not in flags:
         finding = "this processor has no AVX2, which vLLM needs"
@@ -343,7 +301,7 @@ def _probe_server(python: str) -> dict[str, object] | str:
 def _probe(python: str, script: str, env: Mapping[str, str] | None = None) -> dict[str, object] | str:
     """Return what ``script`` found in an interpreter, or why it could not be asked; ``env`` is added to its own."""
     # Its own packages are asked about, not those of whoever calls.
-    hidden = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", OPENBLAS_CORE_VARIABLE}
+    hidden = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     environment |= {"GLOG_v": "3"} | dict(env or {})
     command = [python, "-c", f"{script}\nprint({_PROBE_MARK!r} + json.dumps(found))"]

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from mindrlhf.cpu.processor import openblas_environment
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.launch.failure_report import describe_end, exit_code, failure_report, log_name, say
 from mindrlhf.launch.health import STILLNESS_LIMIT_S, HealthMonitor
@@ -27,6 +26,7 @@ from mindrlhf.launch.stages import StageLines
 from mindrlhf.system import heartbeat, processes
 from mindrlhf.system.child import Child
 from mindrlhf.system.ports import find_free_port
+from mindrlhf.system.processor import openblas_environment
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _DUMP_TIME_S = 1.0

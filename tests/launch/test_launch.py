@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from mindrlhf.cpu.processor import openblas_environment
 from mindrlhf.errors import UserError
 from mindrlhf.launch.launch import launch, worker_environment
 from mindrlhf.launch.logs import LogFollower
 from mindrlhf.system import processes
 from mindrlhf.system.files import take_directory
 from mindrlhf.system.ports import find_free_port
+from mindrlhf.system.processor import openblas_environment
 
 pytestmark = pytest.mark.timeout(60)
 

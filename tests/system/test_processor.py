@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from mindrlhf.cpu import processor
+from mindrlhf.system import processor
 
 HASWELL = "fpu sse2 avx avx2 fma bmi2"
 ZEN_4 = HASWELL + " avx512f avx512dq avx512ifma avx512cd avx512bw avx512vl avx512_bf16"
