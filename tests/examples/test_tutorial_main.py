@@ -98,7 +98,7 @@ def test_generator_of_another_architecture_is_refused(model_dirs):
 
 def test_the_config_is_for_eight_devices(model_dirs):
     _load(model_dirs)
-    with pytest.raises(UserError, match="'parallel_config.data_parallel' is 2"):
+    with pytest.raises(UserError, match="'parallel_config.data_parallel' is 8"):
         _load(model_dirs, world_size=4)
 
 

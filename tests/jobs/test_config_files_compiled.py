@@ -49,6 +49,23 @@ def test_the_files_are_there():
     assert len(FILES) > 20 and {*OF_EVERY_DAY} <= {str(path.relative_to(ROOT)) for path in FILES}
 
 
+def training_files():
+    for path in FILES:
+        if path.stem.startswith("grpo_") or path.parent.name == "grpo":
+            is_daily = str(path.relative_to(ROOT)) in OF_EVERY_DAY
+            yield pytest.param(path, id=path.stem, marks=() if is_daily else SLOW)
+
+
+@pytest.mark.parametrize("path", training_files())
+def test_no_layout_is_5_percent_slower_than_the_best_that_fits(path, capsys):
+    """By the product's own plan: the first of its search that leaves a tenth of the device."""
+    main(["plan", *words_of(path), "--json", "--search"])
+    plan = json.loads(capsys.readouterr().out)
+    seconds = sum(plan["seconds"]["phases"].values())
+    best = next((found["seconds"] for found in plan["search"]["best"] if found["slack"] >= 0.1), seconds)
+    assert seconds <= 1.05 * best
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_file_is_planned(path, capsys):
     code = main(["plan", *words_of(path), "--json"])

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from plan_cases import EXAMPLES, ROOT, example
+from plan_cases import EXAMPLES, LAYOUTS, ROOT, example
 
 from mindrlhf.cli import main
 
@@ -58,7 +58,7 @@ def test_search_is_reported_and_its_best_layout_fits(capsys, tmp_path):
 
 BAD = {
     "device memory": (["--workers", 8, "--device-memory", "64XB"], "--device-memory '64XB' is not a size"),
-    "world size": (["--workers", 12], "12 were started: set data_parallel to 3"),
+    "world size": (["--workers", 12], "12 were started: set data_parallel to 12"),
     "no devices": (["--workers", 0], "--workers is 0"),
     "no node": (["--workers", 8, "--node-size", 0], "--node-size is 0"),
     "heads": (
@@ -75,7 +75,7 @@ BAD = {
         "28 layers: set it to 28 or less",
     ),
     "no experts": (["--workers", 8, "parallel_config.expert_parallel=2"], "no experts: set it to 1"),
-    "micro-batches": (["--workers", 8, "parallel_config.micro_batch_num=4"], "'training.micro_batch_size' is 2"),
+    "micro-batches": (["--workers", 8, "parallel_config.micro_batch_num=4"], "'training.micro_batch_size' is 1"),
     "rollout devices": (["--workers", 8, "rollout.num_replicas=3"], "uses 6 devices of 8: set num_replicas to 4"),
     "rollout heads": (
         ["--workers", 8, "rollout.num_replicas=1", "rollout.tensor_parallel=8"],
@@ -85,7 +85,7 @@ BAD = {
         ["--workers", 8, "--node-size", 3, "rollout.num_replicas=2", "rollout.tensor_parallel=4"],
         "'rollout.tensor_parallel' is 4, more than the 3 devices of a node but no number of whole nodes: set it to 3",
     ),
-    "rows": (["--workers", 8, "training.sequence_lengths=[4097]"], "set it to 4100"),
+    "rows": (["--workers", 8, *LAYOUTS["qwen2_5_7b_8npu"], "training.sequence_lengths=[4097]"], "set it to 4100"),
     "model": (["--workers", 8, "model.path=nowhere"], "nowhere"),
     "json": (["--workers", 8, "--json", "nowhere/plan.json"], "--json nowhere/plan.json cannot be written"),
 }

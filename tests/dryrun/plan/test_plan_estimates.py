@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from plan_cases import DEVICE_BYTES, ROOT, example, plan_of
+from plan_cases import DEVICE_BYTES, LAYOUTS, ROOT, example, plan_of
 
 from mindrlhf.config.load import load_grpo_config
 from mindrlhf.dryrun.plan.activations import checkpoint_bytes, layer_bytes, logit_bytes
@@ -132,7 +132,8 @@ def test_update_is_near_what_mindspore_plans(name, num_layers, world_size, stage
     hf_config = json.loads((ROOT / f"model_configs/qwen2_5/{name}/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(hf_config | {"num_hidden_layers": num_layers}))
     run_file = example("qwen2_5_7b_8npu" if name == "qwen2_5_7b" else "qwen2_5_32b_16npu")
-    config = load_grpo_config(run_file, overrides, world_size=world_size)
+    layout = LAYOUTS.get(run_file.stem, ())
+    config = load_grpo_config(run_file, [*layout, *overrides], world_size=world_size)
     plan = make_plan(config, read_model(str(tmp_path)), Machine(world_size, DEVICE_BYTES, 8))
     assert step_estimate(plan, stage) == pytest.approx(planned_bytes, rel=0.15)
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from plan_cases import DEVICE_BYTES, ROOT, example
+from plan_cases import DEVICE_BYTES, LAYOUTS, ROOT, example
 
 from mindrlhf.config.load import load_grpo_config
 from mindrlhf.dryrun.plan.plan import Machine, make_plan, read_model
@@ -23,7 +23,7 @@ def teacher(tmp_path_factory) -> str:
 
 
 def load(name, *overrides):
-    return load_grpo_config(example(name), overrides, world_size=None)
+    return load_grpo_config(example(name), [*LAYOUTS.get(name, ()), *overrides], world_size=None)
 
 
 def phases(*overrides):
