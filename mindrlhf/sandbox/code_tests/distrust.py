@@ -74,7 +74,9 @@ class Flow:
     """
 
     def __init__(self, tree, programs, keeps_arguments):
-        self._nodes = list(ast.walk(tree))
+        self._named = set()  # nodes with a name in them: others are the test's own
+        _find_named(tree, self._named)
+        self._nodes = [node for node in ast.walk(tree) if node in self._named]
         self._names = dict(programs)  # what stands for something of the program
         self._keeps_arguments = keeps_arguments
         self._values = {}  # of variables, and under "f()" what functions of the test return
@@ -283,6 +285,8 @@ class Flow:
                         self._change(part)
 
     def _value(self, node):
+        if node not in self._named:
+            return NONE
         if isinstance(node, (ast.Name, ast.Attribute)):
             name = self._base(node)
             if isinstance(node, ast.Attribute) and not str(name).startswith("self."):
@@ -404,8 +408,20 @@ class Flow:
     def _full_name(self, node):
         if not isinstance(node, (ast.Name, ast.Attribute)):
             return ""
-        first, dot, rest = ast.unparse(node).partition(".")
-        return self._modules.get(first, first) + dot + rest
+        rest = ""
+        while isinstance(node, ast.Attribute):
+            node, rest = node.value, f".{node.attr}{rest}"
+        return self._modules.get(node.id, node.id) + rest if isinstance(node, ast.Name) else rest
+
+
+def _find_named(node, named):
+    """Add a node and all in it that hold names to a set; return True if it is one."""
+    holds = isinstance(node, (ast.Name, ast.arg, ast.FunctionDef, ast.alias))
+    for child in ast.iter_child_nodes(node):
+        holds = _find_named(child, named) or holds
+    if holds:
+        named.add(node)
+    return holds
 
 
 def _leaf(value):
