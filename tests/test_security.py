@@ -344,9 +344,9 @@ def test_nothing_listens_but_ranks_and_between_nodes_node_0():
         ("mindrlhf/training/nodes.py", "listen("),
         # The first rank of a node, while weights that are cut over nodes cross to its buffer; a node for rollout only.
         ("mindrlhf/weights/publish/tcp.py", "listen("),
-        # Of a rollout server over several nodes: the rank that owns it, while those of the others connect, and torch's
-        # store, which would listen on all addresses.
-        ("mindrlhf/rollout/multi_node/share.py", "listen("),
+        # Rank 0, while a rollout server of another node connects; and torch's store of a server over several nodes,
+        # which would listen on all addresses.
+        ("mindrlhf/rollout/nodes.py", "listen("),
         ("mindrlhf/rollout/server/multi_node.py", "create_server("),
         # With tools.agent, and `mindrlhf rewards serve`: on 127.0.0.1 alone, for whoever has a key. And for an agent
         # without a network, on the loopback of its own namespace, by which one key is taken.
@@ -356,7 +356,7 @@ def test_nothing_listens_but_ranks_and_between_nodes_node_0():
         # On 127.0.0.1: metrics for Prometheus.
         ("mindrlhf/observe/trackers/prometheus.py", "http_server("),
         # With --elastic: rank 0, for nodes for rollout only.
-        ("mindrlhf/rollout/elastic/listener.py", "create_server("),
+        ("mindrlhf/rollout/newcomers.py", "create_server("),
     }
 
 

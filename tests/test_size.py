@@ -26,12 +26,12 @@ MOST = {
     "mindrlhf/algorithms": 2103,
     "mindrlhf/checkpoint": 798,
     "mindrlhf/cli.py": 187,
-    "mindrlhf/commands": 2263,
+    "mindrlhf/commands": 2262,
     "mindrlhf/config": 4235,
     "mindrlhf/cpu": 1080,
     "mindrlhf/data": 4228,
     "mindrlhf/debugging": 201,
-    "mindrlhf/doctor": 1256,
+    "mindrlhf/doctor": 1255,
     "mindrlhf/dryrun": 3571,
     "mindrlhf/errors.py": 126,
     "mindrlhf/evaluation": 732,
@@ -42,17 +42,17 @@ MOST = {
     "mindrlhf/models": 3150,
     "mindrlhf/observe": 2640,
     "mindrlhf/rewards": 5967,
-    "mindrlhf/rollout": 7034,  # the engine of a CPU, which left mindrlhf/cpu (2,805 before, 1,105 now)
+    "mindrlhf/rollout": 6528,  # the engine of a CPU, which left mindrlhf/cpu (2,805 before, 1,105 now)
     "mindrlhf/sandbox": 5102,
     "mindrlhf/shards": 1521,
     "mindrlhf/specs": 2167,
-    "mindrlhf/system": 2514,
+    "mindrlhf/system": 2859,  # rpc and accept_nodes, in place of the talks of rollout (500 lines)
     "mindrlhf/tools": 2040,
-    "mindrlhf/training": 10566,
-    "mindrlhf/weights": 4222,
-    "tests": 73798,
+    "mindrlhf/training": 10523,
+    "mindrlhf/weights": 4201,
+    "tests": 73799,
     "scripts": 1999,
-    "docs": 32268,
+    "docs": 32277,
 }
 # Modules of these are found by the name of their file.
 FOUND_BY_NAME = tuple(

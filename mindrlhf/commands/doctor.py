@@ -37,7 +37,7 @@ def _climb(arguments: argparse.Namespace) -> int:
     from mindrlhf.doctor.ladder import choose_rungs, climb, count_devices
     from mindrlhf.doctor.rungs import Ground
     from mindrlhf.errors import UserError
-    from mindrlhf.rollout.replicas import find_rollout_python
+    from mindrlhf.rollout.pool import find_rollout_python
 
     directory, names = Path(arguments.output).absolute(), choose_rungs(arguments.rungs)
     if arguments.npus < 0:

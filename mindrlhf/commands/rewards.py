@@ -182,7 +182,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     from mindrlhf.config.rollout import RolloutSection
     from mindrlhf.data.tokenizers import load_tokenizer
     from mindrlhf.rollout.chat_server import ChatServer
-    from mindrlhf.rollout.replicas import start_replicas
+    from mindrlhf.rollout.pool import start_pool
 
     rollout = RolloutSection(
         python=arguments.python,
@@ -193,7 +193,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         kv_cache_gib=arguments.kv_cache_gib,
     )
     tokenizer = load_tokenizer(arguments.model)
-    generator = start_replicas(
+    generator = start_pool(
         rollout,
         model_dir=arguments.model,
         max_model_len=arguments.max_length,

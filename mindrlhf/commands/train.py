@@ -350,7 +350,7 @@ class _Run:
 
         from mindrlhf.launch.nodes.rollout_node import RolloutNode
         from mindrlhf.launch.nodes.secret import wait_for_secret
-        from mindrlhf.rollout.elastic.node import serve
+        from mindrlhf.rollout.rollout_only import serve
         from mindrlhf.training.reinforcement import start_servers
 
         check()
@@ -363,8 +363,7 @@ class _Run:
         def start(address) -> None:
             print(f"mindrlhf: starting vLLM; log: {log_dir / 'rollout_0.log'}", flush=True)
             with contextlib.ExitStack() as stack:
-                servers, num_servers = start_servers(self.config, num_ranks, place.num_nodes, stack, log_dir)
-                serve(servers, num_servers, address, node.ending)
+                serve(start_servers(self.config, num_ranks, place.num_nodes, stack, log_dir), address, node.ending)
 
         return node.serve_rollout(start)
 

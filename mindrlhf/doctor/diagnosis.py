@@ -286,7 +286,7 @@ def _check_shared_memory(path: Path) -> Check:
 
 
 def _find_rollout_python() -> str:
-    from mindrlhf.rollout.replicas import find_rollout_python
+    from mindrlhf.rollout.pool import find_rollout_python
 
     return find_rollout_python()
 

@@ -260,7 +260,7 @@ class _Server:
 
     def __init__(self, ground: Ground, name: str, rung: str):
         from mindrlhf.config.rollout import RolloutSection
-        from mindrlhf.rollout.vllm import VllmGenerator
+        from mindrlhf.rollout.servers import Server
         from mindrlhf.rollout.vllm_options import VllmOptions, devices_of
         from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer, buffer_bytes
 
@@ -277,8 +277,7 @@ class _Server:
             env=devices_of(RolloutSection(), 0, os.environ) if on_npu else {}, stall_timeout_s=180,
         )  # fmt: skip
         self._version = 0
-        self.generator = VllmGenerator.start(options)
-        self.generator.use_weight_buffer(self.buffer.path)
+        self.generator = Server.start(options, self.buffer.path)
 
     def __enter__(self) -> "_Server":
         return self

@@ -19,7 +19,7 @@ from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.registry import part_name
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rollout.conversations import with_tools
-from mindrlhf.rollout.replicas import start_replicas
+from mindrlhf.rollout.pool import start_pool
 from mindrlhf.rollout.samples import Sample, Sampler, sample_record
 from mindrlhf.rollout.types import SamplingParams
 from mindrlhf.sandbox.server import check_for
@@ -95,7 +95,7 @@ def evaluate_models(job: EvaluationJob, model_dirs: Sequence[str], out_dir: Path
     check_for((*reward.verifier_function, *tools.names), job.config.sandbox.allow_weak)
     with RewardPool.from_config(reward, out_dir / "reward_failures.jsonl") as pool:
         for number, model_dir in enumerate(model_dirs, start=1):
-            generator = start_replicas(
+            generator = start_pool(
                 job.config.rollout,
                 model_dir=model_dir,
                 max_model_len=file.header.longest_prompt + job.config.rollout.max_response_length,

@@ -4,18 +4,16 @@ The rollout interpreter imports this module too, so it needs NumPy and nothing e
 """
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
-from mindrlhf.rollout.sent_experts import pack_experts, unpack_experts
-from mindrlhf.rollout.sent_images import pack_images, unpack_images
 from mindrlhf.system.records import record
 
 
+@record
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters. ``top_k`` 0 means no limit; ``max_tokens`` counts the stop token."""
@@ -28,6 +26,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # texts: the token that completes one is the last, too
 
 
+@record
 @dataclass(frozen=True)
 class GenerationRequest:
     """One prompt to be sampled ``num_samples`` times.
@@ -153,76 +152,23 @@ class Generator(CompletionSource, Protocol):
         """Stop every process and remove every socket that this generator made."""
 
 
-_FINISH_REASONS = ("stop", "length")
+def experts_dtype(num_experts: int) -> type[np.unsignedinteger]:
+    """The smallest that also has a number which is no expert's: its largest says that the router is to choose."""
+    return np.uint8 if num_experts <= np.iinfo(np.uint8).max else np.uint16
 
 
-def pack_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """Return the arguments of vLLM's own SamplingParams."""
-    return {key: list(one) if isinstance(one, tuple) else one for key, one in dataclasses.asdict(sampling).items()}
+def as_sent(request: GenerationRequest, sampling: SamplingParams) -> GenerationRequest:
+    """Return what a server reads of a request, with its own limit of tokens."""
+    return dataclasses.replace(
+        request, max_tokens=request.token_limit(sampling), answer="", extra={}, begun=None, response=0
+    )
 
 
-def unpack_sampling(values: Mapping[str, Any]) -> SamplingParams:
-    return SamplingParams(**{key: tuple(one) if isinstance(one, list) else one for key, one in values.items()})
-
-
-def pack_requests(requests: Sequence[GenerationRequest], sampling: SamplingParams) -> dict[str, np.ndarray]:
-    prompts = [request.prompt_ids for request in requests]
-    lengths = [len(prompt) for prompt in prompts]
-    return {
-        "request_ids": np.array([request.request_id for request in requests], np.int64),
-        "num_samples": np.array([request.num_samples for request in requests], np.int32),
-        "seeds": np.array([request.seed for request in requests], np.int64),
-        "max_tokens": np.array([request.token_limit(sampling) for request in requests], np.int32),
-        "nums_begun": np.array([request.num_begun for request in requests], np.int32),
-        "prompt_lengths": np.array(lengths, np.int64),
-        "prompt_ids": np.fromiter(itertools.chain.from_iterable(prompts), np.int32, sum(lengths)),
-    } | pack_images([request.images for request in requests])
-
-
-def unpack_requests(arrays: Mapping[str, np.ndarray]) -> list[GenerationRequest]:
-    """Return what :func:`pack_requests` was given, each request with its own limit of tokens."""
-    prompts = np.split(arrays["prompt_ids"], np.cumsum(arrays["prompt_lengths"])[:-1])
-    names = ("request_ids", "num_samples", "seeds", "max_tokens", "nums_begun")
-    images = [tuple(image.pixels for image in own) for own in unpack_images(arrays)]
-    return [
-        GenerationRequest(name, tuple(prompt.tolist()), num_samples, seed, max_tokens, own, num_begun)
-        for name, num_samples, seed, max_tokens, num_begun, prompt, own in zip(
-            *(arrays[name].tolist() for name in names), prompts, images
-        )
-    ]
-
-
-def pack_completions(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
-    """Return the arrays of completions by one version of the weights, as a server sends them."""
-    return {
-        "request_ids": np.array([one.request_id for one in completions], np.int64),
-        "sample_indices": np.array([one.sample_index for one in completions], np.int32),
-        "lengths": np.array([len(one.token_ids) for one in completions], np.int32),
-        "finish_reasons": np.array([_FINISH_REASONS.index(one.finish_reason) for one in completions], np.uint8),
-        "token_ids": np.concatenate([one.token_ids for one in completions]),
-        "logprobs": np.concatenate([one.logprobs for one in completions]),
-    } | pack_experts([one.experts for one in completions])
-
-
-def unpack_completions(
-    header: Mapping[str, Any], arrays: Mapping[str, np.ndarray], server: str
-) -> Iterator[Completion]:
-    """Yield the completions of a server's message; one with a log-probability that is not finite is not scored."""
-    ends = np.cumsum(arrays["lengths"])
-    experts = unpack_experts(arrays, len(ends))
-    for i, end in enumerate(ends):
-        start = end - arrays["lengths"][i]
-        token_ids, logprobs, unscored = arrays["token_ids"][start:end], arrays["logprobs"][start:end], ""
-        if len(bad := np.flatnonzero(~np.isfinite(logprobs))):
-            token = f"token {token_ids[bad[0]]}, number {bad[0] + 1} of the response,"
-            unscored = f"{server} gave {token} the log-probability {logprobs[bad[0]]}"
-        yield Completion(
-            request_id=int(arrays["request_ids"][i]),
-            sample_index=int(arrays["sample_indices"][i]),
-            token_ids=token_ids,
-            logprobs=logprobs,
-            finish_reason=_FINISH_REASONS[arrays["finish_reasons"][i]],
-            weights_version=header["weights_version"],
-            experts=experts[i],
-            unscored=unscored,
-        )
+def checked(completion: Completion, server: str) -> Completion:
+    """Return a completion of a server; one with a log-probability that is not finite is not scored."""
+    bad = np.flatnonzero(~np.isfinite(completion.logprobs))
+    if not len(bad):
+        return completion
+    token = f"token {completion.token_ids[bad[0]]}, number {bad[0] + 1} of the response,"
+    unscored = f"{server} gave {token} the log-probability {completion.logprobs[bad[0]]}"
+    return dataclasses.replace(completion, unscored=unscored)

@@ -16,11 +16,12 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from mindrlhf.errors import RunFailure
 from mindrlhf.system.wire import (
     ConnectionClosed,
     ProtocolError,
@@ -39,6 +40,7 @@ MAX_UNPROVEN = 64
 # Of a moment, while others hold what there is; the listener itself goes on.
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
 _SHORTAGE_S = 0.1
+_CHECK_INTERVAL_S = 0.5
 _SERVER, _CLIENT, _SESSION = b"server", b"client", b"session"
 # After 5 s without traffic the kernel asks, three times, 2 s apart: a peer without power or network is noticed in 11 s.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
@@ -289,6 +291,39 @@ def introduce_node(host: str, port: int, token: bytes, node: int) -> SignedConne
     signed = introduce(connection, token, CONNECT_TIMEOUT_S)
     signed.send({"node": node})
     return signed
+
+
+def accept_nodes(
+    listener: socket.socket,
+    token: bytes,
+    nodes: Collection[int],
+    timeout_s: float = CONNECT_TIMEOUT_S,
+    check: Callable[[], None] = lambda: None,
+) -> dict[int, SignedConnection]:
+    """Accept those who were given ``token`` for :func:`introduce_node`, until all of ``nodes`` have come.
+
+    Args:
+        check: called twice a second; what it raises ends the wait.
+
+    Raises:
+        RunFailure: one did not connect in time.
+    """
+    end_s = time.monotonic() + timeout_s  # for all of them: unauthenticated peers may come without end
+    connections: dict[int, SignedConnection] = {}
+    while missing := sorted(set(nodes) - connections.keys()):
+        listener.settimeout(max(0.001, min(_CHECK_INTERVAL_S, end_s - time.monotonic())))
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            check()
+            if time.monotonic() >= end_s:
+                raise RunFailure(f"the first rank of node {missing[0]} did not connect; see its log") from None
+            continue
+        connection.settimeout(None)
+        with contextlib.suppress(UnauthenticatedPeer, ConnectionClosed, ProtocolError):
+            signed = admit(connection, token)
+            connections[int(signed.receive()[0]["node"])] = signed
+    return connections
 
 
 def derived_key(secret: bytes, purpose: str, number: str) -> bytes:

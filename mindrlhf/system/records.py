@@ -18,11 +18,14 @@ import numpy as np
 
 from mindrlhf.system.wire import ProtocolError
 
-# An object of the JSON text with this one key stands for an array, bytes, a record, or a mapping with one such key.
-_ARRAY, _BYTES, _RECORD, _MAPPING = "$array", "$bytes", "$record", "$mapping"
-_TAGS = {_ARRAY, _BYTES, _RECORD, _MAPPING}
+# An object of the JSON text with this one key stands for an array, bytes, a record, a mapping with one such key, or a
+# list of many whole numbers.
+_ARRAY, _BYTES, _RECORD, _MAPPING, _INTEGERS = "$array", "$bytes", "$record", "$mapping", "$integers"
+_TAGS = {_ARRAY, _BYTES, _RECORD, _MAPPING, _INTEGERS}
+_MANY = 64  # whole numbers from which on a list travels as an array: token ids would be a long text
 _RECORDS: dict[str, type] = {}
 _RULE = "merged by"
+_LARGEST = 1 << 63
 
 Result = TypeVar("Result")
 
@@ -87,6 +90,8 @@ class _Encoder:
                 fields[name] = self.encode(_fit(getattr(value, name), kind, where), where)
             return {_RECORD: [type(value).__name__, fields]}
         if isinstance(value, (list, tuple)):
+            if len(value) >= _MANY and _are_int64(value):
+                return {_INTEGERS: self._name(np.array(value, np.int64), path)}
             return [self.encode(item, f"{path}.{index}") for index, item in enumerate(value)]
         if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
             encoded = {name: self.encode(item, f"{path}.{name}") for name, item in value.items()}
@@ -101,6 +106,10 @@ class _Encoder:
         return name
 
 
+def _are_int64(values: Sequence[Any]) -> bool:
+    return set(map(type, values)) == {int} and min(values) >= -_LARGEST and max(values) < _LARGEST
+
+
 def _decode(value: Any, array_of: Callable[[str], np.ndarray]) -> Any:
     if isinstance(value, list):
         return [_decode(item, array_of) for item in value]
@@ -113,6 +122,8 @@ def _decode(value: Any, array_of: Callable[[str], np.ndarray]) -> Any:
         return array_of(content)
     if tag == _BYTES:
         return array_of(content).tobytes()
+    if tag == _INTEGERS:
+        return array_of(content).tolist()
     if tag == _MAPPING:
         return {name: _decode(item, array_of) for name, item in content.items()}
     name, encoded = content
@@ -144,6 +155,8 @@ def _fit(value: Any, kind: Any, where: str) -> Any:
     if origin in (types.UnionType, typing.Union):  # X | None
         return None if value is None else _fit(value, arguments[0], where)
     if origin is tuple and isinstance(value, (list, tuple)):
+        if arguments == (int, ...) and set(map(type, value)) <= {int}:
+            return tuple(value)
         kinds = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
         return tuple(_fit(*pair, f"{where}.{index}") for index, pair in enumerate(zip(value, kinds, strict=True)))
     if origin is list and isinstance(value, list):

@@ -18,7 +18,7 @@ from mindrlhf.config.schema import AnyConfig, GrpoConfig
 from mindrlhf.data.fingerprint import data_fingerprint
 from mindrlhf.launch.nodes.facts import MISSING, Fact
 from mindrlhf.rewards.pool import reason_to_stay
-from mindrlhf.rollout.replicas import find_rollout_python
+from mindrlhf.rollout.pool import find_rollout_python
 from mindrlhf.tools.agents import is_function
 from mindrlhf.training.checkpoints.run import check_continues
 

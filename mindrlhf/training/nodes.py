@@ -1,6 +1,8 @@
 """A run on several machines: which ranks share one, and the rollout servers on each; rank 0's part and a rank's."""
 
 import secrets
+import sys
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -12,41 +14,37 @@ from mindrlhf.layout.servers import Places
 from mindrlhf.rewards.pool import RewardPool, pool_arguments, reason_to_stay
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rollout.agents.nodes import start_agents
-from mindrlhf.rollout.multi_node.share import NodeShare
-from mindrlhf.rollout.remote import NodesGenerator, ReplicatedGenerator, accept_nodes, answer, remotes
+from mindrlhf.rollout.nodes import OtherNode, OwnNode
+from mindrlhf.rollout.pool import servers_on
+from mindrlhf.rollout.processes.node import NodeServers
+from mindrlhf.rollout.servers import Server
 from mindrlhf.rollout.types import CompletionSource
-from mindrlhf.system.handshake import SignedConnection
+from mindrlhf.system.handshake import SignedConnection, accept_nodes, introduce_node
 from mindrlhf.system.ports import listen
-from mindrlhf.system.wire import own_host, rank_0_host
+from mindrlhf.system.rpc import Rpc
+from mindrlhf.system.wire import ProtocolError, own_host, rank_0_host
 from mindrlhf.training.batch import Machine
 from mindrlhf.training.team import Team
 from mindrlhf.weights.publish.publisher import PublishingWorker
-from mindrlhf.weights.publish.sync import LeaderAddress
 
 Nodes = list[list[int]]  # the ranks of each machine, rank 0's first
 
 
 class ServingWorker(PublishingWorker):
-    """The part of an actor that has the rollout servers of its node; its public methods are called through the team.
+    """The part of an actor that works for rank 0 on its node; its public methods are called through the team."""
 
-    For a server that lies over several nodes, they are called on the first rank of each in the order they stand here.
-    """
-
-    node_generator: ReplicatedGenerator | None = None  # the rollout servers that this rank owns
-    _share: NodeShare | None = None
     # Of this node, on its first rank, where rank 0 is on another.
+    servers: NodeServers | None = None
     verifiers: NodeHelper | None = None
     agents: NodeHelper | None = None
 
-    def use_generator(self, generator: ReplicatedGenerator) -> None:
-        """Take the rollout servers of this node."""
-        self.node_generator = generator
-
-    def answer_for_node(self, host: str, port: int, token: str) -> None:
+    def serve_for_node(self, host: str, port: int, token: str) -> None:
         """On the first rank of another node than rank 0's, let rank 0 use the rollout servers here from now on."""
-        if self.node and self.node_generator is not None:
-            self.node_generator.use_weight_buffer(self.weight_buffer().path)
-            answer(self.node_generator, host, port, token.encode(), self.node)
+        if self.servers is not None:
+            self.servers.buffer_path, self.servers.own_host = self.weight_buffer().path, own_host()
+            self.servers.key = token.encode()
+            args = (self.servers, host, port, self.node)
+            threading.Thread(target=_serve_rank_0, args=args, daemon=True).start()
 
     def verify_for_node(self, host: str, port: int, token: str) -> None:
         """On the first rank of another node than rank 0's, let rank 0 use the verifier workers here from now on."""
@@ -58,25 +56,15 @@ class ServingWorker(PublishingWorker):
         if self.agents is not None:
             self.agents.connect(host, port, token, self.node)
 
-    def use_share(self, share: NodeShare) -> None:
-        """Take what starts this node's share of a server."""
-        self._share = share
 
-    def await_parts(self, is_owner: bool) -> LeaderAddress:
-        """On a server's first node, listen for its other nodes."""
-        return LeaderAddress({str(self.node): list(self._share.open(own_host()))} if is_owner else {})
-
-    def join_server(self, address: list | None, token: str) -> None:
-        """On another node of a server, keep its part there; ``address`` is the owner's."""
-        if address is not None:
-            host, port = address
-            path = self.weight_buffer().path
-            self._share.join((host, port), token.encode(), self.node, own_host(), path)
-
-    def start_server(self, nodes: list[int] | None, token: str) -> None:
-        """On a server's first node, start it in the background; it has parts on ``nodes``."""
-        if nodes is not None:
-            self.node_generator = self._share.start(token.encode(), nodes, self.weight_buffer().path)
+def _serve_rank_0(servers: NodeServers, host: str, port: int, node: int) -> None:
+    try:
+        connection = introduce_node(host, port, servers.key, node)
+    except (OSError, ProtocolError) as error:
+        print(f"warning: rank 0 cannot be reached at {host}:{port} ({error})", file=sys.stderr, flush=True)
+        return
+    # When rank 0 has gone, the rank itself notices and ends, with its servers.
+    Rpc(connection, "rank 0", tell=servers.tell).serve(servers)
 
 
 def find_nodes(team: Team) -> Nodes:
@@ -88,14 +76,32 @@ def find_nodes(team: Team) -> Nodes:
     return list(nodes.values())
 
 
-def connect_generators(team: Team, others: Sequence[int], own: ReplicatedGenerator) -> NodesGenerator:
-    """Return the rollout servers of all nodes.
+def connect_servers(team: Team, nodes: Nodes, own: NodeServers, places: Places, buffer_path: str) -> list[Server]:
+    """Return the rollout servers of all nodes, whose ranks have their weight buffers.
 
     Args:
-        others: nodes beside rank 0's that own servers.
         own: the servers of rank 0's.
+        places: the nodes of each server; the first server's begin with rank 0's.
+
+    Raises:
+        RunFailure: the ranks are on other nodes than their launchers said, or a server could not be started.
     """
-    return NodesGenerator(own, remotes(_connect(team, others, "answer_for_node")))
+    if (last := places[-1][-1]) >= len(nodes):
+        raise RunFailure(
+            f"the rollout servers were laid over nodes up to {last}, but the ranks are on {len(nodes)} machines: start "
+            "a launcher on each machine"
+        )
+    own.buffer_path = buffer_path
+    if len(nodes) == 1:
+        return servers_on([OwnNode(own)], own.options, places)
+    own.own_host = own_host()
+    token = secrets.token_hex(16)
+    connections = _connect(team, range(1, len(nodes)), "serve_for_node", token)
+    # Their ranks compute in the processes that beat, and may miss beats: that they live the launchers watch.
+    others = [
+        OtherNode(Rpc(connections[node], f"node {node}"), rank_0_host(), token.encode()) for node in sorted(connections)
+    ]
+    return servers_on([OwnNode(own), *others], own.options, places)
 
 
 def connect_verifiers(team: Team, nodes: Nodes, rewards: RewardPool | None, reward: RewardSection) -> None:
@@ -140,38 +146,8 @@ def connect_agents(team: Team, nodes: Nodes, source: CompletionSource, tools: To
         source.admit(connection, f"node {node}")
 
 
-def _connect(team: Team, others: Sequence[int], method: str) -> dict[int, SignedConnection]:
-    token, host = secrets.token_hex(16), rank_0_host()
+def _connect(team: Team, others: Sequence[int], method: str, token: str = "") -> dict[int, SignedConnection]:
+    token, host = token or secrets.token_hex(16), rank_0_host()
     with listen(host, backlog=len(others)) as listener:
         team.call(method, host=host, port=listener.getsockname()[1], token=token)
         return accept_nodes(listener, token.encode(), others)
-
-
-def start_multi_node(team: Team, nodes: Nodes, places: Places) -> ReplicatedGenerator | NodesGenerator:
-    """Start the servers of a run, which lie over several nodes, in the background; every rank has its weight buffer.
-
-    Args:
-        places: the nodes of each server; the first server's begin with rank 0's.
-
-    Raises:
-        RunFailure: the ranks are on other nodes than their launchers said, or a server could not be started.
-    """
-    last = places[-1][-1]
-    if last >= len(nodes):
-        raise RunFailure(
-            f"the rollout servers were laid over nodes up to {last}, but the ranks are on {len(nodes)} machines: start "
-            "a launcher on each machine"
-        )
-    first_ranks = [ranks[0] for ranks in nodes]
-    owners = {first_ranks[place[0]]: place for place in places}
-    members = {first_ranks[node]: place[0] for place in places for node in place[1:]}
-    everyone, token = range(team.world_size), secrets.token_hex(16)
-    found: list[LeaderAddress] = team.call("await_parts", per_rank=[{"is_owner": rank in owners} for rank in everyone])
-    addresses = {int(node): address for one in found for node, address in one.places.items()}
-    joining = [{"address": addresses[members[rank]] if rank in members else None} for rank in everyone]
-    team.call("join_server", per_rank=joining, token=token)
-    starting = [{"nodes": list(owners[rank][1:]) if rank in owners else None} for rank in everyone]
-    team.call("start_server", per_rank=starting, token=token)
-    own = team.rank_0.node_generator
-    others = [place[0] for place in places[1:]]
-    return connect_generators(team, others, own) if others else own

@@ -28,11 +28,9 @@ from mindrlhf.observe.viewer.page import write_pages
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.registry import part_name
 from mindrlhf.rollout.conversations import with_tools
-from mindrlhf.rollout.elastic.generator import ElasticGenerator
-from mindrlhf.rollout.elastic.listener import Listener, take_address
-from mindrlhf.rollout.multi_node.share import NodeShare
-from mindrlhf.rollout.remote import NodesGenerator
-from mindrlhf.rollout.replicas import Replicas, server_options, start_replicas
+from mindrlhf.rollout.newcomers import Newcomers, take_address
+from mindrlhf.rollout.pool import ServerPool, own_servers
+from mindrlhf.rollout.processes.node import NodeServers
 from mindrlhf.rollout.samples import Sampler
 from mindrlhf.rollout.types import SamplingParams
 from mindrlhf.specs import find_spec
@@ -73,10 +71,9 @@ class ReinforcementTask:
         self._output_dir = Path(config.run.output_dir)
         self._listen_at = take_address()
         self._places = place_servers(config.rollout, num_nodes, num_ranks // num_nodes)
-        self._share: NodeShare | None = None  # of a server over several nodes
+        self._servers: NodeServers | None = None  # of this node
         self._helpers = None, None  # verifiers and agents of this node, where it is not rank 0's
-        # Of this node; on rank 0, once connected, of all.
-        self._generator: Replicas | NodesGenerator | ElasticGenerator | None = None
+        self._generator: ServerPool | None = None  # on rank 0: the servers of all nodes, once connected
 
     def start_early(self, stack: contextlib.ExitStack) -> None:
         """Start the generator: it takes as long as the training graphs to compile, so let them overlap."""
@@ -84,37 +81,24 @@ class ReinforcementTask:
             print(f"mindrlhf: {sandbox}", flush=True)
         log_dir = self._output_dir / "logs"
         print(f"mindrlhf: starting vLLM, while the trainer starts; log: {log_dir / 'rollout_0.log'}", flush=True)
-        self._start_or_prepare(stack, log_dir)
+        self._generator = ServerPool([], self._config.rollout.restarts)
+        self._start_servers(stack, log_dir)
 
     def start_early_elsewhere(self, stack: contextlib.ExitStack) -> None:
         self._helpers = machines.start_helpers(self._config, stack)
-        self._start_or_prepare(stack, self._output_dir / "logs" / f"rollout_{socket.gethostname()}")
+        self._start_servers(stack, self._output_dir / "logs" / f"rollout_{socket.gethostname()}")
 
-    def _start_or_prepare(self, stack: contextlib.ExitStack, log_dir: Path) -> None:
-        """Start this node's servers; one over several nodes has to wait until their ranks know each other."""
-        if not self._has_multi_node_servers:
-            self._generator = _start_generator(self._config, self._inputs, self._places, stack, log_dir)
-            return
-        rollout, settings = self._config.rollout, _server_settings(self._config, self._inputs, log_dir)
-        options = server_options(rollout, 0, **settings, num_nodes=len(self._places[0]))
-        self._share = NodeShare(options, rollout.restarts)
-        stack.callback(self._share.close)
+    def _start_servers(self, stack: contextlib.ExitStack, log_dir: Path) -> None:
+        self._servers = servers_of_node(self._config, self._inputs, self._places, stack, log_dir)
 
-    @property
-    def _has_multi_node_servers(self) -> bool:
-        return len(self._places[0]) > 1
-
-    def servers(self) -> Replicas | None:
+    def servers(self) -> ServerPool | None:
         return self._generator
 
     def build_worker(self, rank: Rank):
         from mindrlhf.training.engine.build import build_actor
 
         actor = build_actor(self._config, self._inputs.row_lengths, rank)
-        if self._generator is not None and not rank.is_rank_0:
-            actor.use_generator(self._generator)
-        if self._share is not None:
-            actor.use_share(self._share)
+        actor.servers = None if rank.is_rank_0 else self._servers
         actor.verifiers, actor.agents = self._helpers
         return actor
 
@@ -133,16 +117,10 @@ class ReinforcementTask:
         on_devices = config.run.device == "ascend"
         buffer = stack.enter_context(open_weight_buffers(ranks, nodes, between_devices=on_devices, **form))
         machines.connect_verifiers(ranks, nodes, rewards, config.reward)
-        if self._has_multi_node_servers:
-            self._generator = machines.start_multi_node(ranks, nodes, self._places)
-            stack.callback(self._share.close)  # before the team, whose ranks end the parts on their nodes
-        else:
-            self._generator.use_weight_buffer(buffer.path)
-            if len(nodes) > 1:
-                self._generator = machines.connect_generators(ranks, range(1, len(nodes)), self._generator)
+        self._generator.servers = machines.connect_servers(ranks, nodes, self._servers, self._places, buffer.path)
+        stack.callback(self._generator.close)  # before the team, whose ranks end the servers of their nodes
         if self._listen_at is not None:
-            self._generator = ElasticGenerator(self._generator, len(self._places), Listener(self._listen_at), buffer)
-            stack.callback(self._generator.close)
+            self._generator.admit(Newcomers(self._listen_at, buffer))
         self._policy = Policy(self.team, buffer)
         self.order = _prompt_order(config, inputs)
         training = config.training
@@ -251,7 +229,7 @@ class ReinforcementTask:
 
 
 def _server_settings(config: GrpoConfig, inputs: RunInputs, log_dir: Path) -> dict[str, Any]:
-    """Return the arguments of :func:`mindrlhf.rollout.replicas.server_options`."""
+    """Return the arguments of :func:`mindrlhf.rollout.pool.server_options`."""
     return {
         "model_dir": config.model.path,
         "max_model_len": inputs.max_model_len,
@@ -265,19 +243,22 @@ def _server_settings(config: GrpoConfig, inputs: RunInputs, log_dir: Path) -> di
     }
 
 
-def _start_generator(
+def servers_of_node(
     config: GrpoConfig, inputs: RunInputs, places: Places, stack: contextlib.ExitStack, log_dir: Path
-) -> Replicas:
-    """Start the servers of a node; all have as many as the first."""
-    rollout = dataclasses.replace(config.rollout, num_replicas=places.count((0,)))
-    generator = start_replicas(rollout, **_server_settings(config, inputs, log_dir))
-    stack.callback(generator.close)
-    return generator
+) -> NodeServers:
+    """Start the servers of a node, as many as the first has; ``stack`` ends them.
+
+    One over several nodes has to wait until their ranks know each other.
+    """
+    rollout, width = dataclasses.replace(config.rollout, num_replicas=places.count((0,)) or 1), len(places[0])
+    servers = own_servers(rollout, num_nodes=width, starts=width == 1, **_server_settings(config, inputs, log_dir))
+    stack.callback(servers.close)
+    return servers
 
 
 def start_servers(
     config: GrpoConfig, num_ranks: int, num_nodes: int, stack: contextlib.ExitStack, log_dir: Path
-) -> tuple[Replicas, int]:
+) -> NodeServers:
     """Start the rollout servers of a node that runs none of the ranks; ``stack`` ends them.
 
     Args:
@@ -285,11 +266,11 @@ def start_servers(
         num_nodes: machines that they are on.
 
     Returns:
-        The servers, as many as each of those nodes has, and their number.
+        The servers, as many as each of those nodes has.
     """
     inputs = check_grpo_inputs(config, num_ranks, num_nodes=num_nodes)
     places = place_servers(config.rollout, num_nodes, num_ranks // num_nodes)
-    return _start_generator(config, inputs, places, stack, log_dir), places.count((0,))
+    return servers_of_node(config, inputs, places, stack, log_dir)
 
 
 def _prompt_order(config: GrpoConfig, inputs: RunInputs) -> PromptStream:

@@ -19,7 +19,7 @@ from pathlib import Path
 import aiohttp
 from harness import ROOT, environment, make_sanity, mindrlhf, run
 
-from mindrlhf.rollout.replicas import find_rollout_python
+from mindrlhf.rollout.pool import find_rollout_python
 
 NUM_TURNS, MAX_TOKENS, START_TIMEOUT_S = 2, 16, 600.0
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"

@@ -10,7 +10,7 @@ from mindrlhf.observe.records import read_jsonl
 from mindrlhf.observe.run_data import read_run
 from mindrlhf.rewards.judges.chat_client import ChatError, _content
 from mindrlhf.rewards.sample_files import read_samples
-from mindrlhf.rollout.vllm import VllmGenerator
+from mindrlhf.rollout.servers import Server
 from mindrlhf.rollout.vllm_options import VllmOptions
 from mindrlhf.specs import find_spec
 
@@ -54,7 +54,7 @@ def test_the_rollout_refuses_a_damaged_model_config(tmp_path, config):
         python=sys.executable, model_dir=str(tmp_path), log_path=str(tmp_path / "log"), max_model_len=8
     )
     with pytest.raises(UserError):
-        VllmGenerator(options)
+        Server.start(options)
 
 
 @pytest.mark.parametrize(

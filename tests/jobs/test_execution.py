@@ -294,8 +294,8 @@ def test_rows_and_their_experts_go_there_rows_come_back_and_two_slopes(executed,
 
 @SLOW  # every day the buffer is compared with the weights, and test_rollout_parity.py compares vLLM with the cells
 def test_vllm_generates_the_same_tokens_as_from_the_checkpoint(executed, rollout_python, tmp_path):
+    from mindrlhf.rollout.servers import Server
     from mindrlhf.rollout.types import GenerationRequest, SamplingParams
-    from mindrlhf.rollout.vllm import VllmGenerator
     from mindrlhf.rollout.vllm_options import VllmOptions
     from mindrlhf.weights.convert import export_hf
     from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer
@@ -314,9 +314,9 @@ def test_vllm_generates_the_same_tokens_as_from_the_checkpoint(executed, rollout
             max_model_len=64,
             kv_cache_gib=0.25,
         )
-        with VllmGenerator.start(options) as generator:
+        with Server.start(options) as generator:
             if buffer is not None:
-                generator.use_weight_buffer(buffer.path)
+                generator.node.servers.buffer_path = buffer.path
             generator.wait_ready()
             if buffer is not None:
                 generator.update_weights(1)

@@ -23,8 +23,8 @@ from tiny_vl import IMAGE, VISION_END, VISION_START, TinyVl, config_of
 from mindrlhf.doctor.ladder import climb
 from mindrlhf.doctor.rungs import Ground
 from mindrlhf.images.patches import patch_rows
+from mindrlhf.rollout import servers
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
-from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions
 from mindrlhf.specs import find_spec
 from mindrlhf.weights.convert import hf_shapes
@@ -166,8 +166,8 @@ class Server:
             tensor_parallel_size=num_devices, enable_sleep=True, env=env,
             start_timeout_s=500, stall_timeout_s=120,
         )  # fmt: skip
-        self.generator = VllmGenerator.start(given)
-        self.generator.use_weight_buffer(self.buffer.path)
+        self.generator = servers.Server.start(given)
+        self.generator.node.servers.buffer_path = self.buffer.path
 
     def __enter__(self) -> "Server":
         return self

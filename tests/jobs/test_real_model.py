@@ -67,7 +67,7 @@ def completions(model_dir, sums, rollout_python, tmp_path_factory):
     from mindrlhf.data.handlers import load_handler
     from mindrlhf.data.templates import load_template
     from mindrlhf.data.tokenizers import load_tokenizer
-    from mindrlhf.rollout.replicas import start_replicas
+    from mindrlhf.rollout.pool import start_pool
     from mindrlhf.rollout.types import GenerationRequest, SamplingParams
 
     tokenizer = load_tokenizer(model_dir)
@@ -75,7 +75,7 @@ def completions(model_dir, sums, rollout_python, tmp_path_factory):
     read = load_handler("gsm8k")
     prompts = [template.render(read(problem)) for problem in sums.make_problems()[1][:4]]
     requests = [GenerationRequest(i, tuple(tokenizer.encode(prompt)), 2, seed=i) for i, prompt in enumerate(prompts)]
-    replicas = start_replicas(
+    replicas = start_pool(
         RolloutSection(max_num_seqs=8),
         model_dir=str(model_dir),
         max_model_len=ROW_LENGTH,

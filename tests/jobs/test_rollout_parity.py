@@ -180,10 +180,10 @@ def started(network, directory, **rollout):
     Other weights come first, by a buffer that holds all; those of the model come by one that takes them in buckets.
     """
     from mindrlhf.config.rollout import RolloutSection
-    from mindrlhf.rollout.replicas import start_replicas
+    from mindrlhf.rollout.pool import start_pool
 
     (directory / "config.json").write_text(json.dumps(network.hf_config))
-    replicas = start_replicas(
+    replicas = start_pool(
         RolloutSection(**rollout),
         model_dir=str(directory),
         max_model_len=ROW_LENGTH,
@@ -196,11 +196,11 @@ def started(network, directory, **rollout):
     try:
         dtype = rollout.get("dtype", "float32")
         with make_buffer(network, dtype, 0) as first, make_buffer(network, dtype, BUCKET_BYTES) as buffer:
-            replicas.use_weight_buffer(first.path)
+            replicas.servers[0].node.servers.buffer_path = first.path
             put(first, network, version=1, bucket=0, factor=0.5)
             replicas.update_weights(1)
             assert buffer.num_buckets > 5
-            replicas.use_weight_buffer(buffer.path)
+            replicas.servers[0].node.servers.buffer_path = buffer.path
             for bucket in range(buffer.num_buckets):
                 put(buffer, network, version=2, bucket=bucket, factor=1.0)
                 replicas.update_weights(2)
@@ -313,7 +313,7 @@ def test_buckets_that_do_not_follow_each_other_are_refused(network, rollout_pyth
         started(network, tmp_path, python=rollout_python, restarts=0) as replicas,
         make_buffer(network, "float32", BUCKET_BYTES) as buffer,
     ):
-        replicas.use_weight_buffer(buffer.path)
+        replicas.servers[0].node.servers.buffer_path = buffer.path
         gap = "bucket 1 of the weights is due; the buffer holds bucket 2"
         for bucket, message in ((0, ""), (2, gap)):
             put(buffer, network, version=3, bucket=bucket, factor=1.0)

@@ -18,8 +18,8 @@ from fault_jobs import KINDS, FaultJob
 from safetensors.numpy import load_file
 from slow_tests import SLOW
 
+from mindrlhf.rollout.servers import Server
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
-from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions
 from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer
 
@@ -130,8 +130,8 @@ def test_a_rollout_server_does_not_grow_with_evaluations(rollout_python, tmp_pat
         rollout_python, str(CHECKPOINT), str(tmp_path / "log"), max_model_len=160, max_num_seqs=128, kv_cache_gib=0.1
     )
     series: Series = {}
-    with WeightBuffer.create(infos) as buffer, VllmGenerator.start(options) as generator:
-        generator.use_weight_buffer(buffer.path)
+    with WeightBuffer.create(infos) as buffer, Server.start(options) as generator:
+        generator.node.servers.buffer_path = buffer.path
         generator.wait_ready()
         for number in range(1, NUM_EVALUATIONS + 1):
             buffer.begin(number)
@@ -143,5 +143,5 @@ def test_a_rollout_server_does_not_grow_with_evaluations(rollout_python, tmp_pat
             requests = [GenerationRequest(i, prompts[i], 1, seeds[i]) for i in range(NUM_PROMPTS)]
             completions = list(generator.generate(requests, SamplingParams(40, stop_token_ids=tuple(range(10)))))
             assert len(completions) == NUM_PROMPTS
-            record(series, "rollout server", number, look_at(generator._process.pid))
+            record(series, "rollout server", number, look_at(generator._pids[0]))
     check(series, NUM_EVALUATIONS, "evaluations")

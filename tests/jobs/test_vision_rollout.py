@@ -12,9 +12,9 @@ from slow_tests import SLOW
 from tiny_vl import IMAGE, TURN_END, VISION_END, VISION_START, TinyVl, weights_of, write_tiny_vl
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.rollout.replicas import GeneratorPool
+from mindrlhf.rollout.pool import ServerPool
+from mindrlhf.rollout.servers import Server
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
-from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions
 from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer
 
@@ -77,13 +77,13 @@ for number, (prompt, response, names) in enumerate(json.load(sys.stdin)):
 ENGINE = """
 import json, os, sys
 import numpy as np
-from mindrlhf.rollout.sent_images import pack_images, unpack_images
+from mindrlhf.rollout.sent_images import with_digests
 from mindrlhf.rollout.server import cpu_engine as engines
 config, requests = json.load(sys.stdin)
 arrays = np.load(sys.argv[2])
 engine = getattr(engines, sys.argv[1])(config)
-images = pack_images([[arrays[name] for name in names] for _, names, _, _ in requests])
-images = unpack_images({**images, "prompt_lengths": np.zeros(len(requests))})
+arrays = dict(arrays)
+images = with_digests([[arrays[name] for name in names] for _, names, _, _ in requests])
 for version, buffer in enumerate(sys.argv[3:]):
     if buffer:
         engine.update_weights(version, buffer)
@@ -152,7 +152,7 @@ def generate(generator, requests=REQUESTS):
 
 def start(python, models, log_path, **changes):
     options = VllmOptions(python, str(models[OLD]), str(log_path), max_model_len=160, max_num_seqs=16, kv_cache_gib=0.1)
-    return VllmGenerator.start(dataclasses.replace(options, **changes))
+    return Server.start(dataclasses.replace(options, **changes))
 
 
 def make_buffer(model=OLD):
@@ -170,7 +170,7 @@ def push(buffer, model, version):
 @SLOW  # every day test_vision_run.py compares server and trainer, and tests/models trainer and transformers
 def test_logprobs_are_those_of_transformers_also_after_new_weights(rollout_python, models, images_file, directory):
     with make_buffer() as buffer, start(rollout_python, models, directory / "server.log") as generator:
-        generator.use_weight_buffer(buffer.path)
+        generator.node.servers.buffer_path = buffer.path
         for version, model in enumerate((OLD, NEW, OLD), 1):
             push(buffer, model, version)
             generator.update_weights(version)
@@ -188,7 +188,7 @@ def test_other_families_agree_with_transformers(rollout_python, images_file, dir
     with make_buffer(model) as buffer:
         log = directory / f"family{model.seed}.log"
         with start(rollout_python, {OLD: model_dir}, log) as generator:
-            generator.use_weight_buffer(buffer.path)
+            generator.node.servers.buffer_path = buffer.path
             for version in (1, 2):
                 push(buffer, model, version)
                 generator.update_weights(version)
@@ -228,9 +228,9 @@ def test_several_servers_share_the_prompts_and_give_the_same_samples(rollout_pyt
         push(buffer, NEW, 1)
         generators = [start(rollout_python, models, directory / f"pool{n}.log") for n in range(2)]
         try:
-            pool = GeneratorPool(generators)
+            pool = ServerPool(generators, num_restarts=0)
             for generator in generators:
-                generator.use_weight_buffer(buffer.path)
+                generator.node.servers.buffer_path = buffer.path
             pool.update_weights(1)
             together, alone = generate(pool), generate(generators[0])
         finally:
@@ -249,7 +249,7 @@ def test_several_servers_share_the_prompts_and_give_the_same_samples(rollout_pyt
 def test_a_server_of_two_ranks_agrees_with_transformers(rollout_python, models, images_file, directory):
     with make_buffer() as buffer:
         with start(rollout_python, models, directory / "two_ranks.log", tensor_parallel_size=2) as generator:
-            generator.use_weight_buffer(buffer.path)
+            generator.node.servers.buffer_path = buffer.path
             for version, model in enumerate((OLD, NEW), 1):
                 push(buffer, model, version)
                 generator.update_weights(version)

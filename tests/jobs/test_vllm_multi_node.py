@@ -3,8 +3,10 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,11 +28,14 @@ from test_vllm_server import (
     write_model,
 )
 
-from mindrlhf.rollout.multi_node.share import NodeShare
-from mindrlhf.rollout.replicas import Replicas
+from mindrlhf.rollout.nodes import OtherNode, OwnNode
+from mindrlhf.rollout.pool import ServerPool, servers_on
+from mindrlhf.rollout.processes.node import NodeServers
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm_options import VllmOptions
+from mindrlhf.system.handshake import accept_nodes, introduce_node
 from mindrlhf.system.processes import descendants, shared_memory_files
+from mindrlhf.system.rpc import Rpc
 from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer
 
 pytestmark = [
@@ -49,12 +54,19 @@ class Spanning:
     def __init__(self, options: VllmOptions, stack: contextlib.ExitStack):
         infos = [TensorInfo(name, "float32", tensor.shape) for name, tensor in make_tensors(0).items()]
         self.buffers = [stack.enter_context(WeightBuffer.create(infos)) for _ in HOSTS]
-        self.shares = [NodeShare(options, num_restarts=1) for _ in HOSTS]
-        for share in reversed(self.shares):
-            stack.callback(share.close)
-        address = self.shares[0].open(HOSTS[0])
-        self.shares[1].join(address, TOKEN, 1, HOSTS[1], self.buffers[1].path)
-        self.generator: Replicas = self.shares[0].start(TOKEN, [1], self.buffers[0].path)
+        self.servers = [NodeServers([options], host) for host in HOSTS]
+        for servers, buffer in zip(self.servers, self.buffers):
+            servers.buffer_path = buffer.path
+            stack.callback(servers.close)
+        with socket.create_server((HOSTS[0], 0)) as listener:
+            threading.Thread(target=self._serve, args=listener.getsockname(), daemon=True).start()
+            (connection,) = accept_nodes(listener, TOKEN, [1]).values()
+        nodes = [OwnNode(self.servers[0]), OtherNode(Rpc(connection, "node 1"), HOSTS[0], TOKEN)]
+        self.generator = ServerPool(servers_on(nodes, [options], [(0, 1)]), num_restarts=1)
+        stack.callback(self.generator.close)
+
+    def _serve(self, host: str, port: int) -> None:
+        Rpc(introduce_node(host, port, TOKEN, 1), "rank 0", tell=self.servers[1].tell).serve(self.servers[1])
 
     def push(self, seeds: tuple[int, int], version: int) -> None:
         """Put weights on both buffers, of a seed each, and load them."""
@@ -68,7 +80,7 @@ class Spanning:
     @property
     def pids(self) -> list[int]:
         """The process with the engine, and the other node's."""
-        return [self.generator._generators[0]._process.pid, self.shares[1]._supervisor._process.pid]
+        return self.generator.servers[0]._pids
 
     def all_pids(self) -> list[list[int]]:
         """The processes of each node."""

@@ -15,9 +15,9 @@ from safetensors.numpy import save_file
 from slow_tests import SLOW
 
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.rollout.replicas import GeneratorPool
+from mindrlhf.rollout.pool import ServerPool
+from mindrlhf.rollout.servers import Server
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
-from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions
 from mindrlhf.system.processes import descendants, shared_memory_files
 from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer
@@ -86,9 +86,9 @@ def models(directory):
     }
 
 
-def start(model_dir: str, log_path: Path, **changes) -> VllmGenerator:
+def start(model_dir: str, log_path: Path, **changes) -> Server:
     options = VllmOptions(PYTHON, model_dir, str(log_path), max_model_len=160, max_num_seqs=32, kv_cache_gib=0.1)
-    return VllmGenerator.start(dataclasses.replace(options, **changes))
+    return Server.start(dataclasses.replace(options, **changes))
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def pushed(models, directory):
     infos = [TensorInfo(name, "float32", tensor.shape) for name, tensor in make_tensors(0).items()]
     with WeightBuffer.create(infos) as buffer:
         with start(models["bare"], directory / "pushed.log", load_format="dummy") as generator:
-            generator.use_weight_buffer(buffer.path)
+            generator.node.servers.buffer_path = buffer.path
             yield generator, buffer
 
 
@@ -262,7 +262,7 @@ def test_a_generator_in_bfloat16_has_the_weights_that_were_pushed_last(models, d
     infos = [TensorInfo(name, "bfloat16", tensor.shape) for name, tensor in make_tensors(0).items()]
     with WeightBuffer.create(infos) as buffer:
         with start(models["bare"], directory / "bfloat16.log", dtype="bfloat16") as generator:
-            generator.use_weight_buffer(buffer.path)
+            generator.node.servers.buffer_path = buffer.path
             push(generator, buffer, seed=0, version=1)
             earlier = collect(generator)
             push(generator, buffer, seed=1, version=2)
@@ -280,14 +280,14 @@ def test_two_tensor_parallel_ranks_give_the_tokens_of_one(fresh, models, directo
     infos = [TensorInfo(name, "float32", tensor.shape) for name, tensor in make_tensors(0).items()]
     with WeightBuffer.create(infos) as buffer:
         with start(models["bare"], directory / "two_ranks.log", tensor_parallel_size=2) as generator:
-            generator.use_weight_buffer(buffer.path)
+            generator.node.servers.buffer_path = buffer.path
             push(generator, buffer, seed=0, version=1)
             push(generator, buffer, seed=1, version=2)
             assert_same(collect(generator, sampling=greedy), collect(fresh, sampling=greedy))
             # More tokens than vLLM reads in one step.
             many = [GenerationRequest(i, prompt(100, i), 1, seed=i) for i in range(30)]
             assert gaps_to_transformers(collect(generator, many), models["new"], many).max() < 1e-4
-            server = generator._process.pid
+            server = generator._pids[0]
             workers = [process.pid for process in descendants(server)]
             segments = {path for worker in workers for path in shared_memory_files(worker)}
             assert segments, "its ranks talk through shared memory"
@@ -308,7 +308,7 @@ def test_a_wrong_version_is_an_error_and_the_server_goes_on(pushed):
     push(generator, buffer, seed=1, version=7)
     with pytest.raises(RunFailure, match="weights version 8 was asked for; the buffer .* holds version 7"):
         generator.update_weights(8)
-    generator.ping()
+    generator.stats()
     collect(generator)
 
 
@@ -321,10 +321,10 @@ def test_a_buffer_without_all_tensors_is_an_error(pushed):
         for name, tensor in tensors.items():
             partial.write(name, tensor)
         partial.commit()
-        generator.use_weight_buffer(partial.path)
+        generator.node.servers.buffer_path = partial.path
         with pytest.raises(RunFailure, match="lacks tensors for model.norm.weight"):
             generator.update_weights(3)
-    generator.use_weight_buffer(buffer.path)
+    generator.node.servers.buffer_path = buffer.path
     push(generator, buffer, seed=1, version=9)
 
 
@@ -346,7 +346,7 @@ def test_a_prompt_that_does_not_fit_is_the_users_error(fresh, length):
 def test_a_pool_gives_the_samples_of_its_generators(fresh, pushed):
     generator, buffer = pushed
     push(generator, buffer, seed=1, version=11)
-    assert_same(collect(GeneratorPool([fresh, generator])), collect(fresh))
+    assert_same(collect(ServerPool([fresh, generator], num_restarts=0)), collect(fresh))
 
 
 @SLOW
@@ -355,7 +355,7 @@ def test_a_killed_server_is_noticed_named_and_replaced(pushed):
     push(generator, buffer, seed=1, version=12)
     expected = collect(generator)
     stream = begin_many(generator)
-    os.kill(generator._process.pid, signal.SIGKILL)
+    os.kill(generator._pids[0], signal.SIGKILL)
     with pytest.raises(RunFailure, match=r"was killed by signal 9 \(SIGKILL\); log .*pushed.log ends"):
         list(stream)
     generator.restart()
@@ -364,12 +364,12 @@ def test_a_killed_server_is_noticed_named_and_replaced(pushed):
 
 TRAINER = """
 import sys, time
-from mindrlhf.rollout.vllm import VllmGenerator
+from mindrlhf.rollout.servers import Server
 from mindrlhf.rollout.vllm_options import VllmOptions
-generator = VllmGenerator.start(VllmOptions(*sys.argv[1:4], load_format="auto", kv_cache_gib=0.1, max_model_len=160))
+generator = Server.start(VllmOptions(*sys.argv[1:4], load_format="auto", kv_cache_gib=0.1, max_model_len=160))
 if sys.argv[4] == "ready":
     generator.wait_ready()
-print(generator._process.pid, generator._process.private_dir, flush=True)
+print(generator._pids[0], generator.node.servers._running[0].process.private_dir, flush=True)
 time.sleep(300)
 """
 

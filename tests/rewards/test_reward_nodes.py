@@ -23,8 +23,7 @@ from mindrlhf.launch.nodes.helper import NodeHelper
 from mindrlhf.rewards.pool import RewardPool, pool_arguments, reason_to_stay
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rewards.types import RewardInput
-from mindrlhf.rollout.remote import accept_nodes
-from mindrlhf.system.handshake import introduce_node
+from mindrlhf.system.handshake import accept_nodes, introduce_node
 from mindrlhf.system.ports import listen
 
 pytestmark = pytest.mark.timeout(180)
@@ -193,7 +192,7 @@ from mindrlhf.config.reward import RewardSection
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.training.nodes import start_verifiers
 from mindrlhf.rewards.types import RewardInput
-from mindrlhf.rollout.remote import accept_nodes
+from mindrlhf.system.handshake import accept_nodes
 import socket
 
 directory, node = sys.argv[1], int(os.environ["NODE_RANK"])

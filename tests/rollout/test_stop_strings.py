@@ -8,12 +8,6 @@ from hypothesis import strategies as st
 from mindrlhf.rollout.stop_strings import StoppingSamples, StopStrings, stop_string_fraction
 from mindrlhf.rollout.types import (
     Completion,
-    GenerationRequest,
-    SamplingParams,
-    pack_requests,
-    pack_sampling,
-    unpack_requests,
-    unpack_sampling,
 )
 
 
@@ -133,16 +127,6 @@ def test_most_tokens_are_told_without_decoding_what_was_before():
     ids = BACKENDS["bytes"].encode("xyz" * 100).ids
     assert stops.first_end(ids, len(ids)) == -1
     assert calls == [1, 1, 1]
-
-
-def test_requests_and_sampling_carry_them():
-    sampling = SamplingParams(9, stop_token_ids=(1,), stop=("</a>", "b"))
-    assert unpack_sampling(pack_sampling(sampling)) == sampling
-    assert pack_sampling(sampling)["stop"] == ["</a>", "b"]
-    requests = [GenerationRequest(3, (1, 2, 3), 2, 7, max_tokens=9, num_begun=2), GenerationRequest(4, (1,), 1, 8)]
-    arrays = pack_requests(requests, sampling)
-    assert [one.num_begun for one in unpack_requests(arrays)] == [2, 0]
-    assert arrays["nums_begun"].dtype == np.int32
 
 
 def test_an_engines_samples_end_at_texts_that_begin_before_a_border_and_in_the_middle_of_a_step(tmp_path):

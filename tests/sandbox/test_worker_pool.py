@@ -7,8 +7,8 @@ import pytest
 
 from mindrlhf.errors import UserError
 from mindrlhf.launch.nodes.helper import NodeHelper
-from mindrlhf.rollout.remote import accept_nodes
 from mindrlhf.sandbox.pool import WorkerPool
+from mindrlhf.system.handshake import accept_nodes
 from mindrlhf.system.ports import listen
 
 pytestmark = pytest.mark.timeout(180)

@@ -16,6 +16,7 @@ from mindrlhf.launch.nodes.facts import MISSING
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.types import RewardInput
 from mindrlhf.rollout.agents.nodes import start_agents
+from mindrlhf.rollout.vllm_options import VllmOptions
 from mindrlhf.system.records import decode, encode, merge
 from mindrlhf.training.batch import Machine
 from mindrlhf.training.facts import agent_facts, verifier_facts
@@ -23,16 +24,15 @@ from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.nodes import (
     ServingWorker,
     connect_agents,
+    connect_servers,
     connect_verifiers,
     find_nodes,
-    start_multi_node,
     start_verifiers,
 )
 from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.publish.publisher import (
     PUBLISH,
     BufferPath,
-    LeaderAddress,
     Published,
     PublishingWorker,
     open_weight_buffers,
@@ -250,65 +250,65 @@ def test_buffers_of_a_model_that_is_sharded_over_nodes_are_completed(machines, b
     assert len(set().union(*digests.values())) == 3
 
 
-class ServingRank(Rank):
-    """Notes what it is asked to do for a server over several nodes."""
+class Servers:
+    """Notes what rank 0 asks of a node's servers."""
 
-    def __init__(self, index: int, machine: str):
-        super().__init__(index, machine)
-        self.asked = []
-        self.node_generator = None
+    def __init__(self, count: int):
+        self.options = tuple(VllmOptions("python", "model", f"rollout_{index}.log") for index in range(count))
+        self.own_host = self.buffer_path = ""
+        self.started = []
 
-    def await_parts(self, is_owner: bool) -> LeaderAddress:
-        self.asked += ["await"] * is_owner
-        return LeaderAddress({str(self.node): [f"10.0.0.{self.node}", 7000 + self.node]} if is_owner else {})
+    def address(self):
+        return self.own_host, 7001
 
-    def join_server(self, address: list | None, token: str) -> None:
-        self.asked += [] if address is None else [("join", address, token)]
+    def start(self, index, span=None):
+        self.started.append((index, span and (span.number, span.num_nodes, span.host, span.port)))
+        return 1
 
-    def start_server(self, nodes: list[int] | None, token: str) -> None:
-        if nodes is not None:
-            self.asked.append(("start", nodes, token))
-            self.node_generator = f"servers of rank {self.index}"
+    def buffer(self):
+        return self.buffer_path
+
+    def tell(self):
+        return {}
 
 
-def spanning_team(machines: list[str]) -> tuple[Ranks, list[list[int]]]:
-    team = Ranks([])
-    team.ranks = [ServingRank(index, machine) for index, machine in enumerate(machines)]
-    team.world_size = len(machines)
+@pytest.mark.parametrize(
+    "places, dealt, started",
+    [
+        (
+            [(0,), (0,), (1,), (1,), (2,), (2,)],
+            ["", "node 1", "node 2"] * 2,
+            [[(0, None), (1, None)]] * 3,
+        ),
+        (
+            [(0, 1, 2)],
+            [""],
+            [[(0, (number, 3, "127.0.0.1", 7001))] for number in range(3)],
+        ),
+    ],
+)
+def test_rank_0_starts_the_servers_of_all_nodes(places, dealt, started):
+    ranks = [SpanningRank(machine, held) for machine, held in zip("xyz", CUT)]
+    team = ThreadedRanks(ranks)
     nodes = find_nodes(team)
-    for node, ranks in enumerate(nodes):
-        for rank in ranks:
-            team.ranks[rank].node = node
-    return team, nodes
-
-
-def test_the_first_ranks_of_the_nodes_of_a_server_find_each_other(monkeypatch):
-    team, nodes = spanning_team(["a", "a", "b", "b", "c", "c", "d", "d", "e", "e"])
-    connected = []
-    monkeypatch.setattr("mindrlhf.training.nodes.connect_generators", lambda *given: connected.append(given) or "all")
-    assert start_multi_node(team, nodes, [(0, 1), (2, 3)]) == "all"
-    assert connected == [(team, [2], "servers of rank 0")]
-    asked = {rank.index: rank.asked for rank in team.ranks if rank.asked}
-    token = asked[0][1][2]
-    assert len(token) == 32
-    assert asked == {
-        0: ["await", ("start", [1], token)],
-        2: [("join", ["10.0.0.0", 7000], token)],
-        4: ["await", ("start", [3], token)],
-        6: [("join", ["10.0.0.2", 7002], token)],
-    }
-
-
-def test_one_server_over_all_nodes_is_rank_0s_own():
-    team, nodes = spanning_team(["a", "b", "c"])
-    assert start_multi_node(team, nodes, [(0, 1, 2)]) == "servers of rank 0"
-    assert team.ranks[0].asked[1][:2] == ("start", [1, 2])
+    own, *others = (Servers(2) for _ in ranks)
+    for rank, servers in zip(ranks[1:], others):
+        rank.servers = servers
+    with contextlib.ExitStack() as stack:
+        buffer = stack.enter_context(open_weight_buffers(team, nodes))
+        found = connect_servers(team, nodes, own, places, buffer.path)
+        assert [server.node.name for server in found] == dealt
+        assert [servers.started for servers in (own, *others)] == started
+        paths = [rank.weight_buffer().path for rank in ranks]
+        assert [servers.buffer_path for servers in (own, *others)] == paths and len(set(paths)) == 3
+        for node in {server.node for server in found if server.node.name}:
+            assert node.call("buffer") == paths[int(node.name.split()[1])]
+            node.close()
 
 
 def test_fewer_machines_than_the_launchers_said_are_named():
-    team, nodes = spanning_team(["a", "a"])
     with pytest.raises(RunFailure, match="laid over nodes up to 1, but the ranks are on 1 machines: start a"):
-        start_multi_node(team, nodes, [(0, 1)])
+        connect_servers(None, [[0, 1]], Servers(1), [(0, 1)], "")
 
 
 class SpanningRank(ServingWorker, ShardRank):

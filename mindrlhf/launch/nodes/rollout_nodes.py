@@ -1,7 +1,7 @@
 """Nodes for rollout only, as node 0 knows them: they run no ranks, and come and go while the run goes on.
 
 Node 0 compares them with itself as it does with all nodes, and tells those that pass where rank 0 listens: the
-address at which rank 0 accepts them (:mod:`mindrlhf.rollout.elastic.listener`). Its key, one for each start of the
+address at which rank 0 accepts them (:mod:`mindrlhf.rollout.newcomers`). Its key, one for each start of the
 ranks, both derive from the secret, so that it never travels.
 """
 

@@ -1,6 +1,7 @@
 """Stall detection of a server that owes an answer."""
 
-from mindrlhf.system import processes
+from collections.abc import Callable
+
 from mindrlhf.system.clock import WatchedTime
 from mindrlhf.system.idle import Activity, IdleWatch
 
@@ -16,11 +17,12 @@ class StallWatch:
     one that was stopped or is in a deadlock does neither.
 
     Args:
-        limit_s: how long it may use none.
+        look: returns what they do; None where nothing is known since the last look.
+        limit_s: how long they may use none.
     """
 
-    def __init__(self, pid: int, limit_s: float):
-        self._pid = pid
+    def __init__(self, look: Callable[[], Activity | None], limit_s: float):
+        self._look = look
         self._limit_s = limit_s
         self._time = WatchedTime()
         self._idle = IdleWatch()
@@ -32,5 +34,7 @@ class StallWatch:
         if now_s < self._next_check_s:
             return False
         self._next_check_s = now_s + _CHECK_INTERVAL_S
-        pids = [self._pid, *(status.pid for status in processes.descendants(self._pid))]
-        return self._idle.has_idled(Activity.of(pids), now_s, self._limit_s, _IDLE_SHARE * self._limit_s)
+        activity = self._look()
+        return activity is not None and self._idle.has_idled(
+            activity, now_s, self._limit_s, _IDLE_SHARE * self._limit_s
+        )

@@ -23,12 +23,14 @@ from mindrlhf.rollout.vllm_options import (
 from mindrlhf.system import heartbeat, processes
 from mindrlhf.system.child import Child
 from mindrlhf.system.files import take_directory
+from mindrlhf.system.records import record
 
 _BUFFER_NAME = "buffer"  # in the private directory of a process without a trainer to name it the weight buffer
 # Of the trainer only; the server has no use for them.
 _OWN_OPTIONS = ("python", "env", "log_path", "start_timeout_s", "stall_timeout_s", "num_threads")
 
 
+@record
 @dataclasses.dataclass(frozen=True)
 class NodePlace:
     """Position of a process among those of a server that spans nodes.
@@ -45,6 +47,10 @@ class NodePlace:
     host: str
     port: int
     own_host: str
+
+    def at(self, number: int) -> "NodePlace":
+        """Return the position of another process of the same server."""
+        return dataclasses.replace(self, number=number)
 
 
 class ServerProcess:

@@ -1,30 +1,17 @@
 """The rollout server: an engine, vLLM unless told otherwise, behind a socket, in an interpreter of its own.
 
-The trainer starts it (see ``mindrlhf.rollout.vllm``) as ``python -m mindrlhf.rollout.server --socket-fd N --config
-JSON``. It serves that one connection and ends with it. Messages (see ``mindrlhf.system.wire``) are headers with a
-"kind", and each is answered:
-
-    generate        {sampling} + request_ids, num_samples, seeds, max_tokens, nums_begun, prompt_lengths, prompt_ids,
-                    and images
-                    -> completions (as they finish, any number of times), then generated
-    abort           (during generate) ends it early -> generated
-    update_weights  {version, buffer_path} -> done
-    sleep, wake     -> done
-    profile         {step} starts vLLM's profiler, step 0 ends it -> done
-    ping            -> done
-    stats           -> done, with counters
-    shutdown        -> done, and the process ends
-
-A request that fails is answered by "failed" with a message; the server goes on.
+A process of its node starts it (``mindrlhf.rollout.processes``) as ``python -m mindrlhf.rollout.server --socket-fd N
+--config JSON``. It serves the other end of that socket pair (``mindrlhf.system.rpc``) and ends with it; its methods are
+those of :class:`Service`. One that fails is told there, and the server goes on. Rank 0 on another node is served over a
+connection of its own, see :meth:`Service.connect`.
 
 With ``--headless`` in place of the socket it is the part of a server whose engine is on another node: it does what that
-engine asks, and ends when one of its workers does (see ``mindrlhf.rollout.multi_node``).
+engine asks, and ends when one of its workers does.
 """
 
 import argparse
 import json
 import os
-import select
 import shutil
 import signal
 import socket
@@ -32,20 +19,21 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-
 from mindrlhf.cpu.imports import quick_imports
-from mindrlhf.rollout.sent_images import unpack_images
+from mindrlhf.rollout.sent_images import with_digests
 from mindrlhf.rollout.server.multi_node import prepare
-from mindrlhf.rollout.types import Completion, pack_completions
+from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
 from mindrlhf.sandbox.user_files import load_named
 from mindrlhf.system import heartbeat, processes
-from mindrlhf.system.wire import ConnectionClosed, receive_message, send_message
+from mindrlhf.system.handshake import introduce_node
+from mindrlhf.system.rpc import Connection, Pair, Rpc
+from mindrlhf.system.wire import ProtocolError
 
 _PARENT_POLL_S = 0.5
 
@@ -79,10 +67,9 @@ def main() -> None:
     except BaseException:
         traceback.print_exc()
         _leave(config["private_dir"], 1)
-    try:
-        Server(connection, engine).run()
-    except ConnectionClosed:
-        print("rollout server: the trainer closed the connection", file=sys.stderr)
+    service = Service(engine)
+    service.serve(Pair(connection), "the trainer")
+    print("rollout server: the trainer closed the connection", file=sys.stderr)
     engine.close()
     _leave(config["private_dir"], 0)
 
@@ -110,95 +97,82 @@ def _run_headless(config: dict[str, Any]) -> NoReturn:
     _leave(config["private_dir"], 1)
 
 
-class Server:
-    """Answers the messages of one connection, one after the other."""
+class Service:
+    """What rank 0 may call, one after the other."""
 
-    def __init__(self, connection: socket.socket, engine):
-        self._connection = connection
+    def __init__(self, engine) -> None:
         self._engine = engine
+        self._rpc: Rpc | None = None  # to whom is served now
         self._stats = {"num_steps": 0, "num_samples": 0, "num_tokens": 0, "generate_s": 0.0, "update_s": 0.0}
 
-    def run(self) -> None:
-        """Serve until ``shutdown``. Raises ConnectionClosed when the trainer is gone."""
-        self._send("ready", pid=os.getpid(), sampler=self._engine.sampler)
-        while True:
-            header, arrays = receive_message(self._connection)
-            try:
-                going_on = self._answer(header, arrays)
-            except ConnectionClosed:
-                raise
-            except Exception as error:  # a failed request must not take the server with it
-                traceback.print_exc()
-                self._engine.abort()
-                self._send("failed", message=f"{type(error).__name__}: {error}")
-                continue
-            if not going_on:
-                return
+    def serve(self, connection: Connection, name: str) -> None:
+        """Serve the other side of a connection until it has gone."""
+        before, self._rpc = self._rpc, Rpc(connection, name)
+        self._rpc.serve(self)
+        self._rpc = before
 
-    def _answer(self, header: dict[str, Any], arrays: dict[str, np.ndarray]) -> bool:
-        kind = header["kind"]
-        if kind == "generate":
-            self._generate(header["sampling"], arrays)
-        elif kind == "abort":  # of a generation that had ended when it was sent
-            pass
-        elif kind == "update_weights":
-            start = time.perf_counter()
-            self._engine.update_weights(header["version"], header["buffer_path"])
-            self._stats["update_s"] += time.perf_counter() - start
-            self._send("done")
-        elif kind in ("sleep", "wake"):
-            getattr(self._engine, kind)()
-            self._send("done")
-        elif kind == "profile":
-            self._engine.profile(header["step"])
-            self._send("done")
-        elif kind in ("ping", "stats"):
-            self._send("done", stats=self._stats)
-        elif kind == "shutdown":
-            self._send("done")
-            return False
-        else:
-            raise ValueError(f"unknown message '{kind}'")
-        return True
+    def connect(self, host: str, port: int, token: str, index: int) -> int:
+        """Serve rank 0, which listens there, until it has gone; return how many samples were made for it.
 
-    def _generate(self, sampling: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        Args:
+            index: this server's number on its node.
+        """
+        num_before = self._stats["num_samples"]
+        try:
+            connection = introduce_node(host, port, bytes.fromhex(token), index)
+        except (OSError, ProtocolError) as error:
+            print(f"warning: rank 0 cannot be reached at {host}:{port} ({error})", file=sys.stderr, flush=True)
+            return 0
+        self.serve(connection, "rank 0")
+        return self._stats["num_samples"] - num_before
+
+    def ready(self) -> None:
+        """Answer, now that the engine is up."""
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> Iterator[list[Completion]]:
+        """Yield the completions as they finish."""
         start = time.perf_counter()
-        ends = np.cumsum(arrays["prompt_lengths"])[:-1]
-        prompts = [prompt.tolist() for prompt in np.split(arrays["prompt_ids"], ends)]
-        numbers = (arrays[name].tolist() for name in ("num_samples", "seeds", "max_tokens"))
-        self._engine.submit(prompts, *numbers, sampling, unpack_images(arrays), arrays["nums_begun"].tolist())
-        while self._engine.num_pending:
-            samples = self._engine.step(self._has_message)
-            self._stats["num_steps"] += 1
-            if samples:
-                self._send_completions(samples, arrays["request_ids"])
-            if self._is_aborted():
+        names = ("num_samples", "seed", "max_tokens")
+        numbers = ([getattr(request, name) for request in requests] for name in names)
+        prompts = [list(request.prompt_ids) for request in requests]
+        options = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(sampling).items()}
+        images = with_digests([request.images for request in requests])
+        try:
+            self._engine.submit(prompts, *numbers, options, images, [request.num_begun for request in requests])
+            while self._engine.num_pending and not self._is_interrupted():
+                samples = self._engine.step(self._is_interrupted)
+                self._stats["num_steps"] += 1
+                if samples:
+                    self._stats["num_samples"] += len(samples)
+                    self._stats["num_tokens"] += sum(len(sample.token_ids) for sample in samples)
+                    yield [replace(one, request_id=requests[one.request_id].request_id) for one in samples]
+        finally:
+            if self._engine.num_pending:
                 self._engine.abort()
         self._stats["generate_s"] += time.perf_counter() - start
-        self._send("generated")
 
-    def _send_completions(self, samples: Sequence[Completion], request_ids: np.ndarray) -> None:
-        self._stats["num_samples"] += len(samples)
-        self._stats["num_tokens"] += sum(len(sample.token_ids) for sample in samples)
-        arrays = pack_completions(samples)
-        arrays["request_ids"] = request_ids[arrays["request_ids"]]
-        header = {"kind": "completions", "weights_version": samples[0].weights_version}
-        send_message(self._connection, header, arrays)
+    def update_weights(self, version: int, buffer_path: str) -> None:
+        """Load what the buffer has of ``version``."""
+        start = time.perf_counter()
+        self._engine.update_weights(version, buffer_path)
+        self._stats["update_s"] += time.perf_counter() - start
 
-    def _is_aborted(self) -> bool:
-        """Return True if the trainer has sent "abort", the only message that may come during ``generate``."""
-        if not self._has_message():
-            return False
-        header, _ = receive_message(self._connection)
-        if header["kind"] != "abort":
-            raise ValueError(f"message '{header['kind']}' came while samples were being generated")
-        return True
+    def sleep(self) -> None:
+        self._engine.sleep()
 
-    def _has_message(self) -> bool:
-        return bool(select.select([self._connection], [], [], 0)[0])
+    def wake(self) -> None:
+        self._engine.wake()
 
-    def _send(self, kind: str, **fields: Any) -> None:
-        send_message(self._connection, {"kind": kind, **fields})
+    def profile(self, step: int) -> None:
+        """Start vLLM's profiler for a step, from 1; 0 ends it."""
+        self._engine.profile(step)
+
+    def stats(self) -> dict[str, float]:
+        """Return counters since the start."""
+        return self._stats
+
+    def _is_interrupted(self) -> bool:
+        return self._rpc.is_interrupted
 
 
 def _end_with_parent(private_dir: str) -> None:

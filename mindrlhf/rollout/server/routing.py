@@ -11,7 +11,7 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
-from mindrlhf.rollout.sent_experts import experts_dtype
+from mindrlhf.rollout.types import experts_dtype
 
 
 class RoutingRecorder:

@@ -16,7 +16,7 @@ from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.registry import part_name
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rewards.types import RewardInput
-from mindrlhf.rollout.replicas import find_rollout_python
+from mindrlhf.rollout.pool import find_rollout_python
 from mindrlhf.rollout.vllm_options import check_python
 from mindrlhf.system.run_lock import refuse_held
 from mindrlhf.system.sizes import format_size

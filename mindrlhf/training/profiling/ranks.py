@@ -13,7 +13,7 @@ from mindrlhf.training.runtime import Rank
 
 
 class Servers(Protocol):
-    """The rollout servers of one node: :class:`mindrlhf.rollout.replicas.Replicas`."""
+    """The rollout servers of a run: :class:`mindrlhf.rollout.pool.ServerPool`."""
 
     def profile(self, step: int) -> None:
         """Have vLLM's profiler record what follows as a step's, from 1; 0 ends it."""
@@ -32,7 +32,7 @@ class ProfiledWorker:
         section: what is recorded.
         output_dir: of the run.
         rank: this one.
-        servers: rollout servers that this process has started.
+        servers: of the run, on rank 0.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ import numpy as np
 
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import PackedRows, Row, TokenSequence, first_positions
-from mindrlhf.rollout.sent_experts import experts_dtype
+from mindrlhf.rollout.types import experts_dtype
 from mindrlhf.specs import ModelDims, find_spec
 from mindrlhf.weights.hf import read_hf_config
 

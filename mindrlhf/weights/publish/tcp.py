@@ -4,24 +4,19 @@ Each node that has something for another opens one connection to it (:mod:`mindr
 for each transfer a signed message, {"transfer", "version", "sum"}, and the bytes of the slice, whose sum is compared.
 """
 
-import contextlib
-import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.system.handshake import SignedConnection, UnauthenticatedPeer, admit, introduce
+from mindrlhf.system.handshake import SignedConnection, accept_nodes, introduce_node
 from mindrlhf.system.ports import listen
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.publish.slices import sum_bits
 from mindrlhf.weights.publish.sync import Address, Transfer
-
-_CONNECT_TIMEOUT_S = 60.0
 
 
 class TcpTransport:
@@ -129,30 +124,14 @@ class TcpTransport:
                 np.copyto(view, contents)
 
     def _accept(self, wanted: set[int], token: bytes) -> None:
-        end_s = time.monotonic() + _CONNECT_TIMEOUT_S  # for all of them: unauthenticated peers may come without end
-        while missing := wanted - self._incoming.keys():
-            self._listener.settimeout(max(0.001, end_s - time.monotonic()))
-            try:
-                connection, _ = self._listener.accept()
-            except TimeoutError:
-                other = min(missing)
-                raise RunFailure(f"node {other} did not connect to node {self._node} for the weights") from None
-            connection.settimeout(None)
-            with contextlib.suppress(UnauthenticatedPeer):
-                signed = admit(connection, token)
-                header, _ = signed.receive(_CONNECT_TIMEOUT_S)
-                self._incoming[int(header["node"])] = signed
+        self._incoming |= accept_nodes(self._listener, token, wanted)
 
     def _call(self, node: int, addresses: Mapping[int, Address], token: bytes) -> None:
         host, port = addresses[node]
         try:
-            connection = socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S)
-            connection.settimeout(None)
-            signed = introduce(connection, token, _CONNECT_TIMEOUT_S)
-            signed.send({"node": self._node})
+            self._outgoing[node] = introduce_node(host, port, token, self._node)
         except (OSError, ProtocolError) as error:
             raise RunFailure(f"node {node} cannot be reached at {host}:{port} for the weights ({error})") from None
-        self._outgoing[node] = signed
 
     def _guard(self, action: Callable[[], None], node: int | None = None) -> None:
         """Do something in a thread; if it fails, note why and have the other threads end."""

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rewards.types import RewardResult
 from mindrlhf.rollout.conversations import tool_metrics, with_tools
-from mindrlhf.rollout.elastic.generator import ElasticGenerator
+from mindrlhf.rollout.pool import ServerPool
 from mindrlhf.rollout.samples import Sampler
 from mindrlhf.rollout.types import Cancelled, SamplingParams
 
@@ -424,17 +425,23 @@ def test_budgets_are_told_and_end_nothing_else(options, status, message):
 def test_nodes_that_come_and_go_cost_an_agent_nothing():
     """What a node owes that is lost is asked again of the others: the agents get the same tokens."""
 
-    class Peer(Engine):
-        name, num_servers, is_lost = "another", 2, False
+    class Placed(Engine):
+        def __init__(self, reply, may_leave):
+            super().__init__(reply)
+            self.node = SimpleNamespace(name="another", may_leave=may_leave, lost="", drop=self.drop)
+            self.nodes = [self.node]
 
         def generate(self, requests, sampling):
             for number, completion in enumerate(super().generate(requests, sampling)):
-                if len(self.batches) == 2 and number == 1:
+                if self.node.may_leave and len(self.batches) == 2 and number == 1:
                     raise RunFailure("has no power")
                 yield completion
 
-        def drop(self, how):
-            self.is_lost = True
+        def drop(self, how, *, ends):
+            self.node.lost = how
+
+        def close(self):
+            """Nobody waits for it."""
 
     def agent(record, client):
         said = [user(record["question"])]
@@ -443,11 +450,11 @@ def test_nodes_that_come_and_go_cost_an_agent_nothing():
         return float(len(said))
 
     requests = [prompt(text, number, 3) for number, text in enumerate(("one", "two", "three"))]
-    alone, own, peer = Engine(lambda text: text[-40:]), Engine(lambda text: text[-40:]), Peer(lambda text: text[-40:])
-    generator = ElasticGenerator(own, 1, None, None)
-    generator._peers = [peer]
+    alone = Engine(lambda text: text[-40:])
+    own, peer = (Placed(lambda text: text[-40:], may_leave) for may_leave in (False, True))
+    generator = ServerPool([own, peer], num_restarts=0)
     expected, found = run(alone, agent, requests), run(generator, agent, requests)
-    assert peer.is_lost and len(peer.batches) == 2 and len(own.batches) > 4
+    assert peer.node.lost and len(peer.batches) == 2 and len(own.batches) > 4
     assert [one.agent.failure for one in found] == [""] * 9
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)

@@ -17,9 +17,9 @@ from mindrlhf.errors import UserError
 from mindrlhf.launch.nodes import channel
 from mindrlhf.rollout.agents.nodes import start_agents
 from mindrlhf.rollout.agents.source import AgentEpisodes
-from mindrlhf.rollout.remote import accept_nodes
 from mindrlhf.rollout.types import SamplingParams
 from mindrlhf.sandbox.server import active_layers
+from mindrlhf.system.handshake import accept_nodes
 from mindrlhf.system.ports import listen
 
 pytestmark = pytest.mark.timeout(180)
@@ -193,7 +193,7 @@ sys.path.insert(0, sys.argv[2])
 from agent_fakes import CHAT, END, TOKENIZER, Engine, prompt
 from mindrlhf.config.reward import ToolSection
 from mindrlhf.rollout.agents.source import AgentEpisodes
-from mindrlhf.rollout.remote import accept_nodes
+from mindrlhf.system.handshake import accept_nodes
 from mindrlhf.rollout.types import SamplingParams
 from mindrlhf.rollout.agents.nodes import start_agents
 

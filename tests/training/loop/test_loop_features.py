@@ -22,7 +22,7 @@ from mindrlhf.errors import RunFailure
 from mindrlhf.images.pixels import encode_png
 from mindrlhf.rewards.types import RewardResult
 from mindrlhf.rollout.conversations import ConversationLimits, Conversations, Episodes
-from mindrlhf.rollout.elastic.generator import ElasticGenerator
+from mindrlhf.rollout.pool import ServerPool
 from mindrlhf.rollout.samples import Sampler
 from mindrlhf.rollout.types import Completion
 from mindrlhf.tools.calls import ToolAnswer
@@ -380,50 +380,62 @@ def test_what_is_trained_on_is_what_was_told(schedule, feature, start, request):
 
 
 class Node:
-    """A node for rollout only that is lost after some responses, at the worst in the middle of a round."""
+    """A node for rollout only, or one that trains."""
 
-    num_servers = 2
+    def __init__(self, number, may_leave):
+        self.name, self.may_leave, self.lost = f"node {number}", may_leave, ""
 
-    def __init__(self, number, num_left):
-        self.name, self.is_lost = f"node {number}", False
-        self._server, self._num_left = Server([]), num_left
+    def drop(self, how, *, ends=False):
+        self.lost = how
 
-    def update_weights(self, version, buffer):
-        self._server.update_weights(version)
+
+class Placed(Server):
+    """A server of a node, which is lost after some responses, at the worst in the middle of a round."""
+
+    options = None
+
+    def __init__(self, journal, node, num_left=math.inf):
+        super().__init__(journal)
+        self.node, self.nodes, self._num_left = node, [node], num_left
+
+    def launch(self):
+        """It is there at once."""
+
+    close = launch
 
     def generate(self, requests, sampling):
-        for completion in self._server.generate(requests, sampling):
+        for completion in super().generate(requests, sampling):
             self._num_left -= 1
             if self._num_left < 0:
                 raise RunFailure("is lost")
             yield completion
 
-    def drop(self, how):
-        self.is_lost = True
 
-    def close(self):
-        pass
-
-
-class Listener:
-    """Lets two nodes in with each of the first three versions of the weights."""
+class Newcomers:
+    """Lets two nodes of two servers in with each of the first three versions of the weights."""
 
     def __init__(self):
         self.nodes = []
 
-    def take_newcomers(self):
+    def take(self, options):
         if len(self.nodes) > 5:
             return []
-        self.nodes += [Node(len(self.nodes) + i, 7 + 9 * len(self.nodes)) for i in range(2)]
-        return self.nodes[-2:]
+        first = len(self.nodes)
+        self.nodes += [Node(first + i, may_leave=True) for i in range(2)]
+        return [Placed([], node, 4 + 5 * first) for node in self.nodes[-2:] for _ in range(2)]
+
+    def send_weights(self, node, version):
+        """They read the same."""
 
     def close(self):
         pass
 
 
-class Elastic(ElasticGenerator):
+class Elastic(ServerPool):
     def __init__(self, journal):
-        super().__init__(Server(journal), 1, Listener(), None)
+        super().__init__([Placed(journal, Node("0", may_leave=False))], num_restarts=0)
+        self.newcomers = Newcomers()
+        self.admit(self.newcomers)
 
 
 @pytest.mark.parametrize("feature", ["conversations", "episodes", "dynamic sampling", "images"])
@@ -436,8 +448,8 @@ def test_nodes_that_come_and_are_lost_change_nothing(schedule, feature, start, t
     replay = {"replay_order": str(tmp_path / "plain")} if schedule == "asynchronous" else {}
     run = start(schedule, feature, "elastic", **replay)
     assert finish(run) == expected
-    nodes = run.generator._listener.nodes
-    assert len(nodes) == 6 and any(node.is_lost for node in nodes)
+    nodes = run.generator.newcomers.nodes
+    assert len(nodes) == 6 and any(node.lost for node in nodes)
 
 
 class OneByOne(Rewards):

@@ -18,7 +18,7 @@ from mindrlhf.rewards.judges.chat_client import ChatError, NoAnswer, _content
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rewards.types import RewardInput
-from mindrlhf.rollout.types import unpack_completions
+from mindrlhf.rollout.types import Completion, checked
 from mindrlhf.training.loop.report import sample_metrics
 from mindrlhf.training.loop.step import StepSamples
 
@@ -160,11 +160,10 @@ def test_the_pool_tells_what_is_unavailable_from_what_failed(tmp_path):
 
 
 def test_a_log_probability_that_is_not_finite_is_named():
-    arrays = {
-        "request_ids": np.array([5, 6]), "sample_indices": np.array([0, 1]), "lengths": np.array([2, 3]),
-        "finish_reasons": np.zeros(2, np.uint8), "token_ids": np.array([7, 8, 9, 10, 11]),
-        "logprobs": np.array([-1.0, -2.0, -1.0, -np.inf, np.nan], np.float32),
-    }  # fmt: skip
-    good, bad = unpack_completions({"weights_version": 1}, arrays, "vLLM server_1")
+    tokens = np.array([7, 8]), np.array([9, 10, 11])
+    logprobs = np.array([-1.0, -2.0], np.float32), np.array([-1.0, -np.inf, np.nan], np.float32)
+    good, bad = (
+        checked(Completion(5, 0, ids, values, "stop", 1), "vLLM server_1") for ids, values in zip(tokens, logprobs)
+    )
     assert not good.unscored
     assert bad.unscored == "vLLM server_1 gave token 10, number 2 of the response, the log-probability -inf"

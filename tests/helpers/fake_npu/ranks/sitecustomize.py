@@ -7,10 +7,10 @@ import functools
 import os
 
 if "MINDRLHF_TEST_SERVERS_ON" in os.environ:
-    from mindrlhf.rollout import replicas
+    from mindrlhf.rollout import pool
 
     def _with_device(make):
         device = os.environ["MINDRLHF_TEST_SERVERS_ON"]
         return functools.wraps(make)(lambda *given, **settings: make(*given, **settings | {"device": device}))
 
-    replicas.server_options = _with_device(replicas.server_options)
+    pool.server_options = _with_device(pool.server_options)

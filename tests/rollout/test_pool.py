@@ -1,4 +1,4 @@
-"""Replicas over scripted generators: what a death costs, and what a restart brings back."""
+"""The pool over scripted servers: what a death costs, and what a restart brings back."""
 
 import dataclasses
 import json
@@ -9,8 +9,9 @@ import pytest
 
 from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.rollout import replicas as replicas_module
-from mindrlhf.rollout.replicas import Replicas, find_rollout_python, start_replicas
+from mindrlhf.rollout import pool as pool_module
+from mindrlhf.rollout.nodes import OwnNode
+from mindrlhf.rollout.pool import ServerPool, find_rollout_python, own_servers, server_options
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm_options import cpu_cache_gib, reserved_bytes
 
@@ -22,6 +23,8 @@ class Server:
     """A generator whose samples depend on the request's seed and the sample's number, and which can die."""
 
     def __init__(self, dies_after: int | None = None):
+        self.node = OwnNode(None)
+        self.nodes = [self.node]
         self.dies_after = dies_after  # completions
         self.is_alive = True
         self.num_starts = 1
@@ -32,9 +35,6 @@ class Server:
 
     def wait_ready(self):
         self.log.append("wait_ready")
-
-    def use_weight_buffer(self, path):
-        self.log.append(f"use_weight_buffer {path}")
 
     def generate(self, requests, sampling):
         self.asked.append([request.request_id for request in requests])
@@ -83,8 +83,8 @@ REQUESTS = [GenerationRequest(i, (1, 2), num_samples, seed=100 + i) for i, num_s
 EXPECTED = {(r.request_id, i): [r.seed, i, 7] for r in REQUESTS for i in range(r.num_samples)}
 
 
-def collect(replicas: Replicas) -> dict[tuple[int, int], list[int]]:
-    completions = list(replicas.generate(REQUESTS, SAMPLING))
+def collect(pool: ServerPool) -> dict[tuple[int, int], list[int]]:
+    completions = list(pool.generate(REQUESTS, SAMPLING))
     samples = {(c.request_id, c.sample_index): c.token_ids.tolist() for c in completions}
     assert len(samples) == len(completions), "a sample came twice"
     return samples
@@ -93,9 +93,9 @@ def collect(replicas: Replicas) -> dict[tuple[int, int], list[int]]:
 @pytest.mark.parametrize("num_servers", [1, 2, 3, 6])
 def test_every_sample_comes_once_from_any_number_of_servers(num_servers):
     servers = [Server() for _ in range(num_servers)]
-    replicas = Replicas(servers, num_restarts=0)
-    replicas.update_weights(7)
-    assert collect(replicas) == EXPECTED
+    pool = ServerPool(servers, num_restarts=0)
+    pool.update_weights(7)
+    assert collect(pool) == EXPECTED
     assert sorted(name for server in servers for asked in server.asked for name in asked) == [0, 1, 2, 3]
 
 
@@ -103,11 +103,11 @@ def test_every_sample_comes_once_from_any_number_of_servers(num_servers):
 @pytest.mark.parametrize("dies_after", range(6))
 def test_a_death_in_the_middle_is_made_good_by_a_restart(num_servers, dies_after, capsys):
     servers = [Server(dies_after), *(Server() for _ in range(num_servers - 1))]
-    replicas = Replicas(servers, num_restarts=1)
-    replicas.update_weights(7)
+    pool = ServerPool(servers, num_restarts=1)
+    pool.update_weights(7)
     if num_servers == 2 and dies_after == 5:
         servers[0].dies_after = 4  # its share is five samples
-    assert collect(replicas) == EXPECTED
+    assert collect(pool) == EXPECTED
     assert [server.num_starts for server in servers] == [2, *[1] * (num_servers - 1)]
     message = capsys.readouterr().err
     assert "killed by signal 9" in message and "0 restarts left" in message
@@ -115,44 +115,55 @@ def test_a_death_in_the_middle_is_made_good_by_a_restart(num_servers, dies_after
 
 def test_all_requests_are_asked_again_as_last_bits_depend_on_the_batch():
     server = Server(dies_after=6)  # 0,1,2,3 and 0,2: request 1 is complete
-    replicas = Replicas([server], num_restarts=1)
-    replicas.update_weights(7)
-    assert collect(replicas) == EXPECTED
+    pool = ServerPool([server], num_restarts=1)
+    pool.update_weights(7)
+    assert collect(pool) == EXPECTED
     assert server.asked == [[0, 1, 2, 3], [0, 1, 2, 3]]
 
 
 def test_without_restarts_a_death_is_raised():
-    replicas = Replicas([Server(dies_after=2)], num_restarts=0)
+    pool = ServerPool([Server(dies_after=2)], num_restarts=0)
     with pytest.raises(RunFailure, match="killed by signal 9"):
-        collect(replicas)
+        collect(pool)
 
 
 def test_a_death_is_raised_when_the_weights_have_been_replaced():
     server = Server(dies_after=2)
     server.restart = lambda: setattr(server, "has_weights", False)
-    replicas = Replicas([server], num_restarts=5)
-    replicas.update_weights(7)
+    pool = ServerPool([server], num_restarts=5)
+    pool.update_weights(7)
     with pytest.raises(RunFailure, match="killed by signal 9.*weights it sampled with have been replaced: resume"):
-        collect(replicas)
+        collect(pool)
 
 
 def test_a_death_between_two_rollouts_is_made_good_too():
     """The server may die while the trainer updates: the next thing it is asked is to wake and take new weights."""
     server = Server()
-    replicas = Replicas([server], num_restarts=1)
-    replicas.update_weights(6)
+    pool = ServerPool([server], num_restarts=1)
+    pool.update_weights(6)
     server.is_alive = False
-    replicas.wake()
-    replicas.update_weights(7)
+    pool.wake()
+    pool.update_weights(7)
     assert server.num_starts == 2
-    assert collect(replicas) == EXPECTED
+    assert collect(pool) == EXPECTED
 
 
-def test_all_servers_are_replaced_when_one_fails_without_dying():
+def test_only_the_server_that_failed_is_asked_again():
+    servers = [Server(dies_after=2), Server()]
+    pool = ServerPool(servers, num_restarts=1)
+    pool.update_weights(7)
+    assert collect(pool) == EXPECTED
+    assert [server.asked for server in servers] == [[[0, 2], [0, 2]], [[1, 3]]]
+
+
+def test_servers_that_die_at_once_share_the_restarts():
     servers = [Server(), Server()]
-    replicas = Replicas(servers, num_restarts=1)
-    replicas._restart(RunFailure("the rollout server could not carry out a request"))
-    assert [server.num_starts for server in servers] == [2, 2]
+    pool = ServerPool(servers, num_restarts=1)
+    for server in servers:
+        server.is_alive = False
+    with pytest.raises(RunFailure, match="killed by signal 9"):
+        pool.sleep()
+    assert sorted(server.num_starts for server in servers) == [1, 2]
 
 
 def test_a_users_mistake_starts_nothing_again():
@@ -162,31 +173,30 @@ def test_a_users_mistake_starts_nothing_again():
 
     server = Refusing()
     with pytest.raises(UserError, match="too long"):
-        collect(Replicas([server], num_restarts=1))
+        collect(ServerPool([server], num_restarts=1))
     assert server.num_starts == 1
 
 
 def test_all_servers_hear_everything():
     servers = [Server(), Server()]
-    replicas = Replicas(servers, num_restarts=0)
-    replicas.use_weight_buffer("/buffer")
-    replicas.wait_ready()
-    replicas.update_weights(3)
-    replicas.close()
+    pool = ServerPool(servers, num_restarts=0)
+    pool.wait_ready()
+    pool.update_weights(3)
+    pool.close()
     for server in servers:
-        assert server.log == ["use_weight_buffer /buffer", "wait_ready", "close"]
+        assert server.log == ["wait_ready", "close"]
         assert server.version == 3
 
 
 def test_the_interpreter_is_looked_for_in_order(monkeypatch, tmp_path):
-    monkeypatch.setenv(replicas_module.PYTHON_VARIABLE, "/from/environment")
+    monkeypatch.setenv(pool_module.PYTHON_VARIABLE, "/from/environment")
     assert find_rollout_python("/configured") == "/configured"
     assert find_rollout_python() == "/from/environment"
-    monkeypatch.delenv(replicas_module.PYTHON_VARIABLE)
+    monkeypatch.delenv(pool_module.PYTHON_VARIABLE)
     package = tmp_path / "repository" / "mindrlhf"
     package.mkdir(parents=True)
-    monkeypatch.setattr(replicas_module.mindrlhf, "__file__", str(package / "__init__.py"))
-    assert find_rollout_python() == replicas_module.sys.executable
+    monkeypatch.setattr(pool_module.mindrlhf, "__file__", str(package / "__init__.py"))
+    assert find_rollout_python() == pool_module.sys.executable
     beside = package.parent / ".venv-rollout" / "bin" / "python"
     beside.parent.mkdir(parents=True)
     beside.touch()
@@ -205,39 +215,22 @@ MODEL = {
 }
 
 
-def start(monkeypatch, rollout: RolloutSection, fails_at: int | None = None, **options):
-    started = []
-
-    class Started(Server):
-        @classmethod
-        def start(cls, options):
-            if len(started) == fails_at:
-                raise UserError("no such interpreter")
-            started.append((cls(), options))
-            return started[-1][0]
-
-    monkeypatch.setattr(replicas_module, "VllmGenerator", Started)
-    model_dir = options["log_dir"] / "model"
-    model_dir.mkdir(exist_ok=True)
-    (model_dir / "config.json").write_text(json.dumps(MODEL))
-    fixed = {"model_dir": str(model_dir), "max_model_len": 96, "seed": 5, "device": "cpu", "load_weights": False}
-    try:
-        start_replicas(rollout, **{**fixed, **options})
-    except UserError as error:
-        return started, error
-    return started, None
+def options_of(rollout: RolloutSection, directory: Path, **options):
+    (directory / "model").mkdir(exist_ok=True)
+    (directory / "model" / "config.json").write_text(json.dumps(MODEL))
+    fixed = {"model_dir": str(directory / "model"), "max_model_len": 96, "seed": 5, "device": "cpu"}
+    settings = {**fixed, "load_weights": False, "log_dir": directory, **options}
+    return [server_options(rollout, index, **settings) for index in range(rollout.num_replicas)]
 
 
-def test_the_config_reaches_every_server(monkeypatch, tmp_path):
+def test_the_config_reaches_every_server(tmp_path):
     rollout = RolloutSection(python="/p", num_replicas=2, max_num_seqs=9, num_threads=3, env={"A": "b"})
-    started, _ = start(monkeypatch, rollout, log_dir=tmp_path)
-    options = [dataclasses.asdict(entry) for _, entry in started]
+    options = [dataclasses.asdict(entry) for entry in options_of(rollout, tmp_path)]
     assert [entry.pop("log_path") for entry in options] == [str(tmp_path / f"rollout_{i}.log") for i in (0, 1)]
     assert options[0] == options[1]
     wanted = {"python": "/p", "max_model_len": 96, "max_num_seqs": 9, "num_threads": 3, "seed": 5, "env": {"A": "b"}}
     assert options[0].items() >= {**wanted, "load_format": "dummy", "enable_sleep": False}.items()
-    rollout = RolloutSection()
-    ((_, loaded),), _ = start(monkeypatch, rollout, load_weights=True, device="ascend", log_dir=tmp_path)
+    (loaded,) = options_of(RolloutSection(), tmp_path, load_weights=True, device="ascend")
     assert (loaded.load_format, loaded.enable_sleep, loaded.kv_cache_gib) == ("auto", True, None)
 
 
@@ -261,15 +254,30 @@ def test_the_cache_of_a_small_model_is_no_larger_than_it_can_use(tmp_path, max_n
 def test_servers_on_ascend_share_no_device(monkeypatch, tmp_path):
     rollout = RolloutSection(num_replicas=4, tensor_parallel=2, env={"A": "b"})
     monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
-    started, _ = start(monkeypatch, rollout, device="ascend", log_dir=tmp_path)
     devices = ["0,1", "2,3", "4,5", "6,7"]
-    assert [options.env for _, options in started] == [{"A": "b", "ASCEND_RT_VISIBLE_DEVICES": own} for own in devices]
+    expected = [{"A": "b", "ASCEND_RT_VISIBLE_DEVICES": own} for own in devices]
+    assert [options.env for options in options_of(rollout, tmp_path, device="ascend")] == expected
 
 
 def test_a_server_that_cannot_start_stops_those_before_it(monkeypatch, tmp_path):
-    started, error = start(monkeypatch, RolloutSection(num_replicas=3), fails_at=2, log_dir=tmp_path)
-    assert "no such interpreter" in str(error)
-    assert [server.log for server, _ in started] == [["close"], ["close"]]
+    running = []
+
+    class Process:
+        def __init__(self, *_):
+            if len(running) == 2:
+                raise RunFailure("no memory")
+            running.append(self)
+            self.pid = 0
+
+        def end(self):
+            running.remove(self)
+
+    monkeypatch.setattr("mindrlhf.rollout.processes.node.ServerProcess", Process)
+    options = options_of(RolloutSection(python=pool_module.sys.executable, num_replicas=3), tmp_path)
+    monkeypatch.setattr(pool_module, "server_options", lambda rollout, index: options[index])
+    with pytest.raises(RunFailure, match="no memory"):
+        own_servers(RolloutSection(num_replicas=3))
+    assert running == []
 
 
 def test_the_cache_of_an_npu_is_what_weights_and_workspace_leave_of_the_share():
