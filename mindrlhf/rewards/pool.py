@@ -161,7 +161,7 @@ class RewardPool:
         for number, sample in enumerate(samples, self._num_submitted):
             positions = self._positions_for(sample)
             self._samples[number] = sample, positions
-            items.append((number, positions, self._read_by_verifiers(sample)))
+            items.append((number, positions, self._read_by_verifiers(sample), _num_chars(sample)))
         self._num_submitted += len(items)
         self._num_outstanding += len(items)
         self._pool.submit(items, "score")
@@ -275,6 +275,11 @@ def _read_outcome(outcome: Any) -> tuple[float, str]:
     except TypeError:
         pass
     return 0.0, "no reward"
+
+
+def _num_chars(sample: RewardInput) -> int:
+    num_chars = len(sample.completion) + len(sample.prompt) + sum(map(len, sample.completions))
+    return num_chars + (len(repr(sample.extra)) if sample.extra else 0)
 
 
 def _is_count(name: str, number: Any) -> bool:

@@ -36,17 +36,12 @@ def _load_json() -> ModuleType:
 
 
 private_json = _load_json()
-to_text, _decode = private_json.JSONEncoder().encode, private_json.JSONDecoder().decode
+_encode, _decode = private_json.JSONEncoder().encode, private_json.JSONDecoder().decode
 
 
 def pack_message(message: Any) -> bytes:
     """Return the bytes of a message, anything JSON can hold."""
-    return pack_text(to_text(message))
-
-
-def pack_text(message: str) -> bytes:
-    """Return the bytes of a message that is JSON already."""
-    text = message.encode("ascii")
+    text = _encode(message).encode("ascii")
     return _PREFIX.pack(_MAGIC, len(text), crc32(text)) + text
 
 

@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from typing import Any
 
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.sandbox.pipes import to_text
 from mindrlhf.sandbox.remote_workers import RemoteWorkers
 from mindrlhf.sandbox.worker_process import PIPE_BROKEN, Task, WorkerOutput, WorkerProcess
 from mindrlhf.system.handshake import SignedConnection
@@ -105,16 +104,15 @@ class WorkerPool:
             self.close()
             raise
 
-    def submit(self, items: Iterable[tuple[int, list[int], Any]], label: str) -> None:
-        """Queue items: their numbers, steps, and what the worker gets. ``label`` is their name in timelines.
+    def submit(self, items: Iterable[tuple[int, list[int], Any, int]], label: str) -> None:
+        """Queue items: their numbers, steps, what the worker gets, and about how many characters that has. ``label`` is
+        their name in timelines.
 
         Raises what has ended the pool.
         """
         if self._failure is not None:
             raise self._failure
-        self._incoming.extend(
-            Task(number, steps, to_text(item), label, is_suspect=self._max_batch == 1) for number, steps, item in items
-        )
+        self._incoming.extend(Task(*item, label, is_suspect=self._max_batch == 1) for item in items)
         self._wake()
 
     def admit(self, connection: SignedConnection, node: str) -> None:
@@ -244,12 +242,12 @@ class WorkerPool:
 
     def _take_batch(self, num_items: int, may_travel: bool) -> list[Task]:
         batch = [self._incoming.popleft()]
-        num_chars = len(batch[0].item)
+        num_chars = batch[0].num_chars
         while self._incoming and len(batch) < num_items and num_chars < MAX_BATCH_CHARS:
             if self._incoming[0].is_suspect or self._incoming[0].may_travel != may_travel:
                 break
             batch.append(self._incoming.popleft())
-            num_chars += len(batch[-1].item)
+            num_chars += batch[-1].num_chars
         return batch
 
     def _receive(self, worker: WorkerProcess) -> None:

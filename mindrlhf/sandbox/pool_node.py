@@ -14,7 +14,6 @@ from typing import Any
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.launch.nodes.channel import LOST, Channel
-from mindrlhf.sandbox.pipes import to_text
 from mindrlhf.sandbox.pool import WorkerPool
 from mindrlhf.sandbox.remote_workers import pack, unpack
 from mindrlhf.system.handshake import introduce_node
@@ -51,7 +50,8 @@ def _serve(pool: WorkerPool | Exception, results: queue.SimpleQueue, place: Mapp
 
         def hear(message: dict[str, Any]) -> None:
             if message["kind"] == "work":
-                pool.submit(unpack(message), "score")
+                num_chars = message["arrays"]["json"].size // len(items := unpack(message))
+                pool.submit(((*item, num_chars) for item in items), "work")
             elif message["kind"] == LOST:
                 results.put(None)
 
@@ -59,7 +59,7 @@ def _serve(pool: WorkerPool | Exception, results: queue.SimpleQueue, place: Mapp
         channel = Channel(link, hear, watches=False)  # rank 0 computes in its own process, and may miss beats
         while isinstance(batch := results.get(), list):
             num_done += len(batch)
-            channel.send("done", pack(to_text(batch)))
+            channel.send("done", pack(batch))
         if batch is not None:
             channel.send("failed", message=" ".join(str(batch).split()) or type(batch).__name__)
         print(f"mindrlhf: this node has done {num_done} items for the run", file=sys.stderr, flush=True)

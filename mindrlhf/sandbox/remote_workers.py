@@ -18,7 +18,7 @@ import numpy as np
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.launch.nodes.channel import Channel
-from mindrlhf.sandbox.worker_process import Task, batch_text, finish
+from mindrlhf.sandbox.worker_process import Task, batch_of, finish
 from mindrlhf.system.handshake import SignedConnection
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 
@@ -67,7 +67,7 @@ class RemoteWorkers:
     def give(self, tasks: Sequence[Task]) -> None:
         """Send tasks; if the node is lost, ``tell`` hears of it."""
         self.tasks |= {task.number: task for task in tasks}
-        self._channel.send("work", pack(batch_text(tasks)))
+        self._channel.send("work", pack(batch_of(tasks)))
 
     def take_finished(self, message: dict[str, Any]) -> tuple[list[tuple[int, list[Any]]], list[Task] | None]:
         """Return the results that a message has; and the tasks that are left, if the node is of no further use."""
@@ -87,9 +87,9 @@ class RemoteWorkers:
         (self._channel or self._connection).close()
 
 
-def pack(text: str) -> dict[str, np.ndarray]:
+def pack(values: Any) -> dict[str, np.ndarray]:
     """Return the array of a message that holds JSON."""
-    return {"json": np.frombuffer(text.encode(), np.uint8)}
+    return {"json": np.frombuffer(json.dumps(values).encode(), np.uint8)}
 
 
 def unpack(message: dict[str, Any]) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mindrlhf.sandbox.pipes import MAX_RESPONSE_BYTES, BrokenPipeMessage, MessageReader, pack_message, pack_text
+from mindrlhf.sandbox.pipes import MAX_RESPONSE_BYTES, BrokenPipeMessage, MessageReader, pack_message
 from mindrlhf.sandbox.time_limit import CallClock, Running
 from mindrlhf.sandbox.worker import PIPES_LOST_EXIT_CODE
 from mindrlhf.system import timeline
@@ -64,7 +64,8 @@ class Task:
 
     number: int
     steps: list[int]  # that are to be done
-    item: str  # as JSON
+    item: Any  # JSON can hold it
+    num_chars: int  # of it, about
     label: str  # in timelines
     failures: dict[int, str] = field(default_factory=dict)  # reason, by step
     is_suspect: bool = False  # it was in a worker that broke between two calls, and is from now on done alone
@@ -78,10 +79,6 @@ class Task:
     def open_steps(self) -> list[int]:
         return [step for step in self.steps if step not in self.failures] if self.failures else self.steps
 
-    def text(self) -> str:
-        """Return what a worker is told of it, as JSON."""
-        return f"[{self.number},{self.open_steps},{self.item}]"
-
     def outcomes(self, done: Sequence[Any] = ()) -> list[Any]:
         """Return the outcome of each step, from those of the open ones in order."""
         if not self.failures:
@@ -90,9 +87,9 @@ class Task:
         return [{"died": self.failures[step]} if step in self.failures else next(rest) for step in self.steps]
 
 
-def batch_text(tasks: Sequence[Task]) -> str:
+def batch_of(tasks: Sequence[Task]) -> list[list[Any]]:
     """Return what a worker, or another node, is told of some tasks."""
-    return f"[{','.join(task.text() for task in tasks)}]"
+    return [[task.number, task.open_steps, task.item] for task in tasks]
 
 
 class WorkerProcess:
@@ -168,7 +165,7 @@ class WorkerProcess:
             self._busy = timeline.span(tasks[0].label, self._name, f"worker {self.pid}", samples=len(tasks))
         self.tasks |= {task.number: task for task in tasks}
         self._last_sign_s = time.monotonic()
-        self._queued.append(pack_text(batch_text(tasks)))
+        self._queued.append(pack_message(batch_of(tasks)))
 
     def take_finished(self, message: Any) -> list[tuple[int, list[Any]]]:
         """Return the numbers of the tasks that a message finishes, with their outcomes."""

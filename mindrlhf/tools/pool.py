@@ -63,7 +63,7 @@ class ToolPool:
         future.set_running_or_notify_cancel()
         self._running[number] = name, future
         item = [call.name, call.arguments, dict(call.extra), call.is_text]
-        self._pool.submit([(number, [0], item)], name or "a call")
+        self._pool.submit([(number, [0], item, 0)], name or "a call")
         return future
 
     def close(self) -> None:

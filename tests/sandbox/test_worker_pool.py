@@ -65,7 +65,7 @@ def test_a_new_kind_of_worker_on_two_nodes(arguments):
 
 
 def translate(pool, results, texts):
-    pool.submit(((number, [0, 1], text) for number, text in enumerate(texts)), "translate")
+    pool.submit(((number, [0, 1], text, len(text)) for number, text in enumerate(texts)), "translate")
     outcomes = {}
     while len(outcomes) < len(texts):
         outcomes |= dict(results.get())
