@@ -26,7 +26,7 @@ MOST = {
     "mindrlhf/algorithms": 2103,
     "mindrlhf/checkpoint": 798,
     "mindrlhf/cli.py": 187,
-    "mindrlhf/commands": 2262,
+    "mindrlhf/commands": 2263,
     "mindrlhf/config": 4235,
     "mindrlhf/cpu": 1080,
     "mindrlhf/data": 4228,

@@ -184,13 +184,14 @@ def _serve(arguments: argparse.Namespace) -> int:
     from mindrlhf.rollout.chat_server import ChatServer
     from mindrlhf.rollout.pool import start_pool
 
+    cache = {"kv_cache_memory_bytes": int(arguments.kv_cache_gib * 2**30)} if arguments.device == "cpu" else {}
     rollout = RolloutSection(
         python=arguments.python,
         dtype=arguments.dtype,
         num_threads=arguments.threads,
         tensor_parallel=arguments.tensor_parallel,
         gpu_memory_utilization=arguments.memory,
-        kv_cache_gib=arguments.kv_cache_gib,
+        engine_args=cache,
     )
     tokenizer = load_tokenizer(arguments.model)
     generator = start_pool(
