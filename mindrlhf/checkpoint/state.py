@@ -1,13 +1,11 @@
 """The files of a checkpoint of a run.
 
-    model/                  Hugging Face directory of the policy
-    optimizer.safetensors   moments by parameter name, and the global step
-    reference/              Hugging Face directory of the reference model, when it follows the policy
-    critic/, critic_optimizer.safetensors
-                            the same of the critic, when there is one
-    state.json              everything else: "state" is a RunState, "progress" the evaluations and leftover samples
-    state.safetensors       the arrays that state.json names
-    manifest.json           sizes and checksums, written last
+    model/              sharded directory of the policy and its optimiser's state: one shard of each where it is whole
+    reference/          the weights of the reference model, when it follows the policy
+    critic/             as model/, of the critic, when there is one
+    state.json          everything else: "state" is a RunState, "progress" the evaluations and leftover samples
+    state.safetensors   the arrays that state.json names
+    manifest.json       sizes and checksums, written last
 
 It has no state of a random generator: prompts, samples and evaluations use streams that depend only on the seed and
 the step.
@@ -31,9 +29,7 @@ from mindrlhf.weights.tensors import array_infos
 
 MODEL_NAME = "model"
 REFERENCE_NAME = "reference"
-OPTIMIZER_NAME = "optimizer.safetensors"
 CRITIC_NAME = "critic"
-CRITIC_OPTIMIZER_NAME = "critic_optimizer.safetensors"
 STATE_NAME = "state.json"
 ARRAYS_NAME = "state.safetensors"
 FORMAT_VERSION = 1

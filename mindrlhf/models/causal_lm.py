@@ -1,10 +1,12 @@
 """The causal language model of every role: MindFormers' GPTModel behind one small interface."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import mindspore as ms
 from mindspore import nn, ops
+from mindspore.common.initializer import Normal
 
 from mindrlhf.config.memory import WHOLE, MemorySection
 from mindrlhf.errors import UserError
@@ -167,6 +169,17 @@ def build_model(
     splits = tuple(parallel_config.get(key, 1) for key in ("data_parallel", "context_parallel", "model_parallel"))
     inputs, *seen = _decoder_inputs(cells, model, config, dims, num_image_rows, device)
     return CausalLM(model, inputs, cells.DecoderOutputs(config), spec, dims, hf_config, splits, *seen)
+
+
+@contextlib.contextmanager
+def no_random_weights() -> Iterator[None]:
+    """Have no values drawn for the weights of cells that the body makes: others are loaded next."""
+    draw = Normal._initialize
+    Normal._initialize = lambda self, array: array.fill(0)
+    try:
+        yield
+    finally:
+        Normal._initialize = draw
 
 
 def _cells_for(device: str):

@@ -14,15 +14,14 @@ from mindrlhf.specs.fuse import fuse
 from mindrlhf.specs.lora import AdaptedRules
 from mindrlhf.weights.adapters.config import saved_rules
 from mindrlhf.weights.adapters.peft import AdapterDirectory
-from mindrlhf.weights.array_file import load_arrays
 from mindrlhf.weights.file_writer import checksum
 from mindrlhf.weights.open import is_sharded
 
 
 def open_adapter_source(
-    directory: str | os.PathLike, adapted: AdaptedRules, dims: ModelDims, optimizer_file: str | os.PathLike = ""
+    directory: str | os.PathLike, adapted: AdaptedRules, dims: ModelDims
 ) -> "AdapterSource | ShardedSource":
-    """Open an adapter in PEFT's format and its optimiser state, or the shards of both.
+    """Open an adapter in PEFT's format, or the shards of one and of its optimiser state.
 
     Raises:
         UserError: it is damaged, or no adapter of this model and the same targets.
@@ -30,7 +29,7 @@ def open_adapter_source(
     if is_sharded(directory):
         source: AdapterSource | ShardedSource = ShardedSource(directory, is_partial=True)
     else:
-        source = AdapterSource(directory, adapted, dims, optimizer_file)
+        source = AdapterSource(directory, adapted, dims)
     names = {name for name in source.dtypes if not name.startswith((*STATE_PREFIXES, GLOBAL_STEP_NAME))}
     if other := sorted(names ^ {rule.mf_name for rule in adapted.trained()}):
         verb = "holds" if other[0] in names else "lacks"
@@ -45,33 +44,22 @@ class AdapterSource:
         directory: in PEFT's format.
         adapted: what is trained.
         dims: of the model.
-        optimizer_file: the optimizer.safetensors of a run's checkpoint.
 
     Raises:
         UserError: it is damaged, or the adapter is another one.
     """
 
-    def __init__(
-        self,
-        directory: str | os.PathLike,
-        adapted: AdaptedRules,
-        dims: ModelDims,
-        optimizer_file: str | os.PathLike = "",
-    ):
+    def __init__(self, directory: str | os.PathLike, adapted: AdaptedRules, dims: ModelDims):
         self.directory = Path(directory)
         self._files = AdapterDirectory(directory)
         self._dims = dims
         self._rules = {rule.mf_name: rule for rule in saved_rules(adapted)}
         shapes = {name: shape for rule in self._rules.values() for name, shape in zip(rule.hf_names, rule.shape(dims))}
         self._files.check_coverage(shapes)
-        self._state = load_arrays(Path(optimizer_file)) if optimizer_file else {}
         self.dtypes = dict.fromkeys(self._rules, "float32")
-        self.dtypes |= {name: "int32" if name == GLOBAL_STEP_NAME else "float32" for name in self._state}
 
     def read(self, name: str) -> tuple[np.ndarray, dict[str, str]]:
         """A whole array in MindFormers' layout, and the checksums of the tensors it was made of."""
-        if name in self._state:
-            return self._state[name], {}
         rule = self._rules[name]
         parts = [self._files.read_float32(hf_name) for hf_name in rule.hf_names]
         return fuse(rule, self._dims, parts), {name: checksum(part) for name, part in zip(rule.hf_names, parts)}

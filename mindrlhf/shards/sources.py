@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mindrlhf.algorithms.optimizers import GLOBAL_STEP_NAME, STATE_PREFIXES, Optimizer, optimizer_of
+from mindrlhf.algorithms.optimizers import GLOBAL_STEP_NAME, Optimizer, optimizer_of
 from mindrlhf.errors import UserError
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.specs import ModelDims, ModelSpec, ParameterRule, find_spec, scorer_config
@@ -60,9 +60,7 @@ class ArraySource(Protocol):
         """Give back the memory that maps what an array was read from."""
 
 
-def open_source(
-    directory: str | os.PathLike, optimizer_file: str | os.PathLike = "", *, is_partial: bool = False
-) -> ArraySource:
+def open_source(directory: str | os.PathLike, *, is_partial: bool = False) -> ArraySource:
     """Open a Hugging Face directory, or one of shards, whose optimiser state is in it.
 
     Args:
@@ -73,7 +71,7 @@ def open_source(
     """
     if is_sharded(directory):
         return ShardedSource(directory, is_partial=is_partial)
-    return HuggingFaceSource(directory, None, optimizer_file)
+    return HuggingFaceSource(directory)
 
 
 class HuggingFaceSource:
@@ -253,13 +251,6 @@ class RandomSource:
 
     def release(self, name: str) -> None:
         """Keep the arrays: they are in memory."""
-
-
-def saved_state(source: "ShardedSource") -> dict[str, np.ndarray]:
-    """The optimiser state of a sharded directory, whole, by name."""
-    return {
-        name: source.read(name)[0] for name in source.dtypes if name.startswith((*STATE_PREFIXES, GLOBAL_STEP_NAME))
-    }
 
 
 class ShardedSource:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mindrlhf.checkpoint.algorithm_state import LearningState
-from mindrlhf.checkpoint.state import CRITIC_NAME
+from mindrlhf.checkpoint.state import CRITIC_NAME, MODEL_NAME
 from mindrlhf.config.derived import needs_critic
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.training import UNPACKED, trains_sharded
@@ -39,7 +39,7 @@ from mindrlhf.training import nodes as machines
 from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
-from mindrlhf.training.checkpoints.shards import export_adapter
+from mindrlhf.training.checkpoints.shards import export_adapters
 from mindrlhf.training.loop.guards import Guards, Observers
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.reward_model import RewardModel
@@ -176,8 +176,11 @@ class ReinforcementTask:
     def finish(self, worker, progress: Progress) -> None:
         summary = write_summary(self._output_dir, progress.evaluations)
         report = write_pages(self._output_dir)
-        if self._config.lora.rank is not None and trains_sharded(self._config):
-            export_adapter(self.team, self._output_dir / FINAL_NAME)
+        if self._config.lora.rank is not None:
+            models = {MODEL_NAME: self._output_dir / FINAL_NAME}
+            if needs_critic(self._config):
+                models[CRITIC_NAME] = self._output_dir / CRITIC_NAME
+            export_adapters(self.team, models)
         tokenizer_dir = self._config.data.tokenizer_dir
         if needs_critic(self._config):
             worker.export_critic(self._output_dir / CRITIC_NAME, tokenizer_dir, self._tensors("critic"))
@@ -188,9 +191,7 @@ class ReinforcementTask:
             print(f"\n{summary_text(summary)}")
         print(f"\nmodel:  {self._output_dir / FINAL_NAME}\nreport: {report}", flush=True)
 
-    def _tensors(self, of: str = "") -> Iterator[tuple[str, np.ndarray]] | None:
-        if not trains_sharded(self._config):
-            return None
+    def _tensors(self, of: str = "") -> Iterator[tuple[str, np.ndarray]]:
         return sharded_tensors(self.team, self._ranks, machines.find_nodes(self._ranks), of)
 
     def _build_rollout(self, checkpoints: RunCheckpoints, timer: StageTimer) -> Rollout:

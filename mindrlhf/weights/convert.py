@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,8 @@ import numpy as np
 from mindrlhf.data.metadata import generation_config
 from mindrlhf.errors import UserError
 from mindrlhf.specs import ModelDims, ModelSpec, ParameterRule, find_spec
-from mindrlhf.specs.fuse import fuse, split_parts
 from mindrlhf.weights.contradictions import OUTPUT_NAME, check_tied, warn_of_other_files
 from mindrlhf.weights.hf import TensorDirectory
-from mindrlhf.weights.open import open_tensors
 from mindrlhf.weights.tensors import STORAGE_DTYPES, TensorInfo, convert_dtype, dtype_name
 from mindrlhf.weights.writer import write_model_directory
 
@@ -76,64 +74,8 @@ def count_draft_tensors(source: TensorDirectory, dims: ModelDims) -> int:
     return sum(name.startswith(ignored_names(dims).prefixes) for name in source.names())
 
 
-def load_hf_weights(model, model_dir: str | os.PathLike) -> None:
-    """Load a Hugging Face or sharded directory into a `CausalLM`, converting to its parameter dtype, tensor by tensor.
-
-    Raises:
-        UserError: names or shapes do not fit the model, or a file is damaged; nothing has been loaded then.
-    """
-    checkpoint = open_tensors(model_dir)
-    check_checkpoint(checkpoint, model.spec, model.dims)
-    load_tensors(model, lambda name, dtype: convert_dtype(checkpoint.read(name), checkpoint.info(name).dtype, dtype))
-
-
-def load_random_weights(model, seed: int) -> None:
-    """Give a `CausalLM` the weights of `random_hf_weights`."""
-    tensors = dict(random_hf_weights(model.hf_config, seed))
-    load_tensors(model, lambda name, dtype: convert_dtype(tensors[name], "float32", dtype))
-
-
-def load_tensors(model, read: Callable[[str, str], np.ndarray]) -> None:
-    """Fill every parameter from `read(Hugging Face name, dtype name)`."""
-    import mindspore as ms
-
-    parameters = {parameter.name: parameter for parameter in model.get_parameters()}
-    for rule in model.spec.rules(model.dims):
-        parameter = parameters[rule.mf_name]
-        parts = [read(name, _dtype_name(parameter)) for name in rule.hf_names]
-        # The copy keeps the parameter from sharing a read-only file mapping.
-        data = np.array(fuse(rule, model.dims, parts), order="C")
-        if parameter.dtype == ms.bfloat16:
-            data = data.view(ms.Tensor([0], ms.bfloat16).asnumpy().dtype)
-        parameter.set_data(ms.Tensor(data))
-
-
-def iter_hf_tensors(
-    model, share: int = 0, num_shares: int = 1, wants: Callable[[str], bool] | None = None
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield every Hugging Face tensor of a `CausalLM`: live views where layouts agree, copies where they differ.
-
-    bfloat16 comes as uint16 bit patterns. With `num_shares` above 1 only those of `share` come: the shares are
-    disjoint, together complete, and about equal in size, so that several ranks can divide the work; each is in the
-    order of `hf_tensor_infos`. With `wants` only those come of which it returns True.
-    """
-    parameters = {parameter.name: parameter for parameter in model.get_parameters()}
-    rules = model.spec.rules(model.dims)
-    loads, share_of = [0] * num_shares, {}
-    for rule in sorted(rules, key=lambda rule: -parameters[rule.mf_name].size):
-        lightest = share_of[rule.mf_name] = loads.index(min(loads))
-        loads[lightest] += parameters[rule.mf_name].size
-    for rule in rules:
-        wanted = rule.hf_names if wants is None else [name for name in rule.hf_names if wants(name)]
-        if share_of[rule.mf_name] == share and wanted:
-            parameter = parameters[rule.mf_name]
-            fused = parameter.asnumpy().view(STORAGE_DTYPES[_dtype_name(parameter)])
-            parts = zip(rule.hf_names, split_parts(rule, model.dims, fused))
-            yield from ((name, part) for name, part in parts if name in wanted)
-
-
 def hf_tensor_infos(model, dtype: str | None = None) -> list[TensorInfo]:
-    """Name, dtype name and shape of what `iter_hf_tensors` yields, without touching data.
+    """Name, dtype name and shape of every Hugging Face tensor of a `CausalLM`.
 
     Args:
         dtype: of those who read it; a tensor that they would round gets it, the others keep their own.

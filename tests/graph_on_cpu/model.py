@@ -14,7 +14,7 @@ from graph_on_cpu.mindir import LOWERED_PREFIX, LoweringError
 from graph_on_cpu.run import SEED
 from mindrlhf.algorithms.optimizers import GLOBAL_STEP_NAME, GRAPH_NAMES
 from mindrlhf.algorithms.value_loss import VALUE_INPUTS
-from mindrlhf.checkpoint.state import CRITIC_NAME, CRITIC_OPTIMIZER_NAME
+from mindrlhf.checkpoint.state import CRITIC_NAME
 from mindrlhf.config.training import ParallelSection
 from mindrlhf.layout.rows import updates_return_outputs
 from mindrlhf.models.causal_lm import build_model
@@ -177,7 +177,7 @@ class LoweredRank:
         engine = Engine(model, updater)
         if graph.token_inputs == VALUE_INPUTS:
             # A critic stands for the actor too: what is asked of a model is asked of it by both ways.
-            critic = Engine(model, updater, (CRITIC_NAME, CRITIC_OPTIMIZER_NAME))
+            critic = Engine(model, updater, CRITIC_NAME)
             self.actor = ActorCritic(critic, NO_TURNS, engine, reference=reference)
         else:
             self.actor = Actor(engine, reference)

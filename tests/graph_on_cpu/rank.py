@@ -34,13 +34,14 @@ from graph_on_cpu.run import (
     SPEC_NAME,
     UPDATES_NAME,
 )
+from mindrlhf.checkpoint.state import MODEL_NAME
 from mindrlhf.config.training import FIRST_FIT, SHARED_PROMPTS
 from mindrlhf.data.packing import POSITIONS, PREFIX_IDS, PackedRows
 from mindrlhf.images.pixels import image_digest
 from mindrlhf.images.positions import NUM_IDS
 from mindrlhf.system.processes import die_with_launcher
 from mindrlhf.training.batch import Batch, RowOptions
-from mindrlhf.training.checkpoints.shards import export_adapter
+from mindrlhf.training.checkpoints.shards import export_adapters
 from mindrlhf.training.engine.factory import layout_of
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.nodes import find_nodes
@@ -138,7 +139,7 @@ class _Rank0:
         self._publish(policy, buffer, "after")
         self._save(SAVED_NAME)
         if self._job["lora"]:
-            export_adapter(self._team, self._directory / EXPORT_NAME)
+            export_adapters(self._team, {MODEL_NAME: self._directory / EXPORT_NAME})
         of = "critic" if self._is_critic else ""
         export = self._actor.export_critic if self._is_critic else self._actor.export
         export(self._directory / EXPORT_NAME, None, sharded_tensors(self._team, self._ranks, self._nodes, of))

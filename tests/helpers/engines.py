@@ -25,3 +25,16 @@ def accumulate(engine, rows, values, num_tokens, kl_coefficient=0.0):
     """Add the gradients of a micro-batch whose loss reads ``values``, in its order; return statistics and outputs."""
     given = replace(rows, tokens=dict(zip(engine.updater.inputs, values, strict=True)))
     return engine.updater.add(given, num_tokens, kl_coefficient)
+
+
+def export(worker, directory, of=""):
+    """Export a model of a worker that is alone, and its adapters beside it, as a run does."""
+    from mindrlhf.training.checkpoints.shards import export_adapters
+    from mindrlhf.training.team import Team
+    from mindrlhf.weights.publish.export import sharded_tensors
+
+    team = Team(worker)
+    tensors = sharded_tensors(team, team, [[0]], of)
+    if worker.model.network.lora is not None:
+        export_adapters(team, {of or "model": directory})
+    (worker.export_critic if of else worker.export)(directory, None, tensors)

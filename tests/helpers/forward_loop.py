@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 import mindspore as ms
 import numpy as np
 from causal_logits import CausalLMLogits
+from networks import set_tensors
 
 from mindrlhf.errors import UserError
 from mindrlhf.models.causal_lm import CausalLM
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
-from mindrlhf.weights.convert import load_tensors
 from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.tensors import convert_dtype
 
@@ -38,8 +38,8 @@ class ForwardLoopGenerator:
 
     def update_weights(self, version: int) -> None:
         """Load the tensors of ``version`` from the buffer."""
-        tensors = {name: (dtype, array) for name, dtype, array in self._buffer.tensors(version)}
-        load_tensors(self._model, lambda name, dtype: convert_dtype(tensors[name][1], tensors[name][0], dtype))
+        tensors = self._buffer.tensors(version)
+        set_tensors(self._model, {name: convert_dtype(array, dtype, "float32") for name, dtype, array in tensors})
         self._version = version
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> Iterator[Completion]:

@@ -112,7 +112,8 @@ class Plain:
 
 def train_plainly(family: Family, log_dir: Path) -> Plain:
     """Train in one process: two updates, and where a loss is spoiled one between them that is withheld."""
-    from mindrlhf.models.lora.model import attach_lora
+    from networks import attach_lora
+
     from mindrlhf.specs.lora import LoraOptions
 
     given = family.given(family)

@@ -250,6 +250,6 @@ def assert_same_run(output_dir: Path, undisturbed: Path) -> None:
     assert (output_dir / "samples.jsonl").read_text() == (undisturbed / "samples.jsonl").read_text()
     assert last_state(output_dir) == last_state(undisturbed)
     last = Path("checkpoints") / f"step_{NUM_STEPS:08d}"
-    files = [directory / "model.safetensors" for directory in (last / "model", last / "reference", Path("final"))]
-    for name in (*files, last / "optimizer.safetensors"):
+    shards = [last / part / "rank_0" / "checkpoint_0.safetensors" for part in ("model", "reference")]
+    for name in (*shards, Path("final") / "model.safetensors"):
         assert (output_dir / name).read_bytes() == (undisturbed / name).read_bytes(), name

@@ -207,7 +207,7 @@ def test_the_reference_is_the_policy_without_its_adapters(executed, name, layout
 
 @each("adapters")
 def test_merged_weights_are_published(executed, plain, name, layout):
-    from mindrlhf.weights.adapters.merge import iter_merged_tensors
+    from networks import iter_merged_tensors
 
     published, base = executed(name, layout).published, hf_weights(FAMILIES[name].model)
     merged = dict(iter_merged_tensors(plain(name).network))

@@ -84,7 +84,7 @@ def test_one_run_through_all_faults_ends_like_the_undisturbed(start_job, undistu
         job = start_job(output_dir, "--resume", "auto", "--max-restarts", 1, **slow)
         job.wait_until(lambda: "mindrlhf: resumed after step" in job.text())
         assert f"mindrlhf: resumed after step {survivor}\n" in job.text()
-        for name in ("manifest.json", "model/model.safetensors"):
+        for name in ("manifest.json", "model/rank_0/checkpoint_0.safetensors"):
             warnings = [line for line in job.text().splitlines() if "is skipped" in line and name in line]
             assert len(warnings) == 1, job.text()
         with job.frozen(lambda: job.is_in("update", survivor + 2)):
@@ -160,7 +160,7 @@ def damage_two_newest(checkpoints: list[Path]) -> int:
     """Cut off the newest's manifest, turn a bit of the next one's weights; return the step of the last good one."""
     manifest = checkpoints[-1] / "manifest.json"
     os.truncate(manifest, manifest.stat().st_size // 2)
-    weights = checkpoints[-2] / "model" / "model.safetensors"
+    weights = checkpoints[-2] / "model" / "rank_0" / "checkpoint_0.safetensors"
     with weights.open("r+b") as file:
         file.seek(-1000, os.SEEK_END)
         (byte,) = file.read(1)

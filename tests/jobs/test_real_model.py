@@ -117,12 +117,13 @@ def test_trainer_and_vllm_and_transformers_agree(model_dir, completions, rollout
 
 
 def of_training_cells(model_dir: Path, prompts: dict, found: list, log_dir: Path) -> np.ndarray:
+    from networks import load_hf_weights
+
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.data.packing import TokenSequence
     from mindrlhf.models.causal_lm import build_model
     from mindrlhf.models.context import prepare_mindformers
     from mindrlhf.training.batch import RowOptions, make_batch
-    from mindrlhf.weights.convert import load_hf_weights
     from mindrlhf.weights.hf import read_hf_config
 
     prepare_mindformers("cpu", log_dir)

@@ -157,9 +157,10 @@ REQUESTS = [GenerationRequest(i, prompt(length, i), 4, seed=i) for i, length in 
 
 @pytest.fixture(scope="module", params=MODELS)
 def network(request, tmp_path_factory):
+    from networks import load_random_weights
+
     from mindrlhf.models.causal_lm import build_model
     from mindrlhf.models.context import prepare_mindformers
-    from mindrlhf.weights.convert import load_random_weights
 
     prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
     model = build_model(MODELS[request.param], seq_length=ROW_LENGTH)
@@ -217,7 +218,7 @@ def make_buffer(network, dtype, bucket_bytes):
 
 
 def put(buffer, network, *, version, bucket, factor):
-    from mindrlhf.weights.convert import iter_hf_tensors
+    from networks import iter_hf_tensors
 
     buffer.begin(version, bucket)
     for name, array in iter_hf_tensors(network, wants=buffer.wants):

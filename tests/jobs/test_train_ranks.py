@@ -156,10 +156,10 @@ print(json.dumps({"sums": sums, "logits": logits[:, -1, :8].double().tolist(), "
 def test_the_final_model_loads_in_transformers_with_the_trained_weights(runs, sanity_dir, rollout_python, tmp_path):
     import mindspore as ms
     from causal_logits import CausalLMLogits
+    from networks import load_hf_weights
 
     from mindrlhf.models.causal_lm import build_model
     from mindrlhf.models.context import prepare_mindformers
-    from mindrlhf.weights.convert import load_hf_weights
     from mindrlhf.weights.hf import SafetensorsDirectory, read_hf_config
 
     final = runs[2] / "final"

@@ -229,8 +229,9 @@ def reference_dir(variant, references_dir):
 
 @pytest.fixture(scope="module")
 def model(reference_dir, variant):
+    from networks import load_hf_weights
+
     from mindrlhf.models.causal_lm import build_model
-    from mindrlhf.weights.convert import load_hf_weights
     from mindrlhf.weights.hf import read_hf_config
 
     network = build_model(read_hf_config(reference_dir), seq_length=16, **variant[1])
@@ -239,9 +240,10 @@ def model(reference_dir, variant):
 
 
 def test_weights_that_are_loaded_are_not_drawn_first(model, reference_dir, monkeypatch):
+    from networks import load_model
+
     from mindrlhf.config.model import ModelSection
     from mindrlhf.config.run import RunSection
-    from mindrlhf.models.load import load_model
 
     def draw(*_):
         raise AssertionError("a weight was drawn")
@@ -357,7 +359,9 @@ def test_gradients_match_transformers(model, computed, reference_dir, expected):
 
 
 def test_weights_come_back_as_they_were_loaded(model, reference_dir):
-    from mindrlhf.weights.convert import hf_tensor_infos, iter_hf_tensors
+    from networks import iter_hf_tensors
+
+    from mindrlhf.weights.convert import hf_tensor_infos
     from mindrlhf.weights.hf import SafetensorsDirectory
 
     checkpoint = SafetensorsDirectory(reference_dir)
@@ -369,17 +373,6 @@ def test_weights_come_back_as_they_were_loaded(model, reference_dir):
     assert {name: (dtype, shape) for name, dtype, shape in infos} == {
         name: ("float32", array.shape) for name, array in tensors.items()
     }
-
-
-def test_shares_are_disjoint_and_complete(model):
-    from mindrlhf.weights.convert import hf_tensor_infos, iter_hf_tensors
-
-    shares = [[name for name, _ in iter_hf_tensors(model, share, 3)] for share in range(3)]
-    together = [name for names in shares for name in names]
-    assert len(together) == len(set(together))
-    order = [name for name, _, _ in hf_tensor_infos(model)]
-    assert [name for name, _ in iter_hf_tensors(model)] == order and set(together) == set(order)
-    assert all(names == sorted(names, key=order.index) for names in shares)
 
 
 @pytest.mark.parametrize(

@@ -78,9 +78,10 @@ def test_the_inverse_of_the_distribution(logits, uniform, temperature):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
+    from networks import load_random_weights
+
     from mindrlhf.models.causal_lm import build_model
     from mindrlhf.models.context import prepare_mindformers
-    from mindrlhf.weights.convert import load_random_weights
 
     prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
     network = build_model(MODEL, seq_length=ROW_LENGTH)

@@ -57,10 +57,6 @@ class Lora:
             scale.name = scale_name(stage)
         train_only(network, trained.__contains__)
 
-    def off(self) -> contextlib.AbstractContextManager[None]:
-        """Compute without the adapters while the body runs: they add 0."""
-        return without_adapters(self._scales[0])
-
 
 def scale_name(stage: int) -> str:
     """Return the name of the parameter that has the factor s of the adapters of a pipeline stage, float32 [1]."""
@@ -78,22 +74,11 @@ def without_adapters(scale: ms.Parameter) -> Iterator[None]:
         scale.set_data(ms.Tensor(factor))
 
 
-def attach_lora(network: nn.Cell, options: LoraOptions, seed: int, base_path: str) -> None:
-    """Give a model new adapters: they add 0 at first, and what they start from depends on ``seed`` and names only.
-
-    B is 0; A is uniform in +-1/sqrt(in), Kaiming's for a = sqrt(5), as PEFT has it.
-
-    Raises:
-        UserError: see :func:`mindrlhf.specs.lora.adapters`.
-    """
-    network.lora = Lora(network, options, base_path)
-    parameters = {parameter.name: parameter for parameter in network.get_parameters()}
-    for adapter in network.lora.adapters:
-        parameters[adapter.down.mf_name].set_data(ms.Tensor(np.array(initial_down(adapter, network.dims, seed))))
-
-
 def initial_down(adapter: Adapter, dims: ModelDims, seed: int) -> np.ndarray:
-    """Return the A that an adapter begins with, whole; see :func:`attach_lora`."""
+    """Return the A that an adapter begins with, whole, which depends on ``seed`` and names only.
+
+    It is uniform in +-1/sqrt(in), Kaiming's for a = sqrt(5), as PEFT has it; B is 0, so that it adds nothing at first.
+    """
     rule = adapter.down
     return fuse(rule, dims, [_initial(name, shape, seed) for name, shape in zip(rule.hf_names, rule.shape(dims))])
 

@@ -23,7 +23,7 @@ from mindrlhf.evaluation.heldout import Evaluation, best_step
 from mindrlhf.training.checkpoints.node_local import NodeCheckpoints
 from mindrlhf.training.checkpoints.parts import SHARDS
 from mindrlhf.training.checkpoints.requests import SaveRequests
-from mindrlhf.training.checkpoints.shards import ShardCheckpoints
+from mindrlhf.training.checkpoints.shards import ShardCheckpoints, savers_of
 from mindrlhf.training.nodes import find_nodes
 from mindrlhf.training.preflight.output import nothing_to_resume, save_dir
 from mindrlhf.training.replica_team import ReplicaTeam
@@ -102,9 +102,7 @@ class RunCheckpoints:
         self._store = CheckpointStore(save_dir(config), config.checkpoint.keep_last)
         self._writer = BackgroundWriter()
         self._nodes = self._keep_parts(team) if config.checkpoint.node_local else None
-        # A model that is no shard of each rank is one of rank 0.
-        savers = team if isinstance(team, ReplicaTeam) else Team(team.rank_0)
-        self._shards = self._nodes or ShardCheckpoints(savers, self._writer)
+        self._shards = self._nodes or ShardCheckpoints(savers_of(team), self._writer)
         self._begun: tuple[RunState, list[Any]] | None = None
         self._saved_step: int | None = None
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mindrlhf.checkpoint.background import BackgroundWriter, CopyBuffers
-from mindrlhf.checkpoint.state import MODEL_NAME, StateWriter
+from mindrlhf.checkpoint.state import StateWriter
 from mindrlhf.errors import UserError
 from mindrlhf.shards.merge import merge_directory
 from mindrlhf.system.files import remove, scratch_directory
@@ -165,17 +165,27 @@ class ShardCheckpoints:
         """Put in place what other nodes hold; an error removes the checkpoint."""
 
 
-def export_adapter(team: ReplicaTeam, model_dir: Path) -> None:
-    """Write the adapter whose shards the ranks hold in PEFT's format, beside the place of an exported model.
+def savers_of(team: ReplicaTeam | Team) -> ReplicaTeam | Team:
+    """Return who saves a model: who holds its shards, or rank 0 alone where each rank has a replica."""
+    return team if isinstance(team, ReplicaTeam) else Team(team.rank_0)
+
+
+def export_adapters(team: ReplicaTeam | Team, models: Mapping[str, Path]) -> None:
+    """Write the adapters whose shards the ranks hold in PEFT's format, beside the places of exported models.
 
     One that is there already is that of a run that was killed before it exported the model.
+
+    Args:
+        models: the directory of each, by its name in checkpoints.
 
     Raises:
         UserError, RunFailure: the disk refuses, or a rank died.
     """
-    directory = exported_adapter(model_dir)
-    remove(directory)
-    with scratch_directory(model_dir.parent, ".adapter-shards-") as shards:
-        team.call("begin_saving", directory=str(shards), copies=False)
-        team.call("end_saving")
-        merge_directory(shards / MODEL_NAME, directory)
+    with scratch_directory(next(iter(models.values())).parent, ".adapter-shards-") as shards:
+        savers = savers_of(team)
+        savers.call("begin_saving", directory=str(shards), copies=False)
+        savers.call("end_saving")
+        for name, model_dir in models.items():
+            directory = exported_adapter(model_dir)
+            remove(directory)
+            merge_directory(shards / name, directory)

@@ -14,7 +14,8 @@ from mindrlhf.system import heartbeat
 from mindrlhf.training.batch import Batch, PolicyUpdateResult, ProcessStatistics
 from mindrlhf.training.checkpoints.shards import SavesState
 from mindrlhf.training.engine.engine import Engine
-from mindrlhf.training.engine.model import Model, Placement
+from mindrlhf.training.engine.model import Model
+from mindrlhf.training.engine.placement import Placement
 from mindrlhf.training.nodes import ServingWorker
 from mindrlhf.training.routing.rows import without_experts
 from mindrlhf.weights.publish.collective import Broadcast
@@ -133,10 +134,7 @@ class Actor(SavesState, ServingWorker):
         return published
 
     def export(
-        self,
-        directory: Path,
-        tokenizer_dir: str | os.PathLike | None,
-        tensors: Iterator[tuple[str, np.ndarray]] | None = None,
+        self, directory: Path, tokenizer_dir: str | os.PathLike | None, tensors: Iterator[tuple[str, np.ndarray]]
     ) -> None:
         """Write the weights as a Hugging Face directory, on rank 0; see :meth:`Placement.export`."""
         self.model.placement.export(directory, tokenizer_dir, tensors)

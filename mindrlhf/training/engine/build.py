@@ -8,7 +8,7 @@ from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.losses import CoefficientLoss, Loss, SupervisedLoss
 from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.algorithms.value_loss import ValueLoss
-from mindrlhf.checkpoint.state import CRITIC_NAME, CRITIC_OPTIMIZER_NAME, MODEL_NAME, OPTIMIZER_NAME
+from mindrlhf.checkpoint.state import CRITIC_NAME, MODEL_NAME
 from mindrlhf.config.derived import critic_optimizer, is_base, needs_critic, reference_is_base, reference_path
 from mindrlhf.config.memory import WHOLE, MemorySection
 from mindrlhf.config.model import LoraSection
@@ -23,13 +23,16 @@ from mindrlhf.config.training import (
 )
 from mindrlhf.data.packing import PackedRows, padding_rows
 from mindrlhf.debugging.kernel_dump import KernelDump
-from mindrlhf.models.load import has_random_weights, load_model, load_scorer
+from mindrlhf.models.causal_lm import CausalLM, build_model, no_random_weights
+from mindrlhf.models.lora.model import Lora
+from mindrlhf.shards.sources import RandomSource, open_scorer_source, open_source
 from mindrlhf.specs import scorer_config
 from mindrlhf.training.engine.actor import Actor
 from mindrlhf.training.engine.critic import NO_TURNS, ActorCritic, Turns
 from mindrlhf.training.engine.engine import Engine, WholeUpdater
 from mindrlhf.training.engine.model import Model, Whole
 from mindrlhf.training.engine.offline import OfflineWorker
+from mindrlhf.training.engine.placement import Placement
 from mindrlhf.training.engine.policy_loss import build_policy_logprobs, build_policy_loss
 from mindrlhf.training.runtime import Rank, start_parallel
 from mindrlhf.training.vision.image_rows import ImageTokens, with_images
@@ -97,8 +100,7 @@ def _build_reference(models: "Models", config: GrpoConfig, policy: Model) -> Mod
 def _build_critic(models: "Models", config: GrpoConfig) -> Engine:
     lora = replace(config.lora, path="")  # that adapter is the actor's
     head, model = models.scores(config.critic.path, lora, after_token=False, memory=config.memory)
-    names = (CRITIC_NAME, CRITIC_OPTIMIZER_NAME)
-    return models.engine(model, ValueLoss(head, config.critic.clip_range), critic_optimizer(config), names)
+    return models.engine(model, ValueLoss(head, config.critic.clip_range), critic_optimizer(config), CRITIC_NAME)
 
 
 def _turns(models: "Models", engine: Engine, critic: Engine, reference: Model | None) -> Turns:
@@ -165,92 +167,109 @@ class Models:
             lora: gives it the adapters that the section asks for.
             make_head: makes the log-probabilities of a whole model; None: at the temperature of sampling.
         """
-        config = self.config
-        options: dict = {"memory": config.memory, "num_image_rows": self._num_image_rows}
+        config, hf_config = self.config, read_hf_config(path)
         if self._parallel is not None:
             from mindrlhf.training.engine.factory import build_policy
 
-            options |= {"row_length": self._row_lengths[-1], "lora": lora and lora.options}
+            options: dict = {"row_length": self._row_lengths[-1], "lora": lora and lora.options}
             options |= {"temperature": self._temperature, "shared_prompts": self._shares_prompts}
-            head = build_policy(read_hf_config(path), config.model, self._parallel, **options)
+            options |= {"memory": config.memory, "num_image_rows": self._num_image_rows}
+            head = build_policy(hf_config, config.model, self._parallel, **options)
             return head, self._shard(head, path, lora)
-        network = load_model(config.model, path, config.run, self._row_lengths[-1], lora, **options)
+        network = self._whole_network(hf_config, path, lora, config.memory)
         if make_head is not None:
             head = make_head(network)
         else:
             head = PolicyLogProbs(network, self._temperature, config.run.device, config.memory.logit_tile)
-        return head, Model(Whole(network, self._rank), head)
+        return head, self._whole(head, path, lora)
 
     def scores(
         self, path: str, lora: LoraSection | None = None, *, after_token: bool, memory: MemorySection = WHOLE
     ) -> tuple[TokenScores, Model]:
         """Return the scores of the model in a directory in its scoring form, and the model; see :meth:`policy`.
 
+        From a language model it takes all but the output projection, and the score's weight is 0: every text scores 0
+        at first.
+
         Args:
             after_token: see :class:`mindrlhf.algorithms.scores.TokenScores`.
             memory: of its activations.
         """
-        model, length = self.config.model, self._row_lengths[-1]
-        options: dict = {"memory": memory, "num_image_rows": self._num_image_rows}
+        hf_config = scorer_config(read_hf_config(path))
         if self._parallel is not None:
             from mindrlhf.training.engine.factory import build_scores
 
-            options |= {"row_length": length, "lora": lora and lora.options}
-            options["shared_prompts"] = self._shares_prompts and not after_token
-            head = build_scores(scorer_config(read_hf_config(path)), model, self._parallel, **options)
+            options: dict = {"row_length": self._row_lengths[-1], "lora": lora and lora.options}
+            options |= {"shared_prompts": self._shares_prompts and not after_token}
+            options |= {"memory": memory, "num_image_rows": self._num_image_rows}
+            head = build_scores(hf_config, self.config.model, self._parallel, **options)
             return head, self._shard(head, path, lora, after_token=after_token)
-        network = load_scorer(model, path, self.config.run, length, lora, **options)
-        head = TokenScores(network, after_token=after_token)
-        return head, Model(Whole(network, self._rank), head)
+        head = TokenScores(self._whole_network(hf_config, path, lora, memory), after_token=after_token)
+        return head, self._whole(head, path, lora)
+
+    def _whole_network(
+        self, hf_config: dict, path: str, lora: LoraSection | None, memory: MemorySection
+    ) -> CausalLM:
+        model, run = self.config.model, self.config.run
+        with no_random_weights():
+            network = build_model(
+                hf_config,
+                seq_length=self._row_lengths[-1],
+                compute_dtype=model.compute_dtype,
+                param_dtype=model.param_dtype,
+                device=run.device,
+                recompute=model.recompute,
+                memory=memory,
+                num_image_rows=self._num_image_rows,
+            )
+        if lora is not None and lora.options is not None:
+            network.lora = Lora(network, lora.options, path)
+        return network
+
+    def _whole(self, head: PolicyLogProbs | TokenScores, path: str, lora: LoraSection | None) -> Model:
+        placement = Whole(head.model, self._rank)
+        self._load(placement, path, lora, isinstance(head, TokenScores))
+        return Model(placement, head)
 
     def _shard(
         self, head: PolicyLogProbs | TokenScores, path: str, lora: LoraSection | None, *, after_token: bool = False
     ) -> Model:
-        from mindrlhf.shards.sources import RandomSource, open_scorer_source, open_source
         from mindrlhf.training.engine.factory import build_logprobs
         from mindrlhf.training.engine.shards import Shards
 
-        config, is_scorer = self.config, isinstance(head, TokenScores)
         shards = Shards(head.model, self._parallel, self._rank.index, after_token=after_token)
         graph = build_logprobs(head, self._parallel)
         shares_prompts, seen = self._shares_prompts and not after_token, ImageTokens.of(head.model.dims)
-
-        def load() -> None:
-            if has_random_weights(config.model, path):
-                shards.load(RandomSource(path, config.run.seed, as_scorer=is_scorer))
-            else:
-                shards.load((open_scorer_source if is_scorer else open_source)(path))
-            if head.model.lora is not None:
-                shards.begin(config.run.seed, lora.path)
-
         self._compiling.append(lambda length: shards.compile(graph, self._rows(length, shares_prompts, seen)))
-        self._loading.append(load)
+        self._loading.append(lambda: self._load(shards, path, lora, isinstance(head, TokenScores)))
         return Model(shards, graph)
 
-    def engine(
-        self,
-        model: Model,
-        loss: Loss,
-        optimizer: OptimizerSection,
-        names: tuple[str, str] = (MODEL_NAME, OPTIMIZER_NAME),
-    ) -> Engine:
-        """Return what trains one of the models; ``names`` as :class:`Engine` takes them."""
-        if self._parallel is not None:
-            return self._sharded_engine(model, loss, optimizer, names)
-        updater = WholeUpdater(model.placement, loss, optimizer, self._rank, self.config.run.device)
-        return Engine(model, updater, names)
+    def _load(self, placement: Placement, path: str, lora: LoraSection | None, is_scorer: bool) -> None:
+        """Give a model the weights of a directory, or those of ``run.seed``, and its adapters what they begin with."""
+        config = self.config
+        if config.model.random_init and path == config.model.path:
+            placement.load(RandomSource(path, config.run.seed, as_scorer=is_scorer))
+        else:
+            placement.load((open_scorer_source if is_scorer else open_source)(path))
+        if placement.network.lora is not None:
+            placement.begin(config.run.seed, lora.path)
 
-    def _sharded_engine(
-        self, model: Model, loss: Loss, optimizer: OptimizerSection, names: tuple[str, str]
-    ) -> Engine:
+    def engine(self, model: Model, loss: Loss, optimizer: OptimizerSection, name: str = MODEL_NAME) -> Engine:
+        """Return what trains one of the models; ``name`` as :class:`Engine` takes it."""
+        if self._parallel is not None:
+            return self._sharded_engine(model, loss, optimizer, name)
+        updater = WholeUpdater(model.placement, loss, optimizer, self._rank, self.config.run.device)
+        return Engine(model, updater, name)
+
+    def _sharded_engine(self, model: Model, loss: Loss, optimizer: OptimizerSection, name: str) -> Engine:
         from mindrlhf.training.engine.factory import build_update
         from mindrlhf.training.engine.offload import OptimizerPlaces
         from mindrlhf.training.engine.sharded_updates import ShardedUpdater, UpdateGraph
 
         update = build_update(loss, optimizer, self._parallel)
         graph = UpdateGraph.of(update, self.config.memory, loss.inputs)
-        places = OptimizerPlaces(update, model.placement.names, self.config.memory)
-        engine = Engine(model, ShardedUpdater(model.placement, graph, places), names)
+        places = OptimizerPlaces(update, model.placement.held, self.config.memory)
+        engine = Engine(model, ShardedUpdater(model.placement, graph, places), name)
         seen = ImageTokens.of(model.network.dims)
         self._updates.append(lambda length: engine.compile(self._rows(length, self._shares_prompts, seen)))
         return engine

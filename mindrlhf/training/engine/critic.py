@@ -15,7 +15,7 @@ from mindrlhf.system.files import remove
 from mindrlhf.training.batch import ProcessStatistics, UpdateResult
 from mindrlhf.training.engine.actor import Actor
 from mindrlhf.training.engine.engine import Engine
-from mindrlhf.training.engine.model import Placement
+from mindrlhf.training.engine.placement import Placement
 
 
 class Turns:
@@ -109,7 +109,7 @@ class ActorCritic(Actor):
         return self.critic.model.placement if name == "critic" else super()._published_model(name)
 
     def export_critic(
-        self, directory: Path, tokenizer_dir: Any, tensors: Iterator[tuple[str, np.ndarray]] | None = None
+        self, directory: Path, tokenizer_dir: Any, tensors: Iterator[tuple[str, np.ndarray]]
     ) -> None:
         """Write the critic as a Hugging Face directory; see :meth:`Placement.export`.
 

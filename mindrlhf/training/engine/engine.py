@@ -1,31 +1,31 @@
 """Per-rank training engine, and the updater of an unsharded model."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mindspore as ms
 import numpy as np
 
 from mindrlhf.algorithms.losses import Loss
-from mindrlhf.checkpoint.optimizer import optimizer_arrays, optimizer_infos, restore_optimizer
-from mindrlhf.checkpoint.state import MODEL_NAME, OPTIMIZER_NAME, StateWriter
+from mindrlhf.algorithms.optimizers import STATE_NAMES, optimizer_of
+from mindrlhf.checkpoint.state import MODEL_NAME, StateWriter
 from mindrlhf.config.training import OptimizerSection
 from mindrlhf.cpu.training.heads import collect_gradients, differentiated
 from mindrlhf.cpu.training.host_optimizer import HostOptimizerStep
 from mindrlhf.data.packing import PackedRows
+from mindrlhf.errors import UserError
+from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.models.context import run_graph
 from mindrlhf.observe.timing import peak_rss_gb
-from mindrlhf.shards.sources import ShardedSource, saved_state
+from mindrlhf.shards.save import state_layouts, step_layout
 from mindrlhf.training.batch import Batch, ProcessStatistics
 from mindrlhf.training.engine.cells import AccumulateGradients, OptimizerStep, SumOverRanks, make_accumulators
 from mindrlhf.training.engine.model import Model, Whole, model_tensors
-from mindrlhf.training.optimizers import make_optimizer, matrices_of
+from mindrlhf.training.engine.placement import Placement, set_shard
+from mindrlhf.training.optimizers import make_optimizer, matrices_of, optimizer_state
 from mindrlhf.training.runtime import Rank
-from mindrlhf.weights.array_file import load_arrays, save_arrays
-from mindrlhf.weights.open import is_sharded
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class Engine:
         model: what is trained.
         updater: makes its updates and keeps the optimiser's state: a :class:`WholeUpdater`, or where the model is
             sharded :class:`mindrlhf.training.engine.sharded_updates.ShardedUpdater`, which has the same methods.
-        names: where a checkpoint has its weights, and its optimiser's state if that is in a file of its own.
+        name: of the directory of a checkpoint that has its weights and its optimiser's state.
     """
 
-    def __init__(self, model: Model, updater: Any, names: tuple[str, str] = (MODEL_NAME, OPTIMIZER_NAME)):
+    def __init__(self, model: Model, updater: "Updater", name: str = MODEL_NAME):
         self.model = model
         self.updater = updater
-        self.names = names
+        self.name = name
         self._shapes_seen: set[tuple[str, tuple[int, ...]]] = set()
 
     def count_compile(self, graph: str, rows: PackedRows) -> None:
@@ -96,18 +96,58 @@ class Engine:
 
     def state_writer(self, hold: Callable) -> StateWriter:
         """See :meth:`mindrlhf.training.checkpoints.shards.SavesState.state_writer`."""
-        return self.updater.state_writer(self.names, hold)
+        return self.updater.state_writer(self.name, hold)
 
     def restore(self, directory: str | Path) -> None:
         """Load what ranks of any layout have saved."""
-        self.updater.restore(Path(directory), self.names)
+        self.updater.restore(Path(directory) / self.name)
 
     def _count_update(self, rows: PackedRows) -> None:
         for name, shaped in self.updater.graphs(rows):
             self.count_compile(name, shaped)
 
 
-class WholeUpdater:
+class Updater:
+    """The optimiser's state of a model on one rank, saved and loaded with the weights.
+
+    Args:
+        placement: of the trained model.
+        state: parameters that hold the state, by their names in a checkpoint; see
+            :func:`mindrlhf.training.optimizers.optimizer_state`.
+    """
+
+    def __init__(self, placement: Placement, state: Mapping[str, ms.Parameter]):
+        self.placement = placement
+        self.state = state
+
+    def state_size_bytes(self) -> int:
+        """Return the size of a checkpoint of all ranks, in bytes: weights and optimiser state."""
+        return self.placement.size_bytes(self.state)
+
+    def state_writer(self, name: str, hold: Callable) -> StateWriter:
+        """Return what writes weights and optimiser state as the directory ``name``; ``hold`` takes the arrays first."""
+        return self.placement.state_writer(name, hold, self.state)
+
+    def restore(self, directory: Path) -> None:
+        """Load this rank's shards of weights and optimiser state, whatever the layout of the run that saved them."""
+        source = self.placement.open_saved(directory)
+        layouts = self._state_layouts()
+        if missing := [layout.name for layout in layouts if layout.name not in source.dtypes]:
+            other = optimizer_of(source.dtypes)
+            raise UserError(f"{directory} lacks {missing[0]} of the optimiser: set optimizer.type to {other.name}")
+        self.placement.load(source)
+        for layout in layouts:
+            set_shard(self.state[layout.name], source.read_shard(layout, self.placement.rank), layout)
+            source.release(layout.name)
+
+    def _state_layouts(self) -> list[ParameterLayout]:
+        """Return how the optimiser's state that this rank holds lies on the ranks."""
+        held = self.placement.held
+        kinds = {name: [kind for kind in STATE_NAMES if f"{kind}.{name}" in self.state] for name in held}
+        return [*state_layouts(held.values(), kinds), step_layout(self.placement.layout)]
+
+
+class WholeUpdater(Updater):
     """Accumulates gradients over micro-batches and updates the weights of a model that is whole.
 
     Args:
@@ -125,7 +165,6 @@ class WholeUpdater:
     returns_outputs = True
 
     def __init__(self, placement: Whole, loss: Loss, optimizer: OptimizerSection, rank: Rank, device: str):
-        self.placement = placement
         self.network = placement.network
         self.loss = loss
         self.inputs = loss.inputs
@@ -139,6 +178,7 @@ class WholeUpdater:
         targets = ms.ParameterTuple([accumulator_of[parameter.name] for parameter in in_graph])
         self._gradients = AccumulateGradients(loss, in_graph, targets)
         self.optimizer = make_optimizer(parameters, optimizer, matrices_of(self.network))
+        super().__init__(placement, optimizer_state(self.optimizer))
         if device == "cpu" and optimizer.type == "adamw":
             reduce = SumOverRanks(accumulators) if rank.world_size > 1 else None
             self._step = HostOptimizerStep(self.optimizer, accumulators, optimizer.max_grad_norm, reduce)
@@ -213,32 +253,3 @@ class WholeUpdater:
 
     def make_room(self) -> None:
         """Give up device memory that only an update needs; here device and host are one."""
-
-    def state_size_bytes(self) -> int:
-        """Return the size of a checkpoint, in bytes: weights and optimiser state."""
-        moments = sum(info.size_bytes for info in optimizer_infos(self.optimizer))
-        return self.placement.size_bytes() + moments
-
-    def state_writer(self, names: tuple[str, str], hold: Callable) -> StateWriter:
-        """Return what writes weights and optimiser state as ``names``; ``hold`` takes a name and its arrays first."""
-        model_name, optimizer_name = names
-        infos = optimizer_infos(self.optimizer)
-        write_weights = self.placement.state_writer(model_name, hold)
-        moments = hold(optimizer_name, optimizer_arrays(self.optimizer))
-
-        def write(directory: Path) -> dict[str, str]:
-            checksums = write_weights(directory)
-            if checksum := save_arrays(directory / optimizer_name, moments, infos):
-                checksums[optimizer_name] = checksum
-            return checksums
-
-        return write
-
-    def restore(self, directory: Path, names: tuple[str, str]) -> None:
-        model_dir = directory / names[0]
-        self.placement.restore(model_dir)
-        if is_sharded(model_dir):  # by ranks that held shards, of moments too
-            state = saved_state(ShardedSource(model_dir))
-        else:
-            state = load_arrays(directory / names[1])
-        restore_optimizer(self.optimizer, state)

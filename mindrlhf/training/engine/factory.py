@@ -14,12 +14,12 @@ from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.config.memory import WHOLE, MemorySection
 from mindrlhf.config.model import ModelSection
 from mindrlhf.config.training import OptimizerSection, ParallelSection
-from mindrlhf.layout.layout import Layout, parameter_layouts
-from mindrlhf.layout.parameter import ParameterLayout
+from mindrlhf.layout.layout import Layout
 from mindrlhf.layout.rows import num_logprob_micro_batches, updates_return_outputs
 from mindrlhf.models.causal_lm import CausalLM, build_model
 from mindrlhf.models.lora.model import Lora
-from mindrlhf.specs.lora import AdaptedRules, LoraOptions
+from mindrlhf.specs.lora import LoraOptions
+from mindrlhf.training.engine.placement import network_layouts
 from mindrlhf.training.engine.sharded_cells import ParallelLogProbs, ParallelUpdate
 from mindrlhf.training.engine.sharded_losses import RepeatedLoss, ShardedLoss
 from mindrlhf.training.optimizers import make_optimizer, matrices_of
@@ -149,10 +149,3 @@ def build_update(loss: Loss, options: OptimizerSection, parallel: ParallelSectio
         optimizer = make_optimizer(network.trainable_params(), options, matrices_of(network), layouts)
         num_replicas = {name: one.num_replicas for name, one in layouts.items()}
         return ParallelUpdate(sharded, optimizer, options.max_grad_norm, parallel, num_replicas, layout.world_size)
-
-
-def network_layouts(network: CausalLM, layout: Layout) -> list[ParameterLayout]:
-    """Return how the parameters of a model lie on the ranks; see :func:`mindrlhf.layout.layout.parameter_layouts`."""
-    element_bytes = _ELEMENT_BYTES[str(network.head_weight.dtype).lower()]
-    adapted = network.lora and AdaptedRules(network.spec, network.dims, network.lora.options)
-    return parameter_layouts(adapted or network.spec, network.dims, layout, element_bytes)

@@ -8,21 +8,15 @@ import mindspore as ms
 import numpy as np
 
 from mindrlhf.algorithms.losses import POLICY_INPUTS
-from mindrlhf.algorithms.optimizers import STATE_NAMES
-from mindrlhf.checkpoint.optimizer import optimizer_state
-from mindrlhf.checkpoint.state import StateWriter
 from mindrlhf.config.memory import MemorySection
 from mindrlhf.data.packing import PackedRows
-from mindrlhf.errors import UserError
-from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.layout.rows import step_length
-from mindrlhf.shards.save import state_layouts, step_layout
-from mindrlhf.shards.sources import ArraySource
 from mindrlhf.training.batch import Batch
-from mindrlhf.training.engine.engine import Updated
+from mindrlhf.training.engine.engine import Updated, Updater
 from mindrlhf.training.engine.offload import OptimizerPlaces
 from mindrlhf.training.engine.sharded_cells import ParallelGradients, ParallelUpdate
-from mindrlhf.training.engine.shards import Shards, set_shard
+from mindrlhf.training.engine.shards import Shards
+from mindrlhf.training.optimizers import optimizer_state
 
 _ROW_ARRAYS = ("input_ids", "segment_ids", "labels", "mask")
 
@@ -40,7 +34,7 @@ class UpdateGraph:
         learning_rate: float32 scalar, set before an update.
         is_last: float32 [1], set before each call: 1 makes the update.
         state: the optimiser's, with its step count, of this rank (more do no harm), by their names in a checkpoint
-            (:func:`mindrlhf.checkpoint.optimizer.optimizer_state`).
+            (:func:`mindrlhf.training.optimizers.optimizer_state`).
         token_inputs: names of the token arrays that the loss takes, in order.
         gradients: takes what ``cell`` does and adds gradients without touching ``state``: the calls of an update before
             its last one. None: all go to ``cell``.
@@ -79,7 +73,7 @@ class UpdateGraph:
         )
 
 
-class ShardedUpdater:
+class ShardedUpdater(Updater):
     """Updates a sharded model from micro-batches of this rank's rows; what is called is `WholeUpdater`'s.
 
     Args:
@@ -89,7 +83,7 @@ class ShardedUpdater:
     """
 
     def __init__(self, placement: Shards, graph: UpdateGraph, places: OptimizerPlaces | None = None):
-        self.placement = placement
+        super().__init__(placement, graph.state)
         self.graph = graph
         self.returns_outputs = graph.returns_outputs
         self.inputs = graph.token_inputs
@@ -159,34 +153,10 @@ class ShardedUpdater:
         norm = float(ended[1].asnumpy()[0])
         return Updated(total if is_first_replica else np.zeros_like(total), norm, outputs)
 
-    def state_size_bytes(self) -> int:
-        """See :meth:`WholeUpdater.state_size_bytes`."""
-        return self.placement.size_bytes(self.graph.state)
-
-    def state_writer(self, names: tuple[str, str], hold: Callable) -> StateWriter:
-        """See :meth:`WholeUpdater.state_writer`: of shards of weights and optimiser state, wherever that is."""
-        return self.placement.state_writer(names[0], hold, self.graph.state)
-
-    def restore(self, directory: Path, names: tuple[str, str]) -> None:
-        """See :meth:`WholeUpdater.restore`: this rank's shards, whatever the layout of the run that saved them."""
+    def restore(self, directory: Path) -> None:
+        """See :meth:`Updater.restore`."""
         self._have_state()
-        optimizer_file = directory / names[1]
-        source = self.placement.open_saved(directory / names[0], optimizer_file if optimizer_file.is_file() else "")
-        self.placement.load(source)
-        self._restore_state(source)
-
-    def _restore_state(self, source: ArraySource) -> None:
-        for one in self._state_layouts():
-            if one.name not in source.dtypes:
-                raise UserError(f"{source.directory} lacks {one.name} of the optimiser: it is no checkpoint of a run")
-            set_shard(self.graph.state[one.name], source.read_shard(one, self.placement.rank), one)
-            source.release(one.name)
-
-    def _state_layouts(self) -> list[ParameterLayout]:
-        """Return how the optimiser's state that this rank holds lies on the ranks."""
-        held = self.placement.held
-        kinds = {name: [kind for kind in STATE_NAMES if f"{kind}.{name}" in self.graph.state] for name in held}
-        return [*state_layouts(held.values(), kinds), step_layout(self.placement.layout)]
+        super().restore(directory)
 
     def _call(
         self, rows: PackedRows, kl_coefficient: float, num_tokens: int, *, is_last: bool

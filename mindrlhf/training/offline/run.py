@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mindrlhf.checkpoint.algorithm_state import LearningState
+from mindrlhf.checkpoint.state import MODEL_NAME
 from mindrlhf.config.schema import OfflineConfig
-from mindrlhf.config.training import trains_sharded
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.metadata import add_generation
 from mindrlhf.errors import RunFailure
@@ -17,7 +17,7 @@ from mindrlhf.observe.report import write_report
 from mindrlhf.system import heartbeat
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
-from mindrlhf.training.checkpoints.shards import export_adapter
+from mindrlhf.training.checkpoints.shards import export_adapters
 from mindrlhf.training.loop.alarms import Events, LossAlarm
 from mindrlhf.training.nodes import find_nodes
 from mindrlhf.training.preflight import RunInputs, check_offline_inputs
@@ -147,12 +147,10 @@ class OfflineTask:
             print(f"\n{summary}", flush=True)
         output_dir = Path(self._config.run.output_dir)
         report, final = write_report(output_dir), output_dir / FINAL_NAME
-        if self._config.lora.rank is not None and trains_sharded(self._config):
-            export_adapter(self.team, final)
+        if self._config.lora.rank is not None:
+            export_adapters(self.team, {MODEL_NAME: final})
         # Last, because it marks the run as complete: one that was killed before can be resumed.
-        tensors = None
-        if trains_sharded(self._config):
-            tensors = sharded_tensors(self.team, self._ranks, find_nodes(self._ranks))
+        tensors = sharded_tensors(self.team, self._ranks, find_nodes(self._ranks))
         worker.export(final, self._config.data.tokenizer_dir, tensors)
         add_generation(final, self._config.model.path)
         print(f"model:  {final}\nreport: {report}", flush=True)

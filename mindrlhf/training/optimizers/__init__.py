@@ -8,6 +8,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from mindrlhf.algorithms.optimizers import GLOBAL_STEP_NAME
 from mindrlhf.config.training import OptimizerSection
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.models.causal_lm import CausalLM
@@ -34,6 +35,16 @@ def make_optimizer(
     """
     module = importlib.import_module(f"{__name__}.{options.type}")
     return module.Optimizer(parameters, options, matrices, layouts or {})
+
+
+def optimizer_state(optimizer: "Optimizer") -> "dict[str, Parameter]":
+    """Return the parameters that hold the state of an optimiser, by their names in a checkpoint.
+
+    ``STATE.NAME``, float32 in the shape of parameter NAME, such as ``exp_avg.NAME`` and ``exp_avg_sq.NAME``, the
+    moments m and v of AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2), and ``global_step``, int32
+    [1], its t. The learning rate, set anew for each update, is not among them.
+    """
+    return {GLOBAL_STEP_NAME: optimizer.global_step, **optimizer.state}
 
 
 def matrices_of(network: CausalLM) -> dict[str, Matrices | None]:

@@ -1,7 +1,7 @@
 """Adapters added to the matrices that they belong to: W + s B A, of a model in memory and of directories."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -12,26 +12,13 @@ from mindrlhf.weights.adapters.config import PREFIX
 from mindrlhf.weights.adapters.peft import (
     AdapterDirectory,
     adapter_shapes,
-    iter_adapter_tensors,
     open_adapter,
 )
-from mindrlhf.weights.convert import check_checkpoint, common_dtype, export_hf, hf_shapes, iter_hf_tensors
+from mindrlhf.weights.convert import check_checkpoint, common_dtype, export_hf, hf_shapes
 from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.weights.open import open_tensors
 from mindrlhf.weights.sharded import ShardedDirectory
 from mindrlhf.weights.tensors import convert_dtype, dtype_name
-
-
-def iter_merged_tensors(
-    model, share: int = 0, num_shares: int = 1, wants: Callable[[str], bool] | None = None
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield what `iter_hf_tensors` does, of a `CausalLM` whose adapters are added to the matrices: W + s B A."""
-    factors = dict(iter_adapter_tensors(model))
-    scale = model.lora.options.scale
-    for name, array in iter_hf_tensors(model, share, num_shares, wants):
-        module = PREFIX + name.removesuffix(".weight")
-        down = factors.get(f"{module}.{DOWN}.weight")
-        yield name, array if down is None else merge(array, down, factors[f"{module}.{UP}.weight"], scale)
 
 
 def merge(weight: np.ndarray, down: np.ndarray, up: np.ndarray, scale: float) -> np.ndarray:

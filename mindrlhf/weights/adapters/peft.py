@@ -7,14 +7,13 @@ shape of A is [rank, in], that of B [out, rank]; float32 here.
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from mindrlhf.errors import UserError
 from mindrlhf.specs import ModelDims, ModelSpec, find_spec
-from mindrlhf.specs.fuse import fuse, split
 from mindrlhf.specs.lora import LoraOptions, adapters, module_names, role_of
 from mindrlhf.specs.scoring import SCORE_NAME
 from mindrlhf.system.files import whole_directory, write_file
@@ -26,7 +25,7 @@ from mindrlhf.weights.hf import TensorDirectory
 from mindrlhf.weights.open import is_sharded
 from mindrlhf.weights.safetensors_file import SafetensorsFile, safetensors_layout
 from mindrlhf.weights.sharded import ShardedDirectory
-from mindrlhf.weights.tensors import TensorInfo, convert_dtype
+from mindrlhf.weights.tensors import TensorInfo
 
 TENSORS_NAME = "adapter_model.safetensors"
 
@@ -43,18 +42,6 @@ def adapter_shapes(spec: ModelSpec, dims: ModelDims, options: LoraOptions) -> di
     if spec.is_scorer:
         shapes[PREFIX + SCORE_NAME] = hf_shapes(spec, dims)[SCORE_NAME]
     return shapes
-
-
-def iter_adapter_tensors(model) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the tensors of `adapter_shapes` of a `CausalLM` with adapters, float32."""
-    parameters = {parameter.name: parameter for parameter in model.get_parameters()}
-    for adapter in model.lora.adapters:
-        for rule in (adapter.down, adapter.up):
-            for name, part in zip(rule.hf_names, split(rule, model.dims, parameters[rule.mf_name].asnumpy())):
-                yield PREFIX + name, part
-    if model.spec.is_scorer:
-        dtype = str(model.score_weight.dtype).lower()
-        yield PREFIX + SCORE_NAME, convert_dtype(model.score_weight.asnumpy(), dtype, "float32")
 
 
 def adapter_config(spec: ModelSpec, dims: ModelDims, options: LoraOptions, base_path: str) -> dict:
@@ -184,23 +171,3 @@ def check_adapter(
     spec = find_spec(hf_config)
     source.check_coverage(adapter_shapes(spec, spec.dims(hf_config), options))
     return source
-
-
-def load_adapter(model, directory: str | os.PathLike) -> None:
-    """Load an adapter into a `CausalLM` that has adapters.
-
-    Raises:
-        UserError: see `check_adapter`; nothing has been loaded then.
-    """
-    import mindspore as ms
-
-    source = check_adapter(directory, model.hf_config, model.lora.options)
-    parameters = {parameter.name: parameter for parameter in model.get_parameters()}
-    for adapter in model.lora.adapters:
-        for rule in (adapter.down, adapter.up):
-            parts = [source.read_float32(PREFIX + name) for name in rule.hf_names]
-            # The copy keeps the parameter from sharing a read-only file mapping.
-            parameters[rule.mf_name].set_data(ms.Tensor(np.array(fuse(rule, model.dims, parts), order="C")))
-    if model.spec.is_scorer:
-        score = ms.Tensor(np.array(source.read_float32(PREFIX + SCORE_NAME)))
-        model.score_weight.set_data(score.astype(model.score_weight.dtype))

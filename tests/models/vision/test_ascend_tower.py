@@ -69,10 +69,10 @@ def towers(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_are_those_of_the_cpu(towers, tmp_path, name):
     import mindspore as ms
+    from networks import load_hf_weights
 
     from mindrlhf.models.causal_lm import build_model
     from mindrlhf.models.context import prepare_mindformers
-    from mindrlhf.weights.convert import load_hf_weights
 
     model = MODELS[name]
     config, slots = config_of(model), slots_of(model)

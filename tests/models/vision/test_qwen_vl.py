@@ -103,8 +103,9 @@ def expected(model_dir) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def network(model_dir):
+    from networks import load_hf_weights
+
     from mindrlhf.models.causal_lm import build_model
-    from mindrlhf.weights.convert import load_hf_weights
     from mindrlhf.weights.hf import read_hf_config
 
     network = build_model(read_hf_config(model_dir), seq_length=LENGTH, num_image_rows=3 * LENGTH)

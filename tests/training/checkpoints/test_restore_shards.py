@@ -25,11 +25,12 @@ def optimizer(request):
 
 @pytest.fixture
 def actor(inputs_dir, tmp_path, optimizer):
+    from networks import load_model
+
     from mindrlhf.algorithms import policy_losses
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.losses import PolicyLoss
     from mindrlhf.models.context import prepare_mindformers
-    from mindrlhf.models.load import load_model
     from mindrlhf.training.engine.actor import Actor
 
     prepare_mindformers("cpu", tmp_path / "log")
@@ -73,13 +74,11 @@ def test_a_rank_reads_its_own_shards_where_those_of_others_are_elsewhere(inputs_
 
 
 def test_weights_and_moments_come_from_shards(actor, inputs_dir, tmp_path, optimizer):
-    from mindrlhf.checkpoint.optimizer import optimizer_arrays
-
     arrays, layouts = save_shards(inputs_dir / "model", tmp_path / "step" / "model", optimizer=optimizer)
     actor.restore(str(tmp_path / "step"))
     for parameter in actor.model.network.get_parameters():
         np.testing.assert_array_equal(parameter.asnumpy(), arrays[parameter.name], err_msg=parameter.name)
-    state = dict(optimizer_arrays(actor.engine.updater.optimizer))
+    state = {name: parameter.asnumpy() for name, parameter in actor.engine.updater.state.items()}
     matrices = [one for one in layouts if one.name.startswith("decoder.layers.") and len(one.shape) == 2]
     assert len(state) == 1 + 2 * len(layouts) - (len(matrices) if optimizer == "muon" else 0)
     kinds = {name.partition(".")[0] for name in state if name.endswith("mlp.linear_fc1.weight")}

@@ -36,13 +36,13 @@ class Gradients:
 
     def __init__(self, token_logprobs_device: str = "cpu", kl_estimator: str = "k3"):
         import mindspore as ms
+        from networks import load_random_weights
 
         from mindrlhf.algorithms import policy_losses
         from mindrlhf.algorithms.logprobs import PolicyLogProbs
         from mindrlhf.algorithms.losses import PolicyLoss
         from mindrlhf.models.causal_lm import build_model
         from mindrlhf.training.engine.cells import AccumulateGradients, make_accumulators
-        from mindrlhf.weights.convert import load_random_weights
 
         network = build_model(MODEL, seq_length=LONGEST)
         load_random_weights(network, seed=5)

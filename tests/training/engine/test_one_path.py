@@ -58,8 +58,7 @@ def built():
         return stop
 
     patched = {
-        (build, "load_model"): asked("whole"),
-        (build, "load_scorer"): asked("whole"),
+        (build, "build_model"): asked("whole"),
         (build, "WholeUpdater"): asked("whole"),
         (build, "start_sharding"): lambda config, rank: config.parallel_config,
         (build, "read_hf_config"): lambda path: {},

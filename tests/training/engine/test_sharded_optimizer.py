@@ -21,9 +21,8 @@ def make(tmp_path_factory):
     import mindspore as ms
     from mindspore import nn
 
-    from mindrlhf.checkpoint.optimizer import optimizer_state
     from mindrlhf.models.context import prepare_mindformers
-    from mindrlhf.training.optimizers import make_optimizer
+    from mindrlhf.training.optimizers import make_optimizer, optimizer_state
 
     prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
     from mindformers.core.optim.adamw import AdamW

@@ -138,7 +138,7 @@ def policy_gradients(model: dict) -> Gradients:
 def critic_gradients(model: dict) -> Gradients:
     from mindrlhf.algorithms.scores import TokenScores
     from mindrlhf.algorithms.value_loss import VALUE_INPUTS, ValueLoss
-    from mindrlhf.models.load import scorer_config
+    from mindrlhf.specs import scorer_config
 
     network = build(scorer_config(model))
     critic = TokenScores(network, after_token=False)
@@ -146,8 +146,9 @@ def critic_gradients(model: dict) -> Gradients:
 
 
 def build(model: dict):
+    from networks import load_random_weights
+
     from mindrlhf.models.causal_lm import build_model
-    from mindrlhf.weights.convert import load_random_weights
 
     network = build_model(model, seq_length=LONGEST)
     load_random_weights(network, seed=5)

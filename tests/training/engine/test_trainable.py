@@ -20,11 +20,12 @@ FROZEN = {
 
 
 def make_updater(is_trained=None):
+    from networks import load_random_weights
+
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.losses import SupervisedLoss
     from mindrlhf.models.causal_lm import build_model
     from mindrlhf.models.trainable import train_only
-    from mindrlhf.weights.convert import load_random_weights
 
     network = build_model({**MODEL, "tie_word_embeddings": False}, seq_length=16)
     load_random_weights(network, seed=5)

@@ -76,7 +76,7 @@ def test_reference_and_policy_see_the_same_and_images_matter(actor):
 
 
 def test_an_update_moves_the_decoder_and_leaves_the_tower(actor):
-    from mindrlhf.weights.convert import iter_hf_tensors
+    from networks import iter_hf_tensors
 
     batch = batch_of(actor, [(FIRST,), (SECOND,)])
     receive(actor, batch)
@@ -93,12 +93,12 @@ def test_an_update_moves_the_decoder_and_leaves_the_tower(actor):
 
 
 def test_the_tower_is_published_with_each_version(actor, monkeypatch):
-    from mindrlhf.weights.convert import iter_hf_tensors
+    from networks import iter_hf_tensors
 
     with actor.model.placement.create_weight_buffer() as buffer:
         names, written = [], []
         write = buffer.write
-        monkeypatch.setattr(buffer, "write", lambda name, array: names.append(name) or write(name, array))
+        monkeypatch.setattr(buffer, "write", lambda name, *part: names.append(name) or write(name, *part))
         for version in (1, 2):
             names.clear()
             buffer.begin(version)

@@ -136,11 +136,11 @@ def test_a_warm_up_runs_every_row_length():
 def test_a_scorer_on_a_rank_gives_what_its_weights_say(tmp_path):
     """The score is the score weight times the final hidden state, by the cells that training uses."""
     import mindspore as ms
+    from networks import load_model
 
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.scores import TokenScores
     from mindrlhf.models.context import prepare_mindformers
-    from mindrlhf.models.load import load_model, load_scorer
     from mindrlhf.training.engine.actor import Actor
     from mindrlhf.training.engine.policy_loss import build_policy_loss
     from mindrlhf.training.team import Team as RealTeam
@@ -156,7 +156,7 @@ def test_a_scorer_on_a_rank_gives_what_its_weights_say(tmp_path):
     network = load_model(config.model, config.model.path, config.run, 32)
     loss = build_policy_loss(config, PolicyLogProbs(network, 1.0, "cpu"))
     actor = Actor(whole_engine(loss, config.optimizer))
-    scorer = load_scorer(config.model, config.reward.model_path, config.run, 32)
+    scorer = load_model(config.model, config.reward.model_path, config.run, 32, as_scorer=True)
     actor.use_reward_model(whole_model(TokenScores(scorer, after_token=True)))
     model = RewardModel(RealTeam(actor), RowOptions((32,), 2, 1, True), config.reward)
     generator = np.random.default_rng(0)

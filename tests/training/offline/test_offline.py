@@ -94,7 +94,7 @@ def train(trainer, progress, checkpoints):
 
 
 def weights_of(learner):
-    from mindrlhf.weights.convert import iter_hf_tensors
+    from networks import iter_hf_tensors
 
     weights = {name: array.copy() for name, array in iter_hf_tensors(learner.model.network)}
     adapters = {one.name: one.asnumpy().copy() for one in learner.model.network.get_parameters() if "lora" in one.name}

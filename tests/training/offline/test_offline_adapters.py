@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from engines import export
 from offline_cases import PairFile, export_model, write_config
 from safetensors.numpy import load_file
 from slow_tests import SLOW
@@ -33,7 +34,7 @@ def test_dpo_learns_against_the_base_and_an_adapter_goes_on_where_it_was(model_d
     assert metrics[30]["eval/accuracy"] > 0.9
     for name, array in base_tensors(learner).items():
         np.testing.assert_array_equal(array, before[name], err_msg=name)
-    learner.export(tmp_path / "final", None)
+    export(learner, tmp_path / "final")
     # A new run from this adapter, whose reference is the base as before.
     trainer, _ = make_trainer(load_dpo_config(path, [f"lora.path={tmp_path / 'final_adapter'}"]))
     evaluation, _ = trainer._evaluate_held_out()
@@ -42,9 +43,7 @@ def test_dpo_learns_against_the_base_and_an_adapter_goes_on_where_it_was(model_d
 
 @SLOW
 def test_a_reward_model_learns_and_its_files_are_the_merged_model(model_dir, tmp_path):
-    from mindrlhf.models.load import load_scorer
-    from mindrlhf.weights.adapters.peft import load_adapter
-    from mindrlhf.weights.convert import iter_hf_tensors
+    from networks import iter_hf_tensors, load_adapter, load_model
 
     path = write_config(tmp_path / "rm.yaml", model_dir, lora=LORA)
     config = load_reward_model_config(path, ["optimizer.start_lr=1e-2"])
@@ -52,13 +51,13 @@ def test_a_reward_model_learns_and_its_files_are_the_merged_model(model_dir, tmp
     metrics, _ = run(trainer)
     assert metrics[0]["eval/loss"] == pytest.approx(np.log(2))  # all scores are 0
     assert metrics[30]["eval/accuracy"] > 0.8
-    learner.export(tmp_path / "final", None)
+    export(learner, tmp_path / "final")
     assert json.loads((tmp_path / "final" / "config.json").read_text())["architectures"] == [
         "Qwen2ForSequenceClassification"
     ]
     # The merged model is loaded without knowing of adapters; the base with the adapter's files is the trained one.
     merged = load_file(tmp_path / "final" / "model.safetensors")
-    again = load_scorer(config.model, str(model_dir), config.run, 32, config.lora)
+    again = load_model(config.model, str(model_dir), config.run, 32, config.lora, as_scorer=True)
     load_adapter(again, tmp_path / "final_adapter")
     np.testing.assert_array_equal(again.score_weight.asnumpy(), merged["score.weight"])
     names = {name for name, array in iter_hf_tensors(again) if not np.array_equal(array, merged[name])}

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from engines import export
 from offline_cases import NoCheckpoints, PairFile, Sinks, export_model, write_config
 from rewound import Rewound, set_arrays
 
@@ -103,18 +104,17 @@ def move(network, values):
 
 
 def test_reward_model_learns_and_comes_back_from_disk(begin, model_dir, tmp_path):
-    from mindrlhf.models.load import load_scorer
-    from mindrlhf.weights.convert import iter_hf_tensors
+    from networks import iter_hf_tensors, load_model
 
     config = load_reward_model_config(write_config(tmp_path / "rm.yaml", model_dir))
     trainer, learner = begin(config)
     metrics, _ = run(trainer)
     assert metrics[0]["eval/accuracy"] == 0.5  # from a language model: every score is 0 at first
     assert metrics[30]["eval/accuracy"] > 0.9
-    learner.export(tmp_path / "final", None)
+    export(learner, tmp_path / "final")
     exported = json.loads((tmp_path / "final" / "config.json").read_text())
     assert exported["architectures"] == ["Qwen2ForSequenceClassification"]
-    again = dict(iter_hf_tensors(load_scorer(config.model, str(tmp_path / "final"), config.run, 32)))
+    again = dict(iter_hf_tensors(load_model(config.model, str(tmp_path / "final"), config.run, 32, as_scorer=True)))
     for name, array in iter_hf_tensors(learner.model.network):
         np.testing.assert_array_equal(array, again[name])
     assert again["score.weight"].shape == (1, 32) and "lm_head.weight" not in again
@@ -122,16 +122,17 @@ def test_reward_model_learns_and_comes_back_from_disk(begin, model_dir, tmp_path
 
 def test_a_score_is_that_of_the_text_up_to_the_token(begin, model_dir, tmp_path):
     """The score of a response equals that of the same tokens as the end of a shorter row, packed or not."""
+    from networks import load_model
+
     from mindrlhf.algorithms.scores import TokenScores
     from mindrlhf.data.packing import TokenSequence
-    from mindrlhf.models.load import load_scorer
     from mindrlhf.training.batch import RowOptions, make_batch
     from mindrlhf.training.engine.model import row_tensors
 
     config = load_reward_model_config(write_config(tmp_path / "rm.yaml", model_dir), ["model.random_init=true"])
     _, learner = begin(config)
     # Weights of a model that begins at random: its scores are not 0.
-    network = load_scorer(config.model, config.model.path, config.run, 32)
+    network = load_model(config.model, config.model.path, config.run, 32, as_scorer=True)
     drawn = {one.name: one.asnumpy() for one in network.get_parameters()}
     set_arrays([(one, drawn[one.name]) for one in learner.model.network.get_parameters()])
     cells = {True: learner.model.graph, False: TokenScores(learner.model.network, after_token=False)}

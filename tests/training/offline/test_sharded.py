@@ -160,9 +160,10 @@ def test_dpo_is_that_of_one_process(dpo_worker, model_dir, tmp_path):
 
 def test_a_reward_model_is_that_of_one_process(model_dir, tmp_path):
     """Its graphs give scores before each token; they are moved to stand after it."""
+    from networks import load_model
+
     from mindrlhf.algorithms.losses import CoefficientLoss
     from mindrlhf.algorithms.scores import TokenScores
-    from mindrlhf.models.load import load_scorer
     from mindrlhf.training.engine.build import build_offline
     from mindrlhf.training.offline.preference import PreferenceTrainer
     from mindrlhf.training.runtime import Rank
@@ -172,7 +173,7 @@ def test_a_reward_model_is_that_of_one_process(model_dir, tmp_path):
     config = load_reward_model_config(path, ["run.max_steps=3"])
     inputs = RunInputs(None, PairFile(60, 0), PairFile(24, 1), tuple(config.training.sequence_lengths), 0)
 
-    network = load_scorer(config.model, config.model.path, config.run, 32)
+    network = load_model(config.model, config.model.path, config.run, 32, as_scorer=True)
     loss = CoefficientLoss(TokenScores(network, after_token=False))
     plain = PreferenceTrainer(config, inputs, Team(build_offline(config, (32,), Rank(0, 1)), []))
     sharded = make_sharded(

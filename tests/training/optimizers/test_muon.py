@@ -169,7 +169,7 @@ def test_updates_are_those_of_float64_matrix_by_matrix(name):
 def test_a_restored_optimizer_continues_bit_for_bit_and_a_withheld_update_changes_no_bit():
     import mindspore as ms
 
-    from mindrlhf.checkpoint.optimizer import optimizer_arrays, restore_optimizer
+    from mindrlhf.training.optimizers import optimizer_state
 
     rules, dims, _, parameters, accumulators, optimizer, step = build("qwen2")
 
@@ -184,7 +184,7 @@ def test_a_restored_optimizer_continues_bit_for_bit_and_a_withheld_update_change
 
     def held():
         return {one.name: one.asnumpy().copy() for one in parameters} | {
-            name: array.copy() for name, array in optimizer_arrays(optimizer)
+            name: parameter.asnumpy().copy() for name, parameter in optimizer_state(optimizer).items()
         }
 
     run([11, 12])
@@ -195,7 +195,8 @@ def test_a_restored_optimizer_continues_bit_for_bit_and_a_withheld_update_change
         run([16])
         for one in parameters:
             one.set_data(ms.Tensor(middle[one.name].copy()))
-        restore_optimizer(optimizer, {name: middle[name] for name, _ in optimizer_arrays(optimizer)})
+        for name, parameter in optimizer_state(optimizer).items():
+            parameter.set_data(ms.Tensor(middle[name].copy()))
         run(seeds, spoiled)
         for name, array in held().items():
             np.testing.assert_array_equal(array, final[name], err_msg=name)
@@ -319,14 +320,13 @@ def test_a_step_has_whole_matrices_though_a_group_gathers_in_the_order_of_its_ra
 def test_a_learner_steps_by_its_own_gradients(rank, tmp_path):
     """The CPU has no step of its own for Muon: its graph follows the gradients of the CPU's head."""
     from engines import whole_engine
+    from networks import attach_lora, load_random_weights
 
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.losses import SupervisedLoss
     from mindrlhf.data.packing import TokenSequence
     from mindrlhf.models.causal_lm import build_model
-    from mindrlhf.models.lora.model import attach_lora
     from mindrlhf.training.batch import RowOptions, make_batch
-    from mindrlhf.weights.convert import load_random_weights
 
     network = build_model(QWEN, seq_length=16)
     load_random_weights(network, seed=5)
