@@ -22,6 +22,9 @@ POLICY_INPUTS = ("advantages", "weights", "old_logprobs", "reference_logprobs", 
 TOKEN_STATISTICS = ("loss", "entropy")
 COEFFICIENT_INPUTS = ("coefficients",)
 
+# Token arrays that a loss may read: on Ascend they are arguments of a function of local shards, which takes no *args.
+MOST_INPUTS = 6
+
 MAX_LOG_RATIO = 20.0
 
 
@@ -42,6 +45,7 @@ class Loss(nn.Cell):
 
     def __init__(self, policy, entropy_coefficient: float = 0.0):
         super().__init__(auto_prefix=False)
+        assert len(self.inputs) <= MOST_INPUTS, f"{type(self).__name__} reads {len(self.inputs)} token arrays"
         self.policy = policy
         self.entropy_coefficient = entropy_coefficient
         if not entropy_coefficient and hasattr(policy, "leave_entropy"):

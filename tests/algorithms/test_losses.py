@@ -220,3 +220,14 @@ def test_supervised_loss_is_the_mean_negative_log_likelihood():
     np.testing.assert_allclose(outputs[1].asnumpy(), [expected, entropy.sum(dtype=np.float64)], rtol=1e-5)
     np.testing.assert_array_equal(outputs[2].asnumpy(), drawn * mask)
     np.testing.assert_allclose(gradients[0].asnumpy(), -mask / num_tokens, rtol=1e-6)
+
+
+def test_a_loss_that_an_npu_could_not_compile_is_refused_on_a_cpu_too():
+    from mindrlhf.algorithms.losses import MOST_INPUTS, Loss
+
+    class Wide(Loss):
+        inputs = tuple("abcdefg")
+
+    assert len(Wide.inputs) > MOST_INPUTS
+    with pytest.raises(AssertionError, match="Wide reads 7 token arrays"):
+        Wide(policy=None)
