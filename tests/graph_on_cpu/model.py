@@ -27,9 +27,8 @@ from mindrlhf.specs.lora import SCALE_NAME, LoraOptions
 from mindrlhf.specs.rules import VISION_PREFIX
 from mindrlhf.training.engine.actor import Actor
 from mindrlhf.training.engine.critic import NO_TURNS, ActorCritic
-from mindrlhf.training.engine.engine import Engine
 from mindrlhf.training.engine.model import Model
-from mindrlhf.training.engine.sharded_updates import ShardedUpdater, UpdateGraph
+from mindrlhf.training.engine.sharded_updates import ShardedEngine, UpdateGraph
 from mindrlhf.training.engine.shards import Shards
 
 # State that starts at zero: the optimiser's, gradients, their defect, and what the lowering has added.
@@ -173,11 +172,10 @@ class LoweredRank:
         else:
             reference = self._own_reference(hf_config, names)
             reference.placement.load(source)
-        updater = ShardedUpdater(shards, graph)
-        engine = Engine(model, updater)
+        engine = ShardedEngine(model, graph)
         if graph.token_inputs == VALUE_INPUTS:
             # A critic stands for the actor too: what is asked of a model is asked of it by both ways.
-            critic = Engine(model, updater, CRITIC_NAME)
+            critic = ShardedEngine(model, graph, name=CRITIC_NAME)
             self.actor = ActorCritic(critic, NO_TURNS, engine, reference=reference)
         else:
             self.actor = Actor(engine, reference)

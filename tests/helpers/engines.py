@@ -14,17 +14,16 @@ def whole_model(policy):
 def whole_engine(loss, optimizer=None):
     """Return what trains the policy of a loss on one rank."""
     from mindrlhf.config.training import OptimizerSection
-    from mindrlhf.training.engine.engine import Engine, WholeUpdater
+    from mindrlhf.training.engine.engine import WholeEngine
     from mindrlhf.training.runtime import Rank
 
-    model, options = whole_model(loss.policy), optimizer or OptimizerSection()
-    return Engine(model, WholeUpdater(model.placement, loss, options, Rank(0, 1), "cpu"))
+    return WholeEngine(whole_model(loss.policy), loss, optimizer or OptimizerSection(), Rank(0, 1))
 
 
 def accumulate(engine, rows, values, num_tokens, kl_coefficient=0.0):
     """Add the gradients of a micro-batch whose loss reads ``values``, in its order; return statistics and outputs."""
-    given = replace(rows, tokens=dict(zip(engine.updater.inputs, values, strict=True)))
-    return engine.updater.add(given, num_tokens, kl_coefficient)
+    given = replace(rows, tokens=dict(zip(engine.inputs, values, strict=True)))
+    return engine.add(given, num_tokens, kl_coefficient)
 
 
 def export(worker, directory, of=""):

@@ -15,7 +15,7 @@ class Rewound:
         """``engines`` may be workers too, whose reference comes back with their engine."""
         self._owners = [(one, dict(vars(one))) for one in engines]
         self._engines = [getattr(one, "engine", one) for one in engines]
-        self._attributes = [(dict(vars(engine.updater)), set(engine._shapes_seen)) for engine in self._engines]
+        self._attributes = [(dict(vars(engine)), set(engine._shapes_seen)) for engine in self._engines]
         held = [parameter for engine in self._engines for parameter in engine.state_parameters()]
         self._arrays = [(parameter, parameter.asnumpy().copy()) for parameter in held]
 
@@ -24,9 +24,9 @@ class Rewound:
         for one, attributes in self._owners:
             vars(one).update(attributes)
         for engine, (attributes, shapes) in zip(self._engines, self._attributes):
+            vars(engine).clear()
+            vars(engine).update(attributes)
             engine._shapes_seen = set(shapes)
-            vars(engine.updater).clear()
-            vars(engine.updater).update(attributes)
             gradient = getattr(getattr(engine.model.graph, "token_logprobs", None), "weight_gradient", None)
             if gradient is not None:  # of the head, not yet collected
                 gradient.fill(0.0)

@@ -143,7 +143,7 @@ def train_plainly(family: Family, log_dir: Path) -> Plain:
             computed.append(accumulate(engine, rows, values, float(given.inputs[call][-1][0, 1]), KL_COEFFICIENT)[0])
         statistics.append(sum(computed))
         if IS_LAST[call]:
-            norms.append(engine.updater.apply(cases.LEARNING_RATE))
+            norms.append(engine.apply(cases.LEARNING_RATE))
             assert np.isfinite(norms[-1]) == (not family.spoils or call != NOT_FINITE + 1)
             current = outputs()
     if family.computed == "values" and family.spoils:

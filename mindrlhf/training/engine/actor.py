@@ -103,7 +103,7 @@ class Actor(SavesState, ServingWorker):
             before the first update of the step, by a pass of their own unless they were asked for before.
         """
         own = self._batches[batch]
-        if not self.engine.updater.returns_outputs and batch not in self._old_logprobs:
+        if not self.engine.returns_outputs and batch not in self._old_logprobs:
             self._old_logprobs[batch] = [self.model.logprobs(rows) for rows in own.micro_batches]
         done = self.engine.update(own, lr, kl_coefficient)
         logprobs = self._old_logprobs[batch] if done.outputs is None else done.outputs
@@ -129,7 +129,7 @@ class Actor(SavesState, ServingWorker):
     def publish(self, version: int, bucket: int = 0, purpose: str = PUBLISH) -> Published:
         """See :meth:`PublishingWorker.publish`; what follows is the generator's turn."""
         published = super().publish(version, bucket, purpose)
-        self.engine.updater.make_room()
+        self.engine.make_room()
         give_back_memory()
         return published
 
@@ -142,7 +142,7 @@ class Actor(SavesState, ServingWorker):
     def state_size_bytes(self) -> int:
         """Return the size of a checkpoint of all ranks, in bytes."""
         reference = self.reference.placement.size_bytes() if self._saves_reference else 0
-        return self.engine.updater.state_size_bytes() + reference
+        return self.engine.state_size_bytes() + reference
 
     def state_writer(self, hold: Callable) -> StateWriter:
         """See :meth:`SavesState.state_writer`: weights, optimiser state and the reference, if that changes."""

@@ -29,7 +29,7 @@ from mindrlhf.shards.sources import RandomSource, open_scorer_source, open_sourc
 from mindrlhf.specs import scorer_config
 from mindrlhf.training.engine.actor import Actor
 from mindrlhf.training.engine.critic import NO_TURNS, ActorCritic, Turns
-from mindrlhf.training.engine.engine import Engine, WholeUpdater
+from mindrlhf.training.engine.engine import Engine, WholeEngine
 from mindrlhf.training.engine.model import Model, Whole
 from mindrlhf.training.engine.offline import OfflineWorker
 from mindrlhf.training.engine.placement import Placement
@@ -258,18 +258,17 @@ class Models:
         """Return what trains one of the models; ``name`` as :class:`Engine` takes it."""
         if self._parallel is not None:
             return self._sharded_engine(model, loss, optimizer, name)
-        updater = WholeUpdater(model.placement, loss, optimizer, self._rank, self.config.run.device)
-        return Engine(model, updater, name)
+        return WholeEngine(model, loss, optimizer, self._rank, name)
 
     def _sharded_engine(self, model: Model, loss: Loss, optimizer: OptimizerSection, name: str) -> Engine:
         from mindrlhf.training.engine.factory import build_update
         from mindrlhf.training.engine.offload import OptimizerPlaces
-        from mindrlhf.training.engine.sharded_updates import ShardedUpdater, UpdateGraph
+        from mindrlhf.training.engine.sharded_updates import ShardedEngine, UpdateGraph
 
         update = build_update(loss, optimizer, self._parallel)
         graph = UpdateGraph.of(update, self.config.memory, loss.inputs)
         places = OptimizerPlaces(update, model.placement.held, self.config.memory)
-        engine = Engine(model, ShardedUpdater(model.placement, graph, places), name)
+        engine = ShardedEngine(model, graph, places, name)
         seen = ImageTokens.of(model.network.dims)
         self._updates.append(lambda length: engine.compile(self._rows(length, self._shares_prompts, seen)))
         return engine

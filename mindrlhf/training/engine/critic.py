@@ -96,7 +96,7 @@ class ActorCritic(Actor):
             Statistics [2] (``VALUE_STATISTICS``), and a norm that is not finite when there was no update.
         """
         done = self.critic.update(self._batches[batch], lr)
-        self.critic.updater.make_room()
+        self.critic.make_room()
         return UpdateResult(done.statistics, done.grad_norm, self.critic.process_statistics())
 
     def process_statistics(self) -> ProcessStatistics:
@@ -120,7 +120,7 @@ class ActorCritic(Actor):
 
     def state_size_bytes(self) -> int:
         """Return the size of a checkpoint of both models, in bytes."""
-        return super().state_size_bytes() + self.critic.updater.state_size_bytes()
+        return super().state_size_bytes() + self.critic.state_size_bytes()
 
     def state_writer(self, hold: Callable) -> StateWriter:
         """See :meth:`SavesState.state_writer`; of both models."""

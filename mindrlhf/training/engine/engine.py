@@ -1,4 +1,4 @@
-"""Per-rank training engine, and the updater of an unsharded model."""
+"""Per-rank training engine, and that of an unsharded model."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,8 +22,8 @@ from mindrlhf.observe.timing import peak_rss_gb
 from mindrlhf.shards.save import state_layouts, step_layout
 from mindrlhf.training.batch import Batch, ProcessStatistics
 from mindrlhf.training.engine.cells import AccumulateGradients, OptimizerStep, SumOverRanks, make_accumulators
-from mindrlhf.training.engine.model import Model, Whole, model_tensors
-from mindrlhf.training.engine.placement import Placement, set_shard
+from mindrlhf.training.engine.model import Model, model_tensors
+from mindrlhf.training.engine.placement import set_shard
 from mindrlhf.training.optimizers import make_optimizer, matrices_of, optimizer_state
 from mindrlhf.training.runtime import Rank
 
@@ -45,18 +45,31 @@ class Updated:
 
 
 class Engine:
-    """A model that is trained, on one rank: what it says of rows, its updates, its part of a checkpoint.
+    """A model that is trained, on one rank: what it says of rows, its updates, its optimiser's state, its checkpoints.
+
+    It is a :class:`WholeEngine`, or where the model is sharded a
+    :class:`mindrlhf.training.engine.sharded_updates.ShardedEngine`.
 
     Args:
         model: what is trained.
-        updater: makes its updates and keeps the optimiser's state: a :class:`WholeUpdater`, or where the model is
-            sharded :class:`mindrlhf.training.engine.sharded_updates.ShardedUpdater`, which has the same methods.
-        name: of the directory of a checkpoint that has its weights and its optimiser's state.
+        inputs: names of the token arrays that the loss takes, in order.
+        state: parameters that hold the optimiser's state, by their names in a checkpoint; see
+            :func:`mindrlhf.training.optimizers.optimizer_state`.
+        name: of the directory of a checkpoint that has its weights and that state.
+
+    Attributes:
+        returns_outputs: updates return what the model said of their rows before.
     """
 
-    def __init__(self, model: Model, updater: "Updater", name: str = MODEL_NAME):
+    returns_outputs = True
+
+    def __init__(
+        self, model: Model, inputs: tuple[str, ...], state: Mapping[str, ms.Parameter], name: str = MODEL_NAME
+    ):
         self.model = model
-        self.updater = updater
+        self.placement = model.placement
+        self.inputs = inputs
+        self.state = state
         self.name = name
         self._shapes_seen: set[tuple[str, tuple[int, ...]]] = set()
 
@@ -73,64 +86,59 @@ class Engine:
         self.count_compile(name, rows)
         return self.model.logprobs(rows)
 
-    def compile(self, rows: PackedRows) -> None:
-        """Compile the update of a model that is sharded for the shape of ``rows``; its cells must be MindSpore's."""
-        self._count_update(rows)
-        self.updater.compile(rows)
+    def graphs(self, rows: PackedRows) -> Sequence[tuple[str, PackedRows]]:
+        """Return the graphs that an update with such rows runs, by name, and rows of the shape of each."""
+        return [("update", rows)]
 
     def warm_up(self, rows: PackedRows) -> None:
         """Run the graphs of an update on rows of weight 0, which changes nothing."""
-        self._count_update(rows)
-        self.updater.warm_up(rows)
+        self.count_update(rows)
+        self.run_once(rows)
+
+    def run_once(self, rows: PackedRows) -> None:
+        raise NotImplementedError
 
     def update(self, batch: Batch, lr: float, kl_coefficient: float = 0.0) -> Updated:
         """Make one optimiser update; the norm is not finite when there was none, since it or a loss was not."""
         for rows in batch.micro_batches:
-            self._count_update(rows)
-        return self.updater.update(batch, lr, kl_coefficient)
+            self.count_update(rows)
+        return self.make_update(batch, lr, kl_coefficient)
+
+    def make_update(self, batch: Batch, lr: float, kl_coefficient: float) -> Updated:
+        raise NotImplementedError
+
+    def count_update(self, rows: PackedRows) -> None:
+        """Note the graphs that an update with such rows runs."""
+        for name, shaped in self.graphs(rows):
+            self.count_compile(name, shaped)
+
+    def gradients(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield name and accumulated gradient, float32, of each trained parameter that this rank holds, to look at."""
+        raise NotImplementedError
+
+    def make_room(self) -> None:
+        """Give up device memory that only an update needs; on a CPU device and host are one."""
 
     def state_parameters(self) -> list[ms.Parameter]:
         """Return all that training keeps in device memory: weights, accumulated gradients, optimiser state."""
-        held = (*self.model.network.get_parameters(), *self.updater.state_parameters())
+        held = (*self.model.network.get_parameters(), *self.training_parameters())
         return list({id(parameter): parameter for parameter in held}.values())
 
-    def state_writer(self, hold: Callable) -> StateWriter:
-        """See :meth:`mindrlhf.training.checkpoints.shards.SavesState.state_writer`."""
-        return self.updater.state_writer(self.name, hold)
-
-    def restore(self, directory: str | Path) -> None:
-        """Load what ranks of any layout have saved."""
-        self.updater.restore(Path(directory) / self.name)
-
-    def _count_update(self, rows: PackedRows) -> None:
-        for name, shaped in self.updater.graphs(rows):
-            self.count_compile(name, shaped)
-
-
-class Updater:
-    """The optimiser's state of a model on one rank, saved and loaded with the weights.
-
-    Args:
-        placement: of the trained model.
-        state: parameters that hold the state, by their names in a checkpoint; see
-            :func:`mindrlhf.training.optimizers.optimizer_state`.
-    """
-
-    def __init__(self, placement: Placement, state: Mapping[str, ms.Parameter]):
-        self.placement = placement
-        self.state = state
+    def training_parameters(self) -> Sequence[ms.Parameter]:
+        """Return what training keeps in device memory beside the weights."""
+        raise NotImplementedError
 
     def state_size_bytes(self) -> int:
         """Return the size of a checkpoint of all ranks, in bytes: weights and optimiser state."""
         return self.placement.size_bytes(self.state)
 
-    def state_writer(self, name: str, hold: Callable) -> StateWriter:
-        """Return what writes weights and optimiser state as the directory ``name``; ``hold`` takes the arrays first."""
-        return self.placement.state_writer(name, hold, self.state)
+    def state_writer(self, hold: Callable) -> StateWriter:
+        """See :meth:`mindrlhf.training.checkpoints.shards.SavesState.state_writer`."""
+        return self.placement.state_writer(self.name, hold, self.state)
 
-    def restore(self, directory: Path) -> None:
+    def restore(self, directory: str | Path) -> None:
         """Load this rank's shards of weights and optimiser state, whatever the layout of the run that saved them."""
-        source = self.placement.open_saved(directory)
+        source = self.placement.open_saved(Path(directory) / self.name)
         layouts = self._state_layouts()
         if missing := [layout.name for layout in layouts if layout.name not in source.dtypes]:
             other = optimizer_of(source.dtypes)
@@ -147,27 +155,22 @@ class Updater:
         return [*state_layouts(held.values(), kinds), step_layout(self.placement.layout)]
 
 
-class WholeUpdater(Updater):
+class WholeEngine(Engine):
     """Accumulates gradients over micro-batches and updates the weights of a model that is whole.
 
     Args:
-        placement: of the trained model.
+        model: what is trained.
         loss: over its log-probabilities or scores.
-        optimizer: the section `optimizer`.
+        options: the section `optimizer`.
         rank: this process.
-        device: "cpu" or "ascend".
-
-    Attributes:
-        inputs: names of the token arrays that the loss takes, in order.
-        returns_outputs: updates return what the model said of their rows before.
+        name: see :class:`Engine`.
     """
 
-    returns_outputs = True
-
-    def __init__(self, placement: Whole, loss: Loss, optimizer: OptimizerSection, rank: Rank, device: str):
-        self.network = placement.network
+    def __init__(self, model: Model, loss: Loss, options: OptimizerSection, rank: Rank, name: str = MODEL_NAME):
+        self.network = model.network
+        self.optimizer = make_optimizer(self.network.trainable_params(), options, matrices_of(self.network))
+        super().__init__(model, loss.inputs, optimizer_state(self.optimizer), name)
         self.loss = loss
-        self.inputs = loss.inputs
         loss.set_train(True)
         parameters = self.network.trainable_params()
         self._accumulators = accumulators = make_accumulators(parameters)
@@ -177,19 +180,13 @@ class WholeUpdater(Updater):
         assert len(in_graph), "the head's gradient comes with those of the layers: train one of their parameters too"
         targets = ms.ParameterTuple([accumulator_of[parameter.name] for parameter in in_graph])
         self._gradients = AccumulateGradients(loss, in_graph, targets)
-        self.optimizer = make_optimizer(parameters, optimizer, matrices_of(self.network))
-        super().__init__(placement, optimizer_state(self.optimizer))
-        if device == "cpu" and optimizer.type == "adamw":
+        if options.type == "adamw":
             reduce = SumOverRanks(accumulators) if rank.world_size > 1 else None
-            self._step = HostOptimizerStep(self.optimizer, accumulators, optimizer.max_grad_norm, reduce)
+            self._step = HostOptimizerStep(self.optimizer, accumulators, options.max_grad_norm, reduce)
         else:
-            self._step = OptimizerStep(self.optimizer, accumulators, optimizer.max_grad_norm, rank.world_size)
+            self._step = OptimizerStep(self.optimizer, accumulators, options.max_grad_norm, rank.world_size)
 
-    def graphs(self, rows: PackedRows) -> Sequence[tuple[str, PackedRows]]:
-        """Return the graphs that an update with such rows runs, by name, and rows of the shape of each."""
-        return [("update", rows)]
-
-    def warm_up(self, rows: PackedRows) -> None:
+    def run_once(self, rows: PackedRows) -> None:
         self.add(rows, 1)
 
     def add(self, rows: PackedRows, num_tokens: int, kl_coefficient: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
@@ -208,7 +205,7 @@ class WholeUpdater(Updater):
         statistics, outputs = run_graph(self._gradients, *model_tensors(self.network, rows), *given, *scalars)
         return statistics.asnumpy().astype(np.float64), outputs.asnumpy()
 
-    def update(self, batch: Batch, lr: float, kl_coefficient: float) -> Updated:
+    def make_update(self, batch: Batch, lr: float, kl_coefficient: float) -> Updated:
         """Make one optimiser update; statistics are sums over this rank's tokens."""
         total, outputs = np.zeros(len(self.loss.statistics)), []
         for rows in batch.micro_batches:
@@ -237,7 +234,6 @@ class WholeUpdater(Updater):
         return self._step()
 
     def gradients(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield name and accumulated gradient, float32, of each trained parameter of this rank, for a look at them."""
         self._collect()
         for parameter, accumulator in zip(self.network.trainable_params(), self._accumulators, strict=True):
             yield parameter.name, accumulator.asnumpy()
@@ -247,9 +243,5 @@ class WholeUpdater(Updater):
         named = zip(self.network.trainable_params(), self._accumulators, strict=True)
         collect_gradients(self.loss, {parameter.name: sums for parameter, sums in named})
 
-    def state_parameters(self) -> list[ms.Parameter]:
-        """Return what training keeps in device memory beside the weights: gradients, optimiser state."""
+    def training_parameters(self) -> list[ms.Parameter]:
         return [*self._accumulators, *self.optimizer.get_parameters()]
-
-    def make_room(self) -> None:
-        """Give up device memory that only an update needs; here device and host are one."""

@@ -20,7 +20,7 @@ class OfflineWorker(Actor):
         """Make one optimiser update; the statistics are those of the loss."""
         _show(self.model, batch)
         # The host divides the coefficients of pairs itself.
-        num_tokens = 1 if self.engine.updater.inputs else batch.num_tokens
+        num_tokens = 1 if self.engine.inputs else batch.num_tokens
         done = self.engine.update(replace(batch, num_tokens=num_tokens), lr)
         return UpdateResult(done.statistics, check_finite(done.grad_norm), self.process_statistics())
 

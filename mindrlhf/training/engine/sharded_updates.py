@@ -8,14 +8,15 @@ import mindspore as ms
 import numpy as np
 
 from mindrlhf.algorithms.losses import POLICY_INPUTS
+from mindrlhf.checkpoint.state import MODEL_NAME
 from mindrlhf.config.memory import MemorySection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.layout.rows import step_length
 from mindrlhf.training.batch import Batch
-from mindrlhf.training.engine.engine import Updated, Updater
+from mindrlhf.training.engine.engine import Engine, Updated
+from mindrlhf.training.engine.model import Model
 from mindrlhf.training.engine.offload import OptimizerPlaces
 from mindrlhf.training.engine.sharded_cells import ParallelGradients, ParallelUpdate
-from mindrlhf.training.engine.shards import Shards
 from mindrlhf.training.optimizers import optimizer_state
 
 _ROW_ARRAYS = ("input_ids", "segment_ids", "labels", "mask")
@@ -73,29 +74,29 @@ class UpdateGraph:
         )
 
 
-class ShardedUpdater(Updater):
-    """Updates a sharded model from micro-batches of this rank's rows; what is called is `WholeUpdater`'s.
+class ShardedEngine(Engine):
+    """Updates a sharded model from micro-batches of this rank's rows; see :class:`Engine`.
 
     Args:
-        placement: its shards.
+        model: its shards.
         graph: of the update; its parameters must be those of the shards.
         places: of the optimiser's state; None leaves all on the device.
+        name: see :class:`Engine`.
     """
 
-    def __init__(self, placement: Shards, graph: UpdateGraph, places: OptimizerPlaces | None = None):
-        super().__init__(placement, graph.state)
+    def __init__(
+        self, model: Model, graph: UpdateGraph, places: OptimizerPlaces | None = None, name: str = MODEL_NAME
+    ):
+        super().__init__(model, graph.token_inputs, graph.state, name)
         self.graph = graph
         self.returns_outputs = graph.returns_outputs
-        self.inputs = graph.token_inputs
         self._places = places
 
     def make_room(self) -> None:
-        """See :meth:`WholeUpdater.make_room`."""
         if self._places is not None:
             self._places.make_room()
 
     def graphs(self, rows: PackedRows) -> Sequence[tuple[str, PackedRows]]:
-        """See :meth:`WholeUpdater.graphs`."""
         if self.graph.gradients is None:
             return [("update", rows)]
         return [("gradients", rows), ("update", self._step_rows(rows) if self.graph.steps_apart else rows)]
@@ -103,11 +104,11 @@ class ShardedUpdater(Updater):
     def compile(self, rows: PackedRows) -> None:
         """Compile the update for the shape of ``rows``; its cells must be MindSpore's."""
         for name, shaped in self.graphs(rows):
+            self.count_compile(name, shaped)
             cell = self.graph.cell if name == "update" else self.graph.gradients
             cell.compile(*self._inputs(shaped, 0.0, 1))
 
-    def warm_up(self, rows: PackedRows) -> None:
-        """See :meth:`WholeUpdater.warm_up`."""
+    def run_once(self, rows: PackedRows) -> None:
         for name, shaped in self.graphs(rows):
             if name == "update":
                 self._call(shaped, 0.0, 1, is_last=False)
@@ -115,19 +116,17 @@ class ShardedUpdater(Updater):
                 self._add(shaped, 0.0, 1)
 
     def add(self, rows: PackedRows, num_tokens: int, kl_coefficient: float) -> tuple[np.ndarray, None]:
-        """See :meth:`WholeUpdater.add`."""
+        """Add the gradients of one micro-batch; see :meth:`WholeEngine.add`."""
         return self._of_last_stage(self._call(rows, kl_coefficient, num_tokens, is_last=False)[0]), None
 
     def gradients(self) -> Iterator[tuple[str, np.ndarray]]:
-        """See :meth:`WholeUpdater.gradients`: of what this rank holds, its shards."""
         yield from ((name, total.asnumpy()) for name, total in self.graph.totals.items() if name in self.placement.held)
 
-    def state_parameters(self) -> list[ms.Parameter]:
-        """See :meth:`WholeUpdater.state_parameters`."""
-        return list(self.graph.parameters)
+    def training_parameters(self) -> Sequence[ms.Parameter]:
+        return self.graph.parameters
 
-    def update(self, batch: Batch, lr: float, kl_coefficient: float) -> Updated:
-        """See :meth:`WholeUpdater.update`; there are as many micro-batches on every rank.
+    def make_update(self, batch: Batch, lr: float, kl_coefficient: float) -> Updated:
+        """Make one optimiser update; there are as many micro-batches on every rank.
 
         Statistics are of all ranks' rows on ranks of the first replica and the last stage, zeros on others, so that
         those of the replicas add up.
@@ -153,8 +152,7 @@ class ShardedUpdater(Updater):
         norm = float(ended[1].asnumpy()[0])
         return Updated(total if is_first_replica else np.zeros_like(total), norm, outputs)
 
-    def restore(self, directory: Path) -> None:
-        """See :meth:`Updater.restore`."""
+    def restore(self, directory: str | Path) -> None:
         self._have_state()
         super().restore(directory)
 
@@ -188,7 +186,7 @@ class ShardedUpdater(Updater):
 
     def _inputs(self, rows: PackedRows, kl_coefficient: float, num_tokens: int) -> list[ms.Tensor]:
         placement, unread = self.placement, np.zeros_like(rows.mask)
-        values = [placement.per_token(rows.tokens.get(name, unread)) for name in self.graph.token_inputs]
+        values = [placement.per_token(rows.tokens.get(name, unread)) for name in self.inputs]
         num_rows = len(rows.mask) * placement.layout.data_parallel
         scalars = np.tile(np.array([[kl_coefficient, num_tokens]], np.float32), (num_rows, 1))
         number = placement.num_update_micro_batches

@@ -78,7 +78,7 @@ def test_weights_and_moments_come_from_shards(actor, inputs_dir, tmp_path, optim
     actor.restore(str(tmp_path / "step"))
     for parameter in actor.model.network.get_parameters():
         np.testing.assert_array_equal(parameter.asnumpy(), arrays[parameter.name], err_msg=parameter.name)
-    state = {name: parameter.asnumpy() for name, parameter in actor.engine.updater.state.items()}
+    state = {name: parameter.asnumpy() for name, parameter in actor.engine.state.items()}
     matrices = [one for one in layouts if one.name.startswith("decoder.layers.") and len(one.shape) == 2]
     assert len(state) == 1 + 2 * len(layouts) - (len(matrices) if optimizer == "muon" else 0)
     kinds = {name.partition(".")[0] for name in state if name.endswith("mlp.linear_fc1.weight")}

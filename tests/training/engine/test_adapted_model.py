@@ -101,7 +101,7 @@ def test_only_adapters_change_and_only_they_have_gradients_and_moments(stepped):
     held = {one.name for one in worker.engine.state_parameters()}
     assert {name for name in held if name.startswith("grad.")} == {f"grad.{name}" for name in factors}
     moments = {f"{kind}.{name}" for name in factors for kind in ("exp_avg", "exp_avg_sq")}
-    assert worker.engine.updater.state.keys() == moments | {"global_step"}
+    assert worker.engine.state.keys() == moments | {"global_step"}
 
 
 @SLOW  # every day it begins at the policy, to the last bit

@@ -112,8 +112,8 @@ def gradients(worker, sequences, rows):
             # The old values are off, so that some of the new ones are clipped.
             old = packed.tokens["values"] - 0.3 * packed.tokens["returns"]
             accumulate(worker.critic, packed, [old, packed.tokens["returns"]], batch.num_tokens)
-    result = {name: array.copy() for name, array in worker.critic.updater.gradients()}
-    worker.critic.updater.apply(0.0)  # clears them
+    result = {name: array.copy() for name, array in worker.critic.gradients()}
+    worker.critic.apply(0.0)  # clears them
     return batch.collect(shares), result
 
 
@@ -208,15 +208,15 @@ def test_a_restored_critic_goes_on_with_the_same_bits(built, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_skips_the_update_though_the_gradients_are(worker):
-    updater, before = worker.engine.updater, weights_of(worker.engine)
-    moments = (*updater.optimizer.exp_avg, *updater.optimizer.exp_avg_sq, *updater.optimizer.global_step)
+    engine, before = worker.engine, weights_of(worker.engine)
+    moments = (*engine.optimizer.exp_avg, *engine.optimizer.exp_avg_sq, *engine.optimizer.global_step)
     state = [one.asnumpy().copy() for one in moments]
     send(worker, make_batch(make_sequences(), PACKED))
-    assert np.isnan(updater.apply(1.0, loss=float("inf")))
+    assert np.isnan(engine.apply(1.0, loss=float("inf")))
     assert_equal_weights(weights_of(worker.engine), before)
     for one, other in zip(moments, state, strict=True):
         np.testing.assert_array_equal(one.asnumpy(), other)
-    assert updater.apply(0.0) == 0.0, "nothing of it is left in the accumulators"
+    assert engine.apply(0.0) == 0.0, "nothing of it is left in the accumulators"
 
 
 def test_all_graphs_are_compiled_before_the_first_step_and_both_models_learn_apart(built):

@@ -59,7 +59,7 @@ def built():
 
     patched = {
         (build, "build_model"): asked("whole"),
-        (build, "WholeUpdater"): asked("whole"),
+        (build, "WholeEngine"): asked("whole"),
         (build, "start_sharding"): lambda config, rank: config.parallel_config,
         (build, "read_hf_config"): lambda path: {},
         (build, "scorer_config"): lambda hf_config: hf_config,

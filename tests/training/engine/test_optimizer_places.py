@@ -12,7 +12,7 @@ from mindrlhf.data.packing import PackedRows
 from mindrlhf.layout.layout import Layout
 from mindrlhf.training.batch import Batch
 from mindrlhf.training.engine.offload import OptimizerPlaces
-from mindrlhf.training.engine.sharded_updates import ShardedUpdater, UpdateGraph
+from mindrlhf.training.engine.sharded_updates import ShardedEngine, UpdateGraph
 
 LENGTH = 640
 
@@ -45,7 +45,7 @@ class Calls:
         update = SimpleNamespace(optimizer=optimizer, weights=weights, totals=self.totals)
         places = OptimizerPlaces(update, {"held"}, memory)
         parallel = ParallelSection(data_parallel=1, model_parallel=2, use_seq_parallel=True)
-        model = SimpleNamespace(
+        placement = SimpleNamespace(
             layout=Layout.from_config(parallel, 2),
             num_update_micro_batches=1,
             rank=0,
@@ -58,7 +58,7 @@ class Calls:
         self.rate = ms.Parameter(ms.Tensor(0.0, ms.float32), name="rate")
         self.is_last = ms.Parameter(ms.Tensor([1.0], ms.float32), name="last")
         graph = UpdateGraph(self._step, self.rate, self.is_last, {}, (), self._gradients, memory.swap_moments)
-        self.updater = ShardedUpdater(model, graph, places)
+        self.engine = ShardedEngine(SimpleNamespace(placement=placement), graph, places)
         self.seen = []
 
     def where(self) -> tuple[bool, bool]:
@@ -85,8 +85,8 @@ def rows() -> PackedRows:
 @pytest.mark.parametrize("offload", [False, True])
 def test_moments_that_are_swapped_are_on_the_device_for_the_step_alone(monkeypatch, offload):
     calls = Calls(MemorySection(swap_moments=True, offload_optimizer=offload), monkeypatch)
-    calls.updater.warm_up(rows())
-    done = calls.updater.update(Batch((rows(), rows()), 5), 0.1, 0.0)
+    calls.engine.warm_up(rows())
+    done = calls.engine.update(Batch((rows(), rows()), 5), 0.1, 0.0)
     weight = 2.0 * LENGTH
     # Rows of weight 0, of 128 tokens for each of the two ranks that share a row.
     assert calls.seen == [
@@ -97,30 +97,30 @@ def test_moments_that_are_swapped_are_on_the_device_for_the_step_alone(monkeypat
         ("step", True, True, 256, 0.0),
     ]
     assert done.grad_norm == 7.0 and done.statistics.tolist() == [2 * weight]
-    calls.updater.make_room()
+    calls.engine.make_room()
     assert calls.where() == (False, not offload)
 
 
 def test_state_that_is_offloaded_is_on_the_device_in_every_call(monkeypatch):
     calls = Calls(MemorySection(offload_optimizer=True), monkeypatch)
-    calls.updater.make_room()
+    calls.engine.make_room()
     assert calls.where() == (False, False)
-    calls.updater.update(Batch((rows(), rows()), 5), 0.1, 0.0)
+    calls.engine.update(Batch((rows(), rows()), 5), 0.1, 0.0)
     assert [one[:3] for one in calls.seen] == [("gradients", True, True), ("step", True, True)]
-    calls.updater.make_room()
-    calls.updater.make_room()
+    calls.engine.make_room()
+    calls.engine.make_room()
     assert calls.where() == (False, False)
 
 
 def test_by_default_nothing_moves(monkeypatch):
     calls = Calls(MemorySection(), monkeypatch)
-    calls.updater.make_room()
-    calls.updater.update(Batch((rows(),), 5), 0.1, 0.0)
+    calls.engine.make_room()
+    calls.engine.update(Batch((rows(),), 5), 0.1, 0.0)
     assert calls.where() == (True, True) and [one[0] for one in calls.seen] == ["step"]
 
 
 def test_short_rows_stay_short(monkeypatch):
     calls = Calls(MemorySection(swap_moments=True), monkeypatch)
     ones = np.ones((2, 64), np.int32)
-    calls.updater.update(Batch((PackedRows(ones, ones, ones, ones.astype(np.float32), {}),), 5), 0.1, 0.0)
+    calls.engine.update(Batch((PackedRows(ones, ones, ones, ones.astype(np.float32), {}),), 5), 0.1, 0.0)
     assert calls.seen[-1][0] == "step" and calls.seen[-1][3] == 64

@@ -92,9 +92,8 @@ def make_ranks(model_dir):
     from mindrlhf.models.causal_lm import build_model
     from mindrlhf.shards.sources import open_source
     from mindrlhf.training.engine.actor import Actor
-    from mindrlhf.training.engine.engine import Engine
     from mindrlhf.training.engine.model import Model
-    from mindrlhf.training.engine.sharded_updates import ShardedUpdater, UpdateGraph
+    from mindrlhf.training.engine.sharded_updates import ShardedEngine, UpdateGraph
     from mindrlhf.training.engine.shards import Shards
 
     network = build_model(MODEL, seq_length=LENGTH)
@@ -119,9 +118,9 @@ def make_ranks(model_dir):
             for kind in ("exp_avg", "exp_avg_sq")
         }
         state["global_step"] = ms.Parameter(ms.Tensor([3], ms.int32), name="global_step")
-        updater = ShardedUpdater(model.placement, UpdateGraph(cells.update, lr, is_last, state))
+        engine = ShardedEngine(model, UpdateGraph(cells.update, lr, is_last, state))
         reference, _ = shard(cells.logprobs, rank, "reference.")
-        return Actor(Engine(model, updater), reference, saves_reference=True), cells, parameters
+        return Actor(engine, reference, saves_reference=True), cells, parameters
 
     return lambda: [make(rank) for rank in range(NUM_RANKS)]
 
@@ -184,7 +183,7 @@ def test_updates_read_the_own_rows_and_the_last_call_makes_them(make_ranks):
 
 def test_updates_that_return_no_outputs_have_a_pass_of_their_own_once_a_step(make_ranks):
     (actor, cells, _), _ = make_ranks()
-    actor.engine.updater.returns_outputs = False
+    actor.engine.returns_outputs = False
     own = make_two_batches()[0].part_of(0, NUM_RANKS)
     for step in (1, 2):
         actor.receive([own])
@@ -198,13 +197,13 @@ def test_updates_that_return_no_outputs_have_a_pass_of_their_own_once_a_step(mak
 def test_calls_before_the_last_of_an_update_leave_the_optimiser_alone(make_ranks):
     """They go to the graph of the gradients; a batch of one micro-batch needs none."""
     (actor, cells, _), _ = make_ranks()
-    updater, gradients = actor.engine.updater, []
+    engine, gradients = actor.engine, []
 
     def add(*inputs):
         gradients.append([one.asnumpy() for one in inputs])
         return cells.update(*inputs)
 
-    updater.graph = dataclasses.replace(updater.graph, gradients=add)
+    engine.graph = dataclasses.replace(engine.graph, gradients=add)
     own = make_two_batches()[0].part_of(0, NUM_RANKS)
     actor.receive([own, dataclasses.replace(own, micro_batches=own.micro_batches[:1])])
     results = [actor.update(batch, 0.1, 0.0) for batch in (0, 1)]
@@ -253,7 +252,7 @@ def test_what_all_ranks_save_comes_back_with_the_synced_reference(make_ranks, tm
 
     ranks, others = make_ranks(), make_ranks()
     for other, _, _ in others:
-        for one in other.engine.updater.graph.state.values():
+        for one in other.engine.graph.state.values():
             one.set_data(ms.Tensor(one.asnumpy() * 0))
     for rank, (actor, _, parameters) in enumerate(ranks):
         for parameter in parameters.values():
@@ -271,20 +270,20 @@ def test_what_all_ranks_save_comes_back_with_the_synced_reference(make_ranks, tm
                 np.testing.assert_array_equal(array, restored, err_msg=mine)
         sharded = [one.name for one in actor.model.placement.held.values() if one.shard_shape != one.shape]
         for name in (*(f"{kind}.{name}" for name in sharded for kind in ("exp_avg", "exp_avg_sq")), "global_step"):
-            saved, restored = (one.engine.updater.graph.state[name].asnumpy() for one in (actor, other))
+            saved, restored = (one.engine.graph.state[name].asnumpy() for one in (actor, other))
             np.testing.assert_array_equal(saved, restored, err_msg=name)
     size_bytes = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
     assert 0.9 * size_bytes < ranks[0][0].state_size_bytes() <= size_bytes
 
 
-def test_an_updater_takes_a_graph_of_other_inputs(make_ranks):
+def test_an_engine_takes_a_graph_of_other_inputs(make_ranks):
     (actor, cells, _), _ = make_ranks()
-    from mindrlhf.training.engine.sharded_updates import ShardedUpdater
+    from mindrlhf.training.engine.sharded_updates import ShardedEngine
 
-    graph = dataclasses.replace(actor.engine.updater.graph, token_inputs=("values", "returns"))
+    graph = dataclasses.replace(actor.engine.graph, token_inputs=("values", "returns"))
     rows = make_two_batches()[0].part_of(0, NUM_RANKS)
     rows.micro_batches[0].tokens["returns"] = rows.micro_batches[0].mask * 3
-    ShardedUpdater(actor.model.placement, graph).update(rows, 0.1, 0.0)
+    ShardedEngine(actor.model, graph).update(rows, 0.1, 0.0)
     inputs = cells.updates[0][2]
     assert len(inputs) == 4 + 2 + 1 and not inputs[4].any()
     np.testing.assert_array_equal(inputs[5][:2], rows.micro_batches[0].mask * 3)
@@ -388,7 +387,7 @@ def test_ranks_give_memory_back_before_a_server_loads_or_is_started_again(make_r
     actor, _, _ = make_ranks()[0]
     events, write = [], actor.model.placement.write_to
     actor.model.placement.write_to = lambda *given: (events.append("write"), write(*given))
-    monkeypatch.setattr(actor.engine.updater, "make_room", lambda: events.append("make room"))
+    monkeypatch.setattr(actor.engine, "make_room", lambda: events.append("make room"))
     monkeypatch.setattr(actors, "give_back_memory", lambda: events.append("give back"))
     team = LocalTeam([actor])
     with open_weight_buffers(team, [[0]]) as buffer:

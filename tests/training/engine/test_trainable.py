@@ -1,4 +1,4 @@
-"""A updater that trains some parameters of a model: their gradients are those of training all, the others stay."""
+"""An engine that trains some parameters of a model: their gradients are those of training all, the others stay."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ FROZEN = {
 }
 
 
-def make_updater(is_trained=None):
+def make_engine(is_trained=None):
     from networks import load_random_weights
 
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
@@ -32,22 +32,22 @@ def make_updater(is_trained=None):
     if is_trained:
         train_only(network, is_trained)
     loss = SupervisedLoss(PolicyLogProbs(network, 1.0, "cpu"))
-    return whole_engine(loss, OptimizerSection(start_lr=0.01)).updater
+    return whole_engine(loss, OptimizerSection(start_lr=0.01))
 
 
-def accumulate(updater):
+def accumulate(engine):
     stream = np.random.default_rng(1)
     sequences = [TokenSequence(*np.split(stream.integers(1, 96, 14).astype(np.int32), [4]), {}) for _ in range(2)]
     batch = make_batch(sequences, RowOptions((16,), 2, 1, False))
     for rows in batch.part_of(0, 1).micro_batches:
-        updater.add(rows, batch.num_tokens)
+        engine.add(rows, batch.num_tokens)
 
 
 @pytest.fixture(scope="module")
 def all_gradients():
-    updater = make_updater()
-    accumulate(updater)
-    return {name: gradient.copy() for name, gradient in updater.gradients()}
+    engine = make_engine()
+    accumulate(engine)
+    return {name: gradient.copy() for name, gradient in engine.gradients()}
 
 
 @pytest.mark.parametrize(
@@ -55,18 +55,18 @@ def all_gradients():
 )
 def test_what_is_trained_has_the_gradients_of_training_all_and_the_rest_stays(frozen, all_gradients):
     is_trained = FROZEN[frozen]
-    updater = make_updater(is_trained)
+    engine = make_engine(is_trained)
     trained = {name for name in all_gradients if is_trained(name)}
-    before = {one.name: one.asnumpy().copy() for one in updater.network.get_parameters()}
-    accumulate(updater)
-    gradients = dict(updater.gradients())
+    before = {one.name: one.asnumpy().copy() for one in engine.network.get_parameters()}
+    accumulate(engine)
+    gradients = dict(engine.gradients())
     assert gradients.keys() == trained and trained < all_gradients.keys()
     for name, gradient in gradients.items():
         np.testing.assert_allclose(gradient, all_gradients[name], rtol=1e-5, atol=1e-7, err_msg=name)
-    assert {one.name for one in updater.optimizer.parameters} == trained
-    assert len(updater.optimizer.exp_avg) == len(trained)
-    norm = updater.apply(0.01)
+    assert {one.name for one in engine.optimizer.parameters} == trained
+    assert len(engine.optimizer.exp_avg) == len(trained)
+    norm = engine.apply(0.01)
     expected = np.sqrt(sum(np.square(all_gradients[name], dtype=np.float64).sum() for name in trained))
     np.testing.assert_allclose(norm, expected, rtol=1e-5)
-    for one in updater.network.get_parameters():
+    for one in engine.network.get_parameters():
         assert np.array_equal(one.asnumpy(), before[one.name]) == (one.name not in trained), one.name

@@ -88,7 +88,7 @@ def test_an_update_moves_the_decoder_and_leaves_the_tower(actor):
     after = dict(iter_hf_tensors(actor.model.network))
     moved = {name for name in before if not np.array_equal(before[name], after[name])}
     assert moved == {name for name in before if not name.startswith("visual.")}
-    trained = [parameter.name for parameter in actor.engine.updater.optimizer.parameters]
+    trained = [parameter.name for parameter in actor.engine.optimizer.parameters]
     assert trained and not [name for name in trained if name.startswith("visual.")]
 
 

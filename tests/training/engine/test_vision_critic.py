@@ -67,10 +67,10 @@ def test_gradients_are_the_slope_of_the_loss(actor):
         return float(accumulate(critic, rows, inputs, batch.num_tokens)[0][0])
 
     loss()
-    gradients = {name: gradient.astype(np.float64).copy() for name, gradient in critic.updater.gradients()}
+    gradients = {name: gradient.astype(np.float64).copy() for name, gradient in critic.gradients()}
     assert "score.weight" in gradients and not [name for name in gradients if name.startswith("visual.")]
     slope, difference = slope_and_difference(critic.model.network, gradients, loss)
-    critic.updater.apply(0.0)
+    critic.apply(0.0)
     assert difference == pytest.approx(slope, rel=2e-2)
 
 

@@ -79,10 +79,10 @@ def test_two_passes_give_the_gradient_of_the_loss(begin, model_dir, tmp_path):
     gradients = {}
 
     def keep(lr, loss):
-        gradients.update({name: array.astype(np.float64) for name, array in learner.engine.updater.gradients()})
+        gradients.update({name: array.astype(np.float64) for name, array in learner.engine.gradients()})
         return 0.0
 
-    learner.engine.updater.apply = keep
+    learner.engine.apply = keep
     trainer.train_on(pairs, 0.0)
     generator = np.random.default_rng(0)
     direction = {name: generator.standard_normal(value.shape) for name, value in gradients.items()}

@@ -49,7 +49,7 @@ class WholeGraphs:
         values, scalars = [one.asnumpy() for one in inputs[4:-1]], inputs[-1].asnumpy()
         statistics, outputs = accumulate(self.engine, _rows(inputs), values, scalars[0, 1])
         is_last = self.is_last.asnumpy()[0] == 1
-        norm = self.engine.updater.apply(float(self.learning_rate.asnumpy())) if is_last else 0.0
+        norm = self.engine.apply(float(self.learning_rate.asnumpy())) if is_last else 0.0
         return ms.Tensor(statistics, ms.float32), ms.Tensor([norm], ms.float32), ms.Tensor(outputs[None])
 
 
@@ -81,10 +81,9 @@ def make_sharded(whole, make_trainer, token_inputs, *, after_token=False, refere
         whole: engine of a whole model that stands for the graphs of the last rank; ``reference``, which has a
             ``model``, for its reference's.
     """
-    from mindrlhf.training.engine.engine import Engine
     from mindrlhf.training.engine.model import Model
     from mindrlhf.training.engine.offline import OfflineWorker
-    from mindrlhf.training.engine.sharded_updates import ShardedUpdater, UpdateGraph
+    from mindrlhf.training.engine.sharded_updates import ShardedEngine, UpdateGraph
     from mindrlhf.training.engine.shards import Shards
     from mindrlhf.training.replica_team import with_replicas
 
@@ -97,7 +96,7 @@ def make_sharded(whole, make_trainer, token_inputs, *, after_token=False, refere
         if reference is not None:
             outputs = WholeGraphs(reference).outputs if rank else graphs.outputs
             frozen = Model(Shards(reference.model.network, PARALLEL, rank, {}), outputs)
-        engine = Engine(Model(shards, graphs.outputs), ShardedUpdater(shards, graph))
+        engine = ShardedEngine(Model(shards, graphs.outputs), graph)
         workers.append(OfflineWorker(engine, frozen))
     return make_trainer(with_replicas(CONFIG, LocalTeam(workers)))
 

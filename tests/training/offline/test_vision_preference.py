@@ -92,10 +92,10 @@ def test_two_passes_give_the_gradient_of_the_loss(make_trainer, model_dir, tmp_p
     gradients = {}
 
     def keep(lr, loss):
-        gradients.update({name: value.astype(np.float64).copy() for name, value in learner.engine.updater.gradients()})
+        gradients.update({name: value.astype(np.float64).copy() for name, value in learner.engine.gradients()})
         return 0.0
 
-    learner.engine.updater.apply = keep
+    learner.engine.apply = keep
     trainer.train_on(pairs, 0.0)
     assert not any(name.startswith("visual.") for name in gradients)
     slope, difference = slope_and_difference(

@@ -333,7 +333,7 @@ def test_a_learner_steps_by_its_own_gradients(rank, tmp_path):
     if rank:
         attach_lora(network, LoraOptions(rank, 8.0), 3, "base")
     options = OptimizerSection(**{**vars(OPTIONS), "max_grad_norm": 0.01})
-    updater = whole_engine(SupervisedLoss(PolicyLogProbs(network, 1.0, "cpu")), options).updater
+    engine = whole_engine(SupervisedLoss(PolicyLogProbs(network, 1.0, "cpu")), options)
     rules = {rule.mf_name: rule for rule in rules_of("lora" if rank else "qwen2")[0]}
     dims = network.dims
     random = np.random.default_rng(1)
@@ -348,11 +348,11 @@ def test_a_learner_steps_by_its_own_gradients(rank, tmp_path):
     }
     for lr in RATES:
         for rows in batch.micro_batches:
-            updater.add(rows, batch.num_tokens)
-        gradients = {name: array.astype(np.float64) for name, array in updater.gradients()}
+            engine.add(rows, batch.num_tokens)
+        gradients = {name: array.astype(np.float64) for name, array in engine.gradients()}
         norm = np.sqrt(sum((array**2).sum() for array in gradients.values()))
         assert norm > 0.02, "it is clipped"
-        np.testing.assert_allclose(updater.apply(lr), norm, rtol=1e-5)
+        np.testing.assert_allclose(engine.apply(lr), norm, rtol=1e-5)
         for name, rule in rules.items():
             clipped = split(rule, dims, gradients[name] * 0.01 / norm)
             for hf_name, gradient, found in zip(rule.hf_names, clipped, split(rule, dims, parameters[name].asnumpy())):

@@ -229,9 +229,9 @@ def test_updates_move_the_routers_of_the_experts_that_are_replayed(model):
     def gradients(options, change=lambda rows: rows) -> dict[str, np.ndarray]:
         batch = make_batch(make_sequences(), options)
         for rows in batch.micro_batches:
-            engine.updater.add(change(rows), batch.num_tokens)
-        found = {name: array.copy() for name, array in engine.updater.gradients()}
-        engine.updater.apply(0.0)  # clears the sums, and moves no weight
+            engine.add(change(rows), batch.num_tokens)
+        found = {name: array.copy() for name, array in engine.gradients()}
+        engine.apply(0.0)  # clears the sums, and moves no weight
         return found
 
     # Every day in the graph of the first, to which tokens that have no experts are known to do the same.
