@@ -86,9 +86,8 @@ class HeadShard(nn.Cell):
 class TiledHeadShard(nn.Cell):
     """A :class:`HeadShard` whose logits exist for some rows at a time, and are computed again in the backward pass.
 
-    The gradient is written out, since MindSpore's own differentiation would keep the logits of every tile and a
-    gradient of the weight for each; one tile waits for the one before, since MindSpore works a graph off level by level
-    and would otherwise have all of them at once.
+    MindSpore's own differentiation would keep the logits of every tile, and a gradient of the weight for each. One tile
+    waits for the one before: MindSpore works a graph off level by level and would have all of them at once.
 
     Args:
         head_shard: of the rows of a tile.

@@ -22,9 +22,7 @@ POLICY_INPUTS = ("advantages", "weights", "old_logprobs", "reference_logprobs", 
 TOKEN_STATISTICS = ("loss", "entropy")
 COEFFICIENT_INPUTS = ("coefficients",)
 
-# Token arrays that a loss may read: on Ascend they are arguments of a function of local shards, which takes no *args.
-MOST_INPUTS = 6
-
+MOST_INPUTS = 6  # token arrays that a loss may read: an NPU's function of local shards takes no *args
 MAX_LOG_RATIO = 20.0
 
 
