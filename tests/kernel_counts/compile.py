@@ -30,11 +30,9 @@ class KernelReport:
     Attributes:
         kernels: in the order of their launch. Where shapes depend on data, as those of experts may, there are neither
             an order nor a plan of memory.
-        planned_memory_bytes: device memory that MindSpore planned.
     """
 
     kernels: tuple[Kernel, ...]
-    planned_memory_bytes: int = 0
 
 
 def compile_kernels(requests: Sequence[CompileRequest], even_experts: bool = False) -> list[KernelReport]:
@@ -77,15 +75,14 @@ def _compile(directory: Path, even_experts: bool) -> KernelReport:
                 cell.token_dispatcher.is_dryrun = False
     from mindrlhf.dryrun.compile.graph import plan_memory
 
-    planned_memory_bytes = 0
     try:
-        planned_memory_bytes = plan_memory(step, example_inputs(request, parallel))
+        plan_memory(step, example_inputs(request, parallel))
     except RuntimeError as error:
         # All is compiled, but a plan of memory needs shapes, which experts know when they run.
         if "can not support dynamic shape" not in str(error):
             raise
     atexit._run_exitfuncs()  # MindSpore writes the order of launches as it ends, and nothing else is left to do
-    return KernelReport(read_kernels(directory / "kernels", world_size), planned_memory_bytes)
+    return KernelReport(read_kernels(directory / "kernels", world_size))
 
 
 if __name__ == "__main__":
