@@ -16,7 +16,7 @@ from mindrlhf.training import runtime
 @pytest.mark.parametrize("device", ["cpu", "ascend"])
 def test_a_server_is_told_whom_to_wait_for(device, monkeypatch, tmp_path):
     started = []
-    monkeypatch.setattr(server.subprocess, "Popen", lambda command, **_: started.append(command) or SimpleNamespace())
+    monkeypatch.setattr(server, "Child", lambda command, **_: started.append(command) or SimpleNamespace())
     monkeypatch.setattr(heartbeat, "own_path", lambda: tmp_path / "heartbeat_0.json")
     (tmp_path / "config.json").write_text("{}")
     process = server.ServerProcess(VllmOptions("python3", str(tmp_path), str(tmp_path / "log"), device=device))
