@@ -303,7 +303,8 @@ class HttpServer:
                     raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, request.content_length)
                 body = await asyncio.wait_for(request.read(), READ_TIMEOUT_S)
                 call = protocol.read(json.loads(body))
-                call = replace(call, is_retry=request.headers.get("x-stainless-retry-count", "0") != "0")
+                if request.headers.get("x-stainless-retry-count", "0") != "0":
+                    call = replace(call, is_retry=True)
                 answer = await caller.answer(call)
                 connection.unread, connection.is_written = answer.unread, False
                 status, content = 200, protocol.write(self._name, call, answer)

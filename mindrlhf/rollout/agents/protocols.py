@@ -21,7 +21,8 @@ _SAMPLING = {"model", "max_tokens", "temperature", "top_p", "top_k", "seed", "st
 _OPENAI = _SAMPLING | {"n", "stop", "logprobs", "stream_options"}
 _IDLE = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
 _CHAT = {"messages", "tools", "tool_choice", "response_format", "max_completion_tokens", "chat_template_kwargs"}
-_CHAT |= {"continue_final_message", "add_generation_prompt"}
+_CHAT |= {"continue_final_message", "add_generation_prompt"} | _OPENAI | _IDLE
+_COMPLETION = {"prompt"} | _OPENAI | _IDLE
 # Of other fields, the values that ask for nothing beside null, and why no other is taken.
 _REFUSED = {
     "logit_bias": ({}, CONSTRAINED),
@@ -147,7 +148,7 @@ def _number(body: Mapping[str, Any], name: str, default: Any, kinds: Any, low: f
 
 
 def _common(body: Any, known: Collection[str]) -> Call:
-    _only(body, known | _OPENAI | _IDLE)
+    _only(body, known)
     stop = body.get("stop") or ()
     stop = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stop, (list, tuple)) or len(stop) > MAX_STOPS or not all(isinstance(s, str) and s for s in stop):
@@ -269,7 +270,7 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
 
 def read_completion(body: Any) -> Call:
     """Read a body of ``/v1/completions``: the prompt is text or token ids."""
-    call, prompt = _common(body, {"prompt"}), body.get("prompt")
+    call, prompt = _common(body, _COMPLETION), body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if isinstance(prompt, list):
