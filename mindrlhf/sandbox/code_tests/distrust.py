@@ -82,6 +82,7 @@ class Flow:
         self._values = {}  # of variables, and under "f()" what functions of the test return
         self._changed = set()  # variables that the program may have changed in place
         self._find_functions()
+        self._scalars = self._find_scalars()
         self._add_parameters()
         before = None
         while before != (state := (dict(self._values), len(self._changed))):
@@ -140,6 +141,54 @@ class Flow:
                 self._modules.update((one.asname, one.name) for one in node.names if one.asname)
             elif isinstance(node, ast.ImportFrom):
                 self._modules.update((one.asname or one.name, f"{node.module}.{one.name}") for one in node.names)
+
+    def _find_scalars(self):
+        """Return the variables that are numbers and texts alone, which nobody can change in place."""
+        sources = {}
+
+        def add(target, values):
+            if isinstance(target, (ast.Tuple, ast.List)):
+                for column, part in enumerate(target.elts):
+                    rows = [getattr(value, "elts", ()) for value in values]
+                    add(part, [row[column] if len(row) == len(target.elts) else None for row in rows])
+            elif isinstance(target, (ast.Name, ast.arg)):
+                sources.setdefault(self._base(target), []).extend(values)
+
+        def items(node):
+            if isinstance(node, ast.Name) and len(known := sources.get(self._base(node), ())) == 1:
+                node = None if self._base(node) in filled else known[0]
+            if isinstance(node, ast.Constant) or isinstance(node, ast.Call) and _called(node) == "range":
+                return [ast.Constant(0)]
+            if isinstance(node, ast.Call) and _called(node) in SAME and len(node.args) == 1:
+                return items(node.args[0])
+            if isinstance(node, ast.Call) and _called(node) == "zip":
+                columns = list(map(items, node.args))  # of a range one number stands for all
+                rows = range(max(map(len, columns), default=0))
+                return [ast.Tuple([one[row] if row < len(one) else ast.Constant(0) for one in columns]) for row in rows]
+            if isinstance(node, ast.Call) and _called(node) == "enumerate" and node.args:
+                return [ast.Tuple([ast.Constant(0), item]) for item in items(node.args[0])]
+            if isinstance(node, ast.Call) and _called(node) == "items" and isinstance(node.func, ast.Attribute):
+                node = None if (name := self._base(node.func)) in filled else sources.get(name, [None])[0]
+                return (
+                    [ast.Tuple(list(pair)) for pair in zip(node.keys, node.values)]
+                    if isinstance(node, ast.Dict)
+                    else [None]
+                )
+            return node.elts if isinstance(node, (ast.Tuple, ast.List, ast.Set)) else [None]
+
+        puts = [node.func for node in self._nodes if isinstance(node, ast.Call) and _called(node) in PUTTING]
+        puts += [node for node in self._nodes if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)]
+        filled = set(map(self._base, puts))
+        loops = [node for node in self._nodes if isinstance(node, (ast.For, ast.comprehension))]
+        for node in self._nodes:
+            if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)):
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    add(target, [node.value])
+            elif isinstance(node, (ast.arg, ast.withitem)):
+                add(node if isinstance(node, ast.arg) else node.optional_vars, [None])
+        for node in loops:
+            add(node.target, items(node.iter))
+        return {name for name, values in sources.items() if all(map(_is_scalar, values))}
 
     def _add_parameters(self):
         """Let parameters stand for what calls in the test give them, as in ``check(solution)``."""
@@ -274,7 +323,7 @@ class Flow:
 
     def _change(self, expression):
         name = self._base(expression)
-        if name and name not in self._names and name not in ("self", "cls"):
+        if name and name not in self._names and name not in ("self", "cls") and name not in self._scalars:
             self._changed.add(name)
 
     def _change_arguments(self, expression):
@@ -468,6 +517,22 @@ def _capped(value, depth):
     if isinstance(value, frozenset) or depth == 0:
         return _leaf(value)
     return (value[0], *(_capped(part, depth - 1) for part in value[1:]))
+
+
+def _is_scalar(node):
+    if isinstance(node, ast.UnaryOp):
+        return _is_scalar(node.operand)
+    is_number = isinstance(node, ast.Call) and _called(node) in (
+        "len",
+        "str",
+        "int",
+        "float",
+        "abs",
+        "round",
+        "ord",
+        "chr",
+    )
+    return isinstance(node, (ast.Constant, ast.JoinedStr)) or is_number
 
 
 def writes_back(node, keeps_arguments):

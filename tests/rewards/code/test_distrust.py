@@ -219,6 +219,47 @@ def test_numbers_in_texts_still_count():
     )
 
 
+STACK = "class S:\n    def __init__(self): self.a = []\n    def push(self, x): self.a.append(x)\n    def pop(self): return self.a.pop()"
+# Numbers and texts that are handed over cannot be changed in place.
+HANDED_OVER = [
+    "s = S()\nfor i in range(3):\n    s.push(i)\nfor i in reversed(range(3)):\n    assert s.pop() == i",
+    "s = S()\nfor c, n in zip(['a', 'b'], range(2)):\n    s.push(c)\n    s.push(n)\n    assert s.pop() == n and s.pop() == c",
+    "s = S()\nfor c in sorted('ba'):\n    s.push(c)\n    assert s.pop() == c",
+    "s = S()\nx = 7\ns.push(x)\nassert s.pop() == x",
+    "s = S()\nfor x in (1, 'a'):\n    s.push(x)\n    assert s.pop() == x",
+    "s = S()\nfor i, x in enumerate(['a', 'b']):\n    s.push(x)\n    assert (i, s.pop()) == (i, x)",
+    "cases = [(1, 'a'), (2, 'b')]\ns = S()\nfor n, name in cases:\n    s.push(n)\n    s.push(name)\n    assert s.pop() == name and s.pop() == n",
+    "s = S()\nfor k, v in {'a': 1}.items():\n    s.push(1)\n    assert s.pop() == v",
+    "names = {'a': 1, 'b': 2}\ns = S()\nfor k, v in names.items():\n    s.push(k)\n    assert s.pop() == k",
+    "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        s = S()\n        for i in range(3):\n            s.push(i)\n        for i in (2, 1, 0):\n            self.assertEqual(s.pop(), i)\n",
+]
+
+
+@pytest.mark.parametrize("test", HANDED_OVER)
+def test_numbers_and_texts_that_are_handed_over_stay_the_tests(test):
+    assert reward(fenced(STACK), test) == 1.0
+    assert reward(fenced(STACK.replace("self.a.pop()", "None")), test) == 0.0
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "for x in ([1], [2]):",
+        "for i, x in zip(range(2), [1, [2]]):",
+        "cases = []\ncases.append([1])\nfor x in cases:",
+        "cases = {}\ncases['a'] = [1]\nfor k, x in cases.items():",
+        "for k, x in {'a': [1]}.items():",
+        "for x in make():",
+        "x = [1]\nfor _ in range(2):",
+        "for i, x in enumerate([[1], 2]):",
+    ],
+)
+def test_lists_that_are_handed_over_do_not(loop):
+    test = f"def make():\n    return [[1]]\ns = S()\n{loop}\n    s.push(x)\n    assert s.pop() == x"
+    with pytest.raises(ValueError, match="both sides"):
+        UnitTests.check_record(test, "code_execution")
+
+
 SLOW = "def brute(n):\n    return sum(i % 7 for i in range({}))\nassert brute(3) > 0\n"
 
 
