@@ -22,6 +22,9 @@ ROOT = Path(__file__).parents[1]
 # agents on other nodes came to rollout from tools, 303 lines there.
 # And for Ascend's first week (config, rollout, doctor, dryrun, tests): rollout.engine_args, defaults of a device, rules
 # of the pretended NPU; in their place doctor's speed of matrix products, a module of cpu, counts that no budget read.
+# Sandbox: the pool of workers, which left rewards (715 lines) and tools (200), and which tests of programs tell the
+# program's part from their own (580 lines, for which nothing left). System: Child and Rpc, in place
+# of eleven classes around rollout servers and eight ways to start a process (rollout, sandbox, launch, tools).
 MOST = {
     "mindrlhf/__init__.py": 3,
     "mindrlhf/__main__.py": 7,
