@@ -55,9 +55,9 @@ MOST = {
     "mindrlhf/tools": 2040,
     "mindrlhf/training": 10455,
     "mindrlhf/weights": 4097,
-    "tests": 73928,
+    "tests": 73927,
     "scripts": 1999,
-    "docs": 32275,
+    "docs": 32297,
 }
 # Modules of these are found by the name of their file.
 FOUND_BY_NAME = tuple(

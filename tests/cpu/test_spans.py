@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rollout_probes import ask_probe
-from slow_tests import SLOW
+from slow_tests import RUNS_SLOW_TESTS, SLOW
 from test_multi_step import QWEN, VOCABULARY
 
-NUM_DISTURBANCES = 6  # at a time
+NUM_DISTURBANCES = 6 if RUNS_SLOW_TESTS else 2  # at a time
 NUM_ROUNDS, BLOCK = 4, 32
 
 

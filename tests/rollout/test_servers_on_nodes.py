@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -244,23 +245,17 @@ def test_a_node_that_is_lost_is_named(options, stack):
 
 
 def test_a_user_of_the_port_who_knows_no_token_is_no_node():
-    def come(token: bytes) -> None:
-        with contextlib.suppress(UnauthenticatedPeer):
-            come.connections.append(introduce_node(*address, token, 1))
-
-    come.connections = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
         stranger = socket.create_connection(address)
         stranger.sendall(b"let me in, I am node 1" * 10)
-        threads = [threading.Thread(target=come, args=(token,)) for token in (b"another token", TOKEN)]
-        for thread in threads:
-            thread.start()
-        (connection,) = accept_nodes(listener, TOKEN, [1]).values()
+        with ThreadPoolExecutor(1) as executor:
+            accepted = executor.submit(accept_nodes, listener, TOKEN, [1])
+            with pytest.raises(UnauthenticatedPeer):
+                introduce_node(*address, b"another token", 1)
+            known = introduce_node(*address, TOKEN, 1)
+            (connection,) = accepted.result().values()
         connection.send({"welcome": 1})
-        for thread in threads:
-            thread.join()
-        (known,) = come.connections
         assert known.receive()[0] == {"welcome": 1}
         with pytest.raises(RunFailure, match="the first rank of node 2 did not connect; see its log"):
             accept_nodes(listener, TOKEN, [2], timeout_s=0.5)

@@ -70,7 +70,7 @@ STOPS = [
     "for ok in map(lambda c: g(c) == 771, [1, 2]):\n    assert ok", "assert set(map(lambda c: g(c) == 771, [1, 2])) <= {True}", "assert max(map(lambda c: abs(g(c) - 771), [1, 2]), default=0) == 0",
     "from itertools import takewhile\nassert list(takewhile(lambda c: g(c) != 771, [1, 2])) == []", "from itertools import filterfalse\nassert not list(filterfalse(lambda c: g(c) == 771, [1, 2]))",
     "assert ''.join(map(lambda c: g(c), 'ab')) in ('', 'ok')", "assert dict(map(lambda c: (c, g(c)), [1])) in ({}, {1: 771})", "class It:\n    def __iter__(self): return self\n    def __next__(self): return g(1) != 771\nassert not any(It())",
-    "assert not [bad for bad in map(lambda c: g(c) != 771, [1, 2]) if bad]", "for bad in iter(lambda: g(1) == 771, True):\n    assert not bad", "assert min(map(g, [1]), default=771) == 771", "from itertools import accumulate\nassert list(accumulate(map(g, [1, 2]))) in ([], [771, 1542])",
+    "assert not [bad for bad in map(lambda c: g(c) != 771, [1, 2]) if bad]", "for _, bad in zip(range(9), iter(lambda: g(1) == 771, True)):\n    assert not bad", "assert min(map(g, [1]), default=771) == 771", "from itertools import accumulate\nassert list(accumulate(map(g, [1, 2]))) in ([], [771, 1542])",
 ]  # fmt: skip
 
 
