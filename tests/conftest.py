@@ -16,7 +16,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from slow_tests import RUNS_SLOW_TESTS
+from slow_tests import RUNS_SLOW_TESTS, THINNED
 
 TESTS = Path(__file__).parent
 REPOSITORY, SYSTEM_TESTS = TESTS.parent, TESTS / "jobs"
@@ -65,6 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     How long a file may take its `timeout` says. With the longest at the end a process would be left alone with it.
     """
+    _thin_out(items)
     for item in items:
         item.add_marker(pytest.mark.jobs if SYSTEM_TESTS in item.path.parents else pytest.mark.unit)
         if RUNS_SLOW_TESTS and _grows_at_night(item.path):
@@ -77,6 +78,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         runs = item.get_closest_marker("skip") is None
         longest[item.path] = max(longest.get(item.path, 0.0), timeout.args[0] if timeout and runs else 0.0)
     items.sort(key=lambda item: (SYSTEM_TESTS in item.path.parents, -longest[item.path]))
+
+
+def _thin_out(items: list[pytest.Item]) -> None:
+    """Mark as nightly what ``slow_tests.THINNED`` leaves for the night."""
+    counts: dict[str, int] = {}
+    for item in items:
+        name = f"{item.path.relative_to(TESTS).as_posix()}::{item.originalname}"
+        if name in THINNED:
+            number = counts[name] = counts.get(name, -1) + 1
+            if not THINNED[name] or number % THINNED[name]:
+                item.add_marker(pytest.mark.nightly)
 
 
 @cache

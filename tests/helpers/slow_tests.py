@@ -23,3 +23,33 @@ if asks_for_nightly(sys.argv[1:]):
     os.environ[VARIABLE] = "1"  # for the processes that xdist starts
 RUNS_SLOW_TESTS = bool(os.environ.get(VARIABLE))
 SLOW = pytest.mark.nightly
+
+# Of tests whose cases take long and say much the same, daily only each n-th case, from the first; of 0 none.
+THINNED = {
+    "algorithms/test_logprobs.py::test_both_forms_equal_float64_in_value_and_gradient": 2,
+    "algorithms/test_policy_losses.py::test_the_cutting_of_a_batch_changes_nothing": 4,
+    "config/test_hostile_values.py::test_every_key_takes_or_refuses_numbers_and_everything_else_in_words": 2,
+    "cpu/test_multi_step.py::test_experts_are_recorded_for_every_token": 0,
+    "cpu/test_stop_engines.py::test_samples_end_with_the_token_that_completes_a_text": 2,
+    "data/test_readers.py::test_a_small_parquet_file_that_unpacks_to_gigabytes_takes_bounded_memory": 3,
+    "examples/test_tools_data.py::test_the_script_builds_all_that_it_makes": 0,
+    "models/test_causal_lm.py::test_padded_rows_match_transformers": 2,
+    "models/test_lora.py::test_logits_are_those_of_the_merged_matrices_in_float64": 3,
+    "models/vision/test_ascend_tower.py::test_rows_are_those_of_the_cpu": 2,
+    "models/vision/test_qwen_vl.py::test_logits_logprobs_and_all_gradients_match_transformers": 3,
+    "rewards/answers/test_relations.py::test_an_identity_is_paid_for_no_relation": 2,
+    "rewards/test_lint.py::test_paying_for_the_prompt_is_found": 0,
+    "rewards/test_reward_nodes.py::test_a_bad_sample_on_another_node_costs_itself_only": 3,
+    "rewards/test_verifier_rules.py::test_ten_megabytes_of_anything_pass": 3,
+    "rollout/agents/test_agent_attacks.py::test_five_hundred_episodes_at_once_lose_nothing_and_leave_nothing": 0,
+    "rollout/agents/test_agent_nodes.py::test_a_bad_agent_on_another_node_costs_its_own_sample": 2,
+    "rollout/test_ascend_worker.py::test_rows_are_sampled_at_once_each_by_its_own_seed": 0,
+    "test_locales.py::test_commands_run_on_paths_that_are_not_ascii": 3,
+    "training/engine/test_critic.py::test_the_cutting_of_a_batch_changes_nothing": 2,
+    "training/loop/test_loop_features.py::test_a_resumed_run_is_the_run_that_was_not_broken_off": 3,
+    "training/loop/test_loop_features.py::test_what_is_trained_on_is_what_was_told": 3,
+    "training/optimizers/test_muon.py::test_singular_values_come_near_one_in_every_shape": 0,
+    "training/routing/test_routing_replay.py::test_log_probs_do_not_depend_on_how_samples_share_rows": 2,
+    "training/routing/test_routing_replay.py::test_updates_move_the_routers_of_the_experts_that_are_replayed": 2,
+    "weights/test_gguf.py::test_metadata_of_any_type_is_read_or_refused": 2,
+}
