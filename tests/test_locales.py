@@ -1,5 +1,6 @@
 """Commands on paths that are not ASCII, in locales that are not UTF-8, and without docstrings and assertions."""
 
+import ast
 import json
 import os
 import shutil
@@ -65,3 +66,13 @@ def test_commands_run_on_paths_that_are_not_ascii(name, tmp_path, request):
         assert ended.returncode == 0 and "Traceback" not in said, (what, said[-2000:])
     assert json.loads((place / "sc答.jsonl").read_text(encoding="utf-8"))["rewards"] == {"accuracy_reward": 1.0}
     assert (place / "mö答" / "model.safetensors").is_file()
+
+
+def test_no_assertion_changes_anything():
+    changing = {"setdefault", "pop", "append", "add", "update", "remove", "discard", "next", "extend", "register"}
+    for path in (ROOT / "mindrlhf").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for inner in ast.walk(node.test) if isinstance(node, ast.Assert) else ():
+                called = getattr(inner, "func", None)
+                name = getattr(called, "attr", getattr(called, "id", ""))
+                assert name not in changing and not isinstance(inner, ast.NamedExpr), f"{path}:{node.lineno}"

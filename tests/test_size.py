@@ -51,11 +51,11 @@ MOST = {
     "mindrlhf/sandbox": 5157,
     "mindrlhf/shards": 1500,
     "mindrlhf/specs": 2167,
-    "mindrlhf/system": 2859,  # rpc and accept_nodes, in place of the talks of rollout (500 lines)
+    "mindrlhf/system": 2860,  # rpc and accept_nodes, in place of the talks of rollout (500 lines)
     "mindrlhf/tools": 2040,
     "mindrlhf/training": 10455,
     "mindrlhf/weights": 4097,
-    "tests": 73969,
+    "tests": 73980,
     "scripts": 1999,
     "docs": 32297,
 }

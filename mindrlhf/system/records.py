@@ -36,7 +36,8 @@ def record(cls: type) -> type:
     Its fields are annotated as ``np.ndarray``, bytes, int, float, bool, str, ``Any`` (a JSON value), another record,
     or ``tuple``, ``list``, ``dict``, ``Mapping`` and ``X | None`` of these.
     """
-    assert _RECORDS.setdefault(cls.__name__, cls) is cls, f"there are two records called {cls.__name__}"
+    known = _RECORDS.setdefault(cls.__name__, cls)  # no part of the assertion, which PYTHONOPTIMIZE leaves out
+    assert known is cls, f"there are two records called {cls.__name__}"
     return cls
 
 
