@@ -11,7 +11,11 @@ from mindrlhf.system.terminal import visible
 
 CHECKPOINT = str(Path(__file__).parents[1] / "examples" / "quickstart" / "checkpoint")
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-ESCAPES = ["\x1b[2J", "\x1b]0;PWNED\x07", "\x9b31m", "\u202e", "\x08\x08", "\r", "\x7f", "\u2066", "\x1bc", "\x0c"]
+ESCAPES = [
+    *("\x1b[2J", "\x1b]0;PWNED\x07", "\x9b31m", "\u202e", "\x08\x08", "\r", "\x7f", "\u2066", "\x1bc", "\x0c"),
+    *("\x1b[31m", "\x1b[1A", "\x1b[6n", "\x1bP1$r\x1b\\", "\x1b]52;c;cHduZWQ=\x07", "\x1b(0", "\x9d0;PWNED\x9c"),
+    *("\x07", "\x00", "\x85", "\x0b", "\u202a", "\u2069"),
+]
 
 
 @pytest.mark.parametrize("escape", ESCAPES, ids=ascii)

@@ -125,6 +125,10 @@ CALLBACKS = {
     "def g(f, a): return sorted(a, key=f)": ["assert g(lambda x: g(lambda y: y, [x, 0])[0], [3, 2]) == [3, 2]", "assert g(lambda x: len(g(None, [x])), [3, 1]) == [3, 1]"],
     "def g(f): return f(f)": ["assert g(lambda h: 771) == 771", "assert g(lambda h: g(lambda k: 5) + 1) == 6"],
     "class N:\n    def __init__(self, v): self.v = v\n    def each(self, f): return f(self.v)": ["n = N(3)\nassert n.each(lambda v: n.v + v) == 6", "n = N(3)\nassert n.each(lambda v: n.each(lambda w: w * v)) == 9"],
+    "def g(f, *a): return f(*a)": ["assert g(lambda x, y: g(lambda z: z + y, x), 1, 2) == 3", "assert g(max, 1, g(min, 4, 3)) == 3"],
+    "def g(f, d): return {k: f(v) for k, v in d.items()}": ["assert g(lambda v: g(len, v), {'a': {'b': 'xy'}}) == {'a': {'b': 2}}", "assert g(lambda v: v + 1, g(len, {'a': 'xyz'})) == {'a': 4}"],
+    "def g(f, n): return 0 if n == 0 else f(n) + g(f, n - 1)": ["assert g(lambda i: g(lambda j: 1, i), 3) == 6", "assert g(lambda i: i * i, 3) == 14"],
+    "def g(p, c): return [x for x in c if p(x)]": ["assert g(lambda x: g(lambda y: y == x, [2, 3]) != [], [1, 2, 3]) == [2, 3]", "assert g(lambda x: x > len(g(bool, [0, 1])), [1, 2]) == [2]"],
     "def g(f, n):\n    for i in range(n): f(i)": ["seen = []\ng(lambda i: seen.append(i), 3)\nassert seen == [0, 1, 2]", "seen = []\ng(lambda i: g(seen.append, i), 3)\nassert seen == [0, 0, 1]"],
 }  # fmt: skip
 
