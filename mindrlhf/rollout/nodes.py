@@ -32,7 +32,7 @@ class Node(Protocol):
 
     @property
     def lost(self) -> str:
-        """How it was lost; empty while it is there."""
+        """Cause of its loss; empty while it is there."""
 
     def call(self, method: str, **arguments: Any) -> Any:
         """Call a method of its :class:`NodeServers`."""

@@ -98,7 +98,7 @@ class _Service:
 
 
 class _Lent:
-    """What rank 0 may call on one connection: all of ``NodeServers``, and to bring weights.
+    """The methods that rank 0 may call on one connection: all of ``NodeServers``, and to bring weights.
 
     Args:
         host: address of this node by which it reaches rank 0.

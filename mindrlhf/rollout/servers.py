@@ -290,12 +290,12 @@ class Server:
         return f"{self.node.name}: " if self.node.name else ""
 
     def _activity(self) -> Activity | None:
-        """What its process with the engine does; None where nothing is known that was not a second before."""
+        """Activity of its process with the engine; None where nothing is known that was not a second before."""
         last, self._seen = self._seen, self.node.status(self._index)
         return None if self._seen is None or self._seen is last else self._seen.activity
 
     def _ending_of(self, number: int) -> str:
-        """How the process on one of its nodes ended, as far as that is known here."""
+        """Ending of the process on one of its nodes, as far as it is known here."""
         node = self.nodes[number]
         if node.lost:
             return f"is lost with its node, which {node.lost}"

@@ -43,7 +43,7 @@ class CallFailed(RunFailure):
 
 
 class Connection(Protocol):
-    """What a :class:`mindrlhf.system.handshake.SignedConnection` does, and a :class:`Pair`."""
+    """Interface of :class:`mindrlhf.system.handshake.SignedConnection` and :class:`Pair`."""
 
     def send(self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         """Send a message; raises ConnectionClosed."""

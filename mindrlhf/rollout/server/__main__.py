@@ -98,7 +98,7 @@ def _run_headless(config: dict[str, Any]) -> NoReturn:
 
 
 class Service:
-    """What rank 0 may call, one after the other."""
+    """The methods that rank 0 may call, one after the other."""
 
     def __init__(self, engine) -> None:
         self._engine = engine
