@@ -53,9 +53,9 @@ MOST = {
     "mindrlhf/specs": 2167,
     "mindrlhf/system": 2860,  # rpc and accept_nodes, in place of the talks of rollout (500 lines)
     "mindrlhf/tools": 2040,
-    "mindrlhf/training": 10455,
+    "mindrlhf/training": 10458,
     "mindrlhf/weights": 4097,
-    "tests": 73994,
+    "tests": 74003,
     "scripts": 1999,
     "docs": 32297,
 }

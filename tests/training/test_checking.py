@@ -295,3 +295,12 @@ def test_reward_functions_are_called_once(contents, tmp_path, capsys, source, co
     said = capsys.readouterr()
     line = said.err if code else next((line for line in said.out.splitlines() if line.startswith("called with")), "")
     assert words in line and bool(line) == bool(words)
+
+
+def test_a_reward_function_that_waits_keeps_no_run_waiting(contents, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("mindrlhf.training.preflight.run._CALL_LIMIT_S", 0.5)
+    (tmp_path / "reward.py").write_text("import time\ndef f(completion, answer): time.sleep(1000)")
+    contents["train"]["reward"] = {"verifier_function": f"{tmp_path / 'reward.py'}:f", "timeout_s": 900}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(contents["train"]))
+    assert main(["config", "check", str(tmp_path / "config.yaml")]) == 0
+    assert "as response, f: timeout" in capsys.readouterr().out

@@ -25,6 +25,9 @@ from mindrlhf.training.preflight.facts import HostMemory, checkpoint_bytes, grpo
 from mindrlhf.training.preflight.features import check_elastic
 from mindrlhf.training.preflight.output import check_no_file, refuse_taken, resumes, save_dir, too_short
 
+# A function that takes longer for its first call is told of, and the run begins all the same.
+_CALL_LIMIT_S = 10.0
+
 
 @dataclass(frozen=True)
 class CheckedRun:
@@ -149,16 +152,16 @@ def _call_verifiers(reward: RewardSection, inputs: RunInputs) -> str:
     )
     try:
         selection = Selection(names, (1.0,) * len(names), options=options)
-        with RewardPool(selection, 1, reward.timeout_s, memory_limit_mib=reward.memory_limit_mib) as pool:
+        limit_s = min(reward.timeout_s, _CALL_LIMIT_S)
+        with RewardPool(selection, 1, limit_s, memory_limit_mib=reward.memory_limit_mib) as pool:
             (result,) = pool.score([sample])
     except RunFailure as failure:
         raise UserError(str(failure)) from None
     for name, reason in result.failures.items():
         if reason.startswith("returned "):
             raise UserError(f"verifier '{name}' {reason}: a reward function returns a float")
-    failed = [f"{name}: {reason}" for name, reason in result.failures.items()] + [result.unscored] * bool(
-        result.unscored
-    )
+    failed = [f"{name}: {reason}" for name, reason in result.failures.items()]
+    failed = [result.unscored] if result.unscored else failed
     return f"called with the answer of the first prompt as response, {'; '.join(failed)}" if failed else ""
 
 
