@@ -42,7 +42,7 @@ MOST = {
     "mindrlhf/evaluation": 732,
     "mindrlhf/hub": 70,
     "mindrlhf/images": 368,
-    "mindrlhf/launch": 3437,
+    "mindrlhf/launch": 3428,
     "mindrlhf/layout": 1419,
     "mindrlhf/models": 3014,
     "mindrlhf/observe": 2640,

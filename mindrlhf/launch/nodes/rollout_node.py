@@ -5,7 +5,7 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from mindrlhf.errors import RunFailure
 from mindrlhf.launch.failure_report import say
@@ -95,8 +95,7 @@ class RolloutNode(OtherNode):
                 pass
         self._channel.close()
 
-    @contextlib.contextmanager
-    def _leaving_on_signals(self) -> Iterator[None]:
+    def _leaving_on_signals(self) -> contextlib.AbstractContextManager[None]:
         """Have the first signal end this node's part in good order; a second one ends it at once."""
 
         def leave(number: int, _: object) -> None:
@@ -104,12 +103,4 @@ class RolloutNode(OtherNode):
             say(f"{signal.Signals(number).name} received: leaving the run")
             self.leave()
 
-        previous = {}
-        with contextlib.suppress(ValueError):  # outside of the main thread, where no signal is delivered either
-            for number in _SIGNALS:
-                previous[number] = signal.signal(number, leave)
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+        return processes.handling(_SIGNALS, leave)
