@@ -157,7 +157,6 @@ def _start_checked(
             arguments.workers,
             log_dir,
             hang_timeout_s=config.run.hang_timeout_s,
-            still_limit_s=_still_limit_s(config),
             start_timeout_s=config.run.start_timeout_s,
             computes_on_cpu=config.run.device == "cpu",
             joins_alone=config.run.device != "cpu",
@@ -186,13 +185,6 @@ def _start_checked(
 
 def _counted(number: int, what: str) -> str:
     return f"{number:,} {what}{'s' if number != 1 else ''}"
-
-
-def _still_limit_s(config: Any) -> float:
-    from mindrlhf.launch.health import stillness_limit_s
-
-    servers = getattr(config, "rollout", None)  # `sft` and others have none
-    return stillness_limit_s(servers.stall_timeout_s if servers else 0.0)
 
 
 def _tell(checked: "CheckedRun") -> None:

@@ -15,7 +15,7 @@ from typing import TextIO
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.launch.failure_report import describe_end, exit_code, failure_report, log_name, say
-from mindrlhf.launch.health import STILLNESS_LIMIT_S, HealthMonitor
+from mindrlhf.launch.health import HealthMonitor
 from mindrlhf.launch.joining import JoiningWatch, may_be_a_foreign_connections_doing
 from mindrlhf.launch.logs import LogFollower
 from mindrlhf.launch.machine import msrun_argv
@@ -60,7 +60,6 @@ def launch(
     grace_s: float = 5.0,
     out: TextIO | None = None,
     hang_timeout_s: float = 0.0,
-    still_limit_s: float = STILLNESS_LIMIT_S,
     start_timeout_s: float = 0.0,
     computes_on_cpu: bool = False,
     rank_0_signals: Collection[int] = (),
@@ -80,7 +79,7 @@ def launch(
         log_dir: made if missing; logs of an earlier launch in it go to ``attempt_1`` and so on below it.
         env, master_port: for the ranks, over this process's; TCP port of the scheduler, a free one when None.
         hang_timeout_s, start_timeout_s: longest time without progress of rank 0, and until all ranks met; 0: no limit.
-        computes_on_cpu: the work takes processor time, so that a run that uses none for ``still_limit_s`` hangs.
+        computes_on_cpu: the ranks meet as MindSpore's do on a CPU; see :class:`mindrlhf.launch.joining.Rouser`.
         rank_0_signals: of SIGTERM and SIGUSR1, those that rank 0 gets, once it listens, instead of ending the run;
             SIGTERM has it end the run in its own time, and the next signal is not passed on.
         advice, advice_after_mistake: last line of a failure's report, or of one with ``UserError.exit_code``.
@@ -102,7 +101,7 @@ def launch(
             port = peers.scheduler_port or master_port or find_free_port()
             root = _start(command, num_workers, log_dir, env or {}, port, peers, joins_alone)
             follower = _follower(log_dir, peers.ranks(num_workers), out or sys.stdout, says_stages)
-            health = HealthMonitor(log_dir, hang_timeout_s, still_limit_s, computes_on_cpu=computes_on_cpu, peers=peers)
+            health = HealthMonitor(log_dir, hang_timeout_s)
             joining = JoiningWatch(num_workers, start_timeout_s, peers, rouses=computes_on_cpu)
             ranks = RunProcesses(root, num_workers, log_dir, bystanders, peers, joins_alone)
             run = _Watch(ranks, follower, health, joining, port, received, rank_0_signals, log_dir, advices, peers)
@@ -296,7 +295,7 @@ class _Watch:
 
     def _find_hang(self) -> tuple[str, str, bool] | None:
         """Return who hangs, how, and whether another port may mend it; None when nobody does."""
-        hang = self._health.find_hang(self._run.rank_pids(), self._run.pids)
+        hang = self._health.find_hang(self._run.rank_pids())
         if hang is None and not self._joining.is_late():
             return None
         meeting = self._joining.look(self._health.activities())

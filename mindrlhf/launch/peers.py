@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from mindrlhf.system.idle import Activity
-
 
 @dataclass(frozen=True)
 class Ending:
@@ -49,13 +47,6 @@ class Peers:
 
     def report(self, text: str) -> None:
         """Keep what happened here, for the other nodes."""
-
-    def note_activity(self, activity: Activity, num_processes: int) -> None:
-        """Say what the processes of this node do, for node 0."""
-
-    def activity(self) -> tuple[Activity, int]:
-        """Return, on node 0, what the processes of the other nodes do, and how many there are."""
-        return Activity(0.0), 0
 
 
 ALONE = Peers()

@@ -23,14 +23,6 @@ class Activity:
         cpu_time_s = sum(map(processes.cpu_time_s, pids))
         return cls(cpu_time_s, _RUNNABLE in states, _WAITS_FOR_DISK in states)
 
-    def __add__(self, other: "Activity") -> "Activity":
-        """Return what both groups do."""
-        return Activity(
-            self.cpu_time_s + other.cpu_time_s,
-            self.is_runnable or other.is_runnable,
-            self.waits_for_disk or other.waits_for_disk,
-        )
-
 
 class IdleWatch:
     """Tells a group of processes that is stuck from one that works, or would if it were given a processor.
@@ -46,10 +38,6 @@ class IdleWatch:
         self._cpu_time_s: float | None = None
         self._since_s = 0.0
         self._num_looks = self._num_runnable = 0
-
-    def restart(self, now_s: float) -> None:
-        """Begin anew: something has happened that shows that they work."""
-        self._cpu_time_s, self._since_s = None, now_s
 
     def has_idled(self, activity: Activity, now_s: float, limit_s: float, idle_cpu_s: float) -> bool:
         """Return whether they have done nothing for ``limit_s``; to be called every second or so.

@@ -9,13 +9,7 @@ import time
 
 import pytest
 
-from mindrlhf.launch.health import (
-    JOINING_LIMIT_S,
-    NOTICE_LIMIT_S,
-    STILLNESS_LIMIT_S,
-    HealthMonitor,
-    stillness_limit_s,
-)
+from mindrlhf.launch.health import NOTICE_LIMIT_S, HealthMonitor
 from mindrlhf.system import heartbeat, processes
 from mindrlhf.system.heartbeat import DIRECTORY_VARIABLE, heartbeat_path, read_beat
 
@@ -41,13 +35,6 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-def is_still(pid):
-    """Whether a process uses no processor time for half a second: after its first beat it has a little left to do."""
-    before_s = processes.cpu_time_s(pid)
-    time.sleep(0.5)
-    return processes.cpu_time_s(pid) == before_s
-
-
 @pytest.fixture
 def start(tmp_path):
     """Start a rank that says what it does: ``start("step 1: update", "busy")``."""
@@ -62,8 +49,6 @@ def start(tmp_path):
         while (beat := read_beat(path)) is None or beat.pid != process.pid or beat.activity != activity:
             assert time.perf_counter() < deadline
             time.sleep(0.01)
-        while kind == "idle" and not is_still(process.pid):
-            assert time.perf_counter() < deadline
         return process
 
     yield start_rank
@@ -76,7 +61,7 @@ def start(tmp_path):
 def watch(monitor, clock, ranks, seconds):
     """Check once a second of the moved clock; return the first finding and when it came."""
     for second in range(seconds + 1):
-        if (found := monitor.find_hang(ranks, lambda: list(ranks.values()))) is not None:
+        if (found := monitor.find_hang(ranks)) is not None:
             return found, second
         clock.now_s += 1.0
     return None, seconds
@@ -84,7 +69,7 @@ def watch(monitor, clock, ranks, seconds):
 
 def test_a_stopped_rank_is_found_within_ten_seconds(start, clock, tmp_path):
     ranks = {"rank 0": start("step 1: update", "busy").pid, "rank 1": start("update", "busy", rank=1).pid}
-    monitor = HealthMonitor(tmp_path, 0, computes_on_cpu=False)
+    monitor = HealthMonitor(tmp_path, 0)
     assert watch(monitor, clock, ranks, 30) == (None, 30)
     os.kill(ranks["rank 1"], signal.SIGSTOP)
     while processes.state(ranks["rank 1"]) != "T":
@@ -95,69 +80,26 @@ def test_a_stopped_rank_is_found_within_ten_seconds(start, clock, tmp_path):
     assert watch(monitor, clock, ranks, 3)[0] is None
 
 
-def test_a_run_that_uses_no_processor_time_hangs_only_where_work_takes_it(start, clock, tmp_path):
-    ranks = {"rank 0": start("step 3: update").pid}
-    found, after_s = watch(HealthMonitor(tmp_path, 0, computes_on_cpu=True), clock, ranks, 30)
-    assert found[0] == "rank 0" and "no process of the run has done anything" in found[1]
-    assert STILLNESS_LIMIT_S <= after_s <= STILLNESS_LIMIT_S + 3
-    assert watch(HealthMonitor(tmp_path, 0, computes_on_cpu=False), clock, ranks, 30)[0] is None
-
-
-def test_a_stuck_server_is_for_rank_0_to_notice_before_the_launcher_does(start, clock, tmp_path):
-    """As while it loads weights: the launcher must not end a run that would start the server again."""
-    ranks = {"rank 0": start("step 3: reshard_to_infer").pid}
-    stuck_after_s = 10  # the default of rollout.stall_timeout_s
-    monitor = HealthMonitor(tmp_path, 0, stillness_limit_s(stuck_after_s), computes_on_cpu=True)
-    assert watch(monitor, clock, ranks, stuck_after_s + 2)[0] is None  # looks are a second apart, on both sides
-    assert "no process of the run has done anything" in watch(monitor, clock, ranks, 5)[0][1]
-    assert stillness_limit_s(2) == STILLNESS_LIMIT_S and stillness_limit_s(60) > 62
-
-
-@pytest.mark.parametrize("activity", ["step 3: rollout", "step 3: rollout_wait", "step 3: evaluation"])
-def test_waiting_for_samples_is_no_hang(start, clock, tmp_path, activity):
-    ranks = {"rank 0": start(activity).pid}
-    assert watch(HealthMonitor(tmp_path, 0, computes_on_cpu=True), clock, ranks, 30)[0] is None
-
-
-def test_ranks_that_join_may_sleep_between_their_attempts(start, clock, tmp_path):
-    ranks = {"rank 0": start(heartbeat.JOINING).pid}
-    found, after_s = watch(HealthMonitor(tmp_path, 0, computes_on_cpu=True), clock, ranks, 90)
-    assert "no process of the run has done anything for 60 s" in found[1]
-    assert JOINING_LIMIT_S <= after_s <= JOINING_LIMIT_S + 3
-
-
-def test_work_of_any_process_of_the_run_counts(start, clock, tmp_path):
-    """Rank 0 waits for rank 1, as in a collective or while the others compile."""
-    ranks = {"rank 0": start("starting").pid, "rank 1": start("warm_up", "busy", rank=1).pid}
-    monitor = HealthMonitor(tmp_path, 0, computes_on_cpu=True)
-    for _ in range(15):
-        assert monitor.find_hang(ranks, lambda: list(ranks.values())) is None
-        before_s = processes.cpu_time_s(ranks["rank 1"])
-        while processes.cpu_time_s(ranks["rank 1"]) < before_s + 0.1:  # a tenth of a core, by the moved clock
-            time.sleep(0.01)
-        clock.now_s += 1.0
-
-
 def test_time_in_which_the_launcher_did_not_run_either_is_no_hang(start, clock, tmp_path):
     """As on a machine that was suspended, or so overloaded that nobody ran; afterwards hangs are found as before."""
     ranks = {"rank 0": start("step 3: update").pid}
-    monitor = HealthMonitor(tmp_path, 60.0, computes_on_cpu=True)
+    monitor = HealthMonitor(tmp_path, 20.0)
     assert watch(monitor, clock, ranks, 3)[0] is None
     clock.now_s += 3600.0
-    assert monitor.find_hang(ranks, lambda: list(ranks.values())) is None
+    assert monitor.find_hang(ranks) is None
     found, after_s = watch(monitor, clock, ranks, 30)
-    assert "no process of the run has done anything" in found[1] and after_s <= STILLNESS_LIMIT_S
+    assert "has made no progress for 21 s" in found[1] and 14 <= after_s <= 18
 
 
 def test_the_limit_of_the_user_holds_everywhere(start, clock, tmp_path):
     ranks = {"rank 0": start("step 3: rollout", "busy").pid}
-    found, after_s = watch(HealthMonitor(tmp_path, 20.0, computes_on_cpu=False), clock, ranks, 60)
+    found, after_s = watch(HealthMonitor(tmp_path, 20.0), clock, ranks, 60)
     assert found == ("rank 0", "has made no progress for 21 s (run.hang_timeout_s is 20)") and after_s == 21
 
 
 def test_a_heartbeat_of_another_process_says_nothing(start, clock, tmp_path):
     process = start("step 1: update")
-    monitor = HealthMonitor(tmp_path, 1.0, computes_on_cpu=True)
+    monitor = HealthMonitor(tmp_path, 1.0)
     assert monitor.listening_pid("rank 0", {"rank 0": process.pid + 1}) is None
     assert watch(monitor, clock, {"rank 0": os.getpid()}, 30)[0] is None
     assert monitor.listening_pid("rank 0", {"rank 0": process.pid}) == process.pid
@@ -201,7 +143,7 @@ def test_half_a_heartbeat_is_none(tmp_path, text):
     ],
 )
 def test_who_takes_no_notice_of_a_signal_in_the_first_step_is_deaf(clock, tmp_path, activities, notices, is_deaf):
-    monitor, path = HealthMonitor(tmp_path, 0, computes_on_cpu=False), heartbeat_path(tmp_path, 0)
+    monitor, path = HealthMonitor(tmp_path, 0), heartbeat_path(tmp_path, 0)
 
     def say(activity, num_ticks):
         path.write_text(json.dumps({"pid": os.getpid(), "num_ticks": num_ticks, "activity": activity}))
@@ -209,7 +151,7 @@ def test_who_takes_no_notice_of_a_signal_in_the_first_step_is_deaf(clock, tmp_pa
     for num_ticks, activity in enumerate(activities):
         say(activity, num_ticks)
         clock.now_s += 1.0
-        assert monitor.find_hang({"rank 0": os.getpid()}, list) is None
+        assert monitor.find_hang({"rank 0": os.getpid()}) is None
     assert not monitor.is_deaf_before_first_step(), "nobody was asked"
     monitor.expect_notice()
     say(activities[-1], len(activities) - 1 + notices)

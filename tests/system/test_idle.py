@@ -52,15 +52,6 @@ def test_processor_time_counts_and_so_does_a_wait_for_a_disk():
     assert first_verdict([(0.0, False, True)] * 30) is None
 
 
-def test_a_restart_begins_a_new_limit():
-    watch = IdleWatch()
-    for second in range(8):
-        assert not watch.has_idled(Activity(1.0), second, LIMIT_S, IDLE_CPU_S)
-    watch.restart(7.5)
-    assert not any(watch.has_idled(Activity(1.0), second, LIMIT_S, IDLE_CPU_S) for second in range(8, 16))
-    assert watch.has_idled(Activity(1.0), 16, LIMIT_S, IDLE_CPU_S)
-
-
 @pytest.fixture
 def start():
     started = []

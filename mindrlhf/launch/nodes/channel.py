@@ -9,7 +9,6 @@ import numpy as np
 
 from mindrlhf.system.clock import WatchedTime
 from mindrlhf.system.handshake import SignedConnection
-from mindrlhf.system.idle import Activity
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 
 BEAT_INTERVAL_S = 1.0
@@ -19,13 +18,6 @@ _SEND_TIMEOUT_S = 5.0
 LOST = "lost"
 
 
-def told_activity(beat: Mapping[str, Any]) -> tuple[Activity, int] | None:
-    """Return what a beat tells of the peer's processes, and how many they are; None where it tells nothing."""
-    if "cpu_time_s" not in beat:
-        return None
-    return Activity(beat["cpu_time_s"], beat["is_runnable"], beat["waits_for_disk"]), beat["num_processes"]
-
-
 class Channel:
     """Reads and beats in threads of its own, until it is closed or the peer is lost.
 
@@ -33,7 +25,6 @@ class Channel:
         connection: authenticated.
         deliver: called, by those threads, with each message, and once with {"kind": "lost", "how": ...}. Arrays that
             came with a message are its "arrays".
-        beat: returns what each beat tells the peer.
         watches: whether silence means that the peer is lost; a peer that computes in its own process may miss beats.
     """
 
@@ -41,13 +32,11 @@ class Channel:
         self,
         connection: SignedConnection,
         deliver: Callable[[dict[str, Any]], None],
-        beat: Callable[[], dict[str, Any]] = dict,
         *,
         watches: bool = True,
     ) -> None:
         self._connection = connection
         self._deliver = deliver
-        self._beat = beat
         self._watches = watches
         self._num_received = 0
         self._is_closed = False
@@ -82,7 +71,7 @@ class Channel:
     def _keep_beating(self) -> None:
         watched, heard, heard_s = WatchedTime(), 0, 0.0
         while not self._is_closed:
-            self.send("beat", **self._beat())
+            self.send("beat")
             time.sleep(BEAT_INTERVAL_S)
             now_s, num_received = watched.now_s(), self._num_received
             if num_received != heard:

@@ -10,14 +10,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mindrlhf.errors import RunFailure, UserError, messages_of
 from mindrlhf.launch.failure_report import is_worth_a_restart, say
 from mindrlhf.launch.launch import find_free_port
-from mindrlhf.launch.nodes.channel import LOST, Channel, told_activity
+from mindrlhf.launch.nodes.channel import LOST, Channel
 from mindrlhf.launch.nodes.facts import Fact, as_message, differences, name_nodes
 from mindrlhf.launch.nodes.place import Place
 from mindrlhf.launch.nodes.rollout_nodes import ROLLOUT_ROLE, RolloutNodes
@@ -25,7 +25,6 @@ from mindrlhf.launch.nodes.secret import FIRST_NEWS_S, SECRET_NAME, make_secret,
 from mindrlhf.launch.peers import Ending, Peers
 from mindrlhf.launch.processes import POLL_INTERVAL_S
 from mindrlhf.system.handshake import SignedConnection, greet_newcomers
-from mindrlhf.system.idle import Activity
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 
 _JOIN_TIMEOUT_S = 60.0  # from a launcher's first word to its facts: it reads files
@@ -53,7 +52,6 @@ class _Node:
     is_running: bool = False  # its ranks were started and have not ended
     is_told: bool = False  # why they have to end
     code: int = 0  # how they ended this time
-    activity: tuple[Activity, int] = field(default_factory=lambda: (Activity(0.0), 0))
 
 
 class FirstNode(Peers):
@@ -171,13 +169,6 @@ class FirstNode(Peers):
     def report(self, text: str) -> None:
         """See :meth:`Peers.report`."""
         self._report = text
-
-    def activity(self) -> tuple[Activity, int]:
-        """See :meth:`Peers.activity`."""
-        all_of_them = [node.activity for node in self._nodes.values()]
-        all_of_them += self._rollout_nodes.activities() if self._rollout_nodes is not None else []
-        total = sum((activity for activity, _ in all_of_them), Activity(0.0))
-        return total, sum(number for _, number in all_of_them)
 
     def _turn_away(self, peer: str, reason: object) -> None:
         self._num_turned_away += 1
@@ -321,9 +312,7 @@ class FirstNode(Peers):
 
     def _hear(self, node: int, message: dict[str, Any]) -> None:
         who = self._nodes[node]
-        if message["kind"] == "beat":
-            who.activity = told_activity(message) or who.activity
-        elif message["kind"] == "signal":
+        if message["kind"] == "signal":
             self._signals.append(message["number"])
         elif message["kind"] == "ended":
             who.code, who.is_running = message["code"], False

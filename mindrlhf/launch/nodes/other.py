@@ -15,7 +15,6 @@ from mindrlhf.launch.nodes.place import Place
 from mindrlhf.launch.nodes.secret import FIRST_NEWS_S
 from mindrlhf.launch.peers import Ending, Peers
 from mindrlhf.system.handshake import SignedConnection, UnauthenticatedPeer, introduce
-from mindrlhf.system.idle import Activity
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 
 _RETRY_INTERVAL_S = 0.5
@@ -65,7 +64,6 @@ class OtherNode(Peers):
         self._news: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._ending: Ending | None = None
         self._report = ""
-        self._activity: dict[str, Any] = {}
         self._rejoin_end_s = 0.0
 
     def serve(self, start: Callable[[bool], int]) -> int:
@@ -93,7 +91,6 @@ class OtherNode(Peers):
             self.node, self.scheduler_port, self.host = int(message["node"]), int(message["port"]), str(message["host"])
             self._ending, self._report = None, ""
             code = start(bool(message["resume"]))
-            self._activity = {}
             self._channel.send("ended", code=code, report=self._report)
 
     def tell_problem(self, problem: str) -> None:
@@ -123,10 +120,6 @@ class OtherNode(Peers):
     def report(self, text: str) -> None:
         """See :meth:`Peers.report`."""
         self._report = text
-
-    def note_activity(self, activity: Activity, num_processes: int) -> None:
-        """See :meth:`Peers.note_activity`."""
-        self._activity = {**vars(activity), "num_processes": num_processes}
 
     def _lost_line(self, message: Mapping[str, Any]) -> str:
         return f"node 0 ({self._place.master}) {message.get('how', 'has ended the run')}"
@@ -209,7 +202,7 @@ class OtherNode(Peers):
             signed.send({**own, "facts": as_message(facts), "problem": problem})
         except ConnectionClosed as error:
             raise RunFailure(f"node 0 ({self._place.master}) has closed the connection ({error})") from None
-        self._channel = Channel(signed, self._news.put, lambda: self._activity)
+        self._channel = Channel(signed, self._news.put)
 
 
 def _refusal(lines: Sequence[Any]) -> UserError:

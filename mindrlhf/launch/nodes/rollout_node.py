@@ -1,7 +1,6 @@
 """A node for rollout only: joins node 0, and starts and ends its servers when node 0 starts and ends the ranks."""
 
 import contextlib
-import os
 import queue
 import signal
 import time
@@ -14,11 +13,9 @@ from mindrlhf.launch.nodes.other import OtherNode
 from mindrlhf.launch.nodes.rollout_nodes import ROLLOUT_ROLE, ListenerAddress
 from mindrlhf.launch.peers import Ending
 from mindrlhf.system import processes
-from mindrlhf.system.idle import Activity
 
 _LEAVE = "leave"
 _GOODBYE_LIMIT_S = 2.0
-_LOOK_INTERVAL_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -27,7 +24,6 @@ class RolloutNode(OtherNode):
 
     role = ROLLOUT_ROLE
     orders = ("go", "over", LOST, _LEAVE)
-    _next_look_s = 0.0
 
     def serve_rollout(self, start: Callable[[ListenerAddress], None]) -> int:
         """Start the servers of this node whenever node 0 says so, and return the exit code.
@@ -57,10 +53,6 @@ class RolloutNode(OtherNode):
 
     def ending(self) -> Ending | None:
         """Return why the servers have to end, None while they need not; call it every second or so."""
-        if time.monotonic() > self._next_look_s:
-            self._next_look_s = time.monotonic() + _LOOK_INTERVAL_S
-            pids = [os.getpid(), *(status.pid for status in processes.descendants(os.getpid()))]
-            self.note_activity(Activity.of(pids), len(pids))
         while self._ending is None:
             try:
                 message = self._news.get_nowait()

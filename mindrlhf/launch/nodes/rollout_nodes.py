@@ -12,9 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mindrlhf.launch.failure_report import say
-from mindrlhf.launch.nodes.channel import LOST, Channel, told_activity
+from mindrlhf.launch.nodes.channel import LOST, Channel
 from mindrlhf.system.handshake import derived_key
-from mindrlhf.system.idle import Activity
 from mindrlhf.system.ports import find_free_port
 
 ROLLOUT_ROLE = "rollout"
@@ -54,7 +53,6 @@ class RolloutNodes:
         self._host = host
         self._secret = secret
         self._names: dict[Channel, str] = {}
-        self._activities: dict[Channel, tuple[Activity, int]] = {}
         self._order: dict[str, Any] | None = None  # while the ranks run
         self._is_over = False
 
@@ -74,20 +72,13 @@ class RolloutNodes:
 
     def hear(self, channel: Channel, message: Mapping[str, Any]) -> None:
         """Take a message of one of them."""
-        if (activity := told_activity(message)) is not None:
-            self._activities[channel] = activity
         if message["kind"] not in ("leaving", LOST) or channel not in self._names:
             return
         host = self._names.pop(channel)
-        self._activities.pop(channel, None)
         if message["kind"] == "leaving":
             channel.close()
         if not self._is_over:
             say(f"rollout node {host} {message.get('how', 'has left')}")
-
-    def activities(self) -> list[tuple[Activity, int]]:
-        """Return what the processes of each do, and how many they are: rank 0 may have to wait for them alone."""
-        return list(self._activities.values())
 
     def open(self) -> dict[str, str]:
         """Have them start their servers, as the ranks start; return the variables by which rank 0 finds its address."""

@@ -21,7 +21,6 @@ from mindrlhf.launch.nodes.place import Place
 from mindrlhf.launch.nodes.secret import SECRET_NAME, SECRET_VARIABLE, wait_for_secret
 from mindrlhf.launch.restarts import run_with_restarts
 from mindrlhf.system.handshake import introduce
-from mindrlhf.system.idle import Activity
 from mindrlhf.system.ports import find_free_port
 
 pytestmark = pytest.mark.timeout(120)
@@ -487,22 +486,6 @@ def test_a_signal_of_another_node_reaches_node_0_once(cluster):
     for ranks in run.ranks.values():
         ranks.orders.put(0)
     assert run.ends() == [0, 0]
-
-
-def test_node_0_knows_what_the_processes_of_others_do(cluster):
-    run = cluster(3)
-    for node in range(3):
-        run.start(node)
-    run.wait_for_starts(1)
-    run.nodes[1].note_activity(Activity(2.5, is_runnable=True), 3)
-    run.nodes[2].note_activity(Activity(4.0), 2)
-    end_s = time.monotonic() + 10
-    while (found := run.ranks[0].peers.activity()) != (Activity(6.5, is_runnable=True), 5):
-        assert time.monotonic() < end_s, found
-        time.sleep(0.05)
-    for ranks in run.ranks.values():
-        ranks.orders.put(0)
-    assert run.ends() == [0, 0, 0]
 
 
 def test_the_port_is_open_at_the_address_given_and_at_no_other(cluster):
