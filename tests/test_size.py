@@ -43,21 +43,21 @@ MOST = {
     "mindrlhf/hub": 70,
     "mindrlhf/images": 368,
     "mindrlhf/launch": 3320,
-    "mindrlhf/layout": 1419,
-    "mindrlhf/models": 3014,
+    "mindrlhf/layout": 1428,
+    "mindrlhf/models": 3017,
     "mindrlhf/observe": 2640,
     "mindrlhf/rewards": 5972,
     "mindrlhf/rollout": 6530,  # the engine of a CPU, which left mindrlhf/cpu (2,805 before, 1,105 now)
     "mindrlhf/sandbox": 5157,
     "mindrlhf/shards": 1500,
-    "mindrlhf/specs": 2167,
+    "mindrlhf/specs": 2418,
     "mindrlhf/system": 2848,  # rpc and accept_nodes, in place of the talks of rollout (500 lines)
     "mindrlhf/tools": 2040,
     "mindrlhf/training": 10458,
-    "mindrlhf/weights": 4097,
-    "tests": 73916,
+    "mindrlhf/weights": 4154,
+    "tests": 74096,
     "scripts": 1999,
-    "docs": 32281,
+    "docs": 32333,
 }
 # Modules of these are found by the name of their file.
 FOUND_BY_NAME = tuple(

@@ -243,6 +243,7 @@ def check_divisible(dims: "ModelDims", layout: Layout) -> None:
     sizes = {
         "query heads": dims.num_heads,
         "key/value heads": dims.num_kv_heads,
+        **({"key heads of linear attention": dims.linear.key_heads} if dims.linear else {}),
         "MLP channels": dims.intermediate_size,
         "vocabulary rows": dims.vocab_size,
     }

@@ -10,6 +10,7 @@ from mindspore.common.initializer import Normal
 
 from mindrlhf.config.memory import WHOLE, MemorySection
 from mindrlhf.errors import UserError
+from mindrlhf.layout.feasibility import NO_LINEAR_CELLS
 from mindrlhf.layout.layout import Layout
 from mindrlhf.models.recompute import set_recompute
 from mindrlhf.specs import ModelDims, ModelSpec, find_spec
@@ -149,6 +150,8 @@ def build_model(
     if device == "cpu":
         _check_cpu(compute_dtype, param_dtype, parallel_config)
         parallel_config = {}
+    if dims.linear:
+        raise UserError(NO_LINEAR_CELLS)
     config = _transformer_config(
         spec,
         dims,

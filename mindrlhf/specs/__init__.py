@@ -6,12 +6,13 @@ planning and the weight buffer can read it anywhere. A new architecture is one m
 
 from mindrlhf.errors import UserError
 from mindrlhf.specs.deepseek import DEEPSEEK_V3
-from mindrlhf.specs.dims import ExpertDims, LatentDims, Llama3Dims, ModelDims, VisionDims, YarnDims
+from mindrlhf.specs.dims import ExpertDims, LatentDims, LinearDims, Llama3Dims, ModelDims, VisionDims, YarnDims
 from mindrlhf.specs.gemma import GEMMA3
 from mindrlhf.specs.glm import GLM4, GLM4_MOE
 from mindrlhf.specs.llama import LLAMA, MISTRAL
 from mindrlhf.specs.model import ModelSpec, with_num_layers
 from mindrlhf.specs.qwen import QWEN2, QWEN3, QWEN3_MOE
+from mindrlhf.specs.qwen3_5 import QWEN3_5, WITH_VISION
 from mindrlhf.specs.qwen_vl import QWEN2_5_VL, QWEN2_VL, QWEN3_VL
 from mindrlhf.specs.rules import Matrices, ParameterRule
 from mindrlhf.specs.scoring import scorer_architecture, scorer_of
@@ -27,11 +28,13 @@ __all__ = [
     "QWEN2_5_VL",
     "QWEN2_VL",
     "QWEN3",
+    "QWEN3_5",
     "QWEN3_MOE",
     "QWEN3_VL",
     "SPECS",
     "ExpertDims",
     "LatentDims",
+    "LinearDims",
     "Llama3Dims",
     "Matrices",
     "ModelDims",
@@ -44,7 +47,7 @@ __all__ = [
     "with_num_layers",
 ]
 
-_TEXT_MODELS = (QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL, GLM4, GEMMA3, GLM4_MOE, DEEPSEEK_V3)
+_TEXT_MODELS = (QWEN2, QWEN3, QWEN3_5, QWEN3_MOE, LLAMA, MISTRAL, GLM4, GEMMA3, GLM4_MOE, DEEPSEEK_V3)
 _LANGUAGE_MODELS = (*_TEXT_MODELS, QWEN2_5_VL, QWEN2_VL, QWEN3_VL)
 SPECS = {spec.hf_architecture: spec for spec in (*_LANGUAGE_MODELS, *map(scorer_of, _LANGUAGE_MODELS))}
 
@@ -67,6 +70,8 @@ def find_spec(hf_config: dict) -> ModelSpec:
 
 def _way_out(architecture: object, hf_config: dict) -> str:
     """Return what can be done about an architecture that has no spec."""
+    if architecture == WITH_VISION:
+        return "make a text model of this one: mindrlhf weights convert DIR --output DIR"
     if not isinstance(architecture, str):
         meant = [spec for spec in _LANGUAGE_MODELS if spec.name == hf_config.get("model_type")]
     else:

@@ -110,6 +110,47 @@ class LocalDims:
 
 
 @dataclass(frozen=True)
+class LinearDims:
+    """Layers of linear attention by the gated delta rule: Yang et al. 2024, arXiv:2412.06464.
+
+    Attributes:
+        layers: for each decoder layer, whether it is one of them; the others have softmax attention.
+        key_heads: heads of queries and of keys; divides `value_heads`.
+        value_heads: heads of values, each with a state.
+        key_dim: channels per head of queries and keys.
+        value_dim: channels per head of values.
+        conv_width: tokens that the causal convolution sees, the newest among them.
+    """
+
+    layers: tuple[bool, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    @property
+    def key_size(self) -> int:
+        """Channels of all queries, or of all keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Channels of all values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def group_rows(self) -> tuple[int, int, int]:
+        """Channels of a key head: its query, its key, and the values that share them."""
+        return self.key_dim, self.key_dim, self.value_size // self.key_heads
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+
+@dataclass(frozen=True)
 class VisionDims:
     """The vision tower of Qwen2.5-VL (arXiv:2502.13923, section 2.1) or its kin, and how images enter the decoder.
 
@@ -218,6 +259,8 @@ class ModelDims:
         scales_embedding: embeddings are multiplied by the square root of `hidden_size`.
         activation: of the gated MLP: `silu`, or `gelu` by its tanh approximation.
         local: layers that attend to a sliding window; None where all layers are alike.
+        linear: layers of linear attention; None where all have softmax attention.
+        gates_output: what attention gives is multiplied by the sigmoid of a gate, which lies behind each head's query.
         num_draft_layers: multi-token prediction layers that a checkpoint may hold after the others; they are not used.
         vision: the vision tower; None in models of text alone.
     """
@@ -249,6 +292,8 @@ class ModelDims:
     scales_embedding: bool = False
     activation: str = "silu"
     local: LocalDims | None = None
+    linear: LinearDims | None = None
+    gates_output: bool = False
     num_draft_layers: int = 0
     vision: VisionDims | None = None
 
@@ -259,7 +304,20 @@ class ModelDims:
         """
         if self.latent is not None:
             return (self.latent.kv_rank + self.latent.rope_dim) * self.num_layers
-        return 2 * -(-self.num_kv_heads // tensor_parallel) * self.head_dim * self.num_layers
+        num_layers = self.num_layers - (sum(self.linear.layers) if self.linear else 0)
+        return 2 * -(-self.num_kv_heads // tensor_parallel) * self.head_dim * num_layers
+
+    def state_numbers(self, tensor_parallel: int = 1) -> int:
+        """Return the numbers that each of ``tensor_parallel`` devices keeps of a sequence, whatever its length."""
+        if self.linear is None:
+            return 0
+        linear = self.linear
+        one_layer = linear.value_size * linear.key_dim + linear.conv_size * (linear.conv_width - 1)
+        return sum(linear.layers) * -(-one_layer // tensor_parallel)
+
+    def is_linear(self, layer: int) -> bool:
+        """Return whether a decoder layer has linear attention."""
+        return self.linear is not None and self.linear.layers[layer]
 
     def check_window(self, row_length: int) -> None:
         """Raise ``UserError`` where a sliding window would hide a part of a row: the cells attend to all of it."""
@@ -278,6 +336,11 @@ class ModelDims:
     def heads_per_group(self) -> int:
         """Query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of the query projection for one key/value head: queries, and gates where there are any."""
+        return self.heads_per_group * self.head_dim * (2 if self.gates_output else 1)
 
     @property
     def num_experts(self) -> int:
@@ -383,6 +446,20 @@ def rope_options(hf_config: dict) -> dict:
     if not isinstance(options, dict):
         raise UserError(f"config.json has rope parameters {options!r}: give a mapping")
     return options
+
+
+def rotary_dim(hf_config: dict) -> int | None:
+    """Channels of a head that are rotated, by `partial_rotary_factor`; None for all."""
+    heads = positive_int(hf_config, "num_attention_heads")
+    head_dim = hf_config.get("head_dim") or positive_int(hf_config, "hidden_size") // heads
+    share = rope_options(hf_config).get("partial_rotary_factor", hf_config["partial_rotary_factor"])
+    size = int(head_dim * share)
+    if not 0 < size <= head_dim or size % 2:
+        raise UserError(
+            f"config.json has partial_rotary_factor={share!r} of heads of {head_dim} channels: an even number of "
+            "channels, at most all, must be rotated"
+        )
+    return size if size < head_dim else None
 
 
 def _missing(key: str, kind: str = "YaRN"):

@@ -42,17 +42,29 @@ def split_parts(rule: ParameterRule, dims: ModelDims, fused: np.ndarray) -> Iter
         yield from _SPLIT[rule.transform](dims, block)
 
 
-def _fuse_qkv(dims: ModelDims, parts: Sequence[np.ndarray]) -> np.ndarray:
-    grouped = [part.reshape(dims.num_kv_heads, -1, *part.shape[1:]) for part in parts]
+def _fuse_groups(num_groups: int, parts: Sequence[np.ndarray]) -> np.ndarray:
+    grouped = [part.reshape(num_groups, -1, *part.shape[1:]) for part in parts]
     return np.concatenate(grouped, axis=1).reshape(-1, *parts[0].shape[1:])
 
 
+def _split_groups(num_rows: Sequence[int], fused: np.ndarray) -> Iterator[np.ndarray]:
+    """The parts of groups that have ``num_rows`` of each."""
+    grouped = fused.reshape(-1, sum(num_rows), *fused.shape[1:])
+    for part in np.split(grouped, np.cumsum(num_rows)[:-1], axis=1):
+        yield np.ascontiguousarray(part).reshape(-1, *fused.shape[1:])
+
+
 def _split_qkv(dims: ModelDims, fused: np.ndarray) -> Iterator[np.ndarray]:
-    grouped = fused.reshape(dims.num_kv_heads, -1, *fused.shape[1:])
-    num_queries = dims.heads_per_group * dims.head_dim
-    bounds = ((0, num_queries), (num_queries, num_queries + dims.head_dim), (num_queries + dims.head_dim, None))
-    for bound in bounds:
-        yield np.ascontiguousarray(grouped[:, slice(*bound)]).reshape(-1, *fused.shape[1:])
+    return _split_groups((dims.query_rows, dims.head_dim, dims.head_dim), fused)
+
+
+def _fuse_delta(dims: ModelDims, parts: Sequence[np.ndarray]) -> np.ndarray:
+    linear = dims.linear
+    return _fuse_groups(linear.key_heads, np.split(parts[0], (linear.key_size, 2 * linear.key_size)))
+
+
+def _split_delta(dims: ModelDims, fused: np.ndarray) -> Iterator[np.ndarray]:
+    yield np.concatenate(list(_split_groups(dims.linear.group_rows, fused)))
 
 
 def _fuse_gate_up(_: ModelDims, parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -83,7 +95,8 @@ def _split_transposed(num_parts: int) -> Callable[[ModelDims, np.ndarray], Itera
 _FUSE = {
     "copy": lambda _, parts: parts[0],
     "stack": lambda _, parts: np.concatenate(parts),
-    "qkv": _fuse_qkv,
+    "qkv": lambda dims, parts: _fuse_groups(dims.num_kv_heads, parts),
+    "delta": _fuse_delta,
     "gate_up": _fuse_gate_up,
     "halves": _fuse_halves,
     "expert_gate_up": _fuse_transposed,
@@ -92,6 +105,7 @@ _FUSE = {
 _SPLIT = {
     "copy": lambda _, fused: [fused],
     "qkv": _split_qkv,
+    "delta": _split_delta,
     "gate_up": _split_gate_up,
     "halves": _split_halves,
     "expert_gate_up": _split_transposed(2),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mindrlhf.errors import UserError
 from mindrlhf.specs.deepseek import sigmoid_experts
-from mindrlhf.specs.dims import positive_int, rope_options
+from mindrlhf.specs.dims import rotary_dim
 from mindrlhf.specs.model import ModelSpec
 from mindrlhf.specs.qwen import ATTENTION_OUTPUT, QK_NORMS, QKV_BIAS, QKV_WEIGHT, QUANTIZED
 from mindrlhf.specs.rules import (
@@ -43,22 +43,9 @@ _MOE_DEFAULTS = {
 }
 
 
-def _rotary_dim(hf_config: dict) -> int | None:
-    heads = positive_int(hf_config, "num_attention_heads")
-    head_dim = hf_config.get("head_dim") or positive_int(hf_config, "hidden_size") // heads
-    share = rope_options(hf_config).get("partial_rotary_factor", hf_config["partial_rotary_factor"])
-    rotary_dim = int(head_dim * share)
-    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
-        raise UserError(
-            f"config.json has partial_rotary_factor={share!r} of heads of {head_dim} channels: an even number of "
-            "channels, at most all, must be rotated"
-        )
-    return rotary_dim if rotary_dim < head_dim else None
-
-
 def _read_dims(hf_config: dict) -> dict:
     return {
-        "rotary_dim": _rotary_dim(hf_config),
+        "rotary_dim": rotary_dim(hf_config),
         "rotates_neighbours": True,
         "norms_outputs": True,
         "qkv_bias": bool(hf_config["attention_bias"]),
@@ -70,7 +57,7 @@ def _read_moe_dims(hf_config: dict) -> dict:
         raise UserError("config.json has attention_bias=false: of GLM-4.5 only models with that bias are supported")
     return {
         "experts": sigmoid_experts(hf_config),
-        "rotary_dim": _rotary_dim(hf_config),
+        "rotary_dim": rotary_dim(hf_config),
         "qk_norms": bool(hf_config.get("use_qk_norm", False)),
         "num_draft_layers": hf_config.get("num_nextn_predict_layers", hf_config.get("num_mtp_layers")) or 0,
     }

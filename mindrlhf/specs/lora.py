@@ -82,7 +82,7 @@ def adapters(spec: ModelSpec, dims: ModelDims, options: LoraOptions) -> list[Ada
 
 def role_of(rule: ParameterRule, dims: ModelDims) -> str | None:
     """Return the role of a matrix in its layer: one of ``ROLES``, or "experts" without adapters; else None."""
-    if not rule.mf_name.startswith(LAYERS) or len(rule.shape(dims)[0]) != 2:
+    if not rule.mf_name.startswith(LAYERS) or len(rule.shape(dims)[0]) != 2 or not rule.is_hidden_matrix:
         return None
     part = rule.mf_name.removeprefix(LAYERS).partition(".")[2]
     if part.startswith("self_attention."):

@@ -43,6 +43,8 @@ class ParameterRule:
         mf_name: MindFormers (mcore) name.
         transform: `copy`, `qkv` (per group: r query heads, one key head, one value head), `gate_up` (rows alternate),
             `halves` (rows alternate that are two halves of one tensor),
+            `delta` (per key head of linear attention: its query, key and values, which one tensor has one after the
+            other),
             `expert_gate_up` (per expert `[gate^T | up^T]`, stacked), `expert_down` (per expert `down^T`, stacked) or
             `stack` (equal parts, one after the other).
         shape: Hugging Face shapes, in the order of `hf_names`; of one expert where these name `{expert}`.
@@ -53,6 +55,7 @@ class ParameterRule:
         trained: gradients change it.
         keeps_whole: a sharded optimiser leaves it, and its state if it has any, whole on each replica.
         keeps_float32: it stays float32 in files of a narrower dtype, as Hugging Face keeps it.
+        is_hidden_matrix: a matrix between hidden states: it may have an adapter, and Muon makes its updates orthogonal.
         num_experts: how often the tensors of one expert are repeated in `hf_names`; filled in by `for_layer`.
     """
 
@@ -67,6 +70,7 @@ class ParameterRule:
     trained: bool = True
     keeps_whole: bool = False
     keeps_float32: bool = False
+    is_hidden_matrix: bool = True
     num_experts: int = 1
 
     def for_layer(self, layer: int, dims: ModelDims) -> "ParameterRule":
@@ -95,10 +99,12 @@ class ParameterRule:
     def matrices(self, dims: ModelDims) -> Matrices | None:
         """The hidden matrices in the MindFormers parameter, those of decoder layers; None where it has none."""
         shape = self.mf_shape(dims)
-        if not self.mf_name.startswith(LAYERS) or len(shape) != 2:
+        if not self.mf_name.startswith(LAYERS) or len(shape) != 2 or not self.is_hidden_matrix:
             return None
         if self.transform == "qkv":
-            return Matrices(*shape, turns=(dims.heads_per_group * dims.head_dim, dims.head_dim, dims.head_dim))
+            return Matrices(*shape, turns=(dims.query_rows, dims.head_dim, dims.head_dim))
+        if self.transform == "delta":
+            return Matrices(*shape, turns=dims.linear.group_rows)
         options = {
             "gate_up": {"turns": (1, 1)},
             "halves": {"turns": (1, 1)},

@@ -18,6 +18,9 @@ from mindrlhf.weights.writer import write_model_directory
 
 MAX_SHARD_BYTES = 5_000_000_000
 
+# Numbers of multi-token prediction layers, in families that have some.
+_DRAFT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+
 _logger = logging.getLogger(__name__)
 
 
@@ -45,9 +48,8 @@ class IgnoredNames(Container[str]):
 def ignored_names(dims: ModelDims) -> IgnoredNames:
     """Names that a checkpoint of these dimensions may hold although nothing reads them."""
     drafts = range(dims.num_layers, dims.num_layers + dims.num_draft_layers)
-    return IgnoredNames(
-        frozenset({OUTPUT_NAME}) if dims.tied else frozenset(), tuple(f"model.layers.{layer}." for layer in drafts)
-    )
+    of_drafts = (*(f"model.layers.{layer}." for layer in drafts), "mtp.") if drafts else ()
+    return IgnoredNames(frozenset({OUTPUT_NAME}) if dims.tied else frozenset(), of_drafts)
 
 
 def check_checkpoint(source: TensorDirectory, spec: ModelSpec, dims: ModelDims) -> None:
@@ -108,19 +110,27 @@ def _dtype_name(parameter) -> str:
 
 
 def random_hf_weights(hf_config: dict, seed: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield random float32 tensors: normal(0, initializer_range) matrices, norms one, biases zero.
+    """Yield random float32 tensors: normal(0, initializer_range) matrices, norms that multiply by one, biases zero.
 
-    Each tensor depends on `seed` and its own name only.
+    Linear attention begins as in transformers: decays of exp(A_log) from 0.01 to 16, taps of its convolution within
+    1 / sqrt(their number). Each tensor depends on `seed` and its own name only.
     """
     spec = find_spec(hf_config)
     dims = spec.dims(hf_config)
     for name, shape in hf_shapes(spec, dims).items():
-        if name.endswith("bias"):
+        generator = np.random.default_rng([seed, *name.encode()])
+        if name.endswith("A_log"):
+            yield name, np.log(generator.uniform(0.01, 16, shape)).astype(np.float32)
+        elif name.endswith("conv1d.weight"):
+            yield name, generator.uniform(-1, 1, shape).astype(np.float32) * np.float32(shape[-1] ** -0.5)
+        elif name.endswith("dt_bias"):
+            yield name, np.ones(shape, np.float32)
+        elif name.endswith("bias"):
             yield name, np.zeros(shape, np.float32)
         elif len(shape) == 1:
-            yield name, np.ones(shape, np.float32)
+            adds_one = dims.zero_centred_norms and not name.endswith("linear_attn.norm.weight")
+            yield name, np.full(shape, 0.0 if adds_one else 1.0, np.float32)
         else:
-            generator = np.random.default_rng([seed, *name.encode()])
             yield name, generator.standard_normal(shape, dtype=np.float32) * np.float32(dims.initializer_range)
 
 
@@ -209,5 +219,4 @@ def _without_dtype(value: object) -> object:
 
 def without_drafts(hf_config: dict) -> dict:
     """config.json of files without multi-token prediction layers."""
-    key = "num_nextn_predict_layers"
-    return {**hf_config, key: 0} if hf_config.get(key) else hf_config
+    return {**hf_config, **{key: 0 for key in _DRAFT_KEYS if hf_config.get(key)}}

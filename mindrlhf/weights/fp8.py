@@ -13,9 +13,11 @@ import numpy as np
 
 from mindrlhf.errors import UserError
 from mindrlhf.specs import find_spec
+from mindrlhf.specs.qwen3_5 import WITH_VISION, text_config_of
 from mindrlhf.weights.convert import check_checkpoint, hf_shapes, write_hf
 from mindrlhf.weights.hf import SafetensorsDirectory, TensorDirectory, read_hf_config
 from mindrlhf.weights.tensors import FLOAT8, STORAGE_DTYPES, TensorInfo, convert_dtype
+from mindrlhf.weights.text_part import TextPart
 
 SCALE_ENDING = "_scale_inv"
 _BIAS, _NUM_FRACTION_BITS = 7, 3
@@ -106,7 +108,7 @@ class Fp8Directory(SafetensorsDirectory):
 def convert_directory(hf_dir: str | os.PathLike, out_dir: str | os.PathLike, dtype: str | None = None) -> None:
     """Write a Hugging Face directory anew in another dtype; weights in 8 bits are dequantised.
 
-    Multi-token prediction layers are left out, as everywhere.
+    Multi-token prediction layers are left out, as everywhere, and of a Qwen3.5 that sees its vision tower.
 
     Args:
         dtype: of the files; None keeps each tensor's, and makes bfloat16 of a directory of 8 bits.
@@ -115,6 +117,9 @@ def convert_directory(hf_dir: str | os.PathLike, out_dir: str | os.PathLike, dty
         UserError: the source does not fit its config.json, or `out_dir` is in use.
     """
     hf_config = read_hf_config(hf_dir)
+    if hf_config.get("architectures") == [WITH_VISION]:
+        write_converted(TextPart(hf_dir), text_config_of(hf_config), out_dir, dtype, tokenizer_dir=hf_dir)
+        return
     quantization = hf_config.get("quantization_config")
     plain = {key: value for key, value in hf_config.items() if key != "quantization_config"}
     if quantization is None:

@@ -53,10 +53,22 @@ LLAMA = {
 }
 MISTRAL = {**CONFIG, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
 
+QWEN3_5 = {
+    **CONFIG,
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+}
+
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("config", [CONFIG, LLAMA, MISTRAL], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize("config", [CONFIG, LLAMA, MISTRAL, QWEN3_5], ids=lambda config: config["model_type"])
 def test_import_and_export_are_inverse_to_the_bit(tmp_path, dtype, tied, config):
     source = make_model(tmp_path / "hf", dtype, config={**config, "tie_word_embeddings": tied})
     import_directory(source, tmp_path / "mf")

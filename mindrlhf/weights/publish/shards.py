@@ -93,7 +93,7 @@ def choose_writers(
 
 
 def published_shards(rule: ParameterRule, dims: ModelDims, held: tuple[slice, ...]) -> list[PublishedShard]:
-    """The parts of the logical tensors that lie in the shard ``held`` of a fused parameter.
+    """The parts of the logical tensors that lie in the shard ``held`` of a fused parameter, each of rows in a row.
 
     Fusing permutes whole rows, so row numbers sent through it tell where each row came from; but for experts, which it
     transposes.
@@ -101,19 +101,16 @@ def published_shards(rule: ParameterRule, dims: ModelDims, held: tuple[slice, ..
     if "expert" in rule.transform:
         return list(_expert_shards(rule, dims, *held))
     num_rows = [shape[0] for shape in rule.shape(dims)]
-    parts = [np.full(count, part) for part, count in enumerate(num_rows)]
-    names = rule.hf_names
-    if rule.transform == "halves":
-        parts, names = [np.repeat((0, 1), num_rows[0] // 2)], names * 2
-    sources = fuse(rule, dims, parts)[held[0]]
+    sources = fuse(rule, dims, [np.full(count, part) for part, count in enumerate(num_rows)])[held[0]]
     origins = fuse(rule, dims, [np.arange(count) for count in num_rows])[held[0]]
     shards = []
-    for part, hf_name in enumerate(names):
+    for part, hf_name in enumerate(rule.hf_names):
         (rows,) = np.nonzero(sources == part)
-        if len(rows):
-            first, last = int(origins[rows[0]]), int(origins[rows[-1]])
-            assert last - first == len(rows) - 1, f"{rule.mf_name}: its rows come from scattered rows of {hf_name}"
-            shards.append(PublishedShard(hf_name, _as_slice(rows), (slice(first, last + 1), *held[1:])))
+        rows = rows[np.argsort(origins[rows])]
+        is_apart = (np.diff(origins[rows]) != 1) | (np.diff(rows) < 0)
+        for run in np.split(rows, np.nonzero(is_apart)[0] + 1) if len(rows) else ():
+            first = int(origins[run[0]])
+            shards.append(PublishedShard(hf_name, _as_slice(run), (slice(first, first + len(run)), *held[1:])))
     return shards
 
 

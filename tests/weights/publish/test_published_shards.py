@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindrlhf.layout.layout import Layout, parameter_layouts
-from mindrlhf.specs import DEEPSEEK_V3, GLM4, QWEN2, QWEN3, QWEN3_MOE
+from mindrlhf.specs import DEEPSEEK_V3, GLM4, QWEN2, QWEN3, QWEN3_5, QWEN3_MOE
 from mindrlhf.specs.fuse import fuse
 from mindrlhf.weights.convert import hf_shapes
 from mindrlhf.weights.publish.shards import choose_writers, plan_publication
@@ -19,6 +19,11 @@ CONFIG = {
     "num_key_value_heads": 4,
     "head_dim": 8,
     "vocab_size": 160,
+    # of Qwen3.5
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
 }
 QWEN_EXPERTS = {
     **CONFIG,
@@ -88,7 +93,7 @@ def written_by_all(spec, dims, layouts, tensors, node=None):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    spec=st.sampled_from([QWEN2, QWEN3, GLM4]),
+    spec=st.sampled_from([QWEN2, QWEN3, QWEN3_5, GLM4]),
     tied=st.booleans(),
     data=st.sampled_from([1, 2, 3, 4]),
     model=st.sampled_from([1, 2, 4]),
