@@ -31,12 +31,12 @@ MOST = {
     "mindrlhf/algorithms": 2104,
     "mindrlhf/checkpoint": 710,
     "mindrlhf/cli.py": 187,
-    "mindrlhf/commands": 2255,
+    "mindrlhf/commands": 2279,
     "mindrlhf/config": 4235,
     "mindrlhf/cpu": 1080,
     "mindrlhf/data": 4228,
     "mindrlhf/debugging": 201,
-    "mindrlhf/doctor": 1255,
+    "mindrlhf/doctor": 1380,
     "mindrlhf/dryrun": 3571,
     "mindrlhf/errors.py": 126,
     "mindrlhf/evaluation": 732,
@@ -44,10 +44,10 @@ MOST = {
     "mindrlhf/images": 368,
     "mindrlhf/launch": 3320,
     "mindrlhf/layout": 1428,
-    "mindrlhf/models": 3017,
+    "mindrlhf/models": 3039,
     "mindrlhf/observe": 2640,
     "mindrlhf/rewards": 5972,
-    "mindrlhf/rollout": 6530,  # the engine of a CPU, which left mindrlhf/cpu (2,805 before, 1,105 now)
+    "mindrlhf/rollout": 6586,  # the engine of a CPU, which left mindrlhf/cpu (2,805 before, 1,105 now)
     "mindrlhf/sandbox": 5157,
     "mindrlhf/shards": 1500,
     "mindrlhf/specs": 2418,
@@ -55,9 +55,9 @@ MOST = {
     "mindrlhf/tools": 2040,
     "mindrlhf/training": 10458,
     "mindrlhf/weights": 4154,
-    "tests": 74096,
+    "tests": 74212,
     "scripts": 1999,
-    "docs": 32333,
+    "docs": 32328,
 }
 # Modules of these are found by the name of their file.
 FOUND_BY_NAME = tuple(

@@ -114,6 +114,28 @@ class CausalLM(nn.Cell):
         return self.model.decoder.final_layernorm(hidden_states)
 
 
+class EachLayer(nn.Cell):
+    """A model's layers side by side, each with an input of its own."""
+
+    def __init__(self, network: CausalLM):
+        super().__init__(auto_prefix=False)
+        self.inputs, self.decoder = network.inputs, network.model.decoder
+
+    def construct(self, input_ids, segment_ids, *given):
+        """Return the embedded tokens, and the output of each layer and of the norm.
+
+        Args:
+            input_ids, segment_ids: see :class:`CausalLM`, of one row.
+            given: what they are given, ``[S, H]`` in the compute dtype, one more than there are layers.
+        """
+        embedded, mask, rotary = self.inputs(input_ids, segment_ids)
+        outputs = (embedded,)
+        for number, layer in enumerate(self.decoder.layers):
+            hidden_states = ops.reshape(given[number], embedded.shape)
+            outputs += (layer(hidden_states, mask, rotary_pos_emb=rotary, extra_loss=0.0)[0],)
+        return outputs + (self.decoder.final_layernorm(ops.reshape(given[-1], embedded.shape)),)
+
+
 def build_model(
     hf_config: dict,
     *,

@@ -149,6 +149,10 @@ class Server:
         """Have vLLM's profiler record from now on what is done in a step, from 1; 0 ends it and writes the trace."""
         self._call("profile", step=step)
 
+    def record_layers(self, path: str) -> None:
+        """Have the next prompt's hidden states behind each layer written to a file; see `mindrlhf.doctor.layers`."""
+        self._call("record_layers", path=path)
+
     def stats(self) -> dict[str, float]:
         """Counters since the start: num_steps, num_samples, num_tokens, generate_s, update_s."""
         return self._call("stats")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import layer_faults
 import numpy as np
 import pytest
 import sanity_inputs
@@ -20,6 +21,7 @@ from safetensors.numpy import save_file
 from slow_tests import SLOW
 from tiny_vl import IMAGE, VISION_END, VISION_START, TinyVl, config_of
 
+from mindrlhf.doctor import layers
 from mindrlhf.doctor.ladder import climb
 from mindrlhf.doctor.rungs import Ground
 from mindrlhf.images.patches import patch_rows
@@ -374,15 +376,28 @@ def test_adapters_are_trained_with_a_server_on_the_fake_npu(fake_npu, problems, 
     assert len(steps) == 3 and (tmp_path / "run" / "final_adapter" / "adapter_model.safetensors").exists()
 
 
+def on_fake_npus(monkeypatch, fake_npu: Path) -> None:
+    """Have servers of this process take the machine for one with two NPUs."""
+    cann = fake_npu / "cann"
+    here = {"ASCEND_HOME_PATH": cann, "PYTHONPATH": cann / "python", "FAKE_NPU_BYTES": NPU_BYTES, "FAKE_NPUS": 2}
+    for name, value in (here | {"TORCH_DEVICE_BACKEND_AUTOLOAD": 0}).items():
+        monkeypatch.setenv(name, str(value))
+
+
 @pytest.mark.timeout(1700)
 def test_the_doctors_rungs_of_a_server_hold_on_the_fake_npu(fake_npu, tmp_path, monkeypatch):
-    monkeypatch.setenv("ASCEND_HOME_PATH", str(fake_npu / "cann"))
-    monkeypatch.setenv("PYTHONPATH", str(fake_npu / "cann" / "python"))
-    monkeypatch.setenv("FAKE_NPU_BYTES", str(NPU_BYTES))
-    monkeypatch.setenv("FAKE_NPUS", "2")
-    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    on_fake_npus(monkeypatch, fake_npu)
     ground = Ground(str(tmp_path), "ascend", 2, str(fake_npu / "python"))
     climbed = climb(ground, ["server", "sleep", "hand-over"], print)
     found = {rung.name: rung.found for rung in climbed if rung.status == "ok"}
     assert [*found] == ["server", "sleep", "hand-over"], climbed
     assert min(found["sleep"]["GiB free asleep, by round"]) >= 0.98 * NPU_BYTES / 2**30
+
+
+@pytest.mark.timeout(900)
+def test_layers_on_the_fake_npu_are_those_of_our_cells_and_faults_are_found(fake_npu, tmp_path, monkeypatch):
+    on_fake_npus(monkeypatch, fake_npu)
+    model = layer_faults.write_model(tmp_path / "model")
+    ground = Ground(str(tmp_path), "ascend", 1, str(fake_npu / "python"))
+    layers.record_server(ground, str(model))
+    layer_faults.check_each_is_found(ground, model)

@@ -167,6 +167,9 @@ class Service:
         """Start vLLM's profiler for a step, from 1; 0 ends it."""
         self._engine.profile(step)
 
+    def record_layers(self, path: str) -> None:
+        self._engine.record_layers(path)
+
     def stats(self) -> dict[str, float]:
         """Return counters since the start."""
         return self._stats

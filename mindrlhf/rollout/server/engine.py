@@ -229,6 +229,10 @@ class VllmEngine:
             if not trace.name.startswith("step_"):
                 trace.rename(trace.with_name(f"step_{self._profiled_step}_{trace.name}"))
 
+    def record_layers(self, path: str) -> None:
+        """Have the next prompt's hidden states written there."""
+        self._engine.collective_rpc("record_layers", args=(path,))
+
     def close(self) -> None:
         """Stop vLLM's worker processes, if it has any.
 

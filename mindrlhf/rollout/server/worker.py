@@ -12,6 +12,7 @@ from vllm.platforms import current_platform
 
 from mindrlhf.rollout.server import ascend
 from mindrlhf.rollout.server.cpu import do_without_lscpu, rotate_every_head
+from mindrlhf.rollout.server.layers import record_layers
 from mindrlhf.rollout.server.multi_node import buffer_of_node, join_nodes
 from mindrlhf.weights.publish.buffer import WeightBuffer, WeightBufferError
 
@@ -103,6 +104,10 @@ class WorkerExtension:
         """Return the bytes of this worker's NPU that are free, and all of them."""
         return torch.npu.mem_get_info()
 
+    def record_layers(self, path: str) -> None:
+        """See :func:`mindrlhf.rollout.server.layers.record_layers`."""
+        if self.rank == 0:  # layers end with the same on all
+            record_layers(self.model_runner.get_model(), path)
 
     def _attached_buffer(self, path: str) -> WeightBuffer:
         path = buffer_of_node(path)
