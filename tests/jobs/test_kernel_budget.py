@@ -135,8 +135,7 @@ def request(name: str) -> CompileRequest:
 
 def measure(name: str) -> dict[str, float]:
     requests = two_depths(request(name))
-    reports = compile_kernels(requests)
-    return table(count_kernels(requests[0], reports, reports, 2, of_node(DEVICES["A2"], 8)))
+    return table(count_kernels(requests[0], compile_kernels(requests)))
 
 
 def table(counts: KernelCounts) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Compiles graphs with MindSpore's Ascend back end in simulation and reads the kernels that it would launch.
 
-``python -m kernel_counts.compile REQUEST EVEN_EXPERTS REPORT`` is the process of one graph.
+``python -m kernel_counts.compile DIRECTORY`` is the process of one graph.
 """
 
 import atexit
@@ -35,12 +35,8 @@ class KernelReport:
     kernels: tuple[Kernel, ...]
 
 
-def compile_kernels(requests: Sequence[CompileRequest], even_experts: bool = False) -> list[KernelReport]:
-    """Compile each request in a process of its own.
-
-    Args:
-        even_experts: tokens are split evenly among experts, as MindFormers does in simulation.
-    """
+def compile_kernels(requests: Sequence[CompileRequest]) -> list[KernelReport]:
+    """Compile each request in a process of its own."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("MS_", "RANK_"))}
     environment |= {"PYTHONPATH": os.pathsep.join(_IMPORT_PATH), "GLOG_v": "3", "OMP_NUM_THREADS": "1"}
     reports = []
@@ -48,14 +44,14 @@ def compile_kernels(requests: Sequence[CompileRequest], even_experts: bool = Fal
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
             (directory / "request.json").write_text(json.dumps(asdict(request)))
-            command = [sys.executable, "-m", "kernel_counts.compile", name, str(int(even_experts))]
+            command = [sys.executable, "-m", "kernel_counts.compile", name]
             ended = subprocess.run(command, cwd=name, env=environment, capture_output=True, text=True, timeout=1800)
             assert ended.returncode == 0, ended.stderr[-4000:]
             reports.append(pickle.loads((directory / "report").read_bytes()))
     return reports
 
 
-def _compile(directory: Path, even_experts: bool) -> KernelReport:
+def _compile(directory: Path) -> KernelReport:
     request = CompileRequest(**json.loads((directory / "request.json").read_text()))
     parallel = ParallelSection(**request.parallel)
     stage_size = parallel.data_parallel * parallel.model_parallel * parallel.context_parallel
@@ -68,11 +64,10 @@ def _compile(directory: Path, even_experts: bool) -> KernelReport:
     dump_kernels(directory / "kernels")
     start_mindspore(request.rank, world_size, parallel, directory / "strategy.ckpt", directory / "mindformers")
     step = build_cell(request, parallel)
-    if not even_experts:
-        # MindFormers takes every simulation for a dry run, and would give all experts as many tokens.
-        for _, cell in step.cells_and_names():
-            if hasattr(cell, "token_dispatcher"):
-                cell.token_dispatcher.is_dryrun = False
+    # MindFormers takes every simulation for a dry run, and would give all experts as many tokens.
+    for _, cell in step.cells_and_names():
+        if hasattr(cell, "token_dispatcher"):
+            cell.token_dispatcher.is_dryrun = False
     from mindrlhf.dryrun.compile.graph import plan_memory
 
     try:
@@ -89,7 +84,7 @@ if __name__ == "__main__":
     work_dir = Path(sys.argv[1])
     from kernel_counts import compile as this
 
-    report = this._compile(work_dir, sys.argv[2] == "1")
+    report = this._compile(work_dir)
     (work_dir / "report").write_bytes(pickle.dumps(report))
     sys.stdout.flush()
     os._exit(0)

@@ -10,21 +10,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kernel_counts.compile import KernelReport, compile_kernels
+from kernel_counts.compile import KernelReport
 from kernel_counts.graph_text import FORWARD, PARTS, PRODUCTS, RECEIVE, SEND, STATE, WEIGHTS, size_bytes
-from kernel_counts.replay import replay
 from mindrlhf.config.training import ParallelSection
 from mindrlhf.dryrun.compile.request import COLLECTIVES, CompileRequest
 from mindrlhf.dryrun.compile.strategy import shorten
-from mindrlhf.dryrun.plan.compiled import step_request
 from mindrlhf.dryrun.plan.parameters import ELEMENT_BYTES
-from mindrlhf.dryrun.plan.plan import Plan
-from mindrlhf.dryrun.plan.roofline import Device
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.specs import find_spec
 
-# Of a pipeline: what is enough to see all its kernels.
-_COMPILED_STAGES, _COMPILED_MICRO_BATCHES = 2, 2
 # Copies to the host; the host waits for what it copies.
 _HOST_SYNCS = ("MoveTo", "CopyToHost", "D2HCopy")
 
@@ -54,7 +48,6 @@ class KernelCounts:
         weight_casts: casts of a layer's weights by part of the step.
         square_nodes: kernels of a layer with a tensor [.., length, length].
         host_syncs, dynamic_nodes: of a layer: copies that the host waits for, nodes whose shape is known when they run.
-        seconds: of a call with all layers; ``state_seconds`` of its optimiser's.
     """
 
     cell: str
@@ -67,27 +60,6 @@ class KernelCounts:
     host_syncs: float
     dynamic_nodes: float
     collectives: tuple[CollectiveRow, ...]
-    seconds: float
-    state_seconds: float
-
-
-def compile_cell(plan: Plan, cell: str) -> KernelCounts:
-    """Compile a graph of a plan's step with one and with two layers to a pipeline stage, and count.
-
-    Of a pipeline two stages are compiled with two micro-batches, and the last stage, which has the head, is counted.
-    """
-    layout, num_micro_batches = plan.layout, plan.config.parallel_config.micro_batch_num
-    stages = min(layout.pipeline_stage, _COMPILED_STAGES)
-    micro_batches = min(num_micro_batches, _COMPILED_MICRO_BATCHES)
-    whole = step_request(plan, (stages - 1) * layout.stage_size)
-    parallel = whole.parallel | {"pipeline_stage": stages, "micro_batch_num": micro_batches}
-    requests = two_depths(dataclasses.replace(whole, cell=cell, parallel=parallel))
-    reports = timed = compile_kernels(requests)
-    if any(kernel.stream < 0 for report in reports for kernel in report.kernels):
-        timed = compile_kernels(requests, even_experts=True)
-    num_layers = max(plan.layer_stages.count(stage) for stage in range(layout.pipeline_stage))
-    counts = count_kernels(requests[0], reports, timed, num_layers, plan.machine.device)
-    return _of_pipeline(counts, layout.pipeline_stage, num_micro_batches)
 
 
 def two_depths(request: CompileRequest) -> list[CompileRequest]:
@@ -100,31 +72,12 @@ def two_depths(request: CompileRequest) -> list[CompileRequest]:
     ]
 
 
-def _of_pipeline(counts: KernelCounts, stages: int, micro_batches: int) -> KernelCounts:
-    """Extend a call to all micro-batches and stages: those before the last fill the pipeline and drain it."""
-    factor = (micro_batches + stages - 1) / counts.num_micro_batches
-    seconds = counts.state_seconds + (counts.seconds - counts.state_seconds) * factor
-    return dataclasses.replace(counts, seconds=seconds)
-
-
-def count_kernels(
-    request: CompileRequest,
-    reports: Sequence[KernelReport],
-    timed: Sequence[KernelReport],
-    num_layers: int,
-    device: Device,
-) -> KernelCounts:
-    """Count the kernels of two reports, whose stages have a layer and two.
-
-    Args:
-        timed: the same, in the order of their launch.
-        num_layers: of the stage.
-    """
+def count_kernels(request: CompileRequest, reports: Sequence[KernelReport]) -> KernelCounts:
+    """Count the kernels of two reports, whose stages have a layer and two."""
     one, two = reports
     micro_batches = int(request.parallel.get("micro_batch_num", 1))
     first, second = (_Totals(report, request.seq_length) for report in (one, two))
     per_part = {part: 1 if part == STATE else micro_batches for part in PARTS}
-    shallow, deep = (replay(report.kernels, device) for report in timed)
     return KernelCounts(
         cell=request.cell,
         num_micro_batches=micro_batches,
@@ -140,13 +93,7 @@ def count_kernels(
         host_syncs=(second.host_syncs - first.host_syncs) / micro_batches,
         dynamic_nodes=(second.dynamic_nodes - first.dynamic_nodes) / micro_batches,
         collectives=tuple(_collective_rows(first, second)),
-        seconds=_extend(shallow.seconds, deep.seconds, num_layers),
-        state_seconds=_extend(shallow.state, deep.state, num_layers),
     )
-
-
-def _extend(one: float, two: float, num_layers: int) -> float:
-    return one + (num_layers - 1) * (two - one)
 
 
 class _Totals:

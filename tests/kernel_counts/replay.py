@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kernel_counts.graph_text import PRODUCTS, RECEIVE, SEND, STATE, Kernel, size_bytes
+from kernel_counts.graph_text import PRODUCTS, RECEIVE, SEND, Kernel, size_bytes
 from mindrlhf.dryrun.compile.request import COLLECTIVES
 from mindrlhf.dryrun.plan.roofline import Device
 
@@ -23,14 +23,10 @@ class Replay:
     """What a replay found, in seconds.
 
     Attributes:
-        seconds: from the first launch to the end of the last stream.
-        state: of kernels that update the state.
         waits: of the main stream, by the collective that it waits for.
         begins: by layer and operator, what a collective carries before it, when the first one begins.
     """
 
-    seconds: float = 0.0
-    state: float = 0.0
     waits: Counter = field(default_factory=Counter)
     begins: dict[tuple[int, str], float] = field(default_factory=dict)
 
@@ -53,8 +49,6 @@ def replay(kernels: Iterable[Kernel], device: Device) -> Replay:
             name = last[stream] if kernel.op in COLLECTIVES else kernel.op
             result.begins.setdefault((kernel.layer, name), time[stream])
             time[stream] += seconds
-            result.state += seconds if kernel.part == STATE and kernel.op not in COLLECTIVES else 0.0
-    result.seconds = max(time.values(), default=0.0)
     return result
 
 
