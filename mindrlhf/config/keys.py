@@ -62,7 +62,6 @@ def key(
     maximum: float | None = None,
     choices: Sequence[Any] = (),
     exclusive_minimum: bool = False,
-    is_path: bool = False,
     is_model: bool = False,
     read_with: str = "",
     on_ascend: Any = None,
@@ -74,8 +73,7 @@ def key(
         doc: what the key means, with its unit; it goes to docs/config.md as it stands.
         minimum, maximum: closed bounds of a number (``exclusive_minimum`` opens the lower one).
         choices: the allowed values, when they are few.
-        is_path: the text names a file or a directory.
-        is_model: it may also be the name of a model on a hub, which becomes its directory in the hub's cache.
+        is_model: a directory, or the name of a model on a hub, which becomes its directory in the hub's cache.
         read_with: the condition under which anything reads the key; see :mod:`mindrlhf.config.unread`.
         on_ascend: the default with `run.device: ascend`; None where it is ``default`` there too.
     """
@@ -85,7 +83,6 @@ def key(
         "maximum": maximum,
         "choices": tuple(choices),
         "exclusive_minimum": exclusive_minimum,
-        "is_path": is_path or is_model,
         "is_model": is_model,
         "read_with": read_with,
         "on_ascend": on_ascend,

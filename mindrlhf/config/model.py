@@ -41,7 +41,7 @@ class LoraSection:
         "that the model has",
         choices=ROLES,
     )
-    path: str = key("", "adapter of `model.path`, in PEFT's format, to begin with; empty begins anew", is_path=True)
+    path: str = key("", "adapter of `model.path`, in PEFT's format, to begin with; empty begins anew")
 
     @property
     def options(self) -> LoraOptions | None:

@@ -64,7 +64,6 @@ class MsprobeSection:
         "",
         "config.json of msprobe, of level L2: the kernels of the steps that it names are dumped into `dump` in "
         "`run.output_dir`; empty: nothing is dumped",
-        is_path=True,
     )
 
 
@@ -92,7 +91,7 @@ class CheckpointSection:
     keep_best: bool = key(
         False, "save a checkpoint at each evaluation whose accuracy is the best so far, and keep the best one"
     )
-    save_dir: str = key("", "where checkpoints go; empty means `checkpoints` in `run.output_dir`", is_path=True)
+    save_dir: str = key("", "where checkpoints go; empty means `checkpoints` in `run.output_dir`")
     node_local: bool = key(
         False, "`checkpoint.save_dir` is a disk of each node's own, where it keeps what its ranks hold; see cluster.md"
     )

@@ -7,11 +7,10 @@ import dataclasses
 import difflib
 import functools
 import json
-import os
 import reprlib
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,14 +24,8 @@ from mindrlhf.system.strict_yaml import YAML_ERRORS, load_yaml
 
 Config = TypeVar("Config")
 
-MAX_FILE_BYTES = 256 << 10
-MAX_ITEMS = 10_000  # of a list or a mapping
-_MAX_PLAIN_ITEMS, _MAX_PLAIN_DEPTH, _MAX_PLAIN_NUMBER = 100, 2, 1 << 53  # of a mapping of text to anything
+_MAX_PLAIN_DEPTH, _MAX_PLAIN_NUMBER = 2, 1 << 53  # of a mapping of text to anything
 _ENTRIES = {str: "text", float: "numbers", Any: "anything"}
-# Of unknown keys: how many of a section are named, for how many the nearest key is looked up, in names of what size.
-MAX_UNKNOWN_KEYS, MAX_HINTS, MAX_HINT_CHARS = 100, 20, 64
-# Linux: limits.h (PATH_MAX, with the byte that ends it) and the common file systems.
-MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255
 
 
 def read_yaml(path: str | Path) -> dict:
@@ -41,20 +34,18 @@ def read_yaml(path: str | Path) -> dict:
     Raises:
         UserError: the file is missing, is not YAML, or is not a mapping.
     """
-    check_path("the config file", str(path))
     path = Path(path)
-    if not path.is_file():
-        what = "is a directory: name the YAML file in it" if path.is_dir() else "does not exist"
-        raise UserError(f"config file '{path}' {what}")
+    if path.is_dir():
+        raise UserError(f"config file '{path}' is a directory: name the YAML file in it")
     try:
-        if (size := path.stat().st_size) > MAX_FILE_BYTES:
-            raise UserError(f"has {size} bytes, and a config at most {MAX_FILE_BYTES}: is it one?")
         with path.open(encoding="utf-8") as file:
             content = load_yaml(file)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: {error}") from None
+    except FileNotFoundError:
+        raise UserError(f"config file '{path}' does not exist") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except YAML_ERRORS as error:
@@ -178,11 +169,8 @@ def _build(cls: type[Config], content: Any, where: str, given: set[str], mistake
     fields = {field.name: field for field in dataclasses.fields(cls)}
     values = {}
     unknown = [name for name in content if name not in fields]
-    for number, name in enumerate(unknown[:MAX_UNKNOWN_KEYS]):
-        shown = _quoted(name)[1:-1] if isinstance(name, str) else _shown(name)
-        mistakes.add(*_unknown_key(cls, where, shown, has_hint=number < MAX_HINTS))
-    if len(unknown) > MAX_UNKNOWN_KEYS:
-        mistakes.add(f"and {len(unknown) - MAX_UNKNOWN_KEYS} more unknown keys in {_place(where)}: is it a config?")
+    for name in unknown:
+        mistakes.add(*_unknown_key(cls, where, _quoted(name)[1:-1] if isinstance(name, str) else _shown(name)))
     for name, value in content.items():
         if name not in fields:
             continue
@@ -244,12 +232,10 @@ def _place(where: str) -> str:
     return f"section '{where.rstrip('.')}'" if where else "the top level"
 
 
-def _unknown_key(cls: type, where: str, name: str, *, has_hint: bool) -> tuple[str, ...]:
+def _unknown_key(cls: type, where: str, name: str) -> tuple[str, ...]:
     """Return the message and, where one is near, the dotted name of the key that was meant."""
     here = [field.name for field in dataclasses.fields(cls)]
     message = f"unknown key '{where}{name}'"
-    if not has_hint:
-        return (message,)
     if near := _nearest(name, here):
         return f"{message}; did you mean '{where}{near}'?", f"{where}{near}"
     if dotted := _places_of_keys().get(name):
@@ -260,9 +246,7 @@ def _unknown_key(cls: type, where: str, name: str, *, has_hint: bool) -> tuple[s
 
 
 def _nearest(name: str, known: Iterable[str]) -> str | None:
-    # A comparison takes the product of the lengths.
-    near = difflib.get_close_matches(name, known, n=1) if len(name) <= MAX_HINT_CHARS else []
-    return near[0] if near else None
+    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
 
 
 @functools.cache
@@ -303,16 +287,12 @@ def _convert(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> A
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple:
         if isinstance(value, str):  # "a,b" as the command-line flags of the tutorial write it
-            parts = [item for item in value.split(",", MAX_ITEMS) if item.strip()]
-            _check_size(name, parts)
-            value = [_parse_item(name, item) for item in parts]
+            value = [_parse_item(name, item) for item in value.split(",") if item.strip()]
         items = value if isinstance(value, (list, tuple)) else [value]
-        _check_size(name, items)
         return tuple(_convert(f"{name}[{index}]", item, arguments[0], metadata) for index, item in enumerate(items))
     if origin is dict:
         if not isinstance(value, Mapping):
             raise UserError(f"'{name}' must be a mapping, not {_shown(value)}")
-        _check_size(name, value)
         if arguments[1] is Any:
             return _plain(name, value)
         if arguments[1] is not str:
@@ -326,14 +306,7 @@ def _convert(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> A
     return value
 
 
-def _check_size(name: str, items: Sized) -> None:
-    if len(items) > MAX_ITEMS:
-        raise UserError(f"'{name}' has {len(items)} items, and at most {MAX_ITEMS} are taken")
-
-
 def _located(name: str, value: str, metadata: Mapping[str, Any]) -> str:
-    if metadata["is_path"]:
-        check_path(f"'{name}'", value)
     return local_directory(value) if metadata["is_model"] else value
 
 
@@ -348,12 +321,10 @@ def _number(name: str, value: Any) -> float | bool:
 
 
 def _plain(name: str, value: Any, depth: int = 0) -> Any:
-    """Return what JSON can hold as well: scalars, and lists and mappings of them, within bounds."""
+    """Return what JSON can hold as well: scalars, and lists and mappings of them, not deeply nested."""
     if isinstance(value, (Mapping, list)):
-        if len(value) > _MAX_PLAIN_ITEMS or depth > _MAX_PLAIN_DEPTH:
-            raise UserError(
-                f"'{name}' has more than {_MAX_PLAIN_ITEMS} items, or mappings more than {_MAX_PLAIN_DEPTH} deep"
-            )
+        if depth > _MAX_PLAIN_DEPTH:
+            raise UserError(f"'{name}' has mappings more than {_MAX_PLAIN_DEPTH} deep")
         if isinstance(value, list):
             return [_plain(name, item, depth + 1) for item in value]
         return {_text(name, key): _plain(f"{name}.{key}", item, depth + 1) for key, item in value.items()}
@@ -445,23 +416,6 @@ def _check_text(name: str, value: str) -> None:
         value.encode()
     except UnicodeEncodeError as error:
         raise UserError(f"'{name}' is {_shown(value)}: {value[error.start]!r} is no character; remove it") from None
-
-
-def check_path(what: str, value: str) -> None:
-    """Refuse a path that no file system takes; ``what`` names it in the message.
-
-    Raises:
-        UserError: the path, or a name in it, is too long.
-    """
-    num_bytes = len(os.fsencode(value))
-    if num_bytes > MAX_PATH_BYTES:
-        raise UserError(f"{what} is a path of {num_bytes} bytes, and paths have at most {MAX_PATH_BYTES}: shorten it")
-    longest = max(value.split("/"), key=lambda name: len(os.fsencode(name)))
-    if len(os.fsencode(longest)) > MAX_NAME_BYTES:
-        raise UserError(
-            f"{what} has the name {_shown(longest)} of {len(os.fsencode(longest))} bytes, and file names have at most "
-            f"{MAX_NAME_BYTES}: shorten it"
-        )
 
 
 def _check_range(name: str, value: Any, metadata: Mapping[str, Any]) -> None:

@@ -65,7 +65,6 @@ class ToolSection:
     agent_python: str = key(
         "",
         "another interpreter for the agent, Python 3.10 or later, if a function",
-        is_path=True,
         read_with="tools.agent",
     )
     agent_sees: tuple[str, ...] = key(

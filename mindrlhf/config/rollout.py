@@ -33,7 +33,6 @@ class RolloutSection:
     python: str = key(
         "",
         "interpreter of the rollout environment; empty means .venv-rollout beside the package, else this one",
-        is_path=True,
     )
     env: dict[str, str] = key({}, "environment variables set for the rollout server")
     num_replicas: int = key(
@@ -56,7 +55,7 @@ class RolloutSection:
         "sample without end and train on what is complete, weights at most `off_policy_steps` steps old; see "
         "docs/async.md",
     )
-    replay_order: str = key("", "output directory of an asynchronous run to repeat exactly", is_path=True)
+    replay_order: str = key("", "output directory of an asynchronous run to repeat exactly")
     max_segments: int = key(
         4,
         "max. policy versions per response; the last one finishes it",

@@ -14,7 +14,6 @@ class RunSection:
     output_dir: str = key(
         "runs/default",
         "directory for metrics, checkpoints, samples, logs and the report",
-        is_path=True,
     )
     seed: int = key(0, "seed of data order, sampling and random initialisation", minimum=0, maximum=2**31 - 1)
     device: str = key("cpu", "what the trainer ranks and the generator run on", choices=("cpu", "ascend"))
@@ -46,9 +45,9 @@ def run_rules(run: RunSection) -> Rules:
 class DataSection:
     """The prompts, and the tokenizer they were built with."""
 
-    train_file: str = key(REQUIRED, "MindRecord file made by `mindrlhf data build`", is_path=True)
+    train_file: str = key(REQUIRED, "MindRecord file made by `mindrlhf data build`")
     tokenizer_dir: str = key(
         REQUIRED, "Hugging Face tokenizer directory", is_model=True
     )
-    eval_file: str = key("", "MindRecord file of held-out prompts; empty means no evaluation", is_path=True)
+    eval_file: str = key("", "MindRecord file of held-out prompts; empty means no evaluation")
     shuffle: bool = key(True, "shuffle the prompts anew in each epoch")

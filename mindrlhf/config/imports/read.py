@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from mindrlhf.config.imports.tables import flatten
-from mindrlhf.config.parse import MAX_FILE_BYTES
 from mindrlhf.errors import UserError
 from mindrlhf.system.strict_yaml import YAML_ERRORS, load_yaml
 
@@ -31,8 +30,6 @@ def read(path: Path, run_script: RunScript, is_known: Callable[[str], bool]) -> 
         UserError: it cannot be read.
     """
     try:
-        if (size := path.stat().st_size) > MAX_FILE_BYTES:
-            raise UserError(f"{path} has {size} bytes, and a config at most {MAX_FILE_BYTES}: is it one?")
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({' '.join(str(error).split())})") from None
