@@ -1,7 +1,6 @@
 """Packing by cost: every sample once, no row too long, prefixes counted, and the ranks balanced."""
 
 import itertools
-import sys
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindrlhf.data.packing import Row, plan_rows
-from mindrlhf.layout.best_fit import Piece, largest_subset, plan, reachable
+from mindrlhf.layout.best_fit import Piece, largest_subset, reachable
 from mindrlhf.layout.packing import RowCost, cut, deal_rows, micro_batch_sizes, plan_best_fit, row_cost
 from mindrlhf.specs import find_spec
 
@@ -183,86 +182,6 @@ def test_the_cost_of_a_row_counts_multiplications():
     assert cost.of(4, 3) == 4 * cost.per_position + 16 * cost.per_pair + 3 * 66
 
 
-def scanned_plan(pieces, row_lengths, is_tight):
-    """The same rows by looking at everything: every bundle for every row, and every row for every piece."""
-
-    def shortest(places):
-        return min(length for length in row_lengths if length >= places)
-
-    def places(items):
-        prefixes = {}
-        for item in items:
-            prefixes.setdefault(pieces[item].group, pieces[item].prefix_size)
-        return sum(pieces[item].size for item in items) + sum(prefixes.values())
-
-    def groups(items):
-        return {pieces[item].group for item in items}
-
-    bundles = {}
-    for item in sorted(range(len(pieces)), key=lambda item: (-pieces[item].size, item)):
-        own = bundles.setdefault(pieces[item].group, [])
-        fitting = [bundle for bundle in own if places([*bundle, item]) <= row_lengths[-1]]
-        own.append([]) if not fitting else None
-        (min(fitting, key=lambda bundle: -places(bundle)) if fitting else own[-1]).append(item)
-    left = [bundle for own in bundles.values() for bundle in own]
-    rows, lengths = [], []
-    while left:
-        left.sort(key=lambda bundle: (-places(bundle), bundle[0]))
-        row, length = [], shortest(places(left[0])) if is_tight else row_lengths[-1]
-        while True:
-            room = length - places(row)
-            whole = next((bundle for bundle in left if places(bundle) <= room), None)
-            if whole is not None:
-                left.remove(whole)
-                row += whole
-                continue
-            offers = []
-            for number, bundle in enumerate(left):
-                if len(bundle) == 1 and not groups(bundle) & groups(row):
-                    continue
-                free = room - (0 if groups(bundle) & groups(row) else pieces[bundle[0]].prefix_size)
-                if free > 0 and (
-                    total := (reachable(pieces[i].size for i in bundle) & (2 ** (free + 1) - 1)).bit_length() - 1
-                ):
-                    offers.append((-total, number, free))
-            if not offers:
-                break
-            _, number, free = min(offers)
-            part = [left[number][n] for n in largest_subset([pieces[i].size for i in left[number]], free)]
-            for item in part:
-                left[number].remove(item)
-            row += part
-            left = [bundle for bundle in left if bundle]
-        rows.append(row)
-    lengths = [shortest(places(row)) for row in rows]
-    for number in sorted(range(len(rows)), key=lambda number: places(rows[number])):
-        rest, targets = list(rows[number]), []
-        for item in sorted(rest, key=lambda item: (-pieces[item].size, item)):
-            choices = []
-            for other, row in enumerate(rows):
-                need = pieces[item].size + (0 if {pieces[item].group} & groups(row) else pieces[item].prefix_size)
-                if other != number and row and need <= lengths[other] - places(row):
-                    choices.append((need, lengths[other] - places(row), other))
-            if choices:
-                rest.remove(item)
-                rows[min(choices)[2]].append(item)
-                targets.append((item, min(choices)[2]))
-        if not rest or shortest(places(rest)) < lengths[number]:
-            rows[number] = rest
-            lengths[number] = shortest(places(rest)) if rest else 0
-        else:
-            for item, other in targets:
-                rows[other].remove(item)
-    return sorted((lengths[number], tuple(sorted(row))) for number, row in enumerate(rows) if row)
-
-
-@settings(max_examples=250, deadline=None)
-@given(pieces=piece_lists(), is_tight=st.booleans(), lengths=st.sampled_from([(96,), (24, 96), ROW_LENGTHS]))
-def test_rows_are_those_that_looking_at_everything_finds(pieces, is_tight, lengths):
-    found = plan(pieces, lengths, is_tight=is_tight)
-    assert sorted((row.length, tuple(sorted(row.items))) for row in found) == scanned_plan(pieces, lengths, is_tight)
-
-
 @settings(max_examples=250, deadline=None)
 @given(sizes=st.lists(st.integers(1, 60), max_size=80), lengths=st.sampled_from([(60,), (20, 60), (7, 33, 60)]))
 def test_first_fit_is_that_of_a_scan(sizes, lengths):
@@ -291,36 +210,3 @@ def test_rows_are_dealt_as_by_a_scan(costs, num_ranks, is_even):
         loads[rank] += costs[row]
         dealt[rank].append(row)
     assert deal_rows(costs, num_ranks, most=most) == [sorted(rows) for rows in dealt]
-
-
-@pytest.mark.parametrize("prefix", [0, 300], ids=["best_fit", "shared_prompts"])
-@pytest.mark.parametrize("lengths", ["log-normal", "uniform", "truncated"])
-def test_work_grows_as_the_samples_do(prefix, lengths):
-    """Calls of functions, counted: so many for each sample, however many there are."""
-
-    def num_calls(num_samples):
-        rng = np.random.default_rng(0)
-        sizes = {
-            "log-normal": np.exp(rng.normal(6.5, 0.8, num_samples)),
-            "uniform": rng.uniform(1, 3500, num_samples),
-            "truncated": np.where(rng.random(num_samples) < 0.3, 3500, rng.uniform(16, 900, num_samples)),
-        }[lengths]
-        prefixes = rng.integers(1, prefix + 2, num_samples)
-        groups = [number // 8 if prefix else number for number in range(num_samples)]
-        sizes = np.clip(sizes, 1, 3500).astype(int)
-        pieces = [Piece(int(size), int(prefixes[g]) - 1, g) for size, g in zip(sizes, groups, strict=True)]
-        count = 0
-
-        def profile(frame, event, argument):
-            nonlocal count
-            count += event in ("call", "c_call")
-
-        sys.setprofile(profile)
-        try:
-            plan_best_fit(pieces, (4096,), COST)
-            plan_rows(list(map(int, sizes)), (4096,))
-        finally:
-            sys.setprofile(None)
-        return count
-
-    assert num_calls(2048) < 300 * 2048 and num_calls(8192) < 300 * 8192
