@@ -1,22 +1,16 @@
 """The evaluations of a run: when one is due, and its metrics."""
 
 import copy
-import sys
 from collections.abc import Callable
 
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.evaluation.divergence import RewardWatch
 from mindrlhf.observe.timing import StageTimer
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.loop.sampling.in_step import Rollout
 
 
 class Evaluations:
-    """Samples the held-out prompts when it is time.
-
-    Attributes:
-        reward_watch: warns where the reward of training rises and the accuracy falls.
-    """
+    """Samples the held-out prompts when it is time."""
 
     def __init__(self, config: GrpoConfig, rollout: Rollout, progress: Progress, timer: StageTimer, num_steps: int):
         self._config = config.evaluation
@@ -24,7 +18,6 @@ class Evaluations:
         self._progress = progress
         self._timer = timer
         self._num_steps = num_steps
-        self.reward_watch = RewardWatch()
 
     def run(self, settle: Callable[[], None]) -> dict[str, float]:
         """Return the metrics of the evaluation that is due, empty when none is; its time counts to no step.
@@ -41,8 +34,6 @@ class Evaluations:
             evaluation = rollout.held_out.run(sampler, step)
             more = {name: held_out.run(sampler, step) for name, held_out in rollout.more_held_out.items()}
         self._progress.evaluations.append(evaluation)
-        if parted := self.reward_watch.review(evaluation):
-            print(f"warning: {parted}", file=sys.stderr, flush=True)
         metrics = evaluation.metrics()
         for name, further in more.items():
             metrics.update(further.set_metrics(name))

@@ -160,7 +160,6 @@ class Trainer:
         timings = self.timer.finish_step()
         self.sampling.end_step()
         metrics = self.report.write(step, timings, self.sampling.metrics(timings))
-        self.evaluations.reward_watch.note(metrics["reward/mean"])
         self.report.write_fingerprint(self._weights, step, metrics)
         return metrics
 
