@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,45 @@ RECORDS = [
     {"chosen": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "rejected": []},
     {"question": "q", "chosen": "a", "rejected": "b", "system": ""},
 ]
+
+STEPS = [
+    {"step": step, "reward/mean": 0.1 * step, "timing/all": 2.0, "timing/rollout": 1.5, "eval/accuracy": None}
+    for step in range(1, 4)
+]
+SAMPLES = [
+    {"step": 1, "prompt": "1 + 1?", "completion": "2", "answer": "2", "reward": 1.0, "rewards": {"accuracy": 1.0}}
+] * 3
+SUMMARY = {
+    "num_prompts": 4,
+    **dict.fromkeys(("before", "after", "difference"), {"low": -0.1, "high": 0.9, "accuracy": 0.5, "mean": 0.5}),
+    **dict.fromkeys(("samples_before", "samples_after"), [{"prompt": "q", "completion": "c", "reward": 1.0}]),
+}
+TEMPLATE = (
+    b"{% for message in messages %}{% if loop.first and message['role'] != 'system' %}{{ bos_token }}{% endif %}\n"
+    b"{{ '<|im_start|>' + message.role | capitalize + '\\n' + message.content | trim + eos_token }}{% endfor %}\n"
+    b"{% if add_generation_prompt %}{{ 'x' * 3 }}{{ {'a': [1, 2.5, none]} | tojson(indent=2) }}{% endif %}"
+)
+
+
+def gguf_bytes() -> bytes:
+    """Return a GGUF file: a number, a text, arrays of both; two tensors, one quantised, and their data."""
+
+    def text(content: bytes) -> bytes:
+        return struct.pack("<Q", len(content)) + content
+
+    values = [
+        text(b"llama.block_count") + struct.pack("<II", 4, 2),
+        text(b"general.architecture") + struct.pack("<I", 8) + text(b"llama"),
+        text(b"tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 3) + text(b"a") + text(b"b") + text(b"ab"),
+        text(b"tokenizer.ggml.scores") + struct.pack("<IIQ3f", 9, 6, 3, 1.0, 2.0, 3.0),
+    ]
+    tensors = [
+        text(b"norm") + struct.pack("<IQIQ", 1, 8, 0, 0),
+        text(b"matrix") + struct.pack("<IQQIQ", 2, 32, 2, 8, 32),
+    ]
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(values)) + b"".join(values + tensors)
+    rows = b"".join(struct.pack("<e32b", 0.5, *range(32)) for _ in range(2))
+    return head + bytes(-len(head) % 32) + struct.pack("<8f", *range(8)) + rows
 
 
 def make_prompt_file(directory: Path) -> Path:

@@ -80,7 +80,6 @@ def test_any_value_of_any_key_gives_a_config(tmp_path, stack):
         "1: {2: 3}",
         "null",
         "\ufeffalgorithm: {gamma: 1}",
-        "\n".join(["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {{l: *a{n - 1}, r: *a{n - 1}}}" for n in range(1, 25))]),
     ],
 )
 def test_strange_yaml_gives_a_config_or_a_line(tmp_path, text):
