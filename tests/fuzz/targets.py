@@ -98,7 +98,6 @@ def read_all(source) -> None:
     for name in source.names():
         source.info(name)
         source.read(name).sum(dtype=np.float64)
-        source.release(name)
 
 
 @target("config file")
@@ -125,19 +124,19 @@ def config_override(directory):
     )
 
 
-@target("JSONL records", name="a.jsonl")
-@target("JSON records", name="a.json")
-@target("Parquet records", name="a.parquet")
-def records(directory, name):
+@target("JSONL records", file="a.jsonl")
+@target("JSON records", file="a.json")
+@target("Parquet records", file="a.parquet")
+def records(directory, file):
     import pyarrow.parquet
 
     from mindrlhf.data.handlers import HANDLERS, RecordError
     from mindrlhf.data.readers import RawRecord, read_records
 
-    path = directory / name
-    if name.endswith("l"):
+    path = directory / file
+    if file.endswith("l"):
         written(path, b"\n".join(json.dumps(record).encode() for record in RECORDS))
-    elif name.endswith("n"):
+    elif file.endswith("n"):
         written(path, RECORDS)
     else:
         rows = [{"question": f"{index} + 1?", "answer": "1", "tags": ["a", None], "score": 0.5} for index in range(40)]
@@ -152,7 +151,7 @@ def records(directory, name):
                     continue
 
     damages = {"jsonl": as_lines, "json": as_json, "parquet": as_bytes}
-    return {path: damages[name.removeprefix("a.")](path)}, use
+    return {path: damages[file.removeprefix("a.")](path)}, use
 
 
 @target("MindRecord")
@@ -204,7 +203,7 @@ def hf_config(directory):
     from mindrlhf.weights.hf import read_hf_config
 
     # Few layers and experts, because each has rules that a case goes through.
-    few = {"num_hidden_layers": 4, "n_routed_experts": 16, "num_experts": 16, "n_group": 2, "topk_group": 1}
+    few = {"num_hidden_layers": 4, "n_routed_experts": 16, "num_experts": 16, "n_group": 4, "topk_group": 4}
     paths = []
     for name in ("deepseek_v3/deepseek_v3_671b", "qwen3/qwen3_30b_a3b", "qwen2_5/qwen2_5_7b", "llama3_1/llama3_1_8b"):
         (directory / name).mkdir(parents=True)
@@ -284,7 +283,6 @@ def shard_ckpt(directory):
 @target("records of a run")
 def run_records(directory):
     from mindrlhf.debugging.run_diff import compare_runs
-    from mindrlhf.observe.report import render_report
     from mindrlhf.observe.run_data import read_run
 
     course = [
@@ -301,7 +299,7 @@ def run_records(directory):
     def use():
         if (run / "trajectory.jsonl").read_bytes() != intact:
             return compare_runs(run, other)
-        return render_report([read_run(run)]).encode(errors="replace")
+        return read_run(run)
 
     lines = {path: as_lines(path) for path in sorted(run.glob("*.jsonl"))}
     return {**lines, run / "summary.json": as_json(run / "summary.json")}, use
