@@ -1,12 +1,10 @@
 """The quickstart's problems and tokenizer: answers re-computed from the question's numbers, splits, round trips."""
 
-import collections
 import importlib.util
 import json
 import re
 import subprocess
 import sys
-import unicodedata
 from fractions import Fraction
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from hypothesis import strategies as st
 from mindrlhf.data.handlers import load_handler
 from mindrlhf.data.templates import load_template, response_end_id
 from mindrlhf.data.tokenizers import load_tokenizer
-from mindrlhf.errors import UserError
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 
@@ -116,29 +113,6 @@ def test_each_answer_is_what_the_question_asks_for(train, test_split):
         assert len(equations) == (1 if problem.level == 1 else 2), problem
 
 
-def test_second_steps_use_the_first_result_and_all_numbers_are_given(train):
-    for problem in train:
-        equations, _ = _parse(problem.answer)
-        given_numbers = {*map(int, re.findall(r"\d+", problem.question))}
-        if "twice" in problem.question:
-            given_numbers.add(2)
-        for left, _, right, result in equations:
-            assert {left, right} <= given_numbers, problem
-            given_numbers = given_numbers | {result}
-        if len(equations) == 2:
-            assert equations[0][-1] in (equations[1][0], equations[1][2]), problem
-
-
-def test_levels_are_equally_frequent_and_every_template_occurs(train, test_split):
-    for split in (train, test_split):
-        assert collections.Counter(p.level for p in split) == {level: len(split) // 3 for level in (1, 2, 3)}
-        counts = collections.Counter(p.template for p in split)
-        assert set(counts) == set(FORMULAS) == {template.name for template in problems.TEMPLATES}
-        assert min(counts.values()) > len(split) / len(FORMULAS) / 2
-    largest = {level: max(max(p.numbers) for p in train if p.level == level) for level in (1, 2, 3)}
-    assert largest[3] > largest[2]
-
-
 @settings(max_examples=8, deadline=None)
 @given(train_seed=st.integers(0, 10**6), test_seed=st.integers(0, 10**6), noise=st.floats(0, 1))
 def test_train_and_test_share_no_question_and_no_numbers_whatever_the_seeds(train_seed, test_seed, noise):
@@ -148,12 +122,6 @@ def test_train_and_test_share_no_question_and_no_numbers_whatever_the_seeds(trai
     assert not {(p.template, p.numbers) for p in train} & {(p.template, p.numbers) for p in test}
     for split in (train, test):
         assert len({p.question for p in split}) == len(split)
-
-
-@pytest.mark.parametrize("template", problems.TEMPLATES, ids=lambda template: template.name)
-def test_every_template_has_numbers_for_both_splits(template):
-    num_train, num_test = (len(problems.numbers_by_template(split)[template.name]) for split in ("train", "test"))
-    assert 0.1 < num_test / (num_train + num_test) < 0.35
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.25, 1.0])
@@ -168,52 +136,6 @@ def test_noise_makes_exactly_its_share_wrong_and_leaves_the_questions(train, noi
         equations, final = _parse(problem.answer)
         assert equations[-1][-1] == final
         assert all(map(_is_right, equations[:-1])), problem
-
-
-def test_a_template_has_one_habitual_mistake():
-    noisy = problems.make_problems("train", 3000, seed=1, noise=1.0)
-    clean = problems.make_problems("train", 3000, seed=1)
-    kinds = {}
-    for wrong, right in zip(noisy, clean):
-        kinds.setdefault(wrong.template, collections.Counter())[_kind_of_mistake(wrong, right)] += 1
-    for template in problems.TEMPLATES:
-        counts = kinds[template.name]
-        # Miscounting by one is what is left where the habit would give the right answer, or none.
-        assert set(counts) <= {template.mistake, problems.Mistake.OFF_BY_ONE}, template.name
-        assert counts[template.mistake] > 0.5 * counts.total(), template.name
-
-
-def _kind_of_mistake(wrong, right):
-    wrong_steps, right_steps = _parse(wrong.answer)[0], _parse(right.answer)[0]
-    if len(wrong_steps) < len(right_steps):
-        assert wrong_steps == right_steps[:-1]
-        return problems.Mistake.FORGOT_STEP
-    if wrong_steps[-1][1] != right_steps[-1][1]:
-        assert _is_right(wrong_steps[-1])
-        return problems.Mistake.WRONG_OPERATION
-    difference = wrong_steps[-1][-1] - right_steps[-1][-1]
-    return {1: problems.Mistake.OFF_BY_ONE, -10: problems.Mistake.OFF_BY_TEN}[difference]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("train", 0, 0), "ask for 1 or more"),
-        (("dev", 10, 0), "choose train or test"),
-        (("train", 10, 0, 1.5), "0 to 1"),
-        (("train", 10, 0, float("nan")), "0 to 1"),
-    ],
-)
-def test_impossible_wishes_are_user_errors(arguments, message):
-    with pytest.raises(UserError, match=message):
-        problems.make_problems(*arguments)
-
-
-def test_more_problems_than_there_are_is_a_user_error(monkeypatch):
-    monkeypatch.setattr(problems, "NAMES", ("Anna", "Ben"))
-    monkeypatch.setattr(problems, "ITEMS", ("apples",))
-    with pytest.raises(UserError, match="level 1 gave out after .* ask for fewer"):
-        problems.make_problems("test", 5000, seed=0)
 
 
 def _run(script, *arguments):
@@ -274,30 +196,3 @@ def test_the_package_reads_problems_and_tokenizer(train, tokenizer_dir):
     assert 25 <= sum(num_prompt_tokens) / 600 <= 50
     assert max(num_prompt_tokens) <= 80
     assert max(num_response_tokens) <= 40
-
-
-def test_digits_are_never_merged(tokenizer_dir):
-    vocabulary = json.loads((tokenizer_dir / "tokenizer.json").read_text())["model"]["vocab"]
-    assert {entry for entry in vocabulary if re.search(r"\d", entry)} == set("0123456789")
-    tokenizer = load_tokenizer(tokenizer_dir)
-    assert tokenizer.encode("120") == [tokenizer.token_to_id(digit) for digit in "120"]
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.text())
-def test_any_text_round_trips(tokenizer_dir, text):
-    text = unicodedata.normalize("NFC", text)
-    tokenizer = load_tokenizer(tokenizer_dir)
-    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
-
-
-def test_transformers_cuts_text_the_same_way(train, tokenizer_dir):
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoTokenizer.from_pretrained(tokenizer_dir)
-    ours = load_tokenizer(tokenizer_dir)
-    for problem in train[:200]:
-        messages = [{"role": "user", "content": problem.question}, {"role": "assistant", "content": problem.answer}]
-        text = theirs.apply_chat_template(messages, tokenize=False)
-        assert text == f"<|im_start|>{problem.question}<|im_end|>{problem.answer}<|im_end|>"
-        assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
-    assert (theirs.eos_token, theirs.pad_token) == ("<|im_end|>", "<|endoftext|>")

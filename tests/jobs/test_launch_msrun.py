@@ -49,38 +49,6 @@ def start(tmp_path) -> Iterator[object]:
         job.clean_up()
 
 
-@SLOW
-def test_two_ranks_of_mindspore_meet_and_end_well(start):
-    job = start(
-        """
-        import os
-        import mindspore as ms
-        import numpy as np
-        from mindspore.communication import get_group_size, get_rank, init
-
-        class Sum(ms.nn.Cell):
-            def __init__(self):
-                super().__init__()
-                self.all_reduce = ms.ops.AllReduce()
-
-            def construct(self, x):
-                return self.all_reduce(x)
-
-        ms.set_context(mode=ms.GRAPH_MODE)
-        ms.set_device("CPU")
-        init()
-        total = Sum()(ms.Tensor(np.array([10.0 ** get_rank()], np.float32)))
-        print("rank", get_rank(), "of", get_group_size(), "sum", total.asnumpy().tolist(),
-              "threads", os.environ["OMP_NUM_THREADS"], flush=True)
-        """
-    )
-    assert job.wait(TIMEOUT_S) == 0, job.errors()
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // 2))
-    assert job.output().splitlines() == [f"rank 0 of 2 sum [11.0] threads {threads}"]
-    assert "rank 1 of 2 sum [11.0]" in (job.dir / "logs" / "worker_1.log").read_text()
-    assert job.running() == []
-
-
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=SLOW), 1])
 def test_kill_9_of_a_rank_ends_the_run_with_cause_and_log_and_no_process_left(start, rank):
     job = start(PATIENT_WORKER)
@@ -93,37 +61,6 @@ def test_kill_9_of_a_rank_ends_the_run_with_cause_and_log_and_no_process_left(st
     assert f"rank {rank} was killed by SIGKILL" in job.errors()
     assert str(job.dir / "logs" / f"worker_{rank}.log") in job.errors()
     assert job.output() == "rank 0 works\n"
-
-
-def test_an_exit_code_of_a_rank_is_returned_and_its_traceback_shown(start):
-    job = start(
-        """
-        import os, sys, time
-        if os.environ["MS_ROLE"] == "MS_SCHED" or os.environ["RANK_ID"] == "0":
-            time.sleep(600)
-        time.sleep(1)
-        try:
-            raise ValueError("the answer is 43")
-        except ValueError:
-            import traceback
-            traceback.print_exc()
-            sys.exit(42)
-        """
-    )
-    assert job.wait(TIMEOUT_S) == 42
-    assert "[rank 1] ValueError: the answer is 43" in job.output()
-    assert "rank 1 ended with exit code 42" in job.errors()
-    assert job.running() == []
-
-
-def test_an_interrupt_ends_everything(start):
-    job = start(PATIENT_WORKER)
-    job.wait_for_rank(0)
-    job.wait_for_rank(1)
-    job.launcher.send_signal(signal.SIGINT)
-    assert job.wait(TIMEOUT_S) == 130
-    assert job.running() == []
-    assert "rank" not in job.errors(), "ranks that were told to end have not failed"
 
 
 @pytest.mark.parametrize("victim", ["launcher", "msrun"])
@@ -142,11 +79,3 @@ def test_kill_9_of_launcher_or_msrun_leaves_no_rank_behind(start, victim):
     if victim == "msrun":
         assert job.running() == []
         assert "msrun was killed by SIGKILL" in job.errors()
-
-
-def test_a_missing_script_is_a_failure_not_a_hang(start):
-    job = start("pass")
-    (job.dir / "worker.py").unlink()
-    assert job.wait(TIMEOUT_S) == 2
-    assert "can't open file" in job.output()
-    assert job.running() == []
