@@ -163,8 +163,6 @@ def _import(arguments: argparse.Namespace) -> int:
     write_text(arguments.output, text)
     for name, advice in result.for_user.items():
         print(f"mindrlhf config: {name}: {advice}", file=sys.stderr)
-    for name in result.unknown:
-        print(f"mindrlhf config: {name}: unknown, left out", file=sys.stderr)
     return 0
 
 

@@ -383,11 +383,6 @@ def test_sft_without_responses_says_so(tokenizer_directory, tmp_path):
         build_prompts([path], tmp_path / "o", tokenizer_directory, handler="deepscaler", task="sft", max_length=99)
 
 
-def test_small_inputs_do_not_pay_for_processes():
-    assert workers.default_num_workers(1000) == 1
-    assert workers.default_num_workers(1 << 40) == len(os.sched_getaffinity(0))
-
-
 def test_few_chunks_are_in_flight(tokenizer_directory, tmp_path):
     """The reader must not run ahead of the workers, whatever the size of the input."""
     taken = []
@@ -483,19 +478,3 @@ def test_workers_do_not_outlive_a_killed_parent(endless_build):
     process, children, _ = endless_build
     process.kill()
     assert psutil.wait_procs(children, timeout=30)[1] == []
-
-
-@pytest.mark.skipif(not os.environ.get("MINDRLHF_SHARED"), reason="needs MINDRLHF_SHARED")
-def test_gsm8k_with_the_qwen_tokenizer(tmp_path):
-    data = Path(os.environ["MINDRLHF_SHARED"], "data")
-    source = data / "gsm8k" / "train.jsonl"
-    lines = source.read_text().splitlines()[:200]
-    path = _write_lines(tmp_path / "train.jsonl", lines)
-    report = build_prompts([path], tmp_path / "o.mindrecord", data / "qwen2.5_tokenizer", max_prompt_length=512)
-    tokenizer = load_tokenizer(data / "qwen2.5_tokenizer")
-    records = PromptFile.open(report.path).read(range(200))
-    for record, line in zip(records, map(json.loads, lines), strict=True):
-        system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-        turn = f"<|im_start|>user\n{line['question']}<|im_end|>\n<|im_start|>assistant\n"
-        assert record.prompt_ids.tolist() == tokenizer.encode(system + turn)
-        assert record.answer == line["answer"].split("#### ")[1].replace(",", "")

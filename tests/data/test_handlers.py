@@ -1,8 +1,6 @@
 """Handlers: known data sets to examples; what a record lacks is named."""
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 
@@ -23,15 +21,6 @@ def test_gsm8k():
 )
 def test_gsm8k_final_number(written, answer):
     assert load_handler("gsm8k")({"question": "q", "answer": written}).answer == answer
-
-
-@pytest.mark.skipif(not os.environ.get("MINDRLHF_SHARED"), reason="needs MINDRLHF_SHARED")
-def test_every_gsm8k_answer_is_a_number():
-    path = Path(os.environ["MINDRLHF_SHARED"], "data", "gsm8k", "train.jsonl")
-    handler = load_handler("gsm8k")
-    examples = [handler(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert len(examples) == 7473
-    assert all(abs(float(example.answer)) >= 0 for example in examples)  # float() refuses commas
 
 
 @pytest.mark.parametrize("name", ["dapo_math_17k", "verl"])

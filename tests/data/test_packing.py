@@ -31,30 +31,6 @@ def sequence_lists(draw):
     return [make_sequence(prompt, response, 1000 * (i + 1)) for i, (prompt, response) in enumerate(shapes)]
 
 
-@settings(max_examples=200, deadline=None)
-@given(lengths=st.lists(st.integers(1, 40), max_size=40), pack=st.booleans())
-def test_every_sequence_has_one_place_in_a_row_that_holds_it(lengths, pack):
-    rows = plan_rows(lengths, ROW_LENGTHS, pack=pack)
-    assert sorted(item for row in rows for item in row.items) == list(range(len(lengths)))
-    for row in rows:
-        assert row.items
-        assert sum(lengths[item] for item in row.items) <= row.length
-        assert pack or len(row.items) == 1
-        for item in row.items:
-            assert row.length == min(length for length in ROW_LENGTHS if length >= lengths[item])
-    assert [row.length for row in rows] == sorted(row.length for row in rows)
-    assert plan_rows(lengths, ROW_LENGTHS, pack=pack) == rows
-
-
-@settings(max_examples=100, deadline=None)
-@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=40))
-def test_no_two_rows_could_be_one(lengths):
-    """What first fit promises: no whole row fits into the space left in another, so at most one is half empty."""
-    rows = plan_rows(lengths, (40,))
-    filled = [sum(lengths[item] for item in row.items) for row in rows]
-    assert all(a + b > 40 for i, a in enumerate(filled) for b in filled[:i])
-
-
 def test_first_fit_decreasing_by_hand():
     # In order of length: 6 (index 1), 5 (0), 4 (3), 3 (2), 2 (4) into rows of 10.
     assert plan_rows([5, 6, 3, 4, 2], (10,)) == [Row(10, (1, 3)), Row(10, (0, 2, 4))]

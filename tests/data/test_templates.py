@@ -1,17 +1,13 @@
 """Templates: text equal to transformers' own, and what is refused."""
 
-import os
 import sys
-from pathlib import Path
 
 import pytest
 
 from mindrlhf.data.handlers import Example, Message, RecordError
 from mindrlhf.data.templates import R1_SYSTEM, PromptTemplate, load_template, response_end_id
-from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.errors import UserError
 
-needs_qwen = pytest.mark.skipif(not os.environ.get("MINDRLHF_SHARED"), reason="needs MINDRLHF_SHARED")
 CHAT_SOURCE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -36,18 +32,6 @@ def _question(text="What is 1+1?", system=None):
     return Example((*messages, Message("user", text)), "2")
 
 
-@pytest.fixture(scope="module")
-def qwen():
-    return load_tokenizer(Path(os.environ["MINDRLHF_SHARED"], "data", "qwen2.5_tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def qwen_reference():
-    from transformers import Qwen2TokenizerFast
-
-    return Qwen2TokenizerFast.from_pretrained(Path(os.environ["MINDRLHF_SHARED"], "data", "qwen2.5_tokenizer"))
-
-
 @pytest.fixture
 def jinja_file(tmp_path):
     def write(source):
@@ -56,29 +40,6 @@ def jinja_file(tmp_path):
         return str(path)
 
     return write
-
-
-@needs_qwen
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [("user", "hi")],
-        [("system", "be brief"), ("user", '<b>hi</b> & "you"\n')],
-        [("user", "a"), ("assistant", "b"), ("user", "c")],
-    ],
-)
-def test_qwen_text_and_ids_equal_transformers(qwen, qwen_reference, messages):
-    chat = [{"role": role, "content": content} for role, content in messages]
-    example = Example(tuple(Message(*pair) for pair in messages), "")
-    text = load_template("chat", qwen).render(example)
-    assert text == qwen_reference.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert qwen.encode(text) == qwen_reference.apply_chat_template(chat, add_generation_prompt=True)
-
-
-@needs_qwen
-def test_qwen_end_token_is_the_chat_end(qwen):
-    assert response_end_id(load_template("chat", qwen), qwen) == 151645
-    assert response_end_id(load_template("plain", qwen), qwen) == 151643
 
 
 def test_system_prompt_takes_the_place_of_the_records_own():

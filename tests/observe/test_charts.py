@@ -39,13 +39,6 @@ def test_gaps_break_the_line():
     assert chart.hover["series"][0]["values"] == [1, 2, None, 3, None, 4, 5]
 
 
-def test_one_step_has_a_marker_inside():
-    chart = draw_chart("Reward", "", [series_of([0.0])])
-    (dot,) = elements(chart.svg, "dot")
-    assert float(dot.get("cx")) == (LEFT + RIGHT) / 2
-    assert TOP < float(dot.get("cy")) < BOTTOM
-
-
 def test_an_interval_is_drawn_as_a_band():
     middle = np.array([0.4, 0.6])
     banded = Series("accuracy", np.array([0, 10]), middle, middle - 0.2, middle + 0.2)
@@ -65,11 +58,6 @@ def test_a_log_axis_spaces_decades_evenly():
     assert heights == [BOTTOM, (TOP + BOTTOM) / 2, TOP]
     assert [node.text for node in elements(chart.svg, "tick")][:3] == ["1e-6", "1e-5", "1e-4"]
     assert chart.hover["series"][0]["values"][-1] == 0.0
-
-
-def test_a_log_axis_without_positive_values_is_empty_but_whole():
-    chart = draw_chart("Difference", "nats", [series_of([0.0, 0.0])], log=True)
-    assert points(elements(chart.svg, "line")[0].get("d")) == []
 
 
 def test_five_thousand_steps_stay_small():

@@ -2,8 +2,6 @@
 
 import io
 import json
-import math
-import os
 
 import numpy as np
 import pytest
@@ -133,35 +131,6 @@ def test_all_sinks_of_a_run_resume_together(tmp_path):
     assert scalars(tmp_path / "tensorboard")["loss"] == [(0, 1.0), (1, 1.0), (2, 5.0), (3, 5.0)]
     table = [line.split()[:2] for line in stream.getvalue().splitlines()]
     assert table == [["step", "loss"], ["2/3", "5.000"], ["3/3", "5.000"]]
-
-
-def test_the_log_prob_difference_stays_in_the_narrowest_table():
-    for columns in (40, 60, 100):
-        os.environ["COLUMNS"] = str(columns)
-        try:
-            header, line = printed([(3, FULL)], num_steps=10)
-        finally:
-            del os.environ["COLUMNS"]
-        assert "diff" in header.split() and len(header) <= columns
-    assert "lr" not in header.split()
-
-
-def test_the_share_of_cut_responses_stays_in_the_usual_table():
-    (header, line) = printed([(3, FULL | {"response_length/cut_fraction": 0.84})], num_steps=10)
-    assert line.split()[header.split().index("cut")] == "84%" and len(header) <= 100
-
-
-def test_evaluations_of_pairs_and_of_records_have_their_own_names():
-    lines = printed([(0, {"eval/accuracy": 0.5, "eval/loss": 0.693})], accuracy="preference accuracy on held-out pairs")
-    assert lines == ["     0  preference accuracy on held-out pairs 50.0%  held-out loss 0.693"]
-    assert printed([(9, {"eval/loss": 1.25})], num_steps=9) == ["   9/9  held-out loss 1.250"]
-
-
-def test_no_color_is_respected(monkeypatch):
-    monkeypatch.setenv("NO_COLOR", "1")
-    sink = ConsoleSink(stream := Terminal())
-    sink.write(1, {"loss": math.nan})
-    assert "\033" not in stream.getvalue()
 
 
 def test_tensorboard_gets_histograms_and_texts(tmp_path):

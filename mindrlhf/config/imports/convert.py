@@ -54,7 +54,7 @@ def convert(
     result = translate(Source(keys, module.DEFAULTS), module)
     if module is verl and keys and not any(name.startswith(("actor_rollout_ref.", "algorithm.")) for name in keys):
         raise UserError(f"{path or 'the arguments'}: of verl its reinforcement learning is read: `actor_rollout_ref`")
-    if not keys.keys() - set(result.unknown):
+    if not any(find(module, name) for name in keys):
         others = ", ".join(name for name in STACKS if name != stack)
         raise UserError(f"{path or 'the arguments'}: no key of {stack} is there: is it one of {others}?")
     for name, value in _PLACEHOLDERS.items():
@@ -103,7 +103,6 @@ def _render(stack: str, path: Path | None, result: Translation) -> str:
     for title, entries in (
         ("To do by hand", [f"{name}: {text}" for name, text in result.for_user.items()]),
         ("Without a counterpart, or without effect here", result.without),
-        ("Unknown: not a key that is known of that stack", result.unknown),
     ):
         if entries:
             lines += ["", f"# {title}:", *(f"#   {_line(entry)}" for entry in dict.fromkeys(entries))]

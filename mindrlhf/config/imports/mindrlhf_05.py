@@ -83,4 +83,3 @@ TABLE = {
     **pairs("run", "context.device_target=device", {"Ascend": "ascend", "CPU": "cpu"}),
     **todo("ref_config.load", "set model.reference_path where it is not the starting model"),
 }
-WITHOUT = "rl_config.* actor_config.* ref_config.* generate_config.* context.* monitor_config.* profiler_config.*"

@@ -182,7 +182,3 @@ TABLE = {
     **todo("critic_config.load", "set critic.path to a Hugging Face directory"),
     **todo("msprobe_config*", "see `msprobe` in docs/config.md"),
 }
-WITHOUT = (
-    "defaults* profiler_config* ref_config.* reward_config.* critic_config.* vit_config.* megatron_training.* "
-    "actor_config.* rl_config.* generate_config.*"
-)

@@ -1,7 +1,6 @@
 """Tables `their key -> our key[, function]` of other stacks, and their application to the flat keys of a file.
 
-A stack is a module with ``TABLE``; ``WITHOUT``, patterns of keys that have no counterpart, with spaces between; and
-``DEFAULTS``, its own where a file says nothing and ours are different.
+A stack is a module with ``TABLE``, and ``DEFAULTS``, its own where a file says nothing and ours are different.
 """
 
 import dataclasses
@@ -103,21 +102,15 @@ class Translation:
 
     values: Values = dataclasses.field(default_factory=dict)
     origins: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # our key -> theirs that gave it
-    without: list[str] = dataclasses.field(default_factory=list)  # no counterpart, or nothing asked for
+    without: list[str] = dataclasses.field(default_factory=list)  # no counterpart, not known, or nothing asked for
     for_user: dict[str, str] = dataclasses.field(default_factory=dict)  # their key -> advice
-    unknown: list[str] = dataclasses.field(default_factory=list)
 
 
-def find(stack: ModuleType, name: str) -> Entry | tuple[()] | None:
-    """Return the entry of a key, () for one without counterpart, None for an unknown one.
-
-    Of several patterns the one with the most letters beside the ``*`` counts.
-    """
-    if name in stack.TABLE:
-        return stack.TABLE[name]
-    matching = [pattern for pattern in (*stack.TABLE, *stack.WITHOUT.split()) if fnmatch.fnmatchcase(name, pattern)]
-    best = max(matching, key=lambda pattern: len(pattern.replace("*", "")), default=None)
-    return None if best is None else stack.TABLE.get(best, ())
+def find(stack: ModuleType, name: str) -> Entry | None:
+    """Return the entry of a key; of several patterns that of the one with the most letters beside the ``*``."""
+    matching = [pattern for pattern in stack.TABLE if pattern == name or fnmatch.fnmatchcase(name, pattern)]
+    best = max(matching, key=lambda pattern: (pattern == name, len(pattern.replace("*", ""))), default=None)
+    return stack.TABLE.get(best)
 
 
 def translate(source: Source, stack: ModuleType) -> Translation:
@@ -129,9 +122,7 @@ def translate(source: Source, stack: ModuleType) -> Translation:
             _apply(stack.TABLE[name], name, f"{name} (default)", value, source, result)
     for name, value in source.given.items():
         entry = find(stack, name)
-        if entry is None:
-            result.unknown.append(name)
-        elif not entry or value == "":
+        if entry is None or value == "":
             result.without.append(name)
         elif value is not None:
             _apply(entry, name, name, value, source, result)

@@ -161,15 +161,3 @@ TABLE = {
     **todo("reward_weights", "set reward.verifier_weight, a number for each function"),
     **todo("sync_ref_model", "the reference becomes a copy of the actor, no mixture: set algorithm.sync_ref_model"),
 }
-WITHOUT = (
-    "num_processes config_file nproc_per_node num_gpus main_process_port model_revision dataset_* data_seed "
-    "gradient_accumulation_steps generation_batch_size steps_per_generation per_device_* use_vllm vllm_* epsilon "
-    "epsilon_high delta importance_sampling_level ref_model_* eval_steps save_steps gradient_checkpointing_kwargs* "
-    "use_dora lora_* bnb_* use_bnb_* entropy_* use_adaptive_entropy router_aux_loss_coef vespo_* pad_to_multiple_of "
-    "trust_remote_code transformers_continuous_batching_config use_transformers_* trl_* ignore_bias_buffers "
-    "max_completion_* include_* optim lr_scheduler_kwargs config min_p top_entropy_quantile remove_unused_columns "
-    "auto_find_batch_size resume_from_checkpoint overwrite_output_dir do_train do_eval "
-    "attn_implementation dtype torch_dtype model_init_kwargs* disable_dropout cast_lm_head_to_fp32 log_* logging_* "
-    "num_completions_to_print push_to_hub hub_* ddp_* deepspeed fsdp* dataloader_* ds3_gather_for_generation "
-    "cache_implementation use_liger_kernel torch_compile* tf32"
-)

@@ -294,6 +294,7 @@ TABLE = {
     **pairs("algorithm", "reward*.overlong_buffer*.enable=overlong_buffer", _overlong),
     **pairs("algorithm", "distillation.enabled=name", _distillation),
     **pairs("profiler", "global_profiler.steps=steps"),
+    **each("*.reward_kwargs.max_resp_len reward*.overlong_buffer*", lambda value, source: None),  # read with `enable`
     **todo("*.reward_kwargs.*", "options of a verifier: reward.options"),
     **todo("reward*.reward_manager*", "choose verifiers: `mindrlhf rewards list`, reward.verifier_function"),
     **todo(
@@ -306,15 +307,3 @@ TABLE = {
         "set rollout.off_policy_steps, rollout.segment_tokens and asynchronous: docs/async.md",
     ),
 }
-WITHOUT = (
-    "*._target_ *.profiler.* global_profiler.* ray_kwargs.* transfer_queue.* skip.* rollout.* defaults* hydra.* "
-    "model_engine distillation.* critic.* *custom_reward_function.* reward*.overlong_buffer* reward.reward_model.* "
-    "*.reward_kwargs.max_resp_len *sandbox_fusion.* reward_model.* actor_rollout_ref.* algorithm.kl_penalty "
-    "algorithm.kl_ctrl.* algorithm.rollout_correction.* algorithm.filter_groups.* algorithm.pf_ppo.* trainer.resume_* "
-    "trainer.nnodes trainer.n_gpus_per_node trainer.log_val_generations trainer.rollout_data_dir trainer.balance_batch "
-    "trainer.validation_data_dir trainer.default_hdfs_dir trainer.del_local_ckpt_after_load trainer.esi_redundant_time "
-    "trainer.ray_wait_register_center_timeout trainer.use_legacy_worker_impl data.filter_overlong_prompts* "
-    "data.truncation data.use_shm data.*_key data.return_* data.val_batch_size data.*num_workers data.image_patch_size "
-    "data.validation_shuffle data.trust_remote_code data.custom_cls.* data.sampler.* data.datagen.* "
-    "data.gen_batch_size data.mm_processor_kwargs*"
-)
