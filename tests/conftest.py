@@ -103,15 +103,6 @@ def _grows_at_night(path: Path) -> bool:
 
 
 @pytest.fixture(scope="session")
-def shared_dir() -> Path:
-    """The directory that ``MINDRLHF_SHARED`` names (GSM8K and a real tokenizer in its ``data``); skips when unset."""
-    path = os.environ.get("MINDRLHF_SHARED")
-    if not path:
-        pytest.skip("MINDRLHF_SHARED names no directory of shared data")
-    return Path(path)
-
-
-@pytest.fixture(scope="session")
 def mindformers(tmp_path_factory) -> None:
     """MindFormers as runs on a CPU import it."""
     from mindrlhf.models.context import prepare_mindformers

@@ -50,15 +50,11 @@ class GrpoConfig:
     msprobe: MsprobeSection = section(MsprobeSection, "precision debugging")
 
 
-@root_config
 @dataclass(frozen=True)
-class SftConfig:
-    """A `mindrlhf sft` run: supervised fine-tuning on the same cells."""
-
+class _OnFixedData:
     model: ModelSection = section(ModelSection, "the model")
     data: DataSection = section(DataSection, "the records")
     run: RunSection = section(RunSection, "the run")
-    training: SupervisedSection = section(SupervisedSection, "the batches")
     optimizer: OptimizerSection = section(OptimizerSection, "the optimiser")
     lora: LoraSection = section(LoraSection, "the adapters", read_with="lora.rank")
     parallel_config: ParallelSection = section(ParallelSection, "the layout")
@@ -68,48 +64,36 @@ class SftConfig:
     profiler: ProfilerSection = section(ProfilerSection, "where time goes", read_with="profiler.steps")
 
 
+@dataclass(frozen=True)
+class _OnPairs(_OnFixedData):
+    training: PreferenceSection = section(PreferenceSection, "the batches")
+    evaluation: PairEvaluationSection = section(
+        PairEvaluationSection, "the evaluation", read_with="data.eval_file"
+    )
+
+
 @root_config
 @dataclass(frozen=True)
-class DpoConfig:
+class SftConfig(_OnFixedData):
+    """A `mindrlhf sft` run: supervised fine-tuning on the same cells."""
+
+    training: SupervisedSection = section(SupervisedSection, "the batches")
+
+
+@root_config
+@dataclass(frozen=True)
+class DpoConfig(_OnPairs):
     """A `mindrlhf dpo` run: direct preference optimisation on pairs of responses."""
 
-    model: ModelSection = section(ModelSection, "the model")
-    data: DataSection = section(DataSection, "the pairs")
-    run: RunSection = section(RunSection, "the run")
-    training: PreferenceSection = section(PreferenceSection, "the batches")
-    evaluation: PairEvaluationSection = section(
-        PairEvaluationSection, "the evaluation", read_with="data.eval_file"
-    )
     dpo: DpoSection = section(DpoSection, "the objective")
-    optimizer: OptimizerSection = section(OptimizerSection, "the optimiser")
-    lora: LoraSection = section(LoraSection, "the adapters", read_with="lora.rank")
-    parallel_config: ParallelSection = section(ParallelSection, "the layout")
-    memory: MemorySection = section(MemorySection, "the memory")
-    checkpoint: CheckpointSection = section(CheckpointSection, "the checkpoints")
-    observe: ObserveSection = section(ObserveSection, "the reports")
-    profiler: ProfilerSection = section(ProfilerSection, "where time goes", read_with="profiler.steps")
 
 
 @root_config
 @dataclass(frozen=True)
-class RewardModelConfig:
+class RewardModelConfig(_OnPairs):
     """A `mindrlhf reward-model` run: a model that scores responses, from pairs of them."""
 
-    model: ModelSection = section(ModelSection, "the model")
-    data: DataSection = section(DataSection, "the pairs")
-    run: RunSection = section(RunSection, "the run")
-    training: PreferenceSection = section(PreferenceSection, "the batches")
-    evaluation: PairEvaluationSection = section(
-        PairEvaluationSection, "the evaluation", read_with="data.eval_file"
-    )
     reward_model: RewardModelSection = section(RewardModelSection, "the objective")
-    optimizer: OptimizerSection = section(OptimizerSection, "the optimiser")
-    lora: LoraSection = section(LoraSection, "the adapters", read_with="lora.rank")
-    parallel_config: ParallelSection = section(ParallelSection, "the layout")
-    memory: MemorySection = section(MemorySection, "the memory")
-    checkpoint: CheckpointSection = section(CheckpointSection, "the checkpoints")
-    observe: ObserveSection = section(ObserveSection, "the reports")
-    profiler: ProfilerSection = section(ProfilerSection, "where time goes", read_with="profiler.steps")
 
 
 OfflineConfig = SftConfig | DpoConfig | RewardModelConfig

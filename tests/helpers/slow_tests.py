@@ -53,5 +53,4 @@ THINNED = {
     "training/optimizers/test_muon.py::test_singular_values_come_near_one_in_every_shape": 0,
     "training/routing/test_routing_replay.py::test_log_probs_do_not_depend_on_how_samples_share_rows": 2,
     "training/routing/test_routing_replay.py::test_updates_move_the_routers_of_the_experts_that_are_replayed": 2,
-    "weights/test_gguf.py::test_metadata_of_any_type_is_read_or_refused": 0,
 }
