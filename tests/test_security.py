@@ -132,46 +132,6 @@ def test_no_code_runs_what_it_reads(path):
     assert [(what, line) for what, line in found if (place, what) not in ALLOWED] == []
 
 
-def opens_text_without_encoding(call: ast.Call) -> bool:
-    """Return True for what reads or writes text in the encoding of the locale; ruff sees some of it."""
-    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-    if any(keyword.arg in ("encoding", None) for keyword in call.keywords):
-        return False
-    if name in ("read_text", "write_text"):
-        return isinstance(call.func, ast.Attribute) and len(call.args) == (name == "write_text")
-    place = {"open": isinstance(call.func, ast.Name), "fdopen": 1}.get(name)
-    if place is None or len(call.args) <= place:
-        return name == "TextIOWrapper" or name == "open" and isinstance(call.func, ast.Name) and len(call.args) == 1
-    mode = call.args[place]
-    return isinstance(mode, ast.Constant) and re.fullmatch(r"[rwax]\+?t?", str(mode.value)) is not None
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_of_text_name_their_encoding(path):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    assert [ast.unparse(call) for call in calls if opens_text_without_encoding(call)] == []
-
-
-@pytest.mark.parametrize(
-    ("source", "is_found"),
-    [
-        *((f"{call}", True) for call in ("open(p)", "open(p, 'w')", "p.read_text()", "p.write_text(t)", "p.open('r')")),
-        *((f"{call}", True) for call in ("open(p, 'a+')", "os.fdopen(3, 'w')", "io.TextIOWrapper(f)", "p.open('w')")),
-        *(
-            (f"{call}", False)
-            for call in ("open(p, 'rb')", "open(p, encoding='utf-8')", "p.read_bytes()", "p.open('rb')")
-        ),
-        *(
-            (f"{call}", False)
-            for call in ("os.open(p, 3)", "Image.open(p)", "p.write_text(t, 'utf-8')", "os.fdopen(3, 'rb')")
-        ),
-    ],
-)
-def test_the_search_for_encodings_finds(source, is_found):
-    assert opens_text_without_encoding(ast.parse(source, mode="eval").body) is is_found
-
-
 def test_every_exception_to_the_rule_is_needed():
     for place, what in ALLOWED:
         assert what in _dangers((ROOT / place).read_text(encoding="utf-8"))
