@@ -6,29 +6,38 @@ decides whether it ends the job. What makes the rest of a file unreadable is a `
 
 import contextlib
 import json
+import re
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mindrlhf.errors import UserError
-from mindrlhf.system.json_lines import MAX_LINE_BYTES, parse_json, read_json_lines
+from mindrlhf.system.json_lines import MAX_LINE_BYTES, duplicate_key, read_json_lines
+
+if TYPE_CHECKING:
+    from pyarrow import DataType, RecordBatch
 
 FORMATS = (".jsonl", ".json", ".parquet")
 
+_SPACE = re.compile(r"[ \t\r\n]*")
 # Rows of images are large, so that their batches are bounded by size.
 PARQUET_BATCH_ROWS = 256
 PARQUET_BATCH_BYTES = 64 << 20
-MEMORY_BYTES = 1 << 30
+# Of what a file unpacks to: a value that repeats takes next to nothing in it.
+PARQUET_FREE_BYTES, PARQUET_MAX_RATIO = 256 << 20, 1000
+MEMORY_BYTES, PARQUET_BATCH_MEMORY_BYTES = 1 << 30, 256 << 20
+_OBJECT_BYTES = 64  # of a value in Python
 
 
 @dataclass(frozen=True)
 class RawRecord:
     """One JSON object or table row.
 
-    ``number`` counts from 1: the line in JSONL, the element of a JSON array, the row in Parquet. ``position_bytes``
-    says how far into its file the reader is, for progress only; ``size_bytes`` about how much memory it takes, where
-    that is not known from its file.
+    ``number`` counts from 1: the line in JSONL, the line on which the object starts in a JSON array, the
+    row in Parquet. ``position_bytes`` says how far into its file the reader is, for progress only; ``size_bytes`` about
+    how much memory it takes, where that is not known from its file.
     """
 
     path: Path
@@ -123,13 +132,48 @@ def _first_character(path: Path) -> str:
 
 
 def _read_json_array(path: Path) -> Iterator[RawRecord | BadRecord]:
-    """Yield the elements of an array, numbered from 1; the array is in memory as a whole."""
+    """Decode the elements of an array one by one; only the text of the file is in memory as a whole."""
+    repeated: list[str] = []  # keys that stand twice in the element that is being decoded
+
+    def as_object(pairs: list[tuple[str, object]]) -> dict:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            repeated.append(duplicate_key(pairs))
+        return fields
+
     try:
-        elements = parse_json(path.read_text(encoding="utf-8-sig"))
-    except (RecursionError, ValueError) as error:  # also of what is not UTF-8
-        raise UserError(f"{path} is a damaged JSON array ({error}): fix it, or convert it to JSONL") from error
-    for number, fields in enumerate(elements, start=1):
-        yield _checked(path, number, fields, path.stat().st_size * number // len(elements))
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 at byte {error.start}: {error.reason}") from error
+    decoder = json.JSONDecoder(object_pairs_hook=as_object)
+    start, line = 0, 1
+    while True:
+        place = _SPACE.match(text, start).end()
+        separator, end = text[place : place + 1], _SPACE.match(text, place + 1).end()
+        if separator == "]" or (start == 0 and text[end : end + 1] == "]"):
+            break
+        if separator != ("," if start else "["):
+            raise _damaged(path, line + text.count("\n", start, place), "expected ',' or ']' after an element")
+        line, start = line + text.count("\n", start, end), end
+        repeated.clear()
+        try:
+            element, end = decoder.raw_decode(text, start)
+        except (RecursionError, ValueError) as error:
+            raise _damaged(path, line, getattr(error, "msg", str(error))) from error
+        position_bytes = path.stat().st_size * end // len(text)
+        if repeated:
+            yield BadRecord(path, line, f"not usable JSON: the key {repeated[0]!r} stands twice", position_bytes)
+        else:
+            yield _checked(path, line, element, position_bytes)
+        line, start = line + text.count("\n", start, end), end
+    end += separator == "["  # of an array without elements
+    if text[end:].strip():
+        raise _damaged(path, line + text.count("\n", start, end), "text after the end of the array")
+
+
+def _damaged(path: Path, line: int, reason: str) -> UserError:
+    # Without line borders there is no safe place to read on from, so skipping is not offered.
+    return UserError(f"{path}:{line}: damaged JSON array: {reason}; fix it, or convert it to JSONL")
 
 
 def _read_parquet(path: Path) -> Iterator[RawRecord | BadRecord]:
@@ -139,18 +183,64 @@ def _read_parquet(path: Path) -> Iterator[RawRecord | BadRecord]:
     size_bytes = path.stat().st_size
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            metadata, number = file.metadata, 0
-            table_bytes = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
+            metadata = file.metadata
+            groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+            table_bytes = sum(group.total_byte_size for group in groups)
+            num_values = sum(group.column(i).num_values for group in groups for i in range(group.num_columns))
+            # What the file says may be a lie: then the memory is limited.
+            if table_bytes + _OBJECT_BYTES * num_values > PARQUET_FREE_BYTES + PARQUET_MAX_RATIO * size_bytes:
+                raise UserError(
+                    f"{path} has {size_bytes} bytes and unpacks to more than {PARQUET_MAX_RATIO} times as many: "
+                    "convert it to JSONL if that is meant"
+                )
             fitting_rows = PARQUET_BATCH_BYTES * metadata.num_rows // max(1, table_bytes)
-            for batch in file.iter_batches(max(1, min(PARQUET_BATCH_ROWS, fitting_rows))):
+            batches = file.iter_batches(max(1, min(PARQUET_BATCH_ROWS, fitting_rows)))
+            number = 0
+            while True:
+                with limited_memory():
+                    batch = _plain(next(batches, None))
+                if batch is None:
+                    return
+                if batch.nbytes > PARQUET_BATCH_MEMORY_BYTES:  # Python's objects take some times as much
+                    raise MemoryError
                 for fields in batch.to_pylist():
                     number += 1
                     position_bytes = size_bytes * number // metadata.num_rows
                     fields = {name: _without_nulls(value) for name, value in fields.items()}
                     yield RawRecord(path, number, fields, position_bytes, batch.nbytes // len(batch))
+    except (MemoryError, pyarrow.ArrowMemoryError) as error:
+        limit = f"{PARQUET_BATCH_MEMORY_BYTES >> 20} MiB"
+        raise UserError(f"{path} has rows of which {PARQUET_BATCH_ROWS} take more than {limit}") from error
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{path} is not a readable Parquet file: {reason}") from error
+
+
+def _plain(batch: "RecordBatch | None") -> "RecordBatch | None":
+    """Return rows with values in place of indices, at every depth, so that their size is what they stand for."""
+    import pyarrow
+
+    if batch is None:
+        return None
+    fields = [field.with_type(_plain_type(field.type)) for field in batch.schema]
+    return batch if fields == list(batch.schema) else batch.cast(pyarrow.schema(fields))
+
+
+def _plain_type(kind: "DataType") -> "DataType":
+    """Return a type without dictionaries in it."""
+    import pyarrow
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        return _plain_type(kind.value_type)
+    fields = [kind.field(index).with_type(_plain_type(kind.field(index).type)) for index in range(kind.num_fields)]
+    if types.is_struct(kind):
+        return pyarrow.struct(fields)
+    if types.is_map(kind):
+        return pyarrow.map_(_plain_type(kind.key_type), _plain_type(kind.item_type))
+    if types.is_fixed_size_list(kind):
+        return pyarrow.list_(fields[0], kind.list_size)
+    return (pyarrow.large_list if types.is_large_list(kind) else pyarrow.list_)(fields[0]) if fields else kind
 
 
 def _without_nulls(value: object) -> object:

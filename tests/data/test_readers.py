@@ -1,6 +1,9 @@
 """Readers: every record with its place, bad ones told apart, whole-file damage as one-line errors."""
 
 import json
+import resource
+import subprocess
+import sys
 
 import pyarrow
 import pyarrow.parquet
@@ -59,11 +62,16 @@ def test_line_without_end_does_not_fill_memory(tmp_path, monkeypatch):
         list(read_records(path))
 
 
-def test_elements_of_a_json_array_are_numbered_and_one_that_is_no_object_is_bad(tmp_path):
-    path = _write(tmp_path / "a.json", ' [\n{"q":\n 1},\n\n "text", {"q": [1, {"x": "]"}]} ]\n')
+def test_json_array_reports_the_line_each_object_starts_on(tmp_path):
+    path = _write(tmp_path / "a.json", ' [\n{"q":\n 1},\n\n  {"q": [1, {"x": "]"}]}, {"q": 3} ]\n')
+    assert [(r.number, r.fields["q"]) for r in read_records(path)] == [(2, 1), (5, [1, {"x": "]"}]), (5, 3)]
+
+
+def test_json_array_element_that_is_no_object_is_bad_and_reading_goes_on(tmp_path):
+    path = _write(tmp_path / "a.json", '[{"q": 1},\n"text",\n{"q": 3}]')
     first, bad, last = read_records(path)
     assert str(bad) == f"{path}:2: expected a JSON object, found str"
-    assert (first.number, first.fields, last.number, last.fields) == (1, {"q": 1}, 3, {"q": [1, {"x": "]"}]})
+    assert (first.fields, last.fields) == ({"q": 1}, {"q": 3})
 
 
 json_values = st.recursive(
@@ -86,18 +94,18 @@ def test_json_array_is_what_json_makes_of_it(tmp_path_factory, objects, indent):
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"),
+    ("content", "place"),
     [
-        ('[{"q": 1},\n{"q": }]', "Expecting value: line 2"),
-        ('[{"q": 1},\n', "Expecting value: line 2"),
-        ('[{"q": 1}]\n]', "Extra data: line 2"),
-        (b'[{"q": "\xff"}]', "codec can't decode"),
-        ("[" * 100_000, "maximum recursion"),
-        ('[{"a": {"b": 1, "c": 2, "b": 3}}]', "the key 'b' stands twice"),
+        ('[{"q": 1},\n{"q": }]', r"a\.json:2: damaged JSON array: Expecting value"),
+        ('[{"q": 1}\n{"q": 2}]', r"a\.json:2: damaged JSON array: expected ',' or ']'"),
+        ('[{"q": 1},\n', r"a\.json:2: damaged JSON array: Expecting value"),
+        ('[{"q": 1}]\n]', r"a\.json:2: damaged JSON array: text after the end"),
+        (b'[{"q": "\xff"}]', r"a\.json is not UTF-8"),
+        ("[" * 100_000, r"a\.json:1: damaged JSON array: maximum recursion"),
     ],
 )
-def test_a_damaged_json_array_is_refused_as_a_whole(tmp_path, content, reason):
-    with pytest.raises(UserError, match=f"a.json is a damaged JSON array .*{reason}"):
+def test_damaged_json_array_names_the_line(tmp_path, content, place):
+    with pytest.raises(UserError, match=place):
         list(read_records(_write(tmp_path / "a.json", content)))
 
 
@@ -145,8 +153,11 @@ def test_what_cannot_be_read_is_an_error_of_one_line(tmp_path, name, content, me
     assert "\n" not in str(caught.value)
 
 
-def test_a_key_that_stands_twice_is_a_bad_record(tmp_path):
-    path = _write(tmp_path / "a.jsonl", '{"a": 1}\n{"a": {"b": 1, "c": 2, "b": 3}}\n{"a": 2}')
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_a_key_that_stands_twice_is_a_bad_record(tmp_path, suffix):
+    records = ['{"a": 1}', '{"a": {"b": 1, "c": 2, "b": 3}}', '{"a": 2}']
+    path = tmp_path / f"a{suffix}"
+    path.write_text("\n".join(records) if suffix == ".jsonl" else "[" + ",\n".join(records) + "]")
     first, bad, last = read_records(path)
     assert (first.fields, last.fields) == ({"a": 1}, {"a": 2})
     assert str(bad) == f"{path}:2: not usable JSON: the key 'b' stands twice"
@@ -164,6 +175,80 @@ def test_parquet_rows_lack_the_nulls_that_other_rows_objects_made(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[:2]), tmp_path / "a.parquet")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[2:]), tmp_path / "b.parquet")
     assert _fields(read_records(tmp_path / "a.parquet")) + _fields(read_records(tmp_path / "b.parquet")) == rows
+
+
+def repeated_text(rows: int, num_bytes: int, **more) -> pyarrow.Table:
+    """A table whose rows all hold one long text, which its file holds once."""
+    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, pyarrow.int32()), ["a" * num_bytes])
+    return pyarrow.table({"question": texts, "answer": ["1"] * rows, **more})
+
+
+def repeated_items(num_values: int, num_bytes: int, *, in_objects: bool) -> pyarrow.Table:
+    """A table of one row, a list of one long text that its file holds once."""
+    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * num_values, pyarrow.int32()), ["a" * num_bytes])
+    values = pyarrow.StructArray.from_arrays([texts], ["content"]) if in_objects else texts
+    return pyarrow.table({"messages": pyarrow.ListArray.from_arrays(pyarrow.array([0, num_values], "int32"), values)})
+
+
+def long_list(num_values: int) -> pyarrow.Table:
+    values = pyarrow.repeat(pyarrow.scalar(0, pyarrow.int8()), num_values)
+    lists = pyarrow.ListArray.from_arrays(pyarrow.array([0, num_values], pyarrow.int32()), values)
+    return pyarrow.table({"question": ["q"], "numbers": lists})
+
+
+# Each file is small, and unpacks to gigabytes of Python's objects: nested texts and lists count once for each place.
+BOMBS = {
+    "a text in all rows": lambda: (repeated_text(300, 8 << 20), {}),
+    "a text in a list": lambda: (repeated_items(300, 8 << 20, in_objects=False), {}),
+    "a text in objects of a list": lambda: (repeated_items(5000, 1 << 20, in_objects=True), {}),
+    "a text anew": lambda: (pyarrow.table({"question": ["a" * (8 << 20)] * 40}), {"use_dictionary": False}),
+    "one text": lambda: (pyarrow.table({"question": ["a" * (300 << 20)]}), {"use_dictionary": False}),
+    "one list": lambda: (long_list(60_000_000), {}),
+    "texts in a list": lambda: (pyarrow.table({"question": [["a" * (1 << 20)] * 320]}), {}),
+    "texts in records in lists": lambda: (pyarrow.table({"messages": [[{"content": "a" * (1 << 20)}] * 40] * 8}), {}),
+    "bytes": lambda: (pyarrow.table({"image": [b"a" * (8 << 20)] * 40}), {}),
+    "rows of nothing": lambda: (pyarrow.table({"question": pyarrow.nulls(30_000_000, pyarrow.string())}), {}),
+}
+READ = """
+import resource, sys
+from pathlib import Path
+from mindrlhf.data import readers
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    for _ in readers.read_records(Path(sys.argv[1])): pass
+except readers.UserError as error:
+    print(error)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_small_parquet_file_that_unpacks_to_gigabytes_takes_bounded_memory(tmp_path, name):
+    path = tmp_path / "a.parquet"
+    table, options = BOMBS[name]()
+    pyarrow.parquet.write_table(table, path, compression="zstd", **options)
+    del table
+    assert path.stat().st_size < 100_000
+    ended = subprocess.run([sys.executable, "-c", READ, str(path)], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    *messages, peak_mib = ended.stdout.splitlines()
+    refusals = ("bytes and unpacks to more than 1000 times", "rows of which 256 take more than 256 MiB")
+    assert len(messages) == 1 and any(refusal in messages[0] for refusal in refusals)
+    assert int(peak_mib) < 1100
+
+
+@pytest.mark.parametrize("name", ["a text in all rows", "one text", "texts in a list"])
+def test_a_file_that_lies_about_its_sizes_meets_the_limit_of_memory(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(readers, "PARQUET_FREE_BYTES", 1 << 40)
+    monkeypatch.setattr(readers, "MEMORY_BYTES", 256 << 20)
+    path = tmp_path / "a.parquet"
+    table, options = BOMBS[name]()
+    pyarrow.parquet.write_table(table, path, compression="zstd", **options)
+    del table
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(UserError, match="rows of which 256 take more than 256 MiB"):
+        list(read_records(path))
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
 
 
 JSON_ROWS = st.lists(

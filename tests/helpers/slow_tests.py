@@ -31,6 +31,7 @@ THINNED = {
     "config/test_hostile_values.py::test_every_key_takes_or_refuses_numbers_and_everything_else_in_words": 4,
     "cpu/test_multi_step.py::test_experts_are_recorded_for_every_token": 0,
     "cpu/test_stop_engines.py::test_samples_end_with_the_token_that_completes_a_text": 0,
+    "data/test_readers.py::test_a_small_parquet_file_that_unpacks_to_gigabytes_takes_bounded_memory": 3,
     "examples/test_tools_data.py::test_the_script_builds_all_that_it_makes": 0,
     "images/test_positions.py::test_positions_are_those_of_transformers": 0,
     "models/test_causal_lm.py::test_padded_rows_match_transformers": 3,
