@@ -121,11 +121,13 @@ def main(argv: list[str] | None = None) -> int:
         _drop_output()  # whoever read it has gone, as `head` does
         return _CLOSED_PIPE
     except OSError as error:
-        if error.errno not in _DISK_ERRORS:
+        if error.errno not in (*_DISK_ERRORS, errno.ENAMETOOLONG):
             raise
         _drop_output()
-        where = error.filename or "the output"
-        print(f"mindrlhf {arguments.command}: error: {where} cannot be written: {error.strerror}", file=sys.stderr)
+        where, what = str(error.filename or "the output"), "cannot be written"
+        if error.errno == errno.ENAMETOOLONG:  # of the config, or the command line
+            where, what = f"{where[:80]}... ({len(where)} characters)", "is no path that can be used"
+        print(f"mindrlhf {arguments.command}: error: {where} {what}: {error.strerror}", file=sys.stderr)
         return UserError.exit_code
 
 

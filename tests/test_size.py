@@ -30,11 +30,11 @@ MOST = {
     "mindrlhf/__main__.py": 7,
     "mindrlhf/algorithms": 2104,
     "mindrlhf/checkpoint": 710,
-    "mindrlhf/cli.py": 187,
+    "mindrlhf/cli.py": 189,
     "mindrlhf/commands": 2277,
     "mindrlhf/config": 4124,
     "mindrlhf/cpu": 1080,
-    "mindrlhf/data": 4138,
+    "mindrlhf/data": 4228,
     "mindrlhf/debugging": 201,
     "mindrlhf/doctor": 1380,
     "mindrlhf/dryrun": 3571,
@@ -55,9 +55,9 @@ MOST = {
     "mindrlhf/tools": 2040,
     "mindrlhf/training": 10448,
     "mindrlhf/weights": 4154,
-    "tests": 71089,
+    "tests": 71184,
     "scripts": 1839,
-    "docs": 32255,
+    "docs": 32289,
 }
 # Modules of these are found by the name of their file.
 FOUND_BY_NAME = tuple(

@@ -9,6 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindrlhf import cli
 from mindrlhf.config.keys import MAX_INTEGER, MAX_NUMBER, MAX_SECONDS, MIN_NUMBER
 from mindrlhf.config.load import CONFIGS, read_content
 from mindrlhf.config.parse import dotted_keys, read_yaml
@@ -137,3 +138,11 @@ def test_a_file_that_stands_for_more_than_anybody_writes_is_refused_in_lines(tmp
 def test_aliases_that_anybody_writes_are_read():
     text = "base: &base {a: [1, 2], b: &b x}\none: *base\nother: {<<: *base, b: *b, c: [*base, *base]}\n"
     assert load_yaml(text) == yaml.safe_load(text)
+
+
+@pytest.mark.parametrize("words", [["{}"], ["examples/sanity/config.yaml", "data.train_file={}"]])
+@pytest.mark.parametrize("path", ["a" * 5000, "a" * 256, "a/" * 2500])
+def test_a_path_that_no_file_system_takes_is_one_line(words, path, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "_drop_output", lambda: None)  # pytest's own
+    assert cli.main(["config", "check", *(word.format(path) for word in words)]) == UserError.exit_code
+    assert path[:60] in (said := capsys.readouterr().err) and len(max(said.splitlines(), key=len)) < 6000
