@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+SEND_TIMEOUT_S = 5.0  # of a message between launchers
+
 
 @dataclass(frozen=True)
 class Ending:

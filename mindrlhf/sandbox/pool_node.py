@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.launch.nodes.channel import LOST, Channel
 from mindrlhf.sandbox.pool import WorkerPool
-from mindrlhf.sandbox.remote_workers import pack, unpack
 from mindrlhf.system.handshake import introduce_node
+from mindrlhf.system.rpc import LOST, Link, say_ready
 from mindrlhf.system.wire import ProtocolError
 
 
@@ -43,25 +42,24 @@ def main() -> int:
 def _serve(pool: WorkerPool | Exception, results: queue.SimpleQueue, place: Mapping[str, Any]) -> int:
     link = introduce_node(place["host"], place["port"], place["token"].encode(), place["node"])
     with contextlib.closing(link):
-        if isinstance(pool, Exception):
-            link.send({"kind": "failed", "message": str(pool), "is_user_error": isinstance(pool, UserError)})
+        failure = pool if isinstance(pool, Exception) else None
+        say_ready(link, failure, num_workers=None if failure else pool.max_workers)
+        if failure is not None:
             return 1
-        link.send({"kind": "ready", "num_workers": pool.max_workers})
 
         def hear(message: dict[str, Any]) -> None:
             if message["kind"] == "work":
-                num_chars = message["arrays"]["json"].size // len(items := unpack(message))
-                pool.submit(((*item, num_chars) for item in items), "work")
+                pool.submit(message["items"], "work")
             elif message["kind"] == LOST:
                 results.put(None)
 
         num_done = 0
-        channel = Channel(link, hear, watches=False)  # rank 0 computes in its own process, and may miss beats
+        talk = Link(link, hear, watches=False)  # rank 0 computes in its own process, and may miss beats
         while isinstance(batch := results.get(), list):
             num_done += len(batch)
-            channel.send("done", pack(batch))
+            talk.send("done", results=batch)
         if batch is not None:
-            channel.send("failed", message=" ".join(str(batch).split()) or type(batch).__name__)
+            talk.send("failed", message=" ".join(str(batch).split()) or type(batch).__name__)
         print(f"mindrlhf: this node has done {num_done} items for the run", file=sys.stderr, flush=True)
         return int(batch is not None)
 

@@ -18,11 +18,11 @@ from machines import Machines, check_ends_with_its_starter
 
 from mindrlhf.config.reward import RewardSection
 from mindrlhf.errors import UserError
-from mindrlhf.launch.nodes import channel
 from mindrlhf.launch.nodes.helper import NodeHelper
 from mindrlhf.rewards.pool import RewardPool, pool_arguments, reason_to_stay
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rewards.types import RewardInput
+from mindrlhf.system import rpc as rpc_module
 from mindrlhf.system.handshake import accept_nodes, introduce_node
 from mindrlhf.system.ports import listen
 
@@ -165,7 +165,7 @@ def test_every_sample_is_scored_once_and_by_all_nodes(reward, stack, tmp_path):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "silent"])
 def test_a_node_that_is_lost_costs_no_sample(reward, stack, tmp_path, monkeypatch, capfd, how):
-    monkeypatch.setattr(channel, "SILENCE_LIMIT_S", 6.0 if how == signal.SIGSTOP else 60.0)
+    monkeypatch.setattr(rpc_module, "SILENCE_LIMIT_S", 6.0 if how == signal.SIGSTOP else 60.0)
     pool, (node,) = open_pool(stack, reward("obedient"), num_nodes=1)
     stack.callback(os.kill, node._process.pid, signal.SIGCONT)
     path = tmp_path / "calls"

@@ -17,14 +17,14 @@ from typing import Any
 from mindrlhf.errors import RunFailure, UserError, messages_of
 from mindrlhf.launch.failure_report import is_worth_a_restart, say
 from mindrlhf.launch.launch import find_free_port
-from mindrlhf.launch.nodes.channel import LOST, Channel
 from mindrlhf.launch.nodes.facts import Fact, as_message, differences, name_nodes
 from mindrlhf.launch.nodes.place import Place
 from mindrlhf.launch.nodes.rollout_nodes import ROLLOUT_ROLE, RolloutNodes
 from mindrlhf.launch.nodes.secret import FIRST_NEWS_S, SECRET_NAME, make_secret, remove_secret
-from mindrlhf.launch.peers import Ending, Peers
+from mindrlhf.launch.peers import SEND_TIMEOUT_S, Ending, Peers
 from mindrlhf.launch.processes import POLL_INTERVAL_S
 from mindrlhf.system.handshake import SignedConnection, greet_newcomers
+from mindrlhf.system.rpc import LOST, Link
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 
 _JOIN_TIMEOUT_S = 60.0  # from a launcher's first word to its facts: it reads files
@@ -46,7 +46,7 @@ _SPARE_PATIENCE_S = 60.0
 class _Node:
     """Another node, or a spare, as node 0 knows it."""
 
-    channel: Channel
+    channel: Link
     host: str
     facts: Mapping[str, Sequence[Any]]
     is_running: bool = False  # its ranks were started and have not ended
@@ -89,7 +89,7 @@ class FirstNode(Peers):
         self._seats: dict[int, int] = {}  # by place among the nodes that train, who has it
         self._has_started = self._is_over = False
         # Of each message, who has sent it: the number of a node, None for one for rollout only.
-        self._news: queue.SimpleQueue[tuple[int | None, Channel | None, dict[str, Any]]] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[tuple[int | None, Link | None, dict[str, Any]]] = queue.SimpleQueue()
         self._problems: dict[int, str] = {}
         self._signals: list[int] = []
         self._ending: Ending | None = None
@@ -189,14 +189,14 @@ class FirstNode(Peers):
                 signed.close()
                 return self._turn_away(peer, "it does not join as a node does")
             header = {"kind": "join", "host": f"{header.get('host')}, {peer}", "facts": facts, **_problem(header)}
-            channel: Channel | None = None
+            channel: Link | None = None
             ready = threading.Event()
 
             def deliver(message: dict[str, Any]) -> None:
                 ready.wait()
                 self._news.put((node, channel, message))
 
-            channel = Channel(signed, deliver)
+            channel = Link(signed, deliver, timeout_s=SEND_TIMEOUT_S)
             self._news.put((node, channel, header))
             ready.set()
         return None
@@ -268,7 +268,7 @@ class FirstNode(Peers):
             elif node in self._nodes and self._nodes[node].channel is channel:
                 self._hear(node, message)
 
-    def _take_in(self, node: int, channel: Channel, message: dict[str, Any]) -> None:
+    def _take_in(self, node: int, channel: Link, message: dict[str, Any]) -> None:
         if not 0 < node < self._num_launchers:
             spares = f" --spares {num_spares}" if (num_spares := self._num_launchers - self.num_nodes) else ""
             line = f"there is no node {node}: node 0 was started with --nodes {self.num_nodes}{spares}"
@@ -288,7 +288,7 @@ class FirstNode(Peers):
                 say(line)
                 channel.send("waiting", line=line)
 
-    def _hear_rollout_node(self, channel: Channel, message: dict[str, Any]) -> None:
+    def _hear_rollout_node(self, channel: Link, message: dict[str, Any]) -> None:
         if self._rollout_nodes is None:
             if message["kind"] == "join":
                 channel.send("refused", lines=["the run takes no nodes for rollout only: give --elastic to all"])

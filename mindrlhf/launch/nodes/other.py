@@ -9,12 +9,12 @@ from typing import Any
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.launch.failure_report import say
-from mindrlhf.launch.nodes.channel import LOST, SILENCE_LIMIT_S, Channel
 from mindrlhf.launch.nodes.facts import Fact, as_message
 from mindrlhf.launch.nodes.place import Place
 from mindrlhf.launch.nodes.secret import FIRST_NEWS_S
-from mindrlhf.launch.peers import Ending, Peers
+from mindrlhf.launch.peers import SEND_TIMEOUT_S, Ending, Peers
 from mindrlhf.system.handshake import SignedConnection, UnauthenticatedPeer, introduce
+from mindrlhf.system.rpc import LOST, SILENCE_LIMIT_S, Link
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 
 _RETRY_INTERVAL_S = 0.5
@@ -60,7 +60,7 @@ class OtherNode(Peers):
         self._log_dir = log_dir
         self._limit_s = limit_s
         self._rejoins = rejoins
-        self._channel: Channel | None = None
+        self._channel: Link | None = None
         self._news: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._ending: Ending | None = None
         self._report = ""
@@ -202,7 +202,7 @@ class OtherNode(Peers):
             signed.send({**own, "facts": as_message(facts), "problem": problem})
         except ConnectionClosed as error:
             raise RunFailure(f"node 0 ({self._place.master}) has closed the connection ({error})") from None
-        self._channel = Channel(signed, self._news.put)
+        self._channel = Link(signed, self._news.put, timeout_s=SEND_TIMEOUT_S)
 
 
 def _refusal(lines: Sequence[Any]) -> UserError:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 
 from mindrlhf.errors import RunFailure
 from mindrlhf.launch.failure_report import say
-from mindrlhf.launch.nodes.channel import LOST
 from mindrlhf.launch.nodes.other import OtherNode
 from mindrlhf.launch.nodes.rollout_nodes import ROLLOUT_ROLE, ListenerAddress
 from mindrlhf.launch.peers import Ending
 from mindrlhf.system import processes
+from mindrlhf.system.rpc import LOST
 
 _LEAVE = "leave"
 _GOODBYE_LIMIT_S = 2.0

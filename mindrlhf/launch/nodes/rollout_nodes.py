@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mindrlhf.launch.failure_report import say
-from mindrlhf.launch.nodes.channel import LOST, Channel
 from mindrlhf.system.handshake import derived_key
 from mindrlhf.system.ports import find_free_port
+from mindrlhf.system.rpc import LOST, Link
 
 ROLLOUT_ROLE = "rollout"
 LISTENER_VARIABLE = "MINDRLHF_ROLLOUT_LISTENER"
@@ -52,14 +52,14 @@ class RolloutNodes:
     def __init__(self, host: str, secret: bytes) -> None:
         self._host = host
         self._secret = secret
-        self._names: dict[Channel, str] = {}
+        self._names: dict[Link, str] = {}
         self._order: dict[str, Any] | None = None  # while the ranks run
         self._is_over = False
 
     def __len__(self) -> int:
         return len(self._names)
 
-    def accept(self, channel: Channel, host: str, lines: Sequence[str]) -> None:
+    def accept(self, channel: Link, host: str, lines: Sequence[str]) -> None:
         """Accept one that has come, or turn it away for the reasons in ``lines``."""
         if lines:
             say("\n  ".join([f"rollout node {host} cannot take part:", *lines]))
@@ -70,7 +70,7 @@ class RolloutNodes:
             channel.send("go", **self._order)
         return None
 
-    def hear(self, channel: Channel, message: Mapping[str, Any]) -> None:
+    def hear(self, channel: Link, message: Mapping[str, Any]) -> None:
         """Take a message of one of them."""
         if message["kind"] not in ("leaving", LOST) or channel not in self._names:
             return

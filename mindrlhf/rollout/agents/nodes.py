@@ -2,9 +2,9 @@
 source of episodes on rank 0 uses it.
 
 That process serves the same endpoint to the agents of its node; rank 0 answers what they ask. On one connection per
-node, a :class:`mindrlhf.launch.nodes.channel.Channel`, which notices a node that is lost:
+node, a :class:`mindrlhf.system.rpc.Link`, which notices a node that is lost:
 
-    ready, or failed {message}                          the node, once
+    ready                                               the node, once
     start {number, record, key}, kill {number}          rank 0
     ended {number, result, num_refused}                 the node
     call {number, asked, call}                          the node
@@ -28,15 +28,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.launch.nodes.channel import LOST, Channel
+from mindrlhf.errors import UserError
 from mindrlhf.launch.nodes.helper import NodeHelper
 from mindrlhf.rollout.agents.protocols import Answer, Call, Reply
 from mindrlhf.rollout.chat_server import MODEL_NAME, REFUSALS, Caller, HttpServer, Refused, as_refused, settled
 from mindrlhf.system.files import take_directory
 from mindrlhf.system.handshake import SignedConnection, introduce_node
 from mindrlhf.system.processes import SERVER_PREFIX
-from mindrlhf.system.wire import ConnectionClosed, ProtocolError
+from mindrlhf.system.rpc import LOST, Link, await_ready, say_ready
+from mindrlhf.system.wire import ProtocolError
 from mindrlhf.tools.agents import START_TIMEOUT_S, AgentResult, AgentRunner, run_to_end
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ _UNLIMITED_S = 1e9  # rank 0 looks at the time
 class _Episode:
     """The caller behind a key, whose calls rank 0 answers."""
 
-    def __init__(self, number: int, channel: Channel):
+    def __init__(self, number: int, link: Link):
         self._number = number
-        self._channel = channel
+        self._link = link
         self.num_refused = 0
         self.waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}  # calls, by number
         self._num_asked = 0
@@ -61,9 +61,9 @@ class _Episode:
         self._num_asked += 1
         asked = self._num_asked
         self.waiting[asked] = asyncio.get_running_loop().create_future()
-        unread = partial(self._channel.send, "unread", number=self._number, asked=asked)
+        unread = partial(self._link.send, "unread", number=self._number, asked=asked)
         try:
-            self._channel.send("call", number=self._number, asked=asked, call=asdict(call))
+            self._link.send("call", number=self._number, asked=asked, call=asdict(call))
             said = await self.waiting[asked]
         except asyncio.CancelledError:
             unread()
@@ -100,22 +100,22 @@ class _Node:
             self._http.close()
 
     async def _serve(self) -> int:
-        loop, failure = asyncio.get_running_loop(), ""
+        loop, failure = asyncio.get_running_loop(), None
         try:
             await self._runner.start()
         except UserError as error:
-            failure = str(error)
+            failure = error
         if not (line := await loop.run_in_executor(None, sys.stdin.readline)):
             return 0
         told = json.loads(line)
         place = (told["host"], told["port"], told["token"].encode(), told["node"])
         link = await loop.run_in_executor(None, introduce_node, *place)
-        link.send({"kind": "failed", "message": failure} if failure else {"kind": "ready"})
-        if failure:
+        say_ready(link, failure)
+        if failure is not None:
             return 1
         messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         tell = partial(loop.call_soon_threadsafe, messages.put_nowait)
-        self._channel = Channel(link, tell, watches=False)  # rank 0 computes in its own process, and may miss beats
+        self._link = Link(link, tell, watches=False)  # rank 0 computes in its own process, and may miss beats
         threading.Thread(target=lambda: (sys.stdin.read(), tell({"kind": LOST})), daemon=True).start()
         num_run = 0
         while (message := await messages.get())["kind"] != LOST:
@@ -133,11 +133,11 @@ class _Node:
         return 0
 
     async def _run(self, number: int, record: Mapping[str, Any], key: str) -> None:
-        episode = self._keys[key] = self._episodes[number] = _Episode(number, self._channel)
+        episode = self._keys[key] = self._episodes[number] = _Episode(number, self._link)
         try:
             result = await self._runner.run(record, key, _UNLIMITED_S)
             await settled()
-            self._channel.send("ended", number=number, result=asdict(result), num_refused=episode.num_refused)
+            self._link.send("ended", number=number, result=asdict(result), num_refused=episode.num_refused)
         finally:
             del self._keys[key], self._tasks[number], self._episodes[number]
 
@@ -161,12 +161,7 @@ class RemoteAgents:
         find: Callable[[str], Caller | None],
         forget: Callable[["RemoteAgents"], object],
     ):
-        try:
-            said, _ = connection.receive(_READY_LIMIT_S)
-        except (ConnectionClosed, ProtocolError, TimeoutError) as error:
-            raise RunFailure(f"agents of {name} did not start ({error}); see the log of its first rank") from None
-        if said["kind"] != "ready":
-            raise UserError(f"{name}: {said['message']}")
+        await_ready(connection, name, _READY_LIMIT_S)
         self._connection, self._name, self._find, self._forget = connection, name, find, forget
         self._running: dict[int, tuple[asyncio.Future[AgentResult], str]] = {}  # with the key
         self._calls: dict[tuple[int, int], asyncio.Task[Answer | None]] = {}
@@ -175,7 +170,7 @@ class RemoteAgents:
     async def start(self) -> None:
         """Run agents from now on, in this loop."""
         loop, messages = asyncio.get_running_loop(), asyncio.Queue()
-        self._channel = Channel(self._connection, partial(loop.call_soon_threadsafe, messages.put_nowait))
+        self._link = Link(self._connection, partial(loop.call_soon_threadsafe, messages.put_nowait))
         self._following = loop.create_task(self._follow(messages))
 
     async def run(
@@ -186,18 +181,18 @@ class RemoteAgents:
         number, ended = self._number, asyncio.get_running_loop().create_future()
         self._running[number] = ended, key
         try:
-            self._channel.send("start", number=number, record=dict(record), key=key)
+            self._link.send("start", number=number, record=dict(record), key=key)
             return await run_to_end(ended, timeout_s, clock)
         finally:
             del self._running[number]
             for call in [call for call in self._calls if call[0] == number]:
                 self._calls.pop(call).cancel()
             if not ended.done():
-                self._channel.send("kill", number=number)
+                self._link.send("kill", number=number)
 
     async def close(self) -> None:
         """End the connection, and with it the agents there."""
-        self._channel.close()
+        self._link.close()
         self._following.cancel()
 
     async def _follow(self, messages: asyncio.Queue) -> None:
@@ -229,7 +224,7 @@ class RemoteAgents:
         except REFUSALS as error:
             refused = as_refused(error)
             said = {"refused": [refused.status, str(refused)]}
-        send = partial(self._channel.send, "answer", number=number, asked=asked, **said)
+        send = partial(self._link.send, "answer", number=number, asked=asked, **said)
         # The link may be slow, but what is on its way is no more broken off: it may be unread all the same.
         asyncio.get_running_loop().run_in_executor(None, send)
         return answer

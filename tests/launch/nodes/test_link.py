@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 
 from mindrlhf.errors import RunFailure, UserError, UserErrors
-from mindrlhf.launch.nodes import channel, first
+from mindrlhf.launch.nodes import first
 from mindrlhf.launch.nodes.facts import Fact
 from mindrlhf.launch.nodes.first import FirstNode, telling_others
 from mindrlhf.launch.nodes.other import OtherNode
 from mindrlhf.launch.nodes.place import Place
 from mindrlhf.launch.nodes.secret import SECRET_NAME, SECRET_VARIABLE, wait_for_secret
 from mindrlhf.launch.restarts import run_with_restarts
+from mindrlhf.system import rpc as rpc_module
 from mindrlhf.system.handshake import introduce
 from mindrlhf.system.ports import find_free_port
 
@@ -366,12 +367,12 @@ def test_a_spare_that_differs_is_refused_alone(cluster, capfd):
 
 
 def test_a_silent_node_is_lost_on_both_sides(cluster, monkeypatch):
-    monkeypatch.setattr(channel, "SILENCE_LIMIT_S", 2.0)
+    monkeypatch.setattr(rpc_module, "SILENCE_LIMIT_S", 2.0)
     run = cluster(2)
     for node in range(2):
         run.start(node)
     run.wait_for_starts(1)
-    monkeypatch.setattr(channel.Channel, "send", lambda *_, **__: None)
+    monkeypatch.setattr(rpc_module.Link, "send", lambda *_, **__: None)
     first, second = run.ends()
     assert first == 1 and isinstance(second, RunFailure)
     lines = run.ranks[0].lines[0], run.ranks[1].lines[0]

@@ -14,11 +14,11 @@ from machines import Machines, check_ends_with_its_starter
 
 from mindrlhf.config.reward import ToolSection
 from mindrlhf.errors import UserError
-from mindrlhf.launch.nodes import channel
 from mindrlhf.rollout.agents.nodes import start_agents
 from mindrlhf.rollout.agents.source import AgentEpisodes
 from mindrlhf.rollout.types import SamplingParams
 from mindrlhf.sandbox.server import active_layers
+from mindrlhf.system import rpc as rpc_module
 from mindrlhf.system.handshake import accept_nodes
 from mindrlhf.system.ports import listen
 
@@ -142,7 +142,7 @@ def test_a_bad_agent_on_another_node_costs_its_own_sample(opened, word, reason):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "silent"])
 def test_a_node_that_is_lost_costs_the_samples_there_and_the_run_goes_on(opened, monkeypatch, how):
-    monkeypatch.setattr(channel, "SILENCE_LIMIT_S", 3.0)
+    monkeypatch.setattr(rpc_module, "SILENCE_LIMIT_S", 3.0)
     source, (node,) = opened(1)
     pid = node._process.pid
     requests = [prompt(text, number) for number, text in enumerate(["nap"] * 3 + ["hang", "nap", "hang"])]
