@@ -10,8 +10,7 @@ import random
 from pathlib import Path
 
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
-
-from mindrlhf.tools.gymnasium_text import GymnasiumText
+from gymnasium_text import GymnasiumText
 
 RULES = (
     "You stand on a frozen lake. S is where you started, F is ice, H a hole that ends the game, and G the goal. Reach "

@@ -9,7 +9,8 @@ import json
 import random
 from pathlib import Path
 
-from mindrlhf.tools.arithmetic import calculate
+from calculator import calculator
+
 from mindrlhf.tools.calls import answer_turn
 
 PROMPT = "<|im_start|>user\nWhat is {a} times {b}?<|im_end|>\n<|im_start|>assistant\n"
@@ -30,7 +31,7 @@ def held_out(count: int) -> list[tuple[int, int]]:
 
 def turns(a: int, b: int, draw: random.Random, call_share: float) -> list[dict[str, str]]:
     """Return the records that teach one conversation, a turn each."""
-    prompt, result = PROMPT.format(a=a, b=b), calculate(f"{a}*{b}")
+    prompt, result = PROMPT.format(a=a, b=b), calculator(f"{a}*{b}")
     if draw.random() >= call_share:
         return [{"prompt": prompt, "response": f"#### {result + draw.choice((-100, -10, 10, 100))}"}]
     call = CALL.format(a=a, b=b)

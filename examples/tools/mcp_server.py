@@ -9,7 +9,7 @@ import json
 import sys
 from typing import Any
 
-from mindrlhf.tools.arithmetic import calculate
+from calculator import calculator
 
 CALCULATOR = {
     "name": "calculator",
@@ -31,7 +31,7 @@ def answer(method: str, parameters: dict[str, Any]) -> dict[str, Any]:
         return {"tools": [CALCULATOR]}
     if method == "tools/call":
         try:
-            text, is_error = str(calculate(str(parameters.get("arguments", {}).get("expression")))), False
+            text, is_error = str(calculator(str(parameters.get("arguments", {}).get("expression")))), False
         except ValueError as error:
             text, is_error = str(error), True
         return {"content": [{"type": "text", "text": text}], "isError": is_error}

@@ -32,8 +32,8 @@ def register(subparsers) -> None:
     allow_json(show)
     show.add_argument("--images", metavar="DIR", help="write the images of these records there, as PNG")
     show.set_defaults(run=run_show)
-    summary = "fetch a data set from Hugging Face or ModelScope, or make one of reasoning-gym or textarena"
-    examples = "openai/gsm8k, reasoning-gym:chain_sum or textarena:GuessTheNumber-v0"
+    summary = "fetch a data set from Hugging Face or ModelScope, or make one of reasoning-gym"
+    examples = "openai/gsm8k, or reasoning-gym:chain_sum"
     get = register_get(actions, DATASETS, summary, examples)
     get.add_argument("--size", type=int, default=1000, metavar="N", help="records that are made (default: 1000)")
     get.add_argument("--seed", type=int, default=0, metavar="N", help="of the records that are made (default: 0)")
@@ -322,7 +322,7 @@ def run_get(arguments: argparse.Namespace) -> int:
     """Fetch a model or a data set and print its directory."""
     from mindrlhf.hub.cache import fetch
 
-    if arguments.kind == DATASETS and arguments.name.startswith(("reasoning-gym:", "textarena:")):
+    if arguments.kind == DATASETS and arguments.name.startswith("reasoning-gym:"):
         return _make_tasks(arguments)
     options = {"revision": arguments.revision, "output": arguments.output}
     directory = fetch(arguments.name, arguments.kind, arguments.hub, **options)
@@ -331,29 +331,20 @@ def run_get(arguments: argparse.Namespace) -> int:
 
 
 def _make_tasks(arguments: argparse.Namespace) -> int:
+    from mindrlhf.rewards.verifiers.reasoning_gym import make_tasks
     from mindrlhf.system.files import whole_file
-    from mindrlhf.tools.environments import check_environment
 
-    package, _, name = arguments.name.partition(":")
+    name = arguments.name.partition(":")[2]
     if arguments.size < 1:
         raise UserError(f"--size {arguments.size}: at least 1 record is made")
-    if package == "textarena":
-        check_environment(package)
-        from mindrlhf.tools.textarena_text import make_games as make
-
-        use = "set tools.environment to textarena and the verifier to environment_reward"
-    else:
-        from mindrlhf.rewards.verifiers.reasoning_gym import make_tasks as make
-
-        use = "score them with reasoning_gym_score"
     path = Path(arguments.output or ".") / f"{name}-{arguments.size}-seed{arguments.seed}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path, "w") as file:
-        for record in make(name, arguments.size, arguments.seed):
+        for record in make_tasks(name, arguments.size, arguments.seed):
             file.write(json.dumps(record) + "\n")
     print(
         f"{arguments.name}: {arguments.size} records; build them with --handler map_keys --map "
-        f"question=question,answer=answer, and {use}",
+        "question=question,answer=answer, and score them with reasoning_gym_score",
         file=sys.stderr,
     )
     print(path)

@@ -46,7 +46,7 @@ class ToolSection:
     """Tools that the model may call between its turns; see docs/tools.md."""
 
     names: tuple[str, ...] = key(
-        (), "tools the model may call: calculator, python, path/to/file.py:function, mcp:COMMAND; empty means none"
+        (), "tools the model may call: python, path/to/file.py:function, mcp:COMMAND; empty means none"
     )
     dialect: str = key(
         AUTO_DIALECT,
@@ -55,7 +55,7 @@ class ToolSection:
     )
     environment: str = key(
         "",
-        "what it acts in, in the place of tools: gymnasium, textarena, or path/to/file.py:Class; several with commas "
+        "what it acts in, in the place of tools: path/to/file.py:Class; several with commas "
         "between, of which the kept column `environment` chooses",
     )
     agent: str = key(

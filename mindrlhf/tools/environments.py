@@ -1,4 +1,4 @@
-"""Environments that a model acts in, one episode for each response: a user's class, or one of a package.
+"""Environments that a model acts in, one episode for each response: classes of a user.
 
 A class given as ``path/to/file.py:Class`` is made anew for each episode and has
 
@@ -9,13 +9,12 @@ A class given as ``path/to/file.py:Class`` is made anew for each episode and has
   whether the episode is over.
 - ``close(self)``, if it has anything to give back.
 
-Where a run has several, separated by commas, the column ``environment`` of a record says which is its own: the name of
-the package or of the class.
+Where a run has several, separated by commas, the column ``environment`` of a record says which is its own, by the
+name of the class.
 
 Episodes live in tool processes, which call them by the functions of ``episode_tools``.
 """
 
-import importlib.util
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -25,11 +24,6 @@ from mindrlhf.errors import Unavailable, UserError
 from mindrlhf.sandbox.user_files import declared_signature, load_named
 
 PREFIX = "environment:"  # of what tool processes are told
-# Package -> the module and the class that tell its environments in words.
-PACKAGES = {
-    "gymnasium": ("mindrlhf.tools.gymnasium_text", "GymnasiumText"),
-    "textarena": ("mindrlhf.tools.textarena_text", "TextArenaText"),
-}
 CHOICE = "environment"  # the column that chooses
 # As JSON, an answer of a tool process is never cut: a character takes six at the most.
 MAX_OBSERVATION_CHARS = 3000
@@ -45,7 +39,7 @@ def check_environment(names: str, verifiers: Sequence[str] = ()) -> None:
     """Check what can be known without running a user's file; ``names`` is empty where there is no environment.
 
     Raises:
-        UserError: no such file, a package is not installed, two are called the same, or a verifier needs an environment
+        UserError: no such file, two are called the same, or a verifier needs an environment
             and there is none.
     """
     if not names and "environment_reward" in verifiers:
@@ -58,13 +52,9 @@ def check_environment(names: str, verifiers: Sequence[str] = ()) -> None:
 
 
 def _check_one(name: str) -> None:
-    if name in PACKAGES:
-        if importlib.util.find_spec(name) is None:
-            raise UserError(f"environment '{name}' is not installed: python -m pip install 'mindrlhf[environments]'")
-        return
     path, colon, class_name = name.rpartition(":")
     if not colon or not class_name.isidentifier():
-        raise UserError(f"environment '{name}': write {', '.join(PACKAGES)}, or path/to/file.py:Class")
+        raise UserError(f"environment '{name}': write path/to/file.py:Class")
     if not Path(path).is_file():
         raise UserError(f"environment '{name}': there is no file {path}")
 
@@ -115,9 +105,6 @@ def episode_tools(names: str) -> dict[str, Callable[..., Any]]:
 
 
 def _load(name: str) -> Callable[[], Any]:
-    if name in PACKAGES:
-        module, class_name = PACKAGES[name]
-        return getattr(importlib.import_module(module), class_name)
     path, _, class_name = name.rpartition(":")
     environment = load_named(Path(path), class_name)
     missing = [method for method in ("reset", "step") if not callable(getattr(environment, method, None))]

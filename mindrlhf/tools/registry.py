@@ -1,4 +1,4 @@
-"""Tools by name: ``calculator``, ``python``, a user's own function by ``path/to/file.py:function``, and all tools of an
+"""Tools by name: ``python``, a user's own function by ``path/to/file.py:function``, and all tools of an
 MCP server by ``mcp:COMMAND ARGUMENTS``.
 
 A tool is a function that takes its arguments by keyword and returns text, or anything JSON can hold. The model is told
@@ -18,7 +18,6 @@ from mindrlhf.sandbox.run import SandboxLimits, run_python
 from mindrlhf.sandbox.server import shared_server
 from mindrlhf.sandbox.time_limit import remaining_s
 from mindrlhf.sandbox.user_files import load_named
-from mindrlhf.tools.arithmetic import calculate
 from mindrlhf.tools.environments import PREFIX as ENVIRONMENT_PREFIX
 from mindrlhf.tools.environments import check_environment, episode_tools
 from mindrlhf.tools.mcp import PREFIX, Server, ServerTool, check_command
@@ -31,11 +30,6 @@ MAX_SANDBOX_S = 60.0
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
 
-def calculator(expression: str) -> int | float:
-    """Compute an arithmetic expression such as (3 + 4) * 2."""
-    return calculate(expression)
-
-
 def python(code: str) -> str:
     """Run a Python program and return what it prints."""
     shared_server()  # its start, at the first call, counts
@@ -46,7 +40,7 @@ def python(code: str) -> str:
     raise ValueError("\n".join(filter(None, (run.stdout.strip(), run.stderr.strip(), f"(ended by {run.ending})"))))
 
 
-BUILT_IN: dict[str, Tool] = {"calculator": calculator, "python": python}
+BUILT_IN: dict[str, Tool] = {"python": python}
 
 
 def tool_name(specification: str) -> str:
@@ -70,7 +64,7 @@ def check(specifications: Sequence[str]) -> None:
         path, colon, name = specification.rpartition(":")
         if not colon and specification not in BUILT_IN:
             raise UserError(
-                f"unknown tool '{specification}': there are {', '.join(BUILT_IN)}; "
+                f"unknown tool '{specification}': there is {', '.join(BUILT_IN)}; "
                 "a function of your own is given as path/to/file.py:function, a server as mcp:COMMAND"
             )
         if colon and not name.isidentifier():

@@ -32,8 +32,8 @@ USED = {
     "parallel_config.pipeline_stage": "2",
     "lora.rank": "4",
     "rollout.segment_tokens": "8",
-    "tools.names": "calculator",
-    "tools.environment": "gymnasium",
+    "tools.names": "python",
+    "tools.environment": "lake.py:Lake",
     "rollout.tensor_parallel": "2",
     "tools.agent": "sh a.sh",
 }
@@ -89,8 +89,8 @@ SCHEDULES = (
     ("rollout.segment_tokens=64", "rollout.off_policy_steps=2", "rollout.asynchronous=true"),
 )
 FEATURES = (
-    ("tools.names=calculator",),
-    ("tools.environment=gymnasium",),
+    ("tools.names=python",),
+    ("tools.environment=lake.py:Lake",),
     ("lora.rank=4",),
     ("algorithm.dynamic_sampling=true",),
     ("reward.model_path=scorer",),

@@ -80,6 +80,6 @@ def _fulfilled(condition):
     section_key, _, values = section_key.partition("=")
     plain = {
         "algorithm.beta": "0.1", "data.eval_file": "e", "lora.rank": "8", "tools.agent": "sh a.sh",
-        "tools.names": "calculator", "profiler.steps": "[1]", "reward.model_path": "r", "rollout.segment_tokens": "64",
+        "tools.names": "python", "profiler.steps": "[1]", "reward.model_path": "r", "rollout.segment_tokens": "64",
     }  # fmt: skip
     return [f"{section_key}={values.split('|')[0] or plain.get(section_key, 'true')}"]

@@ -11,6 +11,7 @@ import test_agent_runs
 import test_tool_runs
 import test_train_experts
 import test_vision_run
+from example_tools import CALCULATOR
 from slow_tests import SLOW
 
 from mindrlhf.specs import scorer_config
@@ -43,8 +44,8 @@ def agent(record, url, key):
     return {"reward": sum(letter.isdigit() for letter in text) / max(1, len(text)), "text": text}
 """
 RUNS = {
-    "tools by segments": ("tools", SEGMENTS | CONVERSATIONS | {"tools__names": "calculator"}),
-    "tools asynchronously": ("tools", ASYNCHRONOUS | CONVERSATIONS | {"tools__names": "calculator"}),
+    "tools by segments": ("tools", SEGMENTS | CONVERSATIONS | {"tools__names": CALCULATOR}),
+    "tools asynchronously": ("tools", ASYNCHRONOUS | CONVERSATIONS | {"tools__names": CALCULATOR}),
     "an environment by segments, off-policy": ("environment", SEGMENTS | LAG | CONVERSATIONS),
     "an agent by segments": ("agent", SEGMENTS | AGENTS),
     "an agent asynchronously": ("agent", ASYNCHRONOUS | AGENTS),

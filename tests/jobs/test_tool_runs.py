@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import sanity_inputs
+from example_tools import CALCULATOR
 from slow_tests import SLOW
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -62,7 +63,7 @@ def make(directory):
 
 
 SERVER = shlex.join([sys.executable, str(Path(__file__).parents[2] / "examples" / "tools" / "mcp_server.py")])
-TOOLS = ["calculator", pytest.param(f"mcp:{SERVER}", marks=SLOW)]
+TOOLS = [CALCULATOR, pytest.param(f"mcp:{SERVER}", marks=SLOW)]
 
 
 @pytest.mark.parametrize("tools", TOOLS, ids=["ours", "of an MCP server"])

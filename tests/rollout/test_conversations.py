@@ -7,6 +7,7 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
+from example_tools import CALCULATOR
 
 from mindrlhf.config.reward import ToolSection
 from mindrlhf.data.mindrecord import Prompt
@@ -242,7 +243,7 @@ def test_off_by_default():
     generator = Script({})
     with contextlib.ExitStack() as stack:
         assert with_tools(ToolSection(), generator, TOKENIZER, stack) is generator
-        tools = ToolSection(names=("calculator",), max_response_tokens=50)
+        tools = ToolSection(names=(CALCULATOR,), max_response_tokens=50)
         turn = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
         generator = Script({"p": [turn, "ok"]})
         source = with_tools(tools, generator, TOKENIZER, stack)

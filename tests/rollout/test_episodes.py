@@ -147,7 +147,7 @@ def test_environments_are_checked_before_the_run(tmp_path):
     (tmp_path / "half.py").write_text("class Half:\n    def reset(self, answer): ...\n")
     for name, message in (
         ("games/a.py:Guess, games/b.py:Guess", "two are called the same"),
-        ("guess", "write gymnasium, textarena, or path/to/file.py:Class"),
+        ("guess", "write path/to/file.py:Class"),
         ("gone.py:Guess", "there is no file gone.py"),
     ):
         with pytest.raises(UserError, match=message):

@@ -208,7 +208,6 @@ def test_an_environment_begins_with_the_columns_that_it_names(tmp_path):
     assert returns == {("Game", 3): 8.0, ("Game", 4): 9.0, ("All", 1): 1.0}
     check_columns(f"{tmp_path / 'game.py'}:Game", ["goal"], "prompts of p")
     check_columns(f"{tmp_path / 'game.py'}:All", [], "prompts of p")
-    for name in ("gymnasium", ""):
-        check_columns(name, [], "prompts of p")
+    check_columns("", [], "prompts of p")
     with pytest.raises(UserError, match="has the parameter 'goal', but prompts of p have only the columns hint"):
         check_columns(f"{tmp_path / 'game.py'}:Game", ["hint"], "prompts of p")

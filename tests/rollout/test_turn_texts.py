@@ -131,7 +131,7 @@ def test_the_file_of_prompts_says_which_template_and_options(directory, tokenize
     assert next_turn(template_of(custom.header, tokenizer), [Message("user", "x")]) == "<s>[INST] x [/INST]"
     plain = _build(directory, tmp_path / "plain.mindrecord", "plain")
     assert template_of(plain.header, tokenizer) is None
-    section = ToolSection(names=["calculator"])
+    section = ToolSection(names=["python"])
     assert conversation_template(section, [own, own], tokenizer).options == {"enable_thinking": False}
     assert conversation_template(ToolSection(), [own, custom], tokenizer) is None
     with pytest.raises(UserError, match=r"own.mindrecord with 'chat' \{'enable_thinking': False\} and .*'mine.jinja'"):

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from example_tools import CALCULATOR
 
 from mindrlhf.cli import main
 from mindrlhf.errors import UserError
@@ -203,12 +204,12 @@ def test_commands_are_checked_before_anything_runs():
     ):
         with pytest.raises(UserError, match=message):
             check([command])
-    check(["calculator", EXAMPLE])
+    check([CALCULATOR, EXAMPLE])
 
 
 def test_two_tools_of_one_name_are_refused():
     with pytest.raises(UserError, match="two tools are named 'calculator'"):
-        resolve(["calculator", EXAMPLE])
+        resolve([CALCULATOR, EXAMPLE])
 
 
 def test_keys_do_not_reach_a_server(open_server, monkeypatch):
@@ -223,7 +224,7 @@ def test_a_pool_calls_them_kills_what_hangs_and_leaves_nothing(specification):
         answer = pool.submit(ToolCall("do", {"what": what})).result()
         return answer.text, answer.is_failure
 
-    with ToolPool([specification(), "calculator"], timeout_s=10.0) as pool:
+    with ToolPool([specification(), CALCULATOR], timeout_s=10.0) as pool:
         assert ask("it") == ("did it", False)
         assert ask("error") == ("Error: that is wrong", True)
         assert ask("die")[1] and ask("again") == ("did again", False)

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import jinja2.sandbox
 import pytest
+from calculator import calculator
+from example_tools import CALCULATOR
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindrlhf.config.reward import ToolSection
 from mindrlhf.errors import UserError
-from mindrlhf.tools.arithmetic import calculate
 from mindrlhf.tools.calls import DIALECTS, ToolAnswer, ToolCall, answer_turn, parse_calls, system_prompt
 from mindrlhf.tools.registry import BUILT_IN, check, describe, read_texts, resolve
 from mindrlhf.tools.worker import answer_call
@@ -270,7 +271,7 @@ def test_answers_are_one_turn_and_cannot_break_out_of_it():
     ],
 )
 def test_the_calculator_computes(expression, value):
-    assert calculate(expression) == value
+    assert calculator(expression) == value
 
 
 @pytest.mark.parametrize(
@@ -299,18 +300,18 @@ def test_the_calculator_computes(expression, value):
 )
 def test_what_is_no_arithmetic_or_too_much_is_refused(expression, reason):
     with pytest.raises(ValueError, match=reason):
-        calculate(expression)
+        calculator(expression)
 
 
 def test_unknown_tools_are_refused_before_a_run(tmp_path):
     (tmp_path / "mine.py").write_text("def calculator(x: int, y=2):\n    '''Mine.\n\n    More.'''\n")
     mine = f"{tmp_path}/mine.py:calculator"
-    check(["calculator", "python"])
+    check([CALCULATOR, "python"])
     for names, reason in [
-        (["search"], "unknown tool 'search': there are calculator, python"),
+        (["search"], "unknown tool 'search': there is python"),
         (["nowhere.py:f"], "no file nowhere.py"),
         ([f"{tmp_path}/mine.py:1"], "write path/to/file.py:function"),
-        (["calculator", mine], "two tools are named 'calculator'"),
+        ([CALCULATOR, mine], "two tools are named 'calculator'"),
     ]:
         with pytest.raises(UserError, match=reason):
             check(names)

@@ -4,6 +4,7 @@ import os
 import time
 
 import pytest
+from example_tools import CALCULATOR
 
 from mindrlhf.errors import UserError
 from mindrlhf.tools.calls import ToolAnswer, ToolCall
@@ -42,7 +43,7 @@ NAMES = ("echo", "hang", "die", "leave", "flood", "surrogate", "pid")
 @pytest.fixture
 def pool(tmp_path):
     (tmp_path / "tools.py").write_text(TOOLS)
-    with ToolPool([*(f"{tmp_path}/tools.py:{name}" for name in NAMES), "calculator"], timeout_s=6.0) as pool:
+    with ToolPool([*(f"{tmp_path}/tools.py:{name}" for name in NAMES), CALCULATOR], timeout_s=6.0) as pool:
         yield pool
 
 
@@ -112,4 +113,4 @@ def test_a_file_that_does_not_load_is_found_at_once(tmp_path):
         ToolPool([f"{tmp_path}/bad.py:f"])
     for options in ({"num_workers": 0}, {"timeout_s": 0.0}, {"timeout_s": float("inf")}):
         with pytest.raises(UserError):
-            ToolPool(["calculator"], **options)
+            ToolPool(["python"], **options)

@@ -157,7 +157,7 @@ def test_more_ranks_than_cores_are_questioned(contents, run, monkeypatch, num_ra
 
 def test_what_nodes_for_rollout_only_cannot_do_is_told(contents, run):
     contents["train"].setdefault("rollout", {}).update(off_policy_steps=1, segment_tokens=8)
-    contents["train"]["tools"] = {"names": ["calculator"]}
+    contents["train"]["tools"] = {"names": ["python"]}
     contents["train"]["lora"] = {"rank": 4}
     assert not [line for line in run(["config", "check"], contents["train"], "--elastic")[1] if "elastic" in line]
     contents["train"]["rollout"].update(off_policy_steps=0, weight_buffer_gib=1)

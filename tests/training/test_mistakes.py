@@ -30,7 +30,7 @@ CONFIG_MISTAKES = [
     ("reward.model_path={inputs}/model", "gives tokens, not scores", "mindrlhf reward-model"),
     ("reward.options={{nobody.limit:1}}", "'reward.options' names the verifier 'nobody'", "(accuracy_reward)"),
     ("rollout.max_response_length=100000", "max_model_len", "lower the prompt or response length"),
-    ("tools.names=abacus tools.max_response_tokens=4", "abacus", "calculator"),
+    ("tools.names=abacus tools.max_response_tokens=4", "abacus", "python"),
     ("algorithm.name=gropo", "'algorithm.name' is 'gropo'", "did you mean 'grpo'"),
     ("algorithm.num_generations=1", "'algorithm.num_generations' is 1", "set it to 2 or more"),
     ("algorithm.advantage=gae", "'critic.path' is empty", "set it to a reward model"),

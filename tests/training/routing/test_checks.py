@@ -75,7 +75,7 @@ def test_a_model_with_experts_is_allowed(directory):
     config = config_of(directory, "experts")
     check_replay(config)
     assert replayed_experts(config) == ReplayedExperts(num_layers=2, num_active=2, num_experts=6)
-    for changes in (["rollout.segment_tokens=4"], ["tools.names=calculator"], ["tools.environment=gymnasium"]):
+    for changes in (["rollout.segment_tokens=4"], ["tools.names=python"], ["tools.environment=lake.py:Lake"]):
         check_replay(config_of(directory, "experts", *changes))
     off = config_of(directory, "dense", "training.replay_routing=false")
     check_replay(off)

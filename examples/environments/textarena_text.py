@@ -1,14 +1,17 @@
-"""Games of textarena (MIT) for one player, each as textarena tells it."""
+"""Games of textarena (MIT) for one player, each as textarena tells it; as a program, it prints records of a game.
+
+    .venv/bin/python -m pip install 'textarena>=0.7.4,<0.8'
+    .venv/bin/python examples/environments/textarena_text.py GuessTheNumber-v0 1000 > games.jsonl
+"""
 
 import contextlib
 import io
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import textarena
-
-from mindrlhf.errors import UserError
 
 
 class TextArenaText:
@@ -52,15 +55,13 @@ class TextArenaText:
 
 
 def make_games(name: str, size: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield records of a game, ``question`` and ``answer``, with the seeds from ``seed`` on.
-
-    Raises:
-        UserError: there is no such game, or it is for several players.
-    """
+    """Yield records of a game, ``question`` and ``answer``, with the seeds from ``seed`` on."""
     for number in range(seed, seed + size):
         answer = json.dumps({"id": name, "seed": number})
-        try:
-            question = TextArenaText().reset(answer)
-        except Exception as error:
-            raise UserError(f"textarena does not begin '{name}': {error}") from error
-        yield {"question": question, "answer": answer, "environment": "textarena"}
+        yield {"question": TextArenaText().reset(answer), "answer": answer, "environment": "TextArenaText"}
+
+
+if __name__ == "__main__":
+    game, count, *first = sys.argv[1:]
+    for record in make_games(game, int(count), int(first[0]) if first else 0):
+        print(json.dumps(record))

@@ -1,14 +1,17 @@
 """Games of textarena itself, beside its own records of them; skipped where it is not installed."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 textarena = pytest.importorskip("textarena", reason="textarena is not installed: the extra 'environments'")
 
-from mindrlhf.cli import main  # noqa: E402
+from example_tools import TEXTARENA  # noqa: E402
+from textarena_text import TextArenaText, make_games  # noqa: E402
+
 from mindrlhf.tools.episodes import EpisodePool, read_step  # noqa: E402
-from mindrlhf.tools.textarena_text import TextArenaText, make_games  # noqa: E402
 
 pytestmark = pytest.mark.timeout(120)
 GUESS = json.dumps({"id": "GuessTheNumber-v0", "seed": 3})
@@ -61,27 +64,18 @@ def test_episodes_of_two_environments_in_one_run(tmp_path):
     (tmp_path / "own.py").write_text(
         "class Echo:\n    def reset(self, answer): pass\n    def step(self, action): return action, 0.5, True\n"
     )
-    with EpisodePool(f"textarena, {tmp_path / 'own.py'}:Echo", 1, 30.0, 2048) as pool:
-        for episode, choice in enumerate(("textarena", "Echo", "other")):
+    with EpisodePool(f"{TEXTARENA}, {tmp_path / 'own.py'}:Echo", 1, 30.0, 2048) as pool:
+        for episode, choice in enumerate(("TextArenaText", "Echo", "other")):
             pool.begin(episode, GUESS, {"environment": choice})
         first, second, third = (read_step(pool.step(episode, "[1]").result()) for episode in range(3))
     assert "number is higher" in first.observation or first.is_over
     assert (second.observation, second.reward, second.is_over) == ("[1]", 0.5, True)
-    assert "the record chooses 'other', and there are textarena, Echo" in third.failure
+    assert "the record chooses 'other', and there are TextArenaText, Echo" in third.failure
 
 
-@pytest.mark.parametrize("name", ["TicTacToe-v0", "NoSuchGame-v0"])
-def test_what_cannot_be_made_is_said_and_writes_no_file(tmp_path, capsys, name):
-    assert main(["data", "get", f"textarena:{name}", "--size", "1", "--output", str(tmp_path)]) == 2
-    assert f"textarena does not begin '{name}'" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_data_get_writes_records_of_games(tmp_path, capsys):
-    arguments = ["textarena:GuessTheNumber-v0", "--size", "2", "--seed", "3", "--output", str(tmp_path)]
-    assert main(["data", "get", *arguments]) == 0
-    path = tmp_path / "GuessTheNumber-v0-2-seed3.jsonl"
-    assert capsys.readouterr().out.strip() == str(path)
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+def test_the_example_prints_records_of_games():
+    program = TEXTARENA.rpartition(":")[0]
+    printed = subprocess.run([sys.executable, program, "GuessTheNumber-v0", "2", "3"], check=True, capture_output=True)
+    records = [json.loads(line) for line in printed.stdout.splitlines()]
     assert records == list(make_games("GuessTheNumber-v0", 2, 3))
-    assert records[0]["answer"] == GUESS and records[0]["environment"] == "textarena"
+    assert records[0]["answer"] == GUESS and records[0]["environment"] == "TextArenaText"

@@ -1,4 +1,7 @@
-"""Arithmetic without ``eval``: the parts of Python's expressions that are numbers, with bounds on their size."""
+"""A tool that computes: the parts of Python's expressions that are numbers, with bounds on their size, and no ``eval``.
+
+    tools.names=examples/tools/calculator.py:calculator
+"""
 
 import ast
 import math
@@ -43,8 +46,10 @@ _FUNCTIONS = {
 }
 
 
-def calculate(expression: str) -> int | float:
-    """Return the value of an arithmetic expression, with Python's operators and precedence (``^`` is a power too).
+def calculator(expression: str) -> int | float:
+    """Compute an arithmetic expression such as (3 + 4) * 2.
+
+    Operators and precedence are Python's; ``^`` is a power too.
 
     Raises:
         ValueError: it is no such expression, too long, or its result too large; divisions by zero too.

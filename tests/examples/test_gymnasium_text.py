@@ -9,9 +9,11 @@ import pytest
 
 gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed: the extra 'environments'")
 
+from example_tools import GYMNASIUM  # noqa: E402
+from gymnasium_text import GymnasiumText  # noqa: E402
+
 from mindrlhf.tools.calls import ToolCall  # noqa: E402
 from mindrlhf.tools.episodes import EpisodePool, read_step  # noqa: E402
-from mindrlhf.tools.gymnasium_text import GymnasiumText  # noqa: E402
 from mindrlhf.tools.pool import ToolPool  # noqa: E402
 
 pytestmark = pytest.mark.timeout(120)
@@ -64,13 +66,13 @@ def test_observations_without_a_drawing_are_text():
 
 
 def test_episodes_of_gymnasium_run_in_their_processes():
-    with EpisodePool("gymnasium", 1, 30.0, 2048) as pool:
+    with EpisodePool(GYMNASIUM, 1, 30.0, 2048) as pool:
         pool.begin(0, json.dumps(LAKE))
         pool.begin(1, json.dumps(LAKE))
         steps = [read_step(pool.step(episode, str(action)).result()) for episode, action in ((0, 1), (1, 2), (0, 1))]
         assert not any(step.is_over or step.failure for step in steps)
         assert len({step.observation for step in steps}) == 3
-    with ToolPool(["environment:gymnasium"], timeout_s=30.0) as pool:
+    with ToolPool([f"environment:{GYMNASIUM}"], timeout_s=30.0) as pool:
         assert pool.submit(ToolCall("end", {"episode": 5})).result().is_failure is False
 
 
