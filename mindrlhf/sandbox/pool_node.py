@@ -1,4 +1,4 @@
-"""``python -m mindrlhf.sandbox.pool_node``: a ``WorkerPool`` for rank 0 on another node; see ``remote_workers``.
+"""The program of a ``WorkerPool`` for rank 0 on another node; see ``remote_workers``.
 
 Standard input: a line with the pool's arguments, then one that says where rank 0 listens. When it ends, this process
 does.
@@ -62,7 +62,3 @@ def _serve(pool: WorkerPool | Exception, results: queue.SimpleQueue, place: Mapp
             talk.send("failed", message=" ".join(str(batch).split()) or type(batch).__name__)
         print(f"mindrlhf: this node has done {num_done} items for the run", file=sys.stderr, flush=True)
         return int(batch is not None)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

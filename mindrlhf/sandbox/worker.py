@@ -1,4 +1,4 @@
-"""One worker of a ``pool.WorkerPool``: ``python -m mindrlhf.sandbox.worker REQUEST_FD RESPONSE_FD CLOCK_FD``.
+"""One worker of a ``pool.WorkerPool``: ``main``, with REQUEST_FD RESPONSE_FD CLOCK_FD.
 
 In: first ``{"setup", "settings", "timeout_s", "memory_limit_bytes"}``, then ``[[number, [step, ...], item], ...]``.
 Out: first ``{"ready": value}`` or ``{"error": message}``, then ``[[number, [outcome of each step, ...]], ...]``.
@@ -130,7 +130,3 @@ def _moved_out_of_reach(fd: int) -> int:
     moved = fcntl(fd, F_DUPFD_CLOEXEC, lowest)
     close(fd)
     return moved
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,9 +16,12 @@ PIPE = subprocess.PIPE
 _NUM_LOG_LINES_SHOWN = 3
 
 
-def module_words(module: str, *arguments: object) -> list[str]:
-    """Return the command line of a module of this package, which finds nothing in the working directory."""
-    return [sys.executable, "-P", "-m", module, *map(str, arguments)]
+def module_words(module: str, *arguments: object, python: str = sys.executable, path: str = "") -> list[str]:
+    """Return the command line that calls ``main`` of a module of this package, and finds nothing in the working
+    directory; ``path`` is where another interpreter finds the package."""
+    found = f"sys.path.append({path!r}); " if path else ""
+    code = f"import sys; {found}from {module} import main; sys.exit(main())"
+    return [python, "-P", "-c", code, *map(str, arguments)]
 
 
 def inherited(names: Sequence[str]) -> dict[str, str]:

@@ -1,5 +1,4 @@
-"""Starts agents, one process each, forked from one that has the user's file loaded: ``python -m
-mindrlhf.tools.agent_host SOCKET_FD``.
+"""Starts agents, one process each, forked from one that has the user's file loaded: ``main``, with SOCKET_FD.
 
 Its socket carries messages. The first is JSON, its settings: ``agent`` (path/to/file.py:function, or the words of a
 command), ``port`` of the endpoint, ``is_open``, ``memory_limit_bytes``. It answers ``{"ready"}`` or ``{"error"}``. Each
@@ -279,7 +278,3 @@ def _call(function: Any, record: dict[str, Any], base_url: str, key: str, result
 
 async def _await(value: Any) -> Any:
     return await value
-
-
-if __name__ == "__main__":
-    sys.exit(main())

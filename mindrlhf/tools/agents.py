@@ -19,7 +19,7 @@ from typing import Any
 
 from mindrlhf.errors import UserError
 from mindrlhf.sandbox.user_files import declared_signature
-from mindrlhf.system.child import Child, inherited
+from mindrlhf.system.child import Child, inherited, module_words
 
 BACKLOG = 1024  # of what many agents call at once; asyncio takes 100, whatever the socket had
 START_TIMEOUT_S = 120.0
@@ -151,14 +151,13 @@ class AgentRunner:
             environment = inherited(_SHARED)
             # This package is found beside the user's own; what lies around it is of this interpreter alone.
             package = str(Path(__file__).parents[2])
-            words = ["-m", "mindrlhf.tools.agent_host"]
-            if self._python == sys.executable:
+            is_ours = self._python == sys.executable
+            if is_ours:
                 environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), package)))
-            else:
-                words = ["-c", f"import sys; sys.path.append({package!r}); from {words[1]} import main; main()"]
+            host, path = ("mindrlhf.tools.agent_host", theirs.fileno()), "" if is_ours else package
             with theirs:
                 self._process = Child(
-                    [self._python, "-P", *words, str(theirs.fileno())],
+                    module_words(*host, python=self._python, path=path),
                     environment=environment,
                     output=2,
                     descriptors=[theirs.fileno()],

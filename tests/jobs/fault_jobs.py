@@ -29,8 +29,8 @@ KINDS = {
     "msrun": "/msrun ",
     "rank": "-m mindrlhf.training.main ",
     "rollout server": "-m mindrlhf.rollout.server ",
-    "verifier worker": "-m mindrlhf.sandbox.worker ",
-    "verifiers": "-m mindrlhf.sandbox.pool_node",
+    "verifier worker": "mindrlhf.sandbox.worker ",
+    "verifiers": "mindrlhf.sandbox.pool_node",
 }
 NUM_STEPS = 9
 # The run that the faults disturb, and the one that nobody does.

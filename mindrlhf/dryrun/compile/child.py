@@ -1,6 +1,6 @@
 """Compile the training step of ranks: the child process of :mod:`mindrlhf.dryrun.compile.request`.
 
-``python -m mindrlhf.dryrun.compile.child DIRECTORY`` reads ``requests.json`` there, writes ``report_INDEX.json`` for
+``main``, with DIRECTORY as its argument, reads ``requests.json`` there, writes ``report_INDEX.json`` for
 each request, and ``user_error`` for what the user can mend. MindSpore's parallel state is global and can be set once,
 so every request has a process; they are forked after the import, which takes seconds. ``exit_INDEX`` has the exit code
 of one that failed.
@@ -53,8 +53,9 @@ _SHARED_MODULES = (
 _CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
 
-def main(directory: Path) -> int:
-    """Serve all requests of ``directory``; return the exit code."""
+def main() -> int:
+    """Serve all requests of a directory; return the exit code."""
+    directory = Path(sys.argv[1])
     die_with_parent()
     work = json.loads((directory / "requests.json").read_text(encoding="utf-8"))
     requests = [CompileRequest(**values) for values in work["requests"]]
@@ -248,7 +249,3 @@ def _parameters(step, shards: dict[str, tuple[int, int]]) -> Iterable[CompiledPa
         if name in shards:
             layout = (tuple(entry) for entry in (global_shape, shard_shape, device_matrix, tensor_map))
             yield CompiledParameter(name, *layout, *shards[name])
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))

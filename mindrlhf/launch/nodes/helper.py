@@ -11,7 +11,7 @@ _END_LIMIT_S = 5.0
 
 
 class NodeHelper:
-    """Starts ``python -m module``, which reads a line with its settings, then one that says where rank 0 listens. When
+    """Starts ``main`` of a module, which reads a line with its settings, then one that says where rank 0 listens. When
     its standard input ends, so does it: with whoever has started it."""
 
     def __init__(self, module: str, settings: Mapping[str, Any]):

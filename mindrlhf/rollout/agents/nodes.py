@@ -1,4 +1,4 @@
-"""Agents on other nodes: the process that starts them there, ``python -m mindrlhf.rollout.agents.nodes``, and how the
+"""Agents on other nodes: the process that starts them there, ``main``, and how the
 source of episodes on rank 0 uses it.
 
 That process serves the same endpoint to the agents of its node; rank 0 answers what they ask. On one connection per
@@ -262,7 +262,3 @@ def main() -> int:
         shutil.rmtree(directory, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.close(lock)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
