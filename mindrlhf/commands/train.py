@@ -208,7 +208,6 @@ def _place_of(arguments: argparse.Namespace) -> "Place | None":
         arguments.spares,
         is_elastic=arguments.elastic,
         is_for_rollout=arguments.role == "rollout",
-        num_workers=arguments.workers,
     )
     if place and not (place.node and is_in_kubernetes()):  # where a pod's name is known only once it runs
         place.check_address()

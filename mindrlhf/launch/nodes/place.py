@@ -1,8 +1,4 @@
-"""Node index and address of node 0, from options or from the scheduler's environment.
-
-Slurm, Kubernetes (indexed jobs, LeaderWorkerSet, Kubeflow's PyTorchJob, Ascend's operator), MPI and torchrun each have
-variables of their own; the first that number the nodes count, and others must not contradict them.
-"""
+"""Node index and address of node 0: from options, or from what Slurm, Ascend's operator or an indexed Job sets."""
 
 import os
 import re
@@ -18,7 +14,7 @@ DEFAULT_PORT = 8118
 _SLURM_PORTS = range(20_000, 30_000)
 _DNS_LIMIT_S = 60.0
 _MAX_HOSTS, _MAX_SHOWN_CHARS = 100_000, 80
-_FIX = "unset the one that is stale, or give --nodes N --node-rank K"
+_FIX = "give --nodes N --node-rank K --master ADDRESS:PORT, or mend it"
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,6 @@ def find_place(
     *,
     is_elastic: bool = False,
     is_for_rollout: bool = False,
-    num_workers: int | None = None,
 ) -> Place | None:
     """Return where this launcher stands; None where there is one node only.
 
@@ -95,7 +90,6 @@ def find_place(
         num_spares: ``--spares``; the environment's number of nodes has them in it, that of ``--nodes`` has not.
         is_elastic: ``--elastic``: there is a place then also where one node trains.
         is_for_rollout: ``--role rollout``.
-        num_workers: ``--workers``.
 
     Raises:
         UserError: something is missing, or senseless.
@@ -108,13 +102,12 @@ def find_place(
         nodes, node_rank = "1", node_rank or 0
     if nodes is None:
         return _check_single({"--node-rank": node_rank, "--master": master, "--spares": num_spares or None})
-    is_given = {"num_nodes": nodes != "auto", "node": node_rank is not None or is_for_rollout}
     address, port = _split(master or "")
-    is_told = address and all(is_given.values())
-    found = {} if is_told else _from_environment(environment, is_given, num_workers, needs_port=not port)
+    is_told = address and nodes != "auto" and (node_rank is not None or is_for_rollout)
+    found = {} if is_told else _ascend_operator(environment) or _slurm(environment) or _indexed_job(environment)
     if nodes == "auto" and "num_nodes" not in found:
         raise UserError(
-            "--nodes is auto, but no variable of Slurm, Kubernetes or torchrun says how many there are: give --nodes N "
+            "--nodes is auto, but no variable of Slurm or of Ascend's operator says how many there are: give --nodes N "
             "--node-rank K --master ADDRESS:PORT"
         )
     num_nodes = int(found["num_nodes"]) - num_spares if nodes == "auto" else _number(nodes)
@@ -134,6 +127,10 @@ def find_place(
         what = "--elastic is given" if is_elastic else f"--nodes is {nodes}"
         address, port = _found_address(found, what)
     port = port or int(found.get("port", DEFAULT_PORT))
+    if not 0 < port < 65_536:
+        raise UserError(
+            f"MS_SCHED_PORT is {port}, but ports go from 1 to 65535: set it to a free one, or give --master"
+        )
     return Place(rank, num_nodes, address, port, num_spares, is_elastic, is_for_rollout)
 
 
@@ -176,174 +173,61 @@ def _split(master: str) -> tuple[str, int]:
     return address, int(port)
 
 
-@dataclass(frozen=True)
-class _Said:
-    """A value read from one environment variable or derived from several; messages show ``name``."""
-
-    name: str
-    value: str
-
-    def __str__(self) -> str:
-        shown = self.value[:_MAX_SHOWN_CHARS]
-        return f"{self.name} is {shown if shown.isprintable() else repr(shown)}"
-
-    def number(self) -> int:
-        if not re.fullmatch(r"[0-9]{1,9}", self.value.strip()):
-            what = ", a range of torchrun's" if re.fullmatch(r"[0-9]+:[0-9]+", self.value) else ", which is no number"
-            raise UserError(f"{self}{what}: give --nodes N --node-rank K --master ADDRESS:PORT, or mend it")
-        return int(self.value)
+_Found = dict[str, str | int]  # "num_nodes", "node", "master", "port", as far as they are said
 
 
-_Claim = dict[str, _Said]  # of "num_nodes", "node", "master", "port", what a system's variables say
+def _shown(name: str, value: str) -> str:
+    value = value[:_MAX_SHOWN_CHARS]
+    return f"{name} is {value if value.isprintable() else repr(value)}"
 
 
-def _from_environment(
-    environment: Mapping[str, str], is_given: Mapping[str, bool], num_workers: int | None, needs_port: bool
-) -> dict[str, str | int]:
-    """Return what the environment says: "num_nodes", "node", "master", "port", as far as it does.
+def _number_of(name: str, environment: Mapping[str, str]) -> int:
+    value = environment[name].strip()
+    if not re.fullmatch(r"[0-9]{1,9}", value):
+        raise UserError(f"{_shown(name, value)}, which is no number: {_FIX}")
+    return int(value)
 
-    The first system that numbers the nodes counts; others may say the same, and not something else.
 
-    Args:
-        is_given: of "num_nodes" and "node", whether an option says it.
-        num_workers: ranks of this node, None where nobody knows.
-        needs_port: whether no option says it.
-    """
-    claims = [claim for find in _SYSTEMS if (claim := find(environment))]
-    needed = [name for name, given in is_given.items() if not given]
-    counting = [claim for claim in claims if all(name in claim for name in needed)] or [
-        claim for claim in claims if "node" in claim
-    ]
-    if not counting:
+def _ascend_operator(environment: Mapping[str, str]) -> _Found:
+    if not environment.get("MS_NODE_RANK"):
         return {}
-    found = counting[0]
-    numbers = {name: found[name].number() for name in needed if name in found}
-    for claim in claims:
-        for name in numbers.keys() & claim.keys():
-            _refuse_other(claim[name], found[name], claim[name].number() != numbers[name])
-    if {"num_nodes", "node"} <= numbers.keys() and numbers["node"] >= numbers["num_nodes"]:
-        raise UserError(f"{found['node']}, but {found['num_nodes']}, and nodes are numbered from 0 on: {_FIX}")
-    _check_world_size(environment, numbers.get("num_nodes"), found, num_workers)
-    if masters := [claim["master"].value for claim in (found, *claims) if "master" in claim]:
-        numbers["master"] = masters[0]
-    if "port" in found and needs_port:
-        numbers["port"] = found["port"].number()
-        if not 0 < numbers["port"] < 65_536:
-            raise UserError(f"{found['port']}, but ports go from 1 to 65535: set it to a free one, or give --master")
-    return numbers
-
-
-def _refuse_other(one: _Said, other: _Said, is_other: bool) -> None:
-    if is_other:
-        raise UserError(f"{one}, but {other}: {_FIX}")
-
-
-def _check_world_size(
-    environment: Mapping[str, str], num_nodes: int | None, found: _Claim, num_workers: int | None
-) -> None:
-    """Compare WORLD_SIZE, which counts ranks for torchrun and pods for Kubeflow, with the nodes and their ranks."""
-    size = environment.get("WORLD_SIZE")
-    if size is None or num_nodes is None or num_workers is None:
-        return
-    said = _Said("WORLD_SIZE", size)
-    if said.number() not in (num_nodes, num_nodes * num_workers):
-        total = f"--workers {num_workers} on each make {num_nodes * num_workers} ranks"
-        raise UserError(f"{said}, but {found['num_nodes']} and {total}: unset it, or give another --workers")
-
-
-def _claim(environment: Mapping[str, str], **names: str | tuple[str, ...]) -> _Claim:
-    """Return what the first variable of each name says."""
-    found = {}
-    for key, of_key in names.items():
-        for name in (of_key,) if isinstance(of_key, str) else of_key:
-            if environment.get(name, "").strip():
-                found[key] = _Said(name, environment[name].strip())
-                break
+    found: _Found = {"node": _number_of("MS_NODE_RANK", environment)}
+    if environment.get("MS_WORKER_NUM") and environment.get("MS_LOCAL_WORKER"):
+        total, own = (_number_of(name, environment) for name in ("MS_WORKER_NUM", "MS_LOCAL_WORKER"))
+        if own == 0 or total % own:
+            raise UserError(f"MS_WORKER_NUM is {total}, but MS_LOCAL_WORKER is {own}, which does not divide it: {_FIX}")
+        found["num_nodes"] = total // own
+    if environment.get("MS_SCHED_HOST"):
+        found["master"] = environment["MS_SCHED_HOST"].strip()
+    if environment.get("MS_SCHED_PORT"):
+        found["port"] = _number_of("MS_SCHED_PORT", environment)
     return found
 
 
-def _torchrun(environment: Mapping[str, str]) -> _Claim:
-    return _claim(
-        environment, num_nodes="NNODES", node="NODE_RANK", master="MASTER_ADDR", port=("MASTER_PORT", "PET_MASTER_PORT")
-    )
+def _indexed_job(environment: Mapping[str, str]) -> _Found:
+    name = "JOB_COMPLETION_INDEX"
+    return {"node": _number_of(name, environment)} if environment.get(name) else {}
 
 
-def _kubeflow(environment: Mapping[str, str]) -> _Claim:
-    address = {"master": ("PET_MASTER_ADDR", "MASTER_ADDR"), "port": ("PET_MASTER_PORT", "MASTER_PORT")}
-    return _claim(environment, num_nodes="PET_NNODES", node="PET_NODE_RANK", **address)
-
-
-def _ascend_operator(environment: Mapping[str, str]) -> _Claim:
-    claim = _claim(environment, node="MS_NODE_RANK", master="MS_SCHED_HOST", port="MS_SCHED_PORT")
-    sizes = _claim(environment, total="MS_WORKER_NUM", own="MS_LOCAL_WORKER")
-    if len(sizes) == 2:
-        total, own = sizes["total"].number(), sizes["own"].number()
-        if own == 0 or total % own:
-            raise UserError(f"{sizes['total']}, but {sizes['own']}, which does not divide it: {_FIX}")
-        claim["num_nodes"] = _Said("MS_WORKER_NUM / MS_LOCAL_WORKER", str(total // own))
-    return claim if "num_nodes" in claim else {name: claim[name] for name in ("node",) if name in claim}
-
-
-def _leader_worker_set(environment: Mapping[str, str]) -> _Claim:
-    return _claim(environment, num_nodes="LWS_GROUP_SIZE", node="LWS_WORKER_INDEX", master="LWS_LEADER_ADDRESS")
-
-
-def _slurm(environment: Mapping[str, str]) -> _Claim:
-    claim = _claim(environment, num_nodes=("SLURM_STEP_NUM_NODES", "SLURM_NNODES"), node="SLURM_NODEID")
-    if "node" not in claim:
+def _slurm(environment: Mapping[str, str]) -> _Found:
+    if not environment.get("SLURM_NODEID"):
         return {}
-    tasks = _claim(environment, tasks="SLURM_STEP_TASKS_PER_NODE").get("tasks")
-    if tasks is not None and any(count > 1 for count in _tasks_per_node(tasks)):
-        raise UserError(f"{tasks}: Slurm starts several tasks on a node; start one, srun --ntasks-per-node=1 ...")
-    lists = _claim(environment, hosts=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
-    if hosts := lists.get("hosts"):
-        names = _hosts_of(hosts)
-        claim["master"] = _Said(hosts.name, names[0])
-        step_size = claim.get("num_nodes")
-        if step_size and (hosts.name, step_size.name) == ("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES"):
-            counted = _Said(f"{hosts.name} ({hosts.value[:_MAX_SHOWN_CHARS]})", f"of {len(names)} nodes")
-            _refuse_other(counted, step_size, len(names) != step_size.number())
+    found: _Found = {"node": _number_of("SLURM_NODEID", environment)}
+    if name := next((name for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES") if environment.get(name)), ""):
+        found["num_nodes"] = _number_of(name, environment)
+    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    if any(count != "1" for count in re.findall(r"([0-9]+)(?:\(x[0-9]+\))?(?:,|$)", tasks)):
+        started = _shown("SLURM_STEP_TASKS_PER_NODE", tasks)
+        raise UserError(f"{started}: Slurm starts several tasks on a node; start one, srun --ntasks-per-node=1 ...")
+    name = next((name for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if environment.get(name)), "")
+    try:
+        found |= {"master": next(iter(expand_hosts(environment[name])))} if name else {}
+    except (ValueError, StopIteration) as error:
+        raise UserError(f"{_shown(name, environment[name])}, which is no list of nodes ({error}): {_FIX}") from None
     job = environment.get("SLURM_JOB_ID", "0")
     if re.fullmatch(r"[0-9]{1,18}", job):
-        claim["port"] = _Said("SLURM_JOB_ID", str(_SLURM_PORTS[int(job) % len(_SLURM_PORTS)]))
-    return claim
-
-
-def _tasks_per_node(said: _Said) -> list[int]:
-    """Return the counts of a list such as "2(x3),1": two on each of three nodes, one on the next."""
-    parts = [re.fullmatch(r"([0-9]{1,9})(?:\(x[0-9]{1,9}\))?", part.strip()) for part in said.value.split(",")]
-    if not all(parts):
-        raise UserError(f"{said}, which is no list of tasks as Slurm writes it, such as 1(x4): unset or mend it")
-    return [int(part[1]) for part in parts]
-
-
-def _mpi(environment: Mapping[str, str]) -> _Claim:
-    """Open MPI's variables, or those of Hydra (MPICH, Intel MPI) and Slurm's PMI."""
-    for size, rank, own in (
-        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS"),
-    ):
-        claim = _claim(environment, num_nodes=size, node=rank)
-        if len(claim) == 2:
-            tasks = _claim(environment, own=own).get("own")
-            if tasks is not None and tasks.number() > 1:
-                raise UserError(f"{tasks}, but MPI is to start one task on a node: mpirun --map-by ppr:1:node")
-            return claim
-    return {}
-
-
-def _indexed_job(environment: Mapping[str, str]) -> _Claim:
-    return _claim(environment, node="JOB_COMPLETION_INDEX")
-
-
-_SYSTEMS = (_kubeflow, _torchrun, _ascend_operator, _leader_worker_set, _slurm, _mpi, _indexed_job)
-
-
-def _hosts_of(said: _Said) -> list[str]:
-    try:
-        return expand_hosts(said.value)
-    except ValueError as error:
-        raise UserError(f"{said}, which is no list of nodes ({error}): give --master, or mend it") from None
+        found["port"] = _SLURM_PORTS[int(job) % len(_SLURM_PORTS)]
+    return found
 
 
 def expand_hosts(hosts: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Where a launcher stands among several: from options, and from what Slurm, Kubernetes and others set."""
+"""Where a launcher stands among several: from options, and from what Slurm, Kubernetes and Ascend's operator set."""
 
 import pytest
 
@@ -27,18 +27,6 @@ SLURM = {
 }
 ENVIRONMENTS = {
     "slurm": (SLURM, Place(3, 4, "npu07", 20_000 + 1234567 % 10_000)),
-    "torchrun": (
-        {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "77"},
-        Place(1, 2, "a", 77),
-    ),
-    "kubeflow": (
-        {"PET_NNODES": "3", "PET_NODE_RANK": "0", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "RANK": "0"},
-        Place(0, 3, "job-master-0", 23456),
-    ),
-    "leader worker set": (
-        {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "x-0.x.default"},
-        Place(1, 2, "x-0.x.default", 8118),
-    ),
     "ascend operator": (
         {
             "MS_WORKER_NUM": "16",
@@ -67,7 +55,7 @@ def test_options_win_over_the_environment_and_fill_its_gaps():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("auto", None, None, {}), "no variable of Slurm, Kubernetes or torchrun says how many"),
+        (("auto", None, None, {}), "no variable of Slurm or of Ascend's operator says how many"),
         (("auto", None, None, {"JOB_COMPLETION_INDEX": "0"}), "says how many"),
         (("two", 0, "a", {}), "--nodes is two: give a number"),
         (("0", 0, "a", {}), "--nodes is 0: give a number"),

@@ -22,8 +22,6 @@ SLURM = {
     "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
     "SLURM_JOB_ID": "7",
 }
-TORCHRUN = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "77"}
-MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
 ASCEND = {"MS_WORKER_NUM": "16", "MS_LOCAL_WORKER": "8", "MS_NODE_RANK": "1", "MS_SCHED_HOST": "h"}
 
 
@@ -34,41 +32,23 @@ def place(environment, nodes="auto", node_rank=None, master=None, **more):
 @pytest.mark.parametrize(
     "environment, message",
     [
-        (SLURM | {"NODE_RANK": "0"}, "NODE_RANK is 0, but SLURM_NODEID is 1"),
-        (SLURM | {"NNODES": "2"}, "NNODES is 2, but SLURM_STEP_NUM_NODES is 4"),
-        (SLURM | TORCHRUN, "SLURM_STEP_NUM_NODES is 4, but NNODES is 2"),
-        (SLURM | {"NODE_RANK": "x"}, "NODE_RANK is x, which is no number"),
-        (SLURM | {"SLURM_NODEID": "4"}, "SLURM_NODEID is 4, but SLURM_STEP_NUM_NODES is 4"),
+        (SLURM | {"SLURM_NODEID": "x"}, "SLURM_NODEID is x, which is no number: give --nodes N --node-rank K --master"),
+        (SLURM | {"SLURM_NODEID": "4"}, "--node-rank is 4, but the 4 nodes are numbered from 0 to 3"),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1,2(x3)"}, "SLURM_STEP_TASKS_PER_NODE is 1,2(x3): Slurm starts"),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2,1"}, "SLURM_STEP_TASKS_PER_NODE is 2,1: "),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "(x3)"}, "SLURM_STEP_TASKS_PER_NODE is (x3), which is no list of tasks"),
-        (SLURM | {"SLURM_STEP_NODELIST": "a[1-3]"}, "SLURM_STEP_NODELIST (a[1-3]) is of 3 nodes, but SLURM_STEP_N"),
         (SLURM | {"SLURM_STEP_NODELIST": "a[1-"}, "SLURM_STEP_NODELIST is a[1-, which is no list of nodes"),
         (SLURM | {"SLURM_STEP_NODELIST": "a[3-1]"}, "'3-1' is no range"),
         (SLURM | {"SLURM_STEP_NODELIST": "a[1-99999][1-99999]"}, "more than 100000 hosts"),
-        (SLURM | {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK is 2, but SLURM"),
-        (TORCHRUN | {"NODE_RANK": "2"}, "NODE_RANK is 2, but NNODES is 2"),
-        (TORCHRUN | {"NODE_RANK": "-1"}, "NODE_RANK is -1, which is no number"),
-        (TORCHRUN | {"NODE_RANK": "1.0"}, "NODE_RANK is 1.0, which is no number"),
-        (TORCHRUN | {"NNODES": "1:4"}, "NNODES is 1:4, a range of torchrun's: give --nodes N"),
-        (TORCHRUN | {"MASTER_PORT": "tcp"}, "MASTER_PORT is tcp, which is no number"),
-        (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000, but ports go from 1 to 65535"),
-        (TORCHRUN | {"WORLD_SIZE": "9"}, "WORLD_SIZE is 9, but NNODES is 2 and --workers 8 on each make 16 ranks"),
-        (TORCHRUN | {"WORLD_SIZE": "two"}, "WORLD_SIZE is two, which is no number"),
-        (TORCHRUN | {"PET_NODE_RANK": "0", "PET_NNODES": "2"}, "NODE_RANK is 1, but PET_NODE_RANK is 0"),
-        (MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "OMPI_COMM_WORLD_LOCAL_SIZE is 2, but MPI is to start one task"),
-        ({"PMI_SIZE": "2", "PMI_RANK": "0", "MPI_LOCALNRANKS": "8"}, "MPI_LOCALNRANKS is 8, but MPI is to start one"),
-        (MPI | {"NODE_RANK": "0"}, "NODE_RANK is 0, but OMPI_COMM_WORLD_RANK is 1"),
         (ASCEND | {"MS_LOCAL_WORKER": "5"}, "MS_WORKER_NUM is 16, but MS_LOCAL_WORKER is 5, which does not divide it"),
         (ASCEND | {"MS_LOCAL_WORKER": "0"}, "MS_WORKER_NUM is 16, but MS_LOCAL_WORKER is 0"),
-        (ASCEND | {"NODE_RANK": "0"}, "NODE_RANK is 0, but MS_NODE_RANK is 1"),
-        (ASCEND | {"MS_NODE_RANK": "3"}, "MS_NODE_RANK is 3, but MS_WORKER_NUM / MS_LOCAL_WORKER is 2"),
-        ({"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "2", "LWS_LEADER_ADDRESS": "l"}, "LWS_WORKER_INDEX is 2, but LWS"),
+        (ASCEND | {"MS_NODE_RANK": "-1"}, "MS_NODE_RANK is -1, which is no number"),
+        (ASCEND | {"MS_NODE_RANK": "3"}, "--node-rank is 3, but the 2 nodes are numbered from 0 to 1"),
+        (ASCEND | {"MS_SCHED_PORT": "70000"}, "MS_SCHED_PORT is 70000, but ports go from 1 to 65535"),
     ],
-)  # fmt: skip
-def test_what_contradicts_itself_is_one_line_with_both_variables(environment, message):
+)
+def test_what_makes_no_sense_is_one_line(environment, message):
     with pytest.raises(UserError, match=re.escape(message)) as refused:
-        place(environment, num_workers=8)
+        place(environment)
     assert "\n" not in str(refused.value)
 
 
@@ -76,24 +56,18 @@ def test_what_contradicts_itself_is_one_line_with_both_variables(environment, me
     "environment, expected",
     [
         (SLURM, Place(1, 4, "a1b01", 20_007)),
-        (SLURM | {"NODE_RANK": "1", "NNODES": "4", "WORLD_SIZE": "32"}, Place(1, 4, "a1b01", 8118)),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1,1(x3)"}, Place(1, 4, "a1b01", 20_007)),
-        (SLURM | {"NODE_RANK": ""}, Place(1, 4, "a1b01", 20_007)),
-        (TORCHRUN | {"WORLD_SIZE": "16"}, Place(1, 2, "a", 77)),
-        (TORCHRUN | {"WORLD_SIZE": "2"}, Place(1, 2, "a", 77)),  # of pods
-        (MPI | {"MASTER_ADDR": "h"}, Place(1, 2, "h", 8118)),
-        ({"PMI_SIZE": "3", "PMI_RANK": "2", "MPI_LOCALNRANKS": "1", "MASTER_ADDR": "h"}, Place(2, 3, "h", 8118)),
         (ASCEND, Place(1, 2, "h", 8118)),
+        (SLURM | ASCEND, Place(1, 2, "h", 8118)),  # pods of a cluster that Slurm has started
     ],
 )
-def test_what_agrees_is_read(environment, expected):
-    assert place(environment, num_workers=8) == expected
+def test_what_is_said_is_read(environment, expected):
+    assert place(environment) == expected
 
 
-def test_options_settle_every_contradiction():
-    wild = SLURM | TORCHRUN | MPI | ASCEND | {"MS_LOCAL_WORKER": "5", "MASTER_PORT": "x", "WORLD_SIZE": "y"}
-    assert place(wild, "3", 2, "m:9", num_workers=8) == Place(2, 3, "m", 9)
-    assert place(TORCHRUN | {"MASTER_PORT": "x"}, "auto", None, "m:9") == Place(1, 2, "m", 9)
+def test_options_settle_everything():
+    wild = SLURM | ASCEND | {"MS_LOCAL_WORKER": "5", "MS_NODE_RANK": "y"}
+    assert place(wild, "3", 2, "m:9") == Place(2, 3, "m", 9)
 
 
 VALUES = st.one_of(
@@ -101,35 +75,22 @@ VALUES = st.one_of(
     st.sampled_from(["", " 1 ", "x", "1:4", "2,1", "1(x4)", "1,2(x3)", "a[1-2]b[01-02]", "a[", "٣", "9" * 5000, "0x1"]),
     st.text(string.printable, max_size=8),
 )
-NAMES = sorted({*SLURM, *TORCHRUN, *MPI, *ASCEND, "WORLD_SIZE", "PET_NODE_RANK", "PET_NNODES", "PMI_SIZE", "PMI_RANK",
-                "MPI_LOCALNRANKS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "JOB_COMPLETION_INDEX"})  # fmt: skip
-counts = {"read": 0, "refused": 0}
+NAMES = sorted({*SLURM, *ASCEND, "MS_SCHED_PORT", "JOB_COMPLETION_INDEX"})
 
 
 @settings(max_examples=1000, deadline=None)
 @given(
-    base=st.sampled_from([{}, SLURM, TORCHRUN, MPI, ASCEND]),
+    base=st.sampled_from([{}, SLURM, ASCEND]),
     changes=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4),
     nodes=st.sampled_from(["auto", "auto", "2"]),
 )
 def test_any_environment_gives_a_place_or_a_line(base, changes, nodes):
     try:
-        found = place(base | changes, nodes, num_workers=8)
+        found = place(base | changes, nodes)
     except UserError as error:
-        counts["refused"] += 1
         assert str(error).isprintable() and len(str(error)) < 400
         return
-    counts["read"] += 1
     assert found is None or (0 <= found.node < found.num_nodes and found.master and 0 < found.port < 65_536)
-    if found is not None and nodes == "auto":  # every variable that numbers this node agrees
-        said = [(base | changes).get(name, "").strip() for name in ("NODE_RANK", "SLURM_NODEID", "MS_NODE_RANK")]
-        assert all(int(value) == found.node for value in said if value)
-
-
-def test_so_many_environments_were_tried(capsys):
-    with capsys.disabled():
-        print(f"\nenvironments: {counts['read']} read, {counts['refused']} refused in a line", end=" ")
-    assert counts["read"] > 50 and counts["refused"] > 50
 
 
 # A list of hosts as Slurm compresses them, and the hosts that it stands for, made side by side.
