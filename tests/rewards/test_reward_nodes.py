@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-import numpy as np
 import pytest
 from machines import Machines, check_ends_with_its_starter
 
@@ -289,13 +288,13 @@ def test_what_a_node_sends_and_is_no_result_ends_its_part_only(reward, stack, tm
         thread.join()
     (liar,) = theirs
     stack.callback(liar.close)
-    liar.send({"kind": "ready", "num_workers": 1})
+    rpc_module.say_ready(liar, None, num_workers=1)
     pool.admit(ours, "node 1")
 
     def answer():
         while liar.receive()[0]["kind"] != "work":
             pass
-        liar.send({"kind": "done"}, {"json": np.frombuffer(b"[[123456, [1.0]]]", np.uint8)})
+        liar.send({"kind": "done", "values": {"results": [[123456, [1.0]]]}})
         (tmp_path / "calls.go").touch()
 
     threading.Thread(target=answer, daemon=True).start()

@@ -355,7 +355,7 @@ def test_agents_of_all_nodes_are_asked_for_by_rank_0(tmp_path):
         stack.enter_context(open_weight_buffers(team, nodes))
         connect_agents(team, nodes, source, tools)
         connect_agents(None, [[0, 1]], source, tools)
-    assert admitted == {f"node {node}": {"kind": "ready"} for node in range(1, len(nodes))}
+    assert admitted == {f"node {node}": {"kind": "ready", "values": {}} for node in range(1, len(nodes))}
 
 
 def test_verifiers_that_stay_on_node_0_are_told(capsys, tmp_path):

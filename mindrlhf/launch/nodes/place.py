@@ -127,10 +127,6 @@ def find_place(
         what = "--elastic is given" if is_elastic else f"--nodes is {nodes}"
         address, port = _found_address(found, what)
     port = port or int(found.get("port", DEFAULT_PORT))
-    if not 0 < port < 65_536:
-        raise UserError(
-            f"MS_SCHED_PORT is {port}, but ports go from 1 to 65535: set it to a free one, or give --master"
-        )
     return Place(rank, num_nodes, address, port, num_spares, is_elastic, is_for_rollout)
 
 
@@ -200,7 +196,9 @@ def _ascend_operator(environment: Mapping[str, str]) -> _Found:
     if environment.get("MS_SCHED_HOST"):
         found["master"] = environment["MS_SCHED_HOST"].strip()
     if environment.get("MS_SCHED_PORT"):
-        found["port"] = _number_of("MS_SCHED_PORT", environment)
+        found["port"] = port = _number_of("MS_SCHED_PORT", environment)
+        if not 0 < port < 65_536:
+            raise UserError(f"MS_SCHED_PORT is {port}, but ports go from 1 to 65535: set a free one, or give --master")
     return found
 
 
