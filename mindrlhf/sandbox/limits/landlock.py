@@ -35,8 +35,11 @@ def version() -> int:
     return max(0, _libc.syscall(_SYS_CREATE_RULESET, None, 0, _CREATE_RULESET_VERSION))
 
 
-def restrict(readable: Iterable[str], writable: Iterable[str], allows_network: bool) -> None:
-    """Let this process and its children read below ``readable``, read and write below ``writable``, and no more.
+def restrict(
+    readable: Iterable[str], writable: Iterable[str], allows_network: bool, listable: Iterable[str] = ()
+) -> None:
+    """Let this process and its children read below ``readable``, read and write below ``writable``, and no more but the
+    names below ``listable``.
 
     Paths that do not exist are left out. Needs PR_SET_NO_NEW_PRIVS.
 
@@ -50,6 +53,8 @@ def restrict(readable: Iterable[str], writable: Iterable[str], allows_network: b
     size = 24 if known >= _SCOPE_VERSION else 16 if known >= _NETWORK_VERSION else 8
     ruleset_fd = _check(_libc.syscall(_SYS_CREATE_RULESET, ctypes.byref(ruleset), size, 0))
     try:
+        for path in listable:
+            _allow(ruleset_fd, path, _READ_DIR)
         for path in readable:
             _allow(ruleset_fd, path, (_READ_FILE | _READ_DIR | _EXECUTE) & all_rights)
         for path in writable:

@@ -19,7 +19,7 @@ SECRET = "told to the victim alone"
 KEYS = [f"key-{number}-{'x' * 37}" for number in range(3)]
 # Each attack returns what it has found; it is looked through for the victim's key and secret.
 AGENT = r"""
-import glob, json, os, re, socket, subprocess, sys, time, urllib.error, urllib.request
+import ctypes, glob, json, os, re, signal, socket, subprocess, sys, time, urllib.error, urllib.request
 
 def ask(url, key, text):
     body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
@@ -79,7 +79,62 @@ def links():
     return [read(f"/proc/1/{name}/{os.getcwd()}/../{one}/record.json") for name in ("root", "cwd") for one in
             os.listdir("..")]
 
+def libc(name, *arguments):
+    library = ctypes.CDLL(None, use_errno=True)
+    return "opened" if getattr(library, name)(*arguments) >= 0 else os.strerror(ctypes.get_errno())
+
+def opened(path, flags):
+    try:
+        os.close(os.open(path, flags))
+    except OSError as error:
+        return error.strerror
+    return f"opened {path}"
+
+def vector(address):
+    return ctypes.byref((ctypes.c_size_t * 2)(address, 64))
+
+def handles():
+    handle, mount = ctypes.create_string_buffer(b"\x80\0\0\0" + bytes(132)), ctypes.c_int()
+    found = libc("name_to_handle_at", -100, b"/tmp", handle, ctypes.byref(mount), 0).replace("opened", "named")
+    return [found, libc("open_by_handle_at", os.open("/", os.O_RDONLY), handle, os.O_RDONLY)]
+
+def mounts():
+    parent = os.path.dirname(os.getcwd()).encode()
+    unshared = libc("unshare", 0x10020000).replace("opened", "has spaces")  # of users and mounts
+    return [unshared, libc("umount2", parent, 2), libc("mount", b"/tmp", os.getcwd().encode(), None, 4096, None)]
+
+def kill_all():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for pid, number in ((-1, signal.SIGTERM), (1, signal.SIGTERM), (1, signal.SIGKILL), (1, signal.SIGSTOP)):
+        try:
+            os.kill(pid, number)
+        except OSError:
+            pass
+    return []
+
+def links_of_its_own():
+    for number, target in enumerate(("..", "/proc/1/root", "/proc/1/cwd", *glob.glob("/tmp/*"))):
+        os.symlink(target, f"link{number}")
+    return [(read(f"{one}/record.json"), opened(f"{one}/new", os.O_CREAT | os.O_WRONLY)) for one in glob.glob("link*")]
+
 ATTACKS = {
+    "ptrace": lambda r, u, k: [libc("ptrace", 16, pid, 0, 0) for pid in (1, os.getppid())],
+    "memory of the first process by an address of its own": lambda r, u, k: [
+        libc("process_vm_readv", 1, vector(id(bytearray(64))), 1, vector(id(json)), 1, 0)],
+    "descriptors of the first process": lambda r, u, k: [
+        libc("syscall", 438, os.pidfd_open(1), fd, 0) for fd in range(64)],
+    "spaces of the first process": lambda r, u, k: [
+        opened(f"/proc/1/ns/{one}", os.O_RDONLY) for one in ("mnt", "net", "user", "pid")],
+    "mounts in spaces of its own": lambda r, u, k: [mounts(), *glob.glob("../*/*")],
+    "files by their handles": lambda r, u, k: handles(),
+    "devices of disks and memory": lambda r, u, k: [
+        opened(one, os.O_RDONLY) for one in glob.glob("/dev/**", recursive=True) if not os.path.isdir(one)
+        and os.path.realpath(one) not in [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")]
+        and not os.path.realpath(one).startswith("/proc")],
+    "the kernel's settings": lambda r, u, k: [
+        opened(f"/proc/{one}", os.O_WRONLY) for one in ("sysrq-trigger", "sys/kernel/core_pattern", "1/mem")],
+    "signals to all": lambda r, u, k: kill_all(),
+    "links in its directory": lambda r, u, k: links_of_its_own(),
     "memory of its own, and so of its starter": lambda r, u, k: memory("self"),
     "memory of the first process": lambda r, u, k: memory(1),
     "memory and words of all processes": lambda r, u, k: [
@@ -138,7 +193,7 @@ def test_an_agent_gets_nothing_of_another_and_forges_nothing(name, tmp_path, mon
     assert prompts == {"victim", "again"}, "the victim's calls are its own"
     assert [decoded(one.token_ids) for one in own.agent.sequences] == ["ok<|im_end|>"]
     text = own.agent.text
-    assert not any(one in text for one in (SECRET, "answer", *KEYS[:2])), text
+    assert not any(one in text for one in (SECRET, "answer", "opened", *KEYS[:2])), text
     statuses = {"the key of the victim": [401, 403], "the key of an episode that has ended": [401]}.get(name, [])
     assert (KEYS[2] in text) == (name == "environment" or name.startswith("memory of its own"))  # it looks in earnest
     assert own.agent.num_refused == len(statuses) and (json.loads(text) == statuses or not statuses)
