@@ -1,4 +1,4 @@
-"""Tools of MCP servers over stdio, through the `mcp` package (the official SDK of the Model Context Protocol)."""
+"""Tools of MCP servers over stdio or Streamable HTTP, by the official SDK of the Model Context Protocol, `mcp`."""
 
 import atexit
 import contextlib
@@ -24,6 +24,7 @@ MAX_DESCRIPTION_CHARS = 64 << 10  # of one tool, with its schema: it stands in e
 _MAX_REASON_CHARS = 300
 # Of our environment, beside the SDK's own choice of variables; keys for judges and the like stay here.
 PASSED_VARIABLES = ("LANG", "TMPDIR", MARKER)
+_URLS = ("http://", "https://")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -32,7 +33,7 @@ class ServerError(RuntimeError):
 
 
 def check_command(specification: str) -> list[str]:
-    """Return the command of ``mcp:COMMAND ARGUMENTS``.
+    """Return the command of ``mcp:COMMAND ARGUMENTS``; of ``mcp:http://...`` the URL alone.
 
     Raises:
         UserError: there is none, or no such program.
@@ -41,6 +42,8 @@ def check_command(specification: str) -> list[str]:
         command = shlex.split(specification.removeprefix(PREFIX))
     except ValueError as error:
         raise UserError(f"tool '{specification}': {error}") from None
+    if len(command) == 1 and command[0].startswith(_URLS):
+        return command
     if not command or shutil.which(command[0]) is None:
         raise UserError(f"tool '{specification}': there is no program '{(command or [''])[0]}'; write mcp:COMMAND ...")
     return command
@@ -133,12 +136,14 @@ async def _session(command: list[str]) -> AsyncIterator[Any]:
     import anyio
     import mcp
     from mcp.client.stdio import stdio_client
+    from mcp.client.streamable_http import streamable_http_client
     from mcp_types import Implementation
 
+    client = Implementation(name="mindrlhf", version=mindrlhf.__version__)
     environment = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}
     parameters = mcp.StdioServerParameters(command=command[0], args=command[1:], env=environment)
-    client = Implementation(name="mindrlhf", version=mindrlhf.__version__)
-    async with stdio_client(parameters) as streams, mcp.ClientSession(*streams, client_info=client) as session:
+    transport = streamable_http_client(command[0]) if command[0].startswith(_URLS) else stdio_client(parameters)
+    async with transport as streams, mcp.ClientSession(*streams, client_info=client) as session:
         with anyio.fail_after(START_TIMEOUT_S):
             await session.initialize()
         yield session
@@ -192,7 +197,14 @@ def _one_line(error: Exception) -> str:
 
 
 def _text(result: Any) -> str:
-    """The text of a result; of other content what kind it is."""
+    """The text of a result, that of resources too; of other content what kind it is."""
     if not result.content and isinstance(result.structured_content, dict):
         return json.dumps(result.structured_content, ensure_ascii=False)
-    return "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in result.content)
+    return "\n".join(map(_part_text, result.content))
+
+
+def _part_text(part: Any) -> str:
+    if part.type == "resource_link":
+        return f"[{part.name}]({part.uri})"
+    text = getattr(part.resource if part.type == "resource" else part, "text", None)
+    return f"[{part.type}]" if text is None else text

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -44,6 +45,10 @@ def call(what):
     if what == "hang": time.sleep(1000)
     if what == "error": return text("that is wrong", isError=True)
     if what == "image": return {"content": [{"type": "image", "data": "aa==", "mimeType": "image/png"}, {"type": "text", "text": "seen"}]}
+    if what == "resources": return {"content": [
+        {"type": "resource", "resource": {"uri": "file:///a", "text": "read"}},
+        {"type": "resource", "resource": {"uri": "file:///b", "blob": "aa=="}},
+        {"type": "resource_link", "name": "more", "uri": "file:///c"}]}
     if what == "structure": return {"content": [], "structuredContent": {"a": 1}}
     if what == "nothing": return {"no": "content"}
     if what == "environment": return text(json.dumps(dict(os.environ)))
@@ -142,11 +147,53 @@ def test_pages_of_tools_are_all_read(open_server):
 
 @pytest.mark.parametrize(
     ("what", "answer"),
-    [("image", "[image]\nseen"), ("structure", '{"a": 1}')],
+    [
+        ("image", "[image]\nseen"),
+        ("structure", '{"a": 1}'),
+        ("resources", "read\n[resource]\n[more](file:///c)"),
+    ],
 )
 def test_results_become_text(open_server, what, answer):
     (tool,) = open_server().tools()
     assert tool(what=what) == answer
+
+
+HTTP_SERVER = """
+import socket, sys, uvicorn
+from mcp.server import MCPServer
+
+server = MCPServer("s")
+
+@server.tool()
+def double(x: int) -> str:
+    if x < 0:
+        raise ValueError(x)
+    return str(2 * x)
+
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    print(listener.getsockname()[1], flush=True)
+    config = uvicorn.Config(server.streamable_http_app(), log_level="error")
+    uvicorn.Server(config).run(sockets=[listener])
+"""
+
+
+def test_a_server_of_the_sdk_over_http_is_like_another():
+    pytest.importorskip("uvicorn")
+    with subprocess.Popen([sys.executable, "-c", HTTP_SERVER], stdout=subprocess.PIPE, text=True) as process:
+        url = f"mcp:http://127.0.0.1:{process.stdout.readline().strip()}/mcp"
+        try:
+            check([url])
+            server = Server(url)
+            (tool,) = server.tools()
+            assert tool.name == "double" and tool(x=4) == "8"
+            with pytest.raises(ValueError, match="double"):
+                tool(x=-1)
+            assert tool(x=5) == "10"
+            server.close()
+        finally:
+            process.kill()
+    with pytest.raises(UserError, match="mcp"):
+        Server(url).tools()
 
 
 @pytest.mark.parametrize(("what", "message"), [("error", "that is wrong"), ("rpc", "no such argument")])
