@@ -21,12 +21,16 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
+from mindrlhf.config.reward import AUTO_DIALECT
 from mindrlhf.data.control_tokens import control_token_pattern, neutralised_value
 from mindrlhf.data.handlers import RecordError
 from mindrlhf.data.templates import CHAT, PromptTemplate, load_template, record_options
 from mindrlhf.data.tokenizers import Tokenizer
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.rollout.agents.protocols import PROTOCOLS, Answer, BadQuestion, Call, Reply, error_body
+from mindrlhf.rollout.agents import protocols
+from mindrlhf.rollout.agents.forms import THOUGHT, grammar_of
+from mindrlhf.rollout.agents.protocols import Answer, BadQuestion, Call, Reply, error_body
+from mindrlhf.rollout.agents.responses import RESPONSES
 from mindrlhf.rollout.partial import NOTHING, followed_by
 from mindrlhf.rollout.samples import derived_seed
 from mindrlhf.rollout.types import Completion, CompletionSource, GenerationRequest, SamplingParams
@@ -34,6 +38,13 @@ from mindrlhf.system.ports import listen
 from mindrlhf.tools.agents import BACKLOG
 from mindrlhf.tools.calls import called, dialect_of
 
+PROTOCOLS = {
+    "/v1/chat/completions": protocols.CHAT,
+    "/v1/completions": protocols.COMPLETION,
+    "/v1/messages": protocols.ANTHROPIC,
+    "/v1/v1/messages": protocols.ANTHROPIC,  # of clients that put /v1 behind a base that has it already
+    "/v1/responses": RESPONSES,
+}
 MODEL_NAME = "policy"  # of agents
 MAX_BODY_BYTES = 8 << 20
 MAX_WAITING = 1024
@@ -45,7 +56,6 @@ _STOP_TIMEOUT_S = 5.0
 _TIMEOUTS = (TimeoutError, asyncio.TimeoutError)  # two until Python 3.11
 # The end of what a turn follows, in which the template may have opened a thought.
 PROMPT_END = 200
-THOUGHT = "<think>"
 
 
 # Of requests that are no HTTP aiohttp would write a traceback each.
@@ -375,7 +385,7 @@ class Prompts:
     def __init__(self, tokenizer: Tokenizer, template: PromptTemplate, dialect: str):
         self.tokenizer = tokenizer
         self.template = template
-        self._dialect = dialect
+        self._dialect = dialect_of(template.source) if dialect == AUTO_DIALECT else dialect
         self._control_tokens = control_token_pattern(tokenizer.control_tokens)
 
     def as_data(self, value: Any) -> Any:
@@ -413,6 +423,12 @@ class Prompts:
             return text
         is_thought = text.rstrip().endswith(THOUGHT)
         return text + ("\n</think>\n\n" if is_thought else "") + self.as_data(call.messages[-1]["content"])
+
+    def grammar(self, call: Call, prompt_end: Sequence[int]) -> str:
+        """Return the grammar that the reply to a call keeps to, see ``forms``; "" where it asks for none."""
+        prompt = self.tokenizer.decode(list(prompt_end), skip_special_tokens=False).rstrip()
+        may_think = THOUGHT in self.template.source and not prompt.endswith("</think>")
+        return grammar_of(call.form, self._dialect, thinks=prompt.endswith(THOUGHT), may_think=may_think)
 
     def reply(self, call: Call, completion: Completion, prompt_end: Sequence[int]) -> Reply:
         """Return a sample as a client reads it: without its end token, and without the client's stop string."""
@@ -509,6 +525,8 @@ class ChatServer:
     async def answer(self, call: Call) -> Answer:
         """Answer one request; see ``Caller``."""
         prompts = self._prompts
+        if call.form:
+            raise BadQuestion("response_format is not supported here, nor a required tool_choice: it is for agents")
         prompt_ids = await asyncio.get_running_loop().run_in_executor(None, prompts.ids, call)
         room = self._max_model_len - len(prompt_ids)
         if room < 1:

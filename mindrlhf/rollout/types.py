@@ -24,6 +24,7 @@ class SamplingParams:
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()  # texts: the token that completes one is the last, too
+    grammar: str = ""  # a structural tag of xgrammar, as JSON, that a sample keeps to
 
 
 @record
@@ -92,7 +93,8 @@ class Completion:
     logprobs: np.ndarray  # float32 [generated tokens], of the sampled (temperature-scaled) policy
     finish_reason: str  # "stop" or "length"
     weights_version: int  # version of the weights that produced it
-    is_generated: np.ndarray | None = None  # bool [response], False where a tool wrote; None when no tool did
+    # bool [response], False where a tool wrote, or a grammar (see ``server.grammars``); None when neither did.
+    is_generated: np.ndarray | None = None
     num_turns: int = 1
     num_tool_calls: int = 0
     num_tool_failures: int = 0  # malformed calls among them

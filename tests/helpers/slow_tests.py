@@ -29,6 +29,7 @@ THINNED = {
     "algorithms/test_logprobs.py::test_both_forms_equal_float64_in_value_and_gradient": 2,
     "algorithms/test_policy_losses.py::test_the_cutting_of_a_batch_changes_nothing": 4,
     "config/test_hostile_values.py::test_every_key_takes_or_refuses_numbers_and_everything_else_in_words": 4,
+    "cpu/test_grammars.py::test_samples_keep_to_a_grammar_and_its_tokens_are_not_the_policys": 0,
     "cpu/test_multi_step.py::test_experts_are_recorded_for_every_token": 0,
     "cpu/test_stop_engines.py::test_samples_end_with_the_token_that_completes_a_text": 0,
     "data/test_readers.py::test_a_small_parquet_file_that_unpacks_to_gigabytes_takes_bounded_memory": 3,

@@ -64,7 +64,7 @@ class MultiStep:
 
         It is asked between two tokens whether to end before the others.
         """
-        max_tokens = self._room() if self._max_tokens > 1 else 1
+        max_tokens = self._room() if self._max_tokens > 1 and not self._sampler.is_masked else 1
         self._left, self._num_more, self._unfinished = max_tokens - 1, 0, 0
         self._is_interrupted = is_interrupted
         self._sampler.num_planned = max_tokens

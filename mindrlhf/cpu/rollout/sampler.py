@@ -59,6 +59,7 @@ class StreamSampler(torch.nn.Module):
         decode: what ``MultiStep`` makes of the tokens, int64 [samples], that were just sampled and end no sample:
             logits of the next tokens, float32 [samples, vocab], or None, where they are the last of vLLM's step.
         num_planned: the most tokens of each sample that vLLM's step may have.
+        is_masked: the batch follows a grammar, which knows one token at a time.
     """
 
     def __init__(self, model_runner: Any, uniforms: Callable[[np.ndarray, np.ndarray], np.ndarray]):
@@ -67,6 +68,7 @@ class StreamSampler(torch.nn.Module):
         self.streams: dict[str, Stream] = {}
         self.decode: Callable[[np.ndarray], torch.Tensor | None] = lambda token_ids: None
         self.num_planned = 1
+        self.is_masked = False
         self._requests = model_runner.requests
         self._input_batch = model_runner.input_batch
 
@@ -85,6 +87,10 @@ class StreamSampler(torch.nn.Module):
         temperature = divisor(sampling_metadata)
         drawn = []
         while logits is not None:
+            if self.is_masked:
+                logits = logits.to(torch.float32)
+                for processor in sampling_metadata.logitsprocs.non_argmax_invariant:
+                    logits = processor.apply(logits)
             probs = probabilities(logits, sampling_metadata, temperature)
             tokens, values = draw(probs, draws[:, len(drawn)], sampling_metadata.all_greedy)
             rows = zip(streams, tokens.tolist(), values.tolist(), starts, strict=True)

@@ -25,6 +25,8 @@ from mindrlhf.rollout.turn_texts import TurnTexts
 from mindrlhf.rollout.types import AgentRecord, Completion, GenerationRequest, OwnSequence, SamplingParams
 from mindrlhf.tools.agents import AgentResult
 
+FORMS = "response_format, a required tool_choice, or parallel_tool_calls: false,"
+
 
 @dataclass(frozen=True)
 class EpisodeLimits:
@@ -112,8 +114,8 @@ class Episode:
 
     @property
     def has_turns(self) -> bool:
-        """True once the model has written anything that was read."""
-        return bool(self._read_turns())
+        """True once the model has written anything that was read, and was not all a grammar's."""
+        return any(len(turn.completion.logprobs) for turn in self._read_turns())
 
     def _read_turns(self) -> list[Turn]:
         """Return the turns that are trained: what was gone on with was read."""
@@ -161,6 +163,8 @@ class Episode:
                 del self._given[asked]
                 raise
             self._check_open()
+            if call.form and completions[0].is_generated is None:
+                raise BadQuestion(completions[0].unscored or f"{FORMS} is not supported by this rollout engine")
         except BaseException:
             self._num_calls -= call.num_samples
             self._num_reserved -= reserved
@@ -195,7 +199,10 @@ class Episode:
         words = np.frombuffer(digest[:16], np.uint32).tolist()
         seed = derived_seed(self.request.seed, self.sample_index, number, *words)
         stop = tuple(dict.fromkeys((*self._sampling.stop, *call.stop)))
-        own = replace(self._sampling, max_tokens=0, stop=stop)
+        if call.form and (self.request.begun is not None or (self._sampling.top_p, self._sampling.top_k) != (1, 0)):
+            raise BadQuestion(f"{FORMS} is not supported with rollout.segment_tokens, top_p or top_k")
+        grammar = self._prompts.grammar(call, ids[-PROMPT_END:].tolist())
+        own = replace(self._sampling, max_tokens=0, stop=stop, grammar=grammar)
         order = (self.request.request_id, self.sample_index, digest, number)
         return Question(tuple(ids.tolist()), call.num_samples, limit, own, seed, order, owner=self)
 
@@ -286,11 +293,15 @@ class Episode:
         for path in paths:
             own = [turn for turn in path if id(turn) not in taken]
             taken |= {id(turn) for turn in own}
-            start, ids = own[0].start, path[-1].ids
+            ids = path[-1].ids
             is_generated = np.zeros(len(ids), bool)
             for turn in own:
-                is_generated[turn.start : turn.start + len(turn.completion.token_ids)] = True
+                own_tokens = True if turn.completion.is_generated is None else turn.completion.is_generated
+                is_generated[turn.start : turn.start + len(turn.completion.token_ids)] = own_tokens
             logprobs = np.concatenate([turn.completion.logprobs for turn in own])
+            if not len(logprobs):  # all of it is a grammar's
+                continue
+            start = int(is_generated.argmax())
             found.append((OwnSequence(ids[:start], ids[start:], is_generated[start:], own[0].role), logprobs))
         return found
 

@@ -1,4 +1,4 @@
-"""Wire formats: OpenAI's chat completions and completions, and Anthropic's messages.
+"""Wire formats: OpenAI's chat completions and completions, and Anthropic's messages; ``responses`` has OpenAI's others.
 
 Each becomes a ``Call`` in OpenAI's terms, and replies are written in the client's. A stream is written when the reply
 is complete.
@@ -17,12 +17,12 @@ MAX_STOPS = 16
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 CONSTRAINED = "tokens would be sampled from another distribution than the one that is trained"
 # Fields that are followed, and those that say nothing of a reply, of every body; see ``Protocol``.
-_SAMPLING = {"model", "max_tokens", "temperature", "top_p", "top_k", "seed", "stream", "return_token_ids"}
-_OPENAI = _SAMPLING | {"n", "stop", "logprobs", "stream_options"}
-_IDLE = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+SAMPLING = {"model", "max_tokens", "temperature", "top_p", "top_k", "seed", "stream", "return_token_ids"}
+_OPENAI = SAMPLING | {"n", "stop", "logprobs", "stream_options"}
+IDLE = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
 _CHAT = {"messages", "tools", "tool_choice", "response_format", "max_completion_tokens", "chat_template_kwargs"}
-_CHAT |= {"continue_final_message", "add_generation_prompt"} | _OPENAI | _IDLE
-_COMPLETION = {"prompt"} | _OPENAI | _IDLE
+_CHAT |= {"continue_final_message", "add_generation_prompt", "parallel_tool_calls"} | _OPENAI | IDLE
+_COMPLETION = {"prompt"} | _OPENAI | IDLE
 # Of other fields, the values that ask for nothing beside null, and why no other is taken.
 _REFUSED = {
     "logit_bias": ({}, CONSTRAINED),
@@ -38,7 +38,7 @@ _REFUSED = {
     **dict.fromkeys(("guided_grammar", "grammar", "json_schema", "allowed_token_ids"), (None, CONSTRAINED)),
     "skip_special_tokens": (True, "texts have no special tokens: ask for return_token_ids"),
     "stop_token_ids": ([], "use stop"),
-    "parallel_tool_calls": (True, "calls that the model has written would be left out"),
+    "truncation": ("disabled", "a prompt that is too long is refused"),
     "top_logprobs": (0, "only the log-probability of the sampled token is kept"),
     "best_of": (1, "all samples are returned: use n"),
     "echo": (False, "the client has the prompt"),
@@ -68,6 +68,9 @@ class Call:
     seed: int = 0
     sampling: Mapping[str, float] = field(default_factory=dict)  # temperature, top_p, top_k where the client says them
     reads_calls: bool = False  # of tools, in the reply
+    # What the reply has to be: {"schema": of JSON}, or {"functions": [...]}, one of which it calls, or may call where
+    # "is_optional"; empty: as it comes.
+    form: Mapping[str, Any] = field(default_factory=dict)
     logprobs: bool = False
     token_ids: bool = False  # are to be returned
     stream: bool = False
@@ -125,7 +128,7 @@ def without_thought(text: str) -> str:
     return "" if rest.startswith("<think>") else rest
 
 
-def _only(value: Any, known: Collection[str], where: str = "") -> None:
+def only(value: Any, known: Collection[str], where: str = "") -> None:
     """Check that a mapping asks for nothing that is not followed."""
     if not isinstance(value, dict):
         raise BadQuestion(f"{where or 'the body '}is no JSON object")
@@ -148,7 +151,7 @@ def _number(body: Mapping[str, Any], name: str, default: Any, kinds: Any, low: f
 
 
 def _common(body: Any, known: Collection[str]) -> Call:
-    _only(body, known)
+    only(body, known)
     stop = body.get("stop") or ()
     stop = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stop, (list, tuple)) or len(stop) > MAX_STOPS or not all(isinstance(s, str) and s for s in stop):
@@ -159,7 +162,7 @@ def _common(body: Any, known: Collection[str]) -> Call:
         "top_k": _number(body, "top_k", None, (int,), -1, MAX_SEED),
     }
     options = body.get("stream_options") or {}
-    _only(options, ("include_usage",), "stream_options: ")
+    only(options, ("include_usage",), "stream_options: ")
     limits = [_number(body, name, 0, (int,), 1, MAX_SEED) for name in ("max_completion_tokens", "max_tokens")]
     return Call(
         model=name if isinstance(name := body.get("model"), str) else "",
@@ -177,13 +180,11 @@ def _common(body: Any, known: Collection[str]) -> Call:
 def read_chat(body: Any) -> Call:
     """Read a body of ``/v1/chat/completions``."""
     call = _common(body, _CHAT)
-    form = body.get("response_format")
-    if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
-        raise BadQuestion(f"response_format is not supported here but for text: {CONSTRAINED}")
     messages = _messages(body.get("messages"))
     tools, choice = _tools(body.get("tools")), body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise BadQuestion(f"tool_choice must be auto or none here: {CONSTRAINED}")
+    form = _forced_call(choice, tools) or _response_format(body.get("response_format"))
+    if tools and choice in (None, "auto") and body.get("parallel_tool_calls") is False and not form:
+        form = {"functions": [tool["function"] for tool in tools], "is_optional": True}
     options = body.get("chat_template_kwargs") or {}
     if not isinstance(options, dict):
         raise BadQuestion("field 'chat_template_kwargs' must hold an object of template variables")
@@ -191,13 +192,42 @@ def read_chat(body: Any) -> Call:
         options = {**options, "tools": tools}
     reads_calls = bool(tools) and choice != "none"
     logprobs = body.get("logprobs") is True
+    if logprobs and form:
+        raise BadQuestion("logprobs are not supported here with a form: not all tokens are the model's own")
     continues = body.get("continue_final_message") is True
     if continues and (messages[-1]["role"] != "assistant" or messages[-1].get("tool_calls")):
         raise BadQuestion("continue_final_message needs a last message of the assistant, with text and no calls")
     if (body.get("add_generation_prompt") is False) != continues:
         raise BadQuestion("add_generation_prompt must be false with continue_final_message, and true without")
-    more = {"reads_calls": reads_calls, "logprobs": logprobs, "is_continued": continues}
+    more = {"reads_calls": reads_calls, "logprobs": logprobs, "is_continued": continues, "form": form}
     return replace(call, messages=messages, options=options, **more)
+
+
+def _forced_call(choice: Any, tools: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the form of a reply that has to call a function; empty where none is demanded."""
+    if choice in (None, "auto", "none"):
+        return {}
+    functions, named = [tool["function"] for tool in tools], choice
+    if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("function"), dict):
+        named = choice["function"].get("name")
+        functions = [function for function in functions if function["name"] == named]
+    elif choice != "required":
+        raise BadQuestion("tool_choice must be auto, none, required, or name a function")
+    if not functions:
+        raise BadQuestion(f"tool_choice is {repr(named)[:80]}, and tools has no such function")
+    return {"functions": functions}
+
+
+def _response_format(form: Any) -> dict[str, Any]:
+    """Return the form of a reply that has to be JSON; empty for text."""
+    kind = form.get("type") if isinstance(form, dict) else form
+    if kind in (None, "text"):
+        return {}
+    inner = form.get("json_schema") if kind == "json_schema" else {"schema": {"type": "object"}}
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    if kind not in ("json_schema", "json_object") or not isinstance(schema, dict):
+        raise BadQuestion("response_format must be of type text, json_object, or json_schema with a schema")
+    return {"schema": schema}
 
 
 # Of a message; thoughts are known already, or are not the model's.
@@ -213,7 +243,7 @@ def _messages(messages: Any) -> tuple[dict[str, Any], ...]:
     for one in messages:
         if not isinstance(one, dict) or one.get("role") not in ROLES:
             raise BadQuestion(expected)
-        _only(one, _MESSAGE, "messages: ")
+        only(one, _MESSAGE, "messages: ")
         message = {"role": one["role"], "content": _text(one.get("content"), expected)}
         if one["role"] == "assistant" and one.get("tool_calls"):
             message["tool_calls"] = _given_calls(one["tool_calls"])
@@ -264,7 +294,7 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadQuestion("tools must be a list of functions, each with a name")
-        _only(function, ("name", "description", "parameters", "strict"), "tools: ")
+        only(function, ("name", "description", "parameters", "strict"), "tools: ")
     return tools
 
 
@@ -284,17 +314,19 @@ def read_completion(body: Any) -> Call:
     return replace(call, prompt=prompt, max_tokens=limit, logprobs=bool(logprobs))
 
 
-_ANTHROPIC = {"messages", "system", "tools", "tool_choice", "stop_sequences"}
+_ANTHROPIC = {"messages", "system", "tools", "tool_choice", "stop_sequences", "output_config"}
 
 
 def read_anthropic(body: Any) -> Call:
     """Read a body of ``/v1/messages``."""
-    _only(body, _SAMPLING | _IDLE | _ANTHROPIC)
+    only(body, SAMPLING | IDLE | _ANTHROPIC)
     choice = body.get("tool_choice") or {}
-    _only(choice, ("type",), "tool_choice: ")
+    only(choice, ("type", "name", "disable_parallel_tool_use"), "tool_choice: ")
+    output = body.get("output_config") or {}
+    only(output, ("format",), "output_config: ")
     tools = body.get("tools") or []
     for tool in tools if isinstance(tools, list) else [None]:
-        _only(tool, ("type", "name", "description", "input_schema", "strict", "cache_control"), "tools: ")
+        only(tool, ("type", "name", "description", "input_schema", "strict", "cache_control"), "tools: ")
         if tool.get("type") not in (None, "custom"):
             raise BadQuestion(f"tools: {tool['type']} is not supported here: the agent runs its tools itself")
     messages = []
@@ -304,8 +336,16 @@ def read_anthropic(body: Any) -> Call:
         raise BadQuestion("messages must be a list of objects with role (user, assistant) and content")
     for message in body["messages"]:
         messages += _from_anthropic(message)
-    chat = {name: body[name] for name in _SAMPLING & body.keys()}
-    chat |= {"messages": messages, "stop": body.get("stop_sequences"), "tool_choice": choice.get("type")}
+    chat = {name: body[name] for name in SAMPLING & body.keys()}
+    kind, form = choice.get("type"), output.get("format")
+    chat |= {"messages": messages, "stop": body.get("stop_sequences"), "tool_choice": kind}
+    chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
+    if kind == "any":
+        chat["tool_choice"] = "required"
+    elif kind == "tool":
+        chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+    if form is not None:
+        chat["response_format"] = {**form, "json_schema": form} if isinstance(form, dict) else form
     if messages and messages[-1]["role"] == "assistant":  # which the reply goes on with
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     if tools:
@@ -382,7 +422,7 @@ def write_chat(name: str, call: Call, answer: Answer) -> dict[str, Any]:
     return body | {"usage": _usage(answer)} | ids
 
 
-def _event(data: Mapping[str, Any], kind: str = "") -> str:
+def event(data: Mapping[str, Any], kind: str = "") -> str:
     return (f"event: {kind}\n" if kind else "") + f"data: {json.dumps(data)}\n\n"
 
 
@@ -391,7 +431,7 @@ def stream_chat(name: str, call: Call, answer: Answer) -> Iterator[str]:
     head = {"id": "chatcmpl", "object": "chat.completion.chunk", "created": 0, "model": name}
 
     def chunk(index: int, delta: Mapping[str, Any], reason: str | None = None, **more: Any) -> str:
-        return _event(head | {"choices": [{"index": index, "delta": delta, "finish_reason": reason, **more}]})
+        return event(head | {"choices": [{"index": index, "delta": delta, "finish_reason": reason, **more}]})
 
     for index, reply in enumerate(answer.replies):
         more: dict[str, Any] = {"logprobs": _chat_logprobs(reply)} if call.logprobs else {}
@@ -402,7 +442,7 @@ def stream_chat(name: str, call: Call, answer: Answer) -> Iterator[str]:
             yield chunk(index, {"tool_calls": [{"index": number, **one}]})
         yield chunk(index, {}, reply.finish_reason)
     if call.usage_in_stream:
-        yield _event(head | {"choices": [], "usage": _usage(answer)})
+        yield event(head | {"choices": [], "usage": _usage(answer)})
     yield "data: [DONE]\n\n"
 
 
@@ -428,9 +468,9 @@ def stream_completion(name: str, call: Call, answer: Answer) -> Iterator[str]:
     body = write_completion(name, call, answer)
     usage = body.pop("usage")
     for choice in body.pop("choices"):
-        yield _event(body | {"choices": [choice]})
+        yield event(body | {"choices": [choice]})
     if call.usage_in_stream:
-        yield _event(body | {"choices": [], "usage": usage})
+        yield event(body | {"choices": [], "usage": usage})
     yield "data: [DONE]\n\n"
 
 
@@ -460,7 +500,7 @@ def stream_anthropic(name: str, call: Call, answer: Answer) -> Iterator[str]:
     blocks, usage = body["content"], body["usage"]
     reason = {key: body[key] for key in ("stop_reason", "stop_sequence")}
     begun = body | {"content": [], "stop_reason": None, "usage": usage | {"output_tokens": 0}}
-    yield _event({"type": "message_start", "message": begun}, "message_start")
+    yield event({"type": "message_start", "message": begun}, "message_start")
     for index, block in enumerate(blocks):
         if (kind := block["type"]) != "tool_use":
             empty, delta = block | {kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
@@ -468,18 +508,13 @@ def stream_anthropic(name: str, call: Call, answer: Answer) -> Iterator[str]:
             empty = block | {"input": {}}
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         at = {"index": index}
-        yield _event({"type": "content_block_start", **at, "content_block": empty}, "content_block_start")
-        yield _event({"type": "content_block_delta", **at, "delta": delta}, "content_block_delta")
-        yield _event({"type": "content_block_stop", **at}, "content_block_stop")
-    yield _event({"type": "message_delta", "delta": reason, "usage": usage}, "message_delta")
-    yield _event({"type": "message_stop"}, "message_stop")
+        yield event({"type": "content_block_start", **at, "content_block": empty}, "content_block_start")
+        yield event({"type": "content_block_delta", **at, "delta": delta}, "content_block_delta")
+        yield event({"type": "content_block_stop", **at}, "content_block_stop")
+    yield event({"type": "message_delta", "delta": reason, "usage": usage}, "message_delta")
+    yield event({"type": "message_stop"}, "message_stop")
 
 
 CHAT = Protocol(read_chat, write_chat, stream_chat)
+COMPLETION = Protocol(read_completion, write_completion, stream_completion)
 ANTHROPIC = Protocol(read_anthropic, write_anthropic, stream_anthropic)
-PROTOCOLS: dict[str, Protocol] = {
-    "/v1/chat/completions": CHAT,
-    "/v1/completions": Protocol(read_completion, write_completion, stream_completion),
-    "/v1/messages": ANTHROPIC,
-    "/v1/v1/messages": ANTHROPIC,  # of clients that put /v1 behind a base that has it already
-}

@@ -136,6 +136,8 @@ class Service:
         numbers = ([getattr(request, name) for request in requests] for name in names)
         prompts = [list(request.prompt_ids) for request in requests]
         options = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(sampling).items()}
+        if not sampling.grammar:
+            del options["grammar"]
         images = with_digests([request.images for request in requests])
         try:
             self._engine.submit(prompts, *numbers, options, images, [request.num_begun for request in requests])

@@ -87,6 +87,7 @@ class CpuEngine(VllmEngine):
     def _add(
         self, name: str, prompt: list[int], key: int, sampling: dict[str, Any], features: list[MultiModalFeatureSpec]
     ) -> None:
+        self._sampler.is_masked = bool(self._grammar)
         if self._params is None or self._params[0] != sampling:
             self._params = sampling, SamplingParams(**sampling, **TOKENS_ONLY)
         max_tokens = sampling["max_tokens"]

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.executor import multiproc_executor
 
 from mindrlhf.rollout.sent_images import SentImage
-from mindrlhf.rollout.server import ascend, cpu
+from mindrlhf.rollout.server import ascend, cpu, grammars
 from mindrlhf.rollout.server.routing import RoutingRecorder
 from mindrlhf.rollout.server.streams import stream_key
 from mindrlhf.rollout.server.vision import VisionModel
@@ -68,6 +69,8 @@ def engine_arguments(config: dict[str, Any], vision: VisionModel | None) -> dict
     if vision is not None:
         arguments |= vision.engine_arguments(config["max_model_len"])
     arguments = _merged(arguments, config["engine_args"])
+    if config["tokenizer_dir"] and not arguments.get("speculative_config"):  # with which vLLM takes no processors
+        arguments["logits_processors"] = [*arguments.get("logits_processors", ()), grammars.PROCESSOR]
     if span := config["span"]:
         arguments |= {"nnodes": span["num_nodes"], "node_rank": span["number"], "distributed_executor_backend": "mp"}
         arguments |= {"master_addr": span["host"], "master_port": span["port"]}
@@ -112,6 +115,8 @@ class VllmEngine:
         self._num_submitted = 0
         self._weights_version = 0
         self._stopping = StoppingSamples(config["tokenizer_dir"])
+        self._tokenizer_dir = config["tokenizer_dir"]
+        self._grammar = ""  # of the batch
 
     def _engine_arguments(self, config: dict[str, Any]) -> dict[str, Any]:
         return engine_arguments(config, self._vision)
@@ -149,6 +154,7 @@ class VllmEngine:
         self._prompt_lengths = [len(prompt) for prompt in prompts]
         sampling = dict(sampling)
         self._stopping.begin_batch(sampling.pop("stop", ()))
+        self._grammar = sampling.pop("grammar", "")
         nums_begun = [0] * len(prompts) if nums_begun is None else nums_begun
         requests = zip(prompts, nums_samples, seeds, max_tokens, images, nums_begun, strict=True)
         for request_index, (prompt, num_samples, seed, limit, own_images, num_begun) in enumerate(requests):
@@ -160,6 +166,9 @@ class VllmEngine:
                 self._pending[name] = (request_index, sample_index)
                 if self._stopping.stops is not None:
                     self._stopping.add(name, prompt, num_begun)
+                if self._grammar:
+                    told = grammars.arguments(name, self._grammar, self._tokenizer_dir)
+                    own_sampling = {**own_sampling, "extra_args": told}
                 self._add(name, list(prompt), stream_key(seed, sample_index), own_sampling, features)
 
     def step(self, is_interrupted: Callable[[], bool] = lambda: False) -> list[Completion]:
@@ -287,7 +296,7 @@ class VllmEngine:
             # The last token was sampled, and never read.
             num_tokens = self._prompt_lengths[request_index] + len(token_ids) - 1
             experts = self._recorder.experts_of(internal_name, num_tokens)
-        return Completion(
+        completion = Completion(
             request_id=request_index,
             sample_index=sample_index,
             token_ids=np.asarray(token_ids, np.int32),
@@ -296,6 +305,17 @@ class VllmEngine:
             weights_version=self._weights_version,
             experts=experts,
         )
+        return self._of_policy(name, completion) if self._grammar else completion
+
+    def _of_policy(self, name: str, completion: Completion) -> Completion:
+        """Return a sample that has kept to a grammar with the policy's own tokens, and log-probabilities of these."""
+        failure, masses = self._engine.collective_rpc("take_allowed", args=(name,))[0]
+        if failure:
+            return replace(completion, unscored=f"the form cannot be followed: {failure}")
+        masses = np.array(masses[: len(completion.token_ids)], np.float32)
+        is_generated = masses >= grammars.MIN_ALLOWED
+        logprobs = (completion.logprobs + masses)[is_generated]
+        return replace(completion, logprobs=logprobs, is_generated=is_generated)
 
 
 def run_workers(config: dict[str, Any]) -> None:

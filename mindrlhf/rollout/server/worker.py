@@ -10,7 +10,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from mindrlhf.rollout.server import ascend
+from mindrlhf.rollout.server import ascend, grammars
 from mindrlhf.rollout.server.cpu import do_without_lscpu, rotate_every_head
 from mindrlhf.rollout.server.layers import record_layers
 from mindrlhf.rollout.server.multi_node import buffer_of_node, join_nodes
@@ -108,6 +108,10 @@ class WorkerExtension:
         """See :func:`mindrlhf.rollout.server.layers.record_layers`."""
         if self.rank == 0:  # layers end with the same on all
             record_layers(self.model_runner.get_model(), path)
+
+    def take_allowed(self, name: str) -> tuple[str, list[float]]:
+        """See :func:`mindrlhf.rollout.server.grammars.take_allowed`."""
+        return grammars.take_allowed(name)
 
     def _attached_buffer(self, path: str) -> WeightBuffer:
         path = buffer_of_node(path)

@@ -2,7 +2,9 @@
 
 import json
 import urllib.request
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from agent_fakes import TOOL, Engine, prompt, run, spelled, user
 
@@ -121,16 +123,18 @@ CHAT = {"messages": [user("a")]}
         ({"messages": [{"role": "owner", "content": "a"}]}, "messages must be"),
         ({"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}])]}, "content must be text"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "tool_calls must be"),
-        ({**CHAT, "tool_choice": "required"}, "tool_choice must be auto or none"),
-        ({**CHAT, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice must be"),
-        ({**CHAT, "response_format": {"type": "json_schema"}}, "response_format is not supported"),
+        ({**CHAT, "tool_choice": "required"}, "tool_choice is 'required', and tools has no such"),
+        ({**CHAT, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "is .f., and"),
+        ({**CHAT, "tools": [TOOL], "tool_choice": "any"}, "tool_choice must be"),
+        ({**CHAT, "response_format": {"type": "json_schema"}}, "json_schema with a schema"),
+        ({**CHAT, "response_format": "json"}, "response_format must be"),
+        ({**CHAT, "response_format": {"type": "json_object"}, "logprobs": True}, "logprobs are not supported"),
         ({**CHAT, "n": 65}, "n is 65"),
         ({**CHAT, "n": True}, "n is True"),
         ({**CHAT, "max_tokens": 1.5}, "max_tokens is 1.5"),
         ({**CHAT, "max_completion_tokens": 0}, "max_completion_tokens is 0"),
         ({**CHAT, "temperature": float("nan")}, "temperature is nan"),
         ({**CHAT, "top_logprobs": 5}, "top_logprobs is not supported"),
-        ({**CHAT, "parallel_tool_calls": False}, "parallel_tool_calls is not supported"),
         ({**CHAT, "frequency_penalty": 0.5}, "frequency_penalty is not supported"),
         ({**CHAT, "stop": [""]}, "stop must be"),
         ({**CHAT, "stop": ["a"] * 17}, "stop must be"),
@@ -173,9 +177,15 @@ REFUSED = {  # path: fields that would change the reply, beside what it needs
         "messages": [user("a")],
     },
     "/messages": {
-        "output_config": {"format": {"type": "json_schema"}}, "thinking": {"type": "enabled", "budget_tokens": 1024},
-        "tools": [{"type": "bash_20250124", "name": "bash"}], "tool_choice": {"type": "any"}, "container": "a",
+        "output_config": {"effort": "low"}, "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "tools": [{"type": "bash_20250124", "name": "bash"}], "container": "a",
+        "tool_choice": {"type": "auto", "more": 1},
         "mcp_servers": [{"name": "a"}], "context_management": {"edits": [1]}, "n": 2, "stop": ["a"],
+    },
+    "/responses": {
+        "previous_response_id": "resp", "background": True, "truncation": "auto", "max_tool_calls": 1, "n": 2,
+        "reasoning": {"effort": "low"}, "include": ["message.output_text.logprobs"], "conversation": "a",
+        "tools": [{"type": "web_search"}], "text": {"verbosity": "low"}, "input": [{"type": "computer_call"}],
     },
 }  # fmt: skip
 REFUSED_CASES = [(path, name) for path, fields in REFUSED.items() for name in fields]
@@ -186,7 +196,8 @@ def test_fields_that_nothing_here_follows_are_refused_by_name_in_the_clients_for
 
     def agent(record, client):
         for path, name in REFUSED_CASES:
-            needed = {"prompt": "a"} if path == "/completions" else {"messages": [user("a")], "max_tokens": 9}
+            needed = {"/completions": {"prompt": "a"}, "/responses": {"input": "a"}}.get(path)
+            needed = needed or {"messages": [user("a")], "max_tokens": 9}
             body = {**needed, name: REFUSED[path][name]}
             if name == "tool_choice":
                 body["tools"] = [{"name": "f", "input_schema": {}}]
@@ -198,7 +209,7 @@ def test_fields_that_nothing_here_follows_are_refused_by_name_in_the_clients_for
         assert status == 400 and answer["type"] == "error" and answer["error"]["type"] == "invalid_request_error", name
         said = answer["error"]["message"]
         assert "not supported" in said or "must be" in said or "needs" in said, (path, name, said)
-        assert name.rstrip("s") in said or name in ("messages", "tools", "stream_options"), said
+        assert name.rstrip("s") in said or name in ("messages", "tools", "stream_options", "tool_choice"), said
     assert completion.num_turns == 0 and completion.agent.num_refused == len(REFUSED_CASES)
 
 
@@ -244,6 +255,127 @@ def test_thoughts_are_a_field_and_a_client_that_drops_them_goes_on_with_its_turn
     (completion,) = run(Engine(thinking), agent)
     assert told == [("hm", "four")] and len(completion.agent.sequences) == 1 and completion.agent.num_rewritten == 0
     assert completion.agent.text == "<think>\nagain\n</think>\n\nfive"
+
+
+def test_responses_with_a_call_are_one_sequence_streamed_or_not():
+    told = []
+
+    def agent(record, client):
+        body = {"instructions": "be brief", "tools": [{"type": "function", **TOOL["function"]}]}
+        _, first = client.post({**body, "input": "start"}, "/responses")
+        call = {"type": "function_call_output", "call_id": first["output"][-1]["call_id"], "output": "8"}
+        # As clients tell what was said: without thoughts, with arguments written anew.
+        again = [{**one, "arguments": '{"x":4.0}'} if "arguments" in one else one for one in first["output"]]
+        asked = [{"role": "user", "content": [{"type": "input_text", "text": "start"}]}, *again[1:], call]
+        _, text = client.post({**body, "input": asked, "stream": True}, "/responses")
+        told.extend([first, [json.loads(one) for one in events(text)]])
+        return 1.0
+
+    think = f"<think>hm</think>{CALL}"
+    (completion,) = run(Engine(lambda text: "8!" if "tool_response" in text else think), agent)
+    first, streamed = told
+    thought, message, call = first["output"]
+    assert thought["content"][0]["text"] == "hm" and message["content"][0]["text"] == "hm"
+    assert (call["name"], json.loads(call["arguments"])) == ("double", {"x": 4})
+    assert first["status"] == "completed" and first["usage"]["output_tokens"] == len(spelled(think)) + 1
+    assert [one["sequence_number"] for one in streamed] == [*range(len(streamed))]
+    assert streamed[0]["type"] == "response.created" and streamed[-1]["type"] == "response.completed"
+    assert streamed[-1]["response"]["output"][0]["content"][0]["text"] == "8!"
+    assert "".join(one["delta"] for one in streamed if one["type"].endswith("text.delta")) == "8!"
+    assert len(completion.agent.sequences) == 1 and completion.agent.num_rewritten == 0 and completion.num_turns == 2
+
+
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
+OPENAI_FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+ANTHROPIC_TOOL = {"name": "double", "input_schema": SCHEMA}
+RESPONSES_TOOL = {"type": "function", "name": "double", "parameters": SCHEMA}
+OPENAI_TOOL = {"type": "function", "function": {"name": "double", "parameters": SCHEMA}}
+NAMED, ANY, AUTO = {"type": "function", "name": "double"}, {"type": "any"}, {"type": "auto"}
+FORMS = [
+    ("/chat/completions", {"response_format": OPENAI_FORM, "parallel_tool_calls": False}, "schema"),
+    ("/messages", {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "schema"),
+    ("/responses", {"text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}}, "schema"),
+    ("/chat/completions", {"tools": [OPENAI_TOOL, TOOL], "tool_choice": {**NAMED, "function": NAMED}}, "call"),
+    ("/chat/completions", {"tools": [OPENAI_TOOL], "tool_choice": "required", "parallel_tool_calls": False}, "call"),
+    ("/messages", {"tools": [ANTHROPIC_TOOL], "tool_choice": {**ANY, "disable_parallel_tool_use": True}}, "call"),
+    ("/messages", {"tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "tool", "name": "double"}}, "call"),
+    ("/responses", {"tools": [RESPONSES_TOOL], "tool_choice": NAMED}, "call"),
+    ("/chat/completions", {"tools": [OPENAI_TOOL], "parallel_tool_calls": False}, "one call at most"),
+    ("/messages", {"tools": [ANTHROPIC_TOOL], "tool_choice": {**AUTO, "disable_parallel_tool_use": True}}, "one"),
+]  # fmt: skip
+
+
+class Masked(Engine):
+    """Says of the first tokens of a reply that a grammar has chosen them."""
+
+    def generate(self, requests, sampling):
+        for one in super().generate(requests, sampling):
+            mask = np.arange(len(one.token_ids)) >= 3 if sampling.grammar else None
+            yield one if mask is None else replace(one, is_generated=mask, logprobs=one.logprobs[mask])
+
+
+@pytest.mark.parametrize(("path", "more", "kind"), FORMS)
+def test_forms_reach_the_generator_and_what_a_grammar_has_written_is_not_trained(path, more, kind):
+    def agent(record, client):
+        body = {"input": "a"} if path == "/responses" else {"messages": [user("a")], "max_tokens": 99}
+        status, answer = client.post({**body, **more}, path)
+        assert status == 200, answer
+        return 1.0
+
+    engine = Masked(lambda text: '{"x": 4}' if kind == "schema" else CALL)
+    (completion,) = run(engine, agent)
+    ((_, sampling),) = engine.batches
+    form = json.loads(sampling.grammar)["format"]
+    if kind != "schema":
+        assert form["type"] == ("or" if kind == "call" else "triggered_tags")
+        (tag, *_) = form.get("elements") or form["tags"]
+        assert tag["begin"] == '<tool_call>\n{"name": "double", "arguments": '
+        form = tag["content"]
+    assert form == {"type": "json_schema", "json_schema": SCHEMA} or more["tools"][-1] is TOOL
+    (own,) = completion.agent.sequences  # which begins with the first token that is the model's
+    said = spelled(engine.reply(""))
+    assert own.prompt_ids[-3:].tolist() == said[:3] and own.token_ids[:-1].tolist() == said[3:]
+    assert own.is_generated.all() and len(completion.logprobs) == len(own.token_ids) and completion.num_turns == 1
+
+
+def test_an_episode_that_a_grammar_wrote_alone_trains_nothing():
+    class Forced(Engine):
+        def generate(self, requests, sampling):
+            for one in super().generate(requests, sampling):
+                mask = np.zeros(len(one.token_ids), bool)
+                yield replace(one, is_generated=mask, logprobs=one.logprobs[mask]) if sampling.grammar else one
+
+    def agent(record, client):
+        client.chat([user("a")], response_format=OPENAI_FORM)
+        if record["question"] == "two":
+            client.chat([user("b")])
+
+    forced, mixed = run(Forced(lambda text: "{}"), agent, [prompt("one"), prompt("two", 1)])
+    assert forced.agent.text == "{}" and forced.num_turns == 1
+    assert [len(one.prompt_ids) for one in forced.agent.sequences] == [len(prompt("one").prompt_ids)]  # a placeholder
+    (own,) = mixed.agent.sequences
+    assert own.token_ids[:-1].tolist() == spelled("{}") and mixed.num_turns == 2
+
+
+@pytest.mark.parametrize("reason", ["no such thing", ""], ids=["a schema", "an engine of one's own"])
+def test_forms_that_cannot_be_followed_are_refused_and_leave_nothing(reason):
+    class Refusing(Engine):
+        def generate(self, requests, sampling):
+            for one in super().generate(requests, sampling):
+                yield replace(one, unscored=reason) if sampling.grammar else one
+
+    said = []
+
+    def agent(record, client):
+        for _ in range(2):
+            said.append(client.post({**CHAT, "response_format": OPENAI_FORM}))
+        client.chat([user("a")])
+        return 1.0
+
+    (completion,) = run(Refusing(lambda text: "ok"), agent, max_turns=1)
+    assert [status for status, _ in said] == [400, 400]
+    assert (reason or "this rollout engine") in said[0][1]["error"]["message"]
+    assert completion.num_turns == 1 and completion.unscored == ""
 
 
 def test_a_stop_string_is_named_as_anthropics():
