@@ -33,7 +33,7 @@ MOST = {
     "mindrlhf/cli.py": 189,
     "mindrlhf/commands": 2267,
     "mindrlhf/config": 4124,
-    "mindrlhf/cpu": 1080,
+    "mindrlhf/cpu": 1086,
     "mindrlhf/data": 4228,
     "mindrlhf/debugging": 201,
     "mindrlhf/doctor": 1380,
@@ -47,17 +47,17 @@ MOST = {
     "mindrlhf/models": 3039,
     "mindrlhf/observe": 2640,
     "mindrlhf/rewards": 5972,
-    "mindrlhf/rollout": 6577,  # the engine of a CPU, which left mindrlhf/cpu (2,805 before, 1,105 now)
-    "mindrlhf/sandbox": 5123,
+    "mindrlhf/rollout": 6959,  # the engine of a CPU, which left mindrlhf/cpu (2,805 before, 1,105 now)
+    "mindrlhf/sandbox": 5128,
     "mindrlhf/shards": 1500,
     "mindrlhf/specs": 2418,
     "mindrlhf/system": 2885,  # rpc and accept_nodes, in place of the talks of rollout (500 lines)
-    "mindrlhf/tools": 1789,
+    "mindrlhf/tools": 1803,
     "mindrlhf/training": 10448,
     "mindrlhf/weights": 4154,
-    "tests": 71151,
+    "tests": 71779,
     "scripts": 1839,
-    "docs": 32179,
+    "docs": 32449,
 }
 # Modules of these are found by the name of their file.
 FOUND_BY_NAME = tuple(

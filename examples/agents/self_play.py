@@ -1,8 +1,11 @@
-"""Self-play in games of `textarena` 0.7 for several players: one policy plays all of them, each for its own reward.
+"""Games of `textarena` 0.7 with its own scores: one policy plays all players of a game, each for its own reward.
 
-    .venv-textarena/bin/python examples/agents/self_play.py TicTacToe-v0 COUNT > train.jsonl
+    .venv-textarena/bin/python examples/agents/self_play.py GuessTheNumber-v0 1 COUNT [FIRST] > train.jsonl
+    .venv-textarena/bin/python examples/agents/self_play.py TicTacToe-v0 2 COUNT [FIRST] > train.jsonl
+    .venv-textarena/bin/python examples/agents/self_play.py GuessTheNumber-v0 1 COUNT FIRST 1-20 > warm_up.jsonl
 
-prints records, `question` and `answer`, of games with the seeds from 0 on; the first player reads the question. As
+prints records, `question` and `answer`, of games of so many players, with the seeds from FIRST (0) on; the first player
+reads the question; with a range, in TRL's form, the turns of one who guesses a number of it each time. As
 `tools.agent: examples/agents/self_play.py:agent`, with `tools.agent_python`, it plays a record's game. Each player is a
 role (`model` in its calls) with a conversation of its own, and is trained against its own reward, compared with
 those of the same player in the other games of the prompt. Of a reply without square brackets the last word is the
@@ -12,21 +15,21 @@ action. Who may write no more says nothing, and loses.
 import contextlib
 import io
 import json
+import random
 import sys
 
 import httpx
 import textarena
 
-NUM_PLAYERS = 2
 ASK_TIMEOUT_S = 3600.0
 
 
-def play(game: str, seed: int, ask) -> dict[str, float]:
+def play(game: str, num_players: int, seed: int, ask) -> dict[str, float]:
     """Play a game; return the rewards of the players by their roles. ``ask`` is told a role and its messages."""
     with contextlib.redirect_stdout(io.StringIO()):
         env = textarena.make(f"{game}-raw")
-        env.reset(num_players=NUM_PLAYERS, seed=seed)
-        said: list[list[dict]] = [[] for _ in range(NUM_PLAYERS)]
+        env.reset(num_players=num_players, seed=seed)
+        said: list[list[dict]] = [[] for _ in range(num_players)]
         is_over = False
         while not is_over:
             player, news = env.get_observation()
@@ -51,21 +54,27 @@ def agent(record: dict, base_url: str, api_key: str) -> dict:
                 return ""
             return answer.raise_for_status().json()["choices"][0]["message"]["content"] or ""
 
-        return {"reward": play(chosen["id"], chosen["seed"], ask)}
+        return {"reward": play(chosen["id"], chosen["players"], chosen["seed"], ask)}
 
 
 def main() -> None:
-    """Print records of a game."""
-    game, count = sys.argv[1:]
-    for seed in range(int(count)):
-        read: list[str] = []
+    """Print records of a game, or of the turns of one who guesses."""
+    game, *numbers = sys.argv[1:]
+    guesses = numbers.pop() if numbers[-1].startswith("1-") else ""
+    num_players, count, first = map(int, [*numbers, "0"][:3])
+    draw = random.Random(first)
+    for seed in range(first, first + count):
+        turns: list[dict] = []
 
-        def ask(role, messages, read=read):
-            read.append(messages[0]["content"])
-            return ""
+        def ask(role, messages, turns=turns):
+            guess = f"[{draw.randint(1, int(guesses[2:]))}]" if guesses else ""
+            turns.append({"prompt": [*messages], "completion": [{"role": "assistant", "content": guess}]})
+            return guess
 
-        play(game, seed, ask)
-        print(json.dumps({"question": read[0], "answer": json.dumps({"id": game, "seed": seed})}))
+        play(game, num_players, seed, ask)
+        answer = json.dumps({"id": game, "players": num_players, "seed": seed})
+        records = turns if guesses else [{"question": turns[0]["prompt"][0]["content"], "answer": answer}]
+        print("\n".join(map(json.dumps, records)))
 
 
 if __name__ == "__main__":

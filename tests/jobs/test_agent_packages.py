@@ -58,13 +58,13 @@ def games(tmp_path_factory):
     return with_package("textarena", tmp_path_factory)
 
 
-def with_package(name, tmp_path_factory):
+def with_package(name, tmp_path_factory, packages=None):
     if given := os.environ.get(f"MINDRLHF_TEST_{name.upper()}"):
         return name, given
     directory = tmp_path_factory.mktemp(name)
     venv.create(directory, with_pip=True)
     python = str(directory / "bin" / "python")
-    command = [python, "-m", "pip", "install", "--quiet", *PACKAGES[name][0].split()]
+    command = [python, "-m", "pip", "install", "--quiet", *(packages or PACKAGES[name][0]).split()]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=900)
     if ended.returncode:
         pytest.skip(f"{name} cannot be had: {ended.stderr[-300:]}")
@@ -186,7 +186,7 @@ def trained(tmp_path, prompts, agent, python, **more):
 def test_both_players_of_a_game_are_roles_with_their_own_rewards(games):
     """The first free square each: 0, 1, 2, 3, 4, 5, and 6 makes a diagonal of the first player's."""
     _, python = games
-    made = printed(python, "self_play.py", "TicTacToe-v0", "2")
+    made = printed(python, "self_play.py", "TicTacToe-v0", "2", "2")
 
     def reply(text):
         return re.findall(r"'\[(\d)\]'", text.rpartition("Available Moves:")[2])[0]
@@ -202,7 +202,7 @@ def test_both_players_of_a_game_are_roles_with_their_own_rewards(games):
 
 def test_training_by_self_play(games, tmp_path):
     _, python = games
-    prompts = built(tmp_path, printed(python, "self_play.py", "TicTacToe-v0", "8"), 512)
+    prompts = built(tmp_path, printed(python, "self_play.py", "TicTacToe-v0", "2", "8"), 512)
     sizes = {"tools.max_turns": 10, "rollout.max_response_length": 1024, "training.sequence_lengths": "[1536]"}
     sizes |= {"model.path": model_for_long(tmp_path), "training.micro_batch_size": 2}
     for line in trained(tmp_path, prompts, "self_play.py", python, **sizes):
