@@ -3,7 +3,8 @@
 
     python scripts/reading.py [MODULE ...]
 
-Imports inside functions, of what only some runs do, do not count; nor do the packages of ``LEFT_OUT``.
+Imports inside functions, of what only some runs do, and for type checkers do not count: they are in the second sum. The
+packages of ``LEFT_OUT`` are in neither.
 """
 
 import ast
@@ -45,10 +46,11 @@ def file_of(module: str) -> Path | None:
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 
 
-def imports_of(file: Path) -> list[str]:
-    """Return the modules of the package that a file imports at its top, in its order."""
+def imports_of(file: Path, *, anywhere: bool = False) -> list[str]:
+    """Return the modules of the package that a file imports at its top, or ``anywhere``, in its order."""
     names: list[str] = []
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree) if anywhere else tree.body:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -57,7 +59,7 @@ def imports_of(file: Path) -> list[str]:
     return [name for name in names if name.startswith("mindrlhf.") and file_of(name)]
 
 
-def closure(modules: tuple[str, ...]) -> dict[str, int]:
+def closure(modules: tuple[str, ...], *, anywhere: bool = False) -> dict[str, int]:
     """Return each module that is reached from ``modules``, with its number of lines."""
     lines: dict[str, int] = {}
     waiting = list(modules)
@@ -69,12 +71,14 @@ def closure(modules: tuple[str, ...]) -> dict[str, int]:
         if file is None:
             sys.exit(f"reading: no module {module}")
         lines[module] = len(file.read_text(encoding="utf-8").splitlines())
-        waiting = imports_of(file) + waiting
+        waiting = imports_of(file, anywhere=anywhere) + waiting
     return lines
 
 
 if __name__ == "__main__":
-    step = closure(tuple(sys.argv[1:]) or STEP)
+    modules = tuple(sys.argv[1:]) or STEP
+    step, whole = closure(modules), closure(modules, anywhere=True)
     for module, count in step.items():
         print(f"{count:6,}  {module}")
     print(f"{sum(step.values()):6,} lines in {len(step)} files")
+    print(f"{sum(whole.values()):6,} lines in {len(whole)} files with what is imported at need, or for type checkers")

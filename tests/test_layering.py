@@ -32,9 +32,9 @@ LAYERS = (
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 # The same within training, by folder or module: the loop drives ranks, whose models know nothing of it.
 TRAINING_LAYERS = (
-    ("broadcast", "runtime", "vision", "routing", "optimizers"),
-    ("team", "batch"),
-    ("replica_team", "nodes", "profiling"),
+    ("broadcast", "runtime", "vision", "routing", "optimizers", "placement"),
+    ("team", "batch", "results"),
+    ("replica_team", "serving", "nodes", "profiling"),
     ("preflight",),
     ("checkpoints",),
     ("engine",),

@@ -26,14 +26,12 @@ from mindrlhf.rollout.samples import derived_seed
 from mindrlhf.rollout.turn_texts import TurnTexts
 from mindrlhf.rollout.types import Completion, CompletionSource, GenerationRequest, SamplingParams
 from mindrlhf.tools.calls import ToolAnswer, ToolCall, dialect_of, parse_calls
-from mindrlhf.tools.environments import CHOICE
 from mindrlhf.tools.episodes import EpisodePool, read_step
 from mindrlhf.tools.pool import ToolPool
 
 if TYPE_CHECKING:
     from mindrlhf.config.reward import ToolSection
     from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
-    from mindrlhf.rollout.samples import Sample
 
 CUT_MARK = " [cut]"
 # The end of what a turn follows, in which the template may have opened a thought.
@@ -466,41 +464,3 @@ def conversation_template(
 
 def _shown_template(header: "PromptFileHeader") -> str:
     return f"{header.template!r} {header.template_options or ''}".strip()
-
-
-def tool_metrics(samples: Sequence["Sample"]) -> dict[str, float]:
-    """Return ``tools/calls``, ``tools/failures``, ``tools/malformed``, ``tools/neutralised``, ``tools/tokens`` (of
-    answers), summed, and ``turns/mean``; of agents ``agents/...`` too."""
-    agents = [sample.completion.agent for sample in samples if sample.completion.agent is not None]
-    found = (
-        {
-            "agents/sequences": float(np.mean([len(one.sequences) for one in agents])),
-            "agents/failures": float(sum(bool(one.failure) for one in agents)),
-            "agents/refused": float(sum(one.num_refused for one in agents)),
-            "agents/unread": float(sum(one.num_unread for one in agents)),
-            "agents/rewritten": float(sum(one.num_rewritten for one in agents)),
-            "agents/other_tokens": float(sum(one.num_other_tokens for one in agents)),
-        }
-        if agents
-        else {}
-    )
-    for role in dict.fromkeys(role for one in agents for role in one.rewards):
-        found[f"agents/reward/{role}"] = float(np.mean([one.rewards[role] for one in agents if role in one.rewards]))
-    return found | {
-        "tools/calls": float(sum(sample.completion.num_tool_calls for sample in samples)),
-        "tools/failures": float(sum(sample.completion.num_tool_failures for sample in samples)),
-        "tools/malformed": float(sum(sample.completion.num_malformed_calls for sample in samples)),
-        "tools/neutralised": float(sum(sample.completion.num_neutralised_answers for sample in samples)),
-        "tools/tokens": float(sum(len(sample.completion.token_ids) - sample.num_generated for sample in samples)),
-        "turns/mean": float(np.mean([sample.completion.num_turns for sample in samples])),
-    } | _returns(samples)
-
-
-def _returns(samples: Sequence["Sample"]) -> dict[str, float]:
-    """Return the mean return of each environment by name, where records choose one; episodes that broke down aside."""
-    found: dict[str, list[float]] = {}
-    for sample in samples:
-        name, earned = sample.prompt.extra.get(CHOICE), sample.completion.episode_return
-        if isinstance(name, str) and earned is not None and not math.isnan(earned):
-            found.setdefault(f"environments/{name}", []).append(earned)
-    return {name: float(np.mean(returns)) for name, returns in found.items()}

@@ -16,14 +16,10 @@ from mindrlhf.rollout.newcomers import Newcomers, say
 from mindrlhf.rollout.nodes import Node, OwnNode
 from mindrlhf.rollout.processes.node import NodeServers
 from mindrlhf.rollout.servers import Server
-from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
+from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams, WeightsReplaced
 from mindrlhf.rollout.vllm_options import VllmOptions, cpu_cache_gib, devices_of, reserved_bytes
 from mindrlhf.sandbox.user_files import find_engine
 from mindrlhf.system import heartbeat
-
-
-class WeightsReplaced(RunFailure):
-    """A server was started again, and its weights are in the weight buffer no more."""
 
 
 class Unfinished:

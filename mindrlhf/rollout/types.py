@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from mindrlhf.errors import RunFailure
 from mindrlhf.system.records import record
 
 
@@ -122,6 +123,10 @@ class Completion:
         if self.agent is None:
             return [(prompt_ids, self.token_ids, self.is_generated)]
         return [(one.prompt_ids, one.token_ids, one.is_generated) for one in self.agent.sequences]
+
+
+class WeightsReplaced(RunFailure):
+    """A server was started again, and its weights are in the weight buffer no more."""
 
 
 class Cancelled(Exception):

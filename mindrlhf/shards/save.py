@@ -21,9 +21,10 @@ from mindrlhf.specs import find_spec
 from mindrlhf.specs.lora import AdaptedRules
 from mindrlhf.system.files import write_json
 from mindrlhf.weights.adapters.config import CONFIG_NAME, saved_rules
-from mindrlhf.weights.convert import file_dtype, without_drafts
+from mindrlhf.weights.convert import without_drafts
 from mindrlhf.weights.file_writer import TensorFileWriter
 from mindrlhf.weights.hf import SHARDED_NAME
+from mindrlhf.weights.infos import file_dtype
 from mindrlhf.weights.shard_files import shard_layout
 from mindrlhf.weights.sharded import (
     RANK_MANIFEST_NAME,
@@ -142,11 +143,6 @@ def finish_saving(
     dims = find_spec(hf_config).dims(hf_config)
     write_strategy_directory(directory / STRATEGY_NAME, dims, layout, layouts)
     write_json(directory / SHARDED_NAME, manifest.to_json())
-
-
-def held_shards(layouts: Iterable[ParameterLayout], rank: int) -> list[ParameterLayout]:
-    """Layouts of the parameters of a rank's stage."""
-    return [layout for layout in layouts if rank // layout.stage_size in layout.stages]
 
 
 def state_layouts(

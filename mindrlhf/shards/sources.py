@@ -17,13 +17,13 @@ from mindrlhf.weights.array_file import load_arrays
 from mindrlhf.weights.convert import (
     check_checkpoint,
     common_dtype,
-    file_dtype,
     random_hf_weights,
     with_dtype,
     without_drafts,
 )
 from mindrlhf.weights.file_writer import checksum
 from mindrlhf.weights.hf import SHARDED_NAME, SafetensorsDirectory, read_hf_config, read_json_object
+from mindrlhf.weights.infos import file_dtype
 from mindrlhf.weights.open import is_sharded
 from mindrlhf.weights.sharded import ShardedDirectory
 from mindrlhf.weights.tensors import STORAGE_DTYPES, convert_dtype

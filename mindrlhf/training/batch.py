@@ -1,17 +1,19 @@
-"""From scored samples to the micro-batches of every rank."""
+"""Packing: from scored samples to the micro-batches of every rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from mindrlhf.config.training import BY_LENGTH, FIRST_FIT, SHARED_PROMPTS
 from mindrlhf.data.packing import PackedRows, Row, TokenSequence, fill_rows, first_positions, padding_rows, plan_rows
 from mindrlhf.layout.packing import Piece, RowCost, cut, deal_rows, micro_batch_sizes, plan_best_fit
-from mindrlhf.system.records import last, merge, merged_by, record, result, union
+from mindrlhf.system.records import record
 from mindrlhf.training.routing.rows import ReplayedExperts, with_experts
-from mindrlhf.training.vision.image_rows import ImageTokens, image_table, with_images
+
+if TYPE_CHECKING:
+    from mindrlhf.training.vision.image_rows import ImageTokens
 
 T = TypeVar("T")
 
@@ -27,7 +29,7 @@ class RowOptions:
     packing: str = FIRST_FIT  # see `training.packing`
     cost: RowCost = RowCost()  # by which the rows of other packings are balanced over the ranks
     in_step: bool = False  # ranks compute one graph together: their n-th micro-batches must have the same shape
-    image_tokens: ImageTokens | None = None  # of a model with vision
+    image_tokens: "ImageTokens | None" = None  # of a model with vision
     experts: ReplayedExperts | None = None  # where the generator's routing is replayed
 
     @property
@@ -59,7 +61,10 @@ class RowOptions:
 
     def dressed(self, packed: PackedRows, sequences: Sequence[TokenSequence], rows: Sequence[Row]) -> PackedRows:
         """Return what `fill_rows` made of ``rows`` with what the model reads beside tokens."""
-        packed = with_images(packed, sequences, rows, self.image_tokens)
+        if self.image_tokens is not None:
+            from mindrlhf.training.vision.image_rows import with_images
+
+            packed = with_images(packed, sequences, rows, self.image_tokens)
         return with_experts(packed, sequences, rows, self.experts, share_prompts=self.shares_prompts)
 
 
@@ -268,97 +273,12 @@ class _Builder:
         """Return the batch."""
         num_tokens = sum(self._sequences[item].num_generated for item in self._placed)
         placed = tuple(self._placed[item] for item in sorted(self._placed))
-        images = image_table([self._sequences[item] for item in sorted(self._placed)])
+        images = {}
+        if self.options.image_tokens is not None:
+            from mindrlhf.training.vision.image_rows import image_table
+
+            images = image_table([self._sequences[item] for item in sorted(self._placed)])
         return Batch(tuple(self.micro_batches), num_tokens, placed, tuple(self._ranks), images)
 
 
 record(PackedRows)
-
-
-@result
-class ProcessStatistics:
-    """Graphs and memory of a rank so far.
-
-    Attributes:
-        recompiles: graphs compiled, one for each shape of rows.
-        peak_rss_gb: largest resident memory.
-    """
-
-    recompiles: int = merged_by(max)
-    peak_rss_gb: float = merged_by(max)
-
-
-@result
-class UpdateResult:
-    """Result of one optimiser update on a rank.
-
-    Attributes:
-        statistics: float64 [statistics of the loss], sums over the rank's tokens, the first the loss; those of all
-            ranks add up.
-        grad_norm: global norm before clipping, the same on all ranks; not finite says that there was no update.
-        process: of the rank.
-    """
-
-    statistics: np.ndarray = merged_by(last)
-    grad_norm: float = merged_by(last)
-    process: ProcessStatistics = merged_by(merge)
-
-    @property
-    def loss(self) -> float:
-        return float(self.statistics[0])
-
-
-@result
-class PolicyUpdateResult(UpdateResult):
-    """Result of a policy's update, with the log-probabilities that it began with.
-
-    Attributes:
-        logprobs: float32 [rows, length] for each micro-batch.
-    """
-
-    logprobs: tuple[np.ndarray, ...] = merged_by(last)
-
-
-@result
-class HeldOutLogProbs:
-    """The summed log-probability of the response tokens of a rank's share."""
-
-    total: float = merged_by(last)
-
-
-@result
-class Machine:
-    """Machine of a rank; see :func:`mindrlhf.system.processes.machine`."""
-
-    name: str = merged_by(last)
-
-
-@result
-class SavingState:
-    """State of a rank that writes its part of a checkpoint."""
-
-    is_saving: bool = merged_by(any)
-
-
-@result
-class SavedShards:
-    """Checksums of what a rank wrote; see :data:`mindrlhf.checkpoint.state.StateWriter`."""
-
-    checksums: dict[str, str] = merged_by(union)
-
-
-@result
-class NodePart:
-    """A node's part of its checkpoints; empty on ranks that are not the first of their node.
-
-    Attributes:
-        steps: that have a part there.
-        path: at which a part is being written.
-        damage: what is wrong with the part of a step, if anything.
-        shards: directories of ranks in it.
-    """
-
-    steps: tuple[int, ...] = merged_by(last, default=())
-    path: str = merged_by(last, default="")
-    damage: str = merged_by(last, default="")
-    shards: tuple[str, ...] = merged_by(last, default=())

@@ -1,10 +1,9 @@
-"""A run on several machines: which ranks share one, and the rollout servers on each; rank 0's part and a rank's."""
+"""A run on several machines: which ranks share one, and the rollout servers on each; rank 0's part."""
 
 import secrets
-import sys
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from mindrlhf.config.reward import RewardSection, ToolSection
 from mindrlhf.config.schema import GrpoConfig
@@ -19,58 +18,22 @@ from mindrlhf.rollout.pool import servers_on
 from mindrlhf.rollout.processes.node import NodeServers
 from mindrlhf.rollout.servers import Server
 from mindrlhf.rollout.types import CompletionSource
-from mindrlhf.system.handshake import SignedConnection, accept_nodes, introduce_node
+from mindrlhf.system.handshake import SignedConnection, accept_nodes
 from mindrlhf.system.ports import listen
 from mindrlhf.system.rpc import Rpc
-from mindrlhf.system.wire import ProtocolError, own_host, rank_0_host
-from mindrlhf.training.batch import Machine
+from mindrlhf.system.wire import own_host, rank_0_host
+from mindrlhf.system.workers import Workers
+from mindrlhf.training.results import Machine
+from mindrlhf.training.serving import ServingWorker
 from mindrlhf.training.team import Team
-from mindrlhf.weights.publish.publisher import PublishingWorker
 
 Nodes = list[list[int]]  # the ranks of each machine, rank 0's first
-
-
-class ServingWorker(PublishingWorker):
-    """The part of an actor that works for rank 0 on its node; its public methods are called through the team."""
-
-    # Of this node, on its first rank, where rank 0 is on another.
-    servers: NodeServers | None = None
-    verifiers: NodeHelper | None = None
-    agents: NodeHelper | None = None
-
-    def serve_for_node(self, host: str, port: int, token: str) -> None:
-        """On the first rank of another node than rank 0's, let rank 0 use the rollout servers here from now on."""
-        if self.servers is not None:
-            self.servers.buffer_path, self.servers.own_host = self.weight_buffer().path, own_host()
-            self.servers.key = token.encode()
-            args = (self.servers, host, port, self.node)
-            threading.Thread(target=_serve_rank_0, args=args, daemon=True).start()
-
-    def verify_for_node(self, host: str, port: int, token: str) -> None:
-        """On the first rank of another node than rank 0's, let rank 0 use the verifier workers here from now on."""
-        if self.verifiers is not None:
-            self.verifiers.connect(host, port, token, self.node)
-
-    def run_agents_for_node(self, host: str, port: int, token: str) -> None:
-        """On the first rank of another node than rank 0's, let rank 0 have agents run here from now on."""
-        if self.agents is not None:
-            self.agents.connect(host, port, token, self.node)
-
-
-def _serve_rank_0(servers: NodeServers, host: str, port: int, node: int) -> None:
-    try:
-        connection = introduce_node(host, port, servers.key, node)
-    except (OSError, ProtocolError) as error:
-        print(f"warning: rank 0 cannot be reached at {host}:{port} ({error})", file=sys.stderr, flush=True)
-        return
-    # When rank 0 has gone, the rank itself notices and ends, with its servers.
-    Rpc(connection, "rank 0", tell=servers.tell).serve(servers)
 
 
 def find_nodes(team: Team) -> Nodes:
     """Ask the ranks where they are; msrun's numbers do not say which of them share a machine."""
     nodes: dict[str, list[int]] = {}
-    found: list[Machine] = team.call("machine")
+    found: list[Machine] = _workers(team).machine()
     for rank, machine in enumerate(found):
         nodes.setdefault(machine.name, []).append(rank)
     return list(nodes.values())
@@ -96,7 +59,7 @@ def connect_servers(team: Team, nodes: Nodes, own: NodeServers, places: Places, 
         return servers_on([OwnNode(own)], own.options, places)
     own.own_host = own_host()
     token = secrets.token_hex(16)
-    connections = _connect(team, range(1, len(nodes)), "serve_for_node", token)
+    connections = _connect(_workers(team).serve_for_node, range(1, len(nodes)), token)
     # Their ranks compute in the processes that beat, and may miss beats: that they live the launchers watch.
     others = [
         OtherNode(Rpc(connections[node], f"node {node}"), rank_0_host(), token.encode()) for node in sorted(connections)
@@ -115,7 +78,7 @@ def connect_verifiers(team: Team, nodes: Nodes, rewards: RewardPool | None, rewa
     if reason := reason_to_stay(reward):
         print(f"mindrlhf: verifiers run on node 0 alone: {reason}", flush=True)
         return
-    for node, connection in sorted(_connect(team, range(1, len(nodes)), "verify_for_node").items()):
+    for node, connection in sorted(_connect(_workers(team).verify_for_node, range(1, len(nodes))).items()):
         rewards.admit(connection, f"node {node}")
 
 
@@ -142,12 +105,16 @@ def connect_agents(team: Team, nodes: Nodes, source: CompletionSource, tools: To
     """
     if not tools.agent or len(nodes) == 1:
         return
-    for node, connection in sorted(_connect(team, range(1, len(nodes)), "run_agents_for_node").items()):
+    for node, connection in sorted(_connect(_workers(team).run_agents_for_node, range(1, len(nodes))).items()):
         source.admit(connection, f"node {node}")
 
 
-def _connect(team: Team, others: Sequence[int], method: str, token: str = "") -> dict[int, SignedConnection]:
+def _workers(team: Team) -> ServingWorker:
+    return Workers(team.call)
+
+
+def _connect(introduce: Callable[..., Any], others: Sequence[int], token: str = "") -> dict[int, SignedConnection]:
     token, host = token or secrets.token_hex(16), rank_0_host()
     with listen(host, backlog=len(others)) as listener:
-        team.call(method, host=host, port=listener.getsockname()[1], token=token)
+        introduce(host=host, port=listener.getsockname()[1], token=token)
         return accept_nodes(listener, token.encode(), others)

@@ -46,10 +46,10 @@ from mindrlhf.training.loop.reward_model import RewardModel
 from mindrlhf.training.loop.sampling import segments  # noqa: F401 (its records are in checkpoints)
 from mindrlhf.training.loop.sampling.in_step import PromptSampling, Rollout
 from mindrlhf.training.preflight import RunInputs, check_grpo_inputs, check_sandbox
+from mindrlhf.training.preflight.features import replayed_experts
 from mindrlhf.training.preflight.output import FINAL_NAME
 from mindrlhf.training.profiling.ranks import profile_dir
 from mindrlhf.training.replica_team import with_replicas
-from mindrlhf.training.routing.rows import replayed_experts
 from mindrlhf.training.runtime import Rank, num_nodes_from_environment, num_ranks_from_environment
 from mindrlhf.training.team import Team
 from mindrlhf.weights.hf import read_hf_config

@@ -10,7 +10,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,7 +20,9 @@ from mindrlhf.system.handshake import keep_alive, receive_hello
 from mindrlhf.system.ports import listen
 from mindrlhf.system.records import decode, encode
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, rank_0_host, receive_message, send_message
-from mindrlhf.training.runtime import Rank
+
+if TYPE_CHECKING:
+    from mindrlhf.training.runtime import Rank
 
 _ADMISSION_TIMEOUT_S = 60.0
 _HELLO_TIMEOUT_S = 5.0  # an unauthenticated peer that says nothing keeps the ranks waiting no longer than this
@@ -154,7 +156,7 @@ def _with_rank_0(function: Any, *arguments: Any) -> Any:
         raise RunFailure(f"rank 0 died ({error}); see worker_0.log in the log directory") from None
 
 
-def connect(rank: Rank) -> list[socket.socket]:
+def connect(rank: "Rank") -> list[socket.socket]:
     """Return the connections of a rank: of rank 0 to each other rank in order, of others the one to rank 0.
 
     The address of rank 0 and a random token travel by a device broadcast, so only the ranks of this run can join.
@@ -171,7 +173,7 @@ def connect(rank: Rank) -> list[socket.socket]:
     return [connection]
 
 
-def _admit(rank: Rank) -> list[socket.socket]:
+def _admit(rank: "Rank") -> list[socket.socket]:
     token = [secrets.randbits(31) for _ in range(_TOKEN_WORDS)]
     with listen(rank_0_host(), backlog=rank.world_size) as listener:
         _broadcast(np.array([listener.getsockname()[1], *token], np.int32))

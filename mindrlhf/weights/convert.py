@@ -10,9 +10,10 @@ import numpy as np
 
 from mindrlhf.data.metadata import generation_config
 from mindrlhf.errors import UserError
-from mindrlhf.specs import ModelDims, ModelSpec, ParameterRule, find_spec
+from mindrlhf.specs import ModelDims, ModelSpec, find_spec
 from mindrlhf.weights.contradictions import OUTPUT_NAME, check_tied, warn_of_other_files
 from mindrlhf.weights.hf import TensorDirectory
+from mindrlhf.weights.infos import file_dtype
 from mindrlhf.weights.tensors import STORAGE_DTYPES, TensorInfo, convert_dtype, dtype_name
 from mindrlhf.weights.writer import write_model_directory
 
@@ -74,39 +75,6 @@ def check_checkpoint(source: TensorDirectory, spec: ModelSpec, dims: ModelDims) 
 def count_draft_tensors(source: TensorDirectory, dims: ModelDims) -> int:
     """Count the tensors of a checkpoint that belong to multi-token prediction layers."""
     return sum(name.startswith(ignored_names(dims).prefixes) for name in source.names())
-
-
-def hf_tensor_infos(model, dtype: str | None = None) -> list[TensorInfo]:
-    """Name, dtype name and shape of every Hugging Face tensor of a `CausalLM`.
-
-    Args:
-        dtype: of those who read it; a tensor that they would round gets it, the others keep their own.
-    """
-    parameters = {parameter.name: parameter for parameter in model.get_parameters()}
-    return [
-        TensorInfo(name, buffer_dtype(rule, _dtype_name(parameters[rule.mf_name]), dtype), shape)
-        for rule in model.spec.rules(model.dims)
-        for name, shape in zip(rule.hf_names, rule.shape(model.dims))
-    ]
-
-
-def buffer_infos(spec: ModelSpec, dims: ModelDims, own: str, read: str) -> list[TensorInfo]:
-    """As `hf_tensor_infos`, for a model that is not there; ``own`` is the dtype of its parameters."""
-    return [
-        TensorInfo(name, buffer_dtype(rule, file_dtype(rule, own), read), shape)
-        for rule in spec.rules(dims)
-        for name, shape in zip(rule.hf_names, rule.shape(dims))
-    ]
-
-
-def buffer_dtype(rule: ParameterRule, own: str, read: str | None) -> str:
-    """The dtype of a rule's tensors on their way to readers that hold them as ``read``: never wider than their own."""
-    wanted = file_dtype(rule, read) or own
-    return wanted if STORAGE_DTYPES[wanted].itemsize < STORAGE_DTYPES[own].itemsize else own
-
-
-def _dtype_name(parameter) -> str:
-    return str(parameter.dtype).lower()
 
 
 def random_hf_weights(hf_config: dict, seed: int) -> Iterator[tuple[str, np.ndarray]]:
@@ -192,11 +160,6 @@ def write_hf(
     config = with_dtype(hf_config, dtype or infos[0].dtype)
     options |= {"file_format": "pt", "max_shard_bytes": max_shard_bytes}
     return write_model_directory(converted, infos, config, out_dir, **options)
-
-
-def file_dtype(rule: ParameterRule, dtype: str | None) -> str | None:
-    """The dtype of a rule's tensors in files of ``dtype``; None when they keep theirs."""
-    return "float32" if dtype and rule.keeps_float32 else dtype
 
 
 def common_dtype(source: TensorDirectory, names: tuple[str, ...]) -> str:

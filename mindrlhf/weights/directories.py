@@ -13,7 +13,6 @@ from mindrlhf.weights.convert import (
     check_checkpoint,
     common_dtype,
     count_draft_tensors,
-    file_dtype,
     hf_shapes,
     ignored_names,
     with_dtype,
@@ -21,6 +20,7 @@ from mindrlhf.weights.convert import (
     write_hf,
 )
 from mindrlhf.weights.hf import SafetensorsDirectory, TensorDirectory, read_hf_config
+from mindrlhf.weights.infos import file_dtype
 from mindrlhf.weights.open import open_tensors
 from mindrlhf.weights.tensors import TensorInfo, convert_dtype
 from mindrlhf.weights.writer import write_model_directory

@@ -85,3 +85,12 @@ def _round_to_bfloat16(array: np.ndarray) -> np.ndarray:
 def align(offset: int) -> int:
     """Return the next place, in bytes, at which a tensor may begin."""
     return -(-offset // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def with_low_rank(weight: np.ndarray, down: np.ndarray, up: np.ndarray, scale: float) -> np.ndarray:
+    """Return W + s B A in the dtype of ``weight``, computed in float32."""
+    dtype = dtype_name(weight)
+    added = np.matmul(up, down)
+    added *= np.float32(scale)
+    added += convert_dtype(weight, dtype, "float32")
+    return convert_dtype(added, "float32", dtype)

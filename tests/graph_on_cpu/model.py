@@ -25,6 +25,7 @@ from mindrlhf.shards.sources import open_source
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.lora import SCALE_NAME, LoraOptions
 from mindrlhf.specs.rules import VISION_PREFIX
+from mindrlhf.training.checkpoints.models import begin_adapters, load
 from mindrlhf.training.engine.actor import Actor
 from mindrlhf.training.engine.critic import NO_TURNS, ActorCritic
 from mindrlhf.training.engine.model import Model
@@ -164,14 +165,14 @@ class LoweredRank:
             updates_return_outputs(self.parallel),
         )
         source = open_source(job["model_dir"])
-        shards.load(source)
+        load(shards, source)
         if job["lora"]:
             parameters[scale].set_data(ms.Tensor([network.lora.options.scale], ms.float32))
-            shards.begin(SEED, "")
+            begin_adapters(shards, SEED, "")
             reference = Model(shards, outputs, is_base=True)
         else:
             reference = self._own_reference(hf_config, names)
-            reference.placement.load(source)
+            load(reference.placement, source)
         engine = ShardedEngine(model, graph)
         if graph.token_inputs == VALUE_INPUTS:
             # A critic stands for the actor too: what is asked of a model is asked of it by both ways.

@@ -25,11 +25,12 @@ def load_random_weights(network, seed):
 def load_hf_weights(network, directory):
     """Load a directory of weights into a `CausalLM`, as a run does."""
     from mindrlhf.shards.sources import open_scorer_source, open_source
+    from mindrlhf.training.checkpoints.models import load
     from mindrlhf.training.engine.model import Whole
     from mindrlhf.training.runtime import Rank
 
     source = (open_scorer_source if network.spec.is_scorer else open_source)(directory)
-    Whole(network, Rank(0, 1)).load(source)
+    load(Whole(network, Rank(0, 1)), source)
 
 
 def iter_hf_tensors(network, wants=lambda name: True):
@@ -74,19 +75,21 @@ def iter_merged_tensors(network):
 def attach_lora(network, options, seed, base_path):
     """Give a `CausalLM` new adapters, as a run does."""
     from mindrlhf.models.lora.model import Lora
+    from mindrlhf.training.checkpoints.models import begin_adapters
     from mindrlhf.training.engine.model import Whole
     from mindrlhf.training.runtime import Rank
 
     network.lora = Lora(network, options, base_path)
-    Whole(network, Rank(0, 1)).begin(seed, "")
+    begin_adapters(Whole(network, Rank(0, 1)), seed, "")
 
 
 def load_adapter(network, directory):
     """Load an adapter in PEFT's format, or the shards of one, into a `CausalLM` that has adapters, as a run does."""
+    from mindrlhf.training.checkpoints.models import restore
     from mindrlhf.training.engine.model import Whole
     from mindrlhf.training.runtime import Rank
 
-    Whole(network, Rank(0, 1)).restore(directory)
+    restore(Whole(network, Rank(0, 1)), directory)
 
 
 def load_model(model, path, run, row_length, lora=None, *, as_scorer=False):

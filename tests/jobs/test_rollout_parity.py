@@ -211,7 +211,7 @@ def started(network, directory, **rollout):
 
 
 def make_buffer(network, dtype, bucket_bytes):
-    from mindrlhf.weights.convert import hf_tensor_infos
+    from mindrlhf.weights.infos import hf_tensor_infos
     from mindrlhf.weights.publish.buffer import WeightBuffer
 
     return WeightBuffer.create(hf_tensor_infos(network, dtype), bucket_bytes)

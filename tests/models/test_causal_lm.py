@@ -361,8 +361,8 @@ def test_gradients_match_transformers(model, computed, reference_dir, expected):
 def test_weights_come_back_as_they_were_loaded(model, reference_dir):
     from networks import iter_hf_tensors
 
-    from mindrlhf.weights.convert import hf_tensor_infos
     from mindrlhf.weights.hf import SafetensorsDirectory
+    from mindrlhf.weights.infos import hf_tensor_infos
 
     checkpoint = SafetensorsDirectory(reference_dir)
     tensors = dict(iter_hf_tensors(model))

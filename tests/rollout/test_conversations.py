@@ -12,9 +12,9 @@ from example_tools import CALCULATOR
 from mindrlhf.config.reward import ToolSection
 from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.rewards.types import RewardResult
-from mindrlhf.rollout.conversations import ConversationLimits, Conversations, tool_metrics, with_tools
+from mindrlhf.rollout.conversations import ConversationLimits, Conversations, with_tools
 from mindrlhf.rollout.partial import NOTHING, followed_by
-from mindrlhf.rollout.samples import Sampler
+from mindrlhf.rollout.samples import Sampler, tool_metrics
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
 from mindrlhf.tools.calls import ToolAnswer
 

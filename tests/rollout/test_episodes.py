@@ -11,8 +11,8 @@ from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.errors import UserError
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.selection import Selection
-from mindrlhf.rollout.conversations import ConversationLimits, Episodes, tool_metrics
-from mindrlhf.rollout.samples import Sampler
+from mindrlhf.rollout.conversations import ConversationLimits, Episodes
+from mindrlhf.rollout.samples import Sampler, tool_metrics
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
 from mindrlhf.tools.environments import check_columns, check_environment
 from mindrlhf.tools.episodes import EpisodePool

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as arrays_of
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.system.records import decode, encode, last, merge, merged_by, record, result
 from mindrlhf.system.wire import ProtocolError
-from mindrlhf.training import batch as records
+from mindrlhf.training import results as records
 from mindrlhf.training.batch import Batch
 from mindrlhf.weights.publish import publisher
 
@@ -185,7 +185,7 @@ def test_a_result_must_say_how_each_field_is_merged():
 def test_results_are_merged_field_by_field():
     process = [records.ProcessStatistics(recompiles, peak) for recompiles, peak in ((3, 1.0), (2, 5.0), (1, 2.0))]
     updates = [
-        records.PolicyUpdateResult(np.array([rank, 1.0]), float(rank), process[rank], (np.array([rank]),))
+        records.UpdateResult(np.array([rank, 1.0]), float(rank), process[rank], (np.array([rank]),))
         for rank in range(3)
     ]
     merged = merge(updates)

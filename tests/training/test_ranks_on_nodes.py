@@ -18,17 +18,17 @@ from mindrlhf.rewards.types import RewardInput
 from mindrlhf.rollout.agents.nodes import start_agents
 from mindrlhf.rollout.vllm_options import VllmOptions
 from mindrlhf.system.records import decode, encode, merge
-from mindrlhf.training.batch import Machine
 from mindrlhf.training.facts import agent_facts, verifier_facts
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.nodes import (
-    ServingWorker,
     connect_agents,
     connect_servers,
     connect_verifiers,
     find_nodes,
     start_verifiers,
 )
+from mindrlhf.training.results import Machine
+from mindrlhf.training.serving import ServingWorker
 from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.publish.publisher import (
     PUBLISH,
@@ -311,7 +311,7 @@ def test_fewer_machines_than_the_launchers_said_are_named():
         connect_servers(None, [[0, 1]], Servers(1), [(0, 1)], "")
 
 
-class SpanningRank(ServingWorker, ShardRank):
+class SpanningRank(ShardRank, ServingWorker):
     """A rank whose node may own a server over several nodes."""
 
 

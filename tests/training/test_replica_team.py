@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from mindrlhf.layout.layout import Layout
-from mindrlhf.training.batch import ProcessStatistics, UpdateResult
 from mindrlhf.training.replica_team import ReplicaTeam
+from mindrlhf.training.results import ProcessStatistics, UpdateResult
 from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer
 from mindrlhf.weights.publish.publisher import Published
 

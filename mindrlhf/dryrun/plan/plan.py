@@ -40,8 +40,8 @@ from mindrlhf.layout.servers import place_servers
 from mindrlhf.specs import ModelDims, ModelSpec, find_spec
 from mindrlhf.specs.lora import LoraOptions
 from mindrlhf.specs.rules import VISION_PREFIX
-from mindrlhf.weights.convert import buffer_infos
 from mindrlhf.weights.hf import read_hf_config
+from mindrlhf.weights.infos import buffer_infos
 from mindrlhf.weights.publish.buffer import buffer_bytes
 
 

@@ -52,7 +52,7 @@ class NodeCheckpoints(ShardCheckpoints):
         self._is_sharded = is_sharded
         self._parallel = parallel
         directories = [str(store.save_dir) if rank in self._firsts[1:] else "" for rank in range(team.world_size)]
-        held = team.call("keep_part", keep_last=store.keep_last, per_rank=[{"save_dir": path} for path in directories])
+        held = self._workers.keep_part(keep_last=store.keep_last, per_rank=[{"save_dir": path} for path in directories])
         self._held = [store.steps(), *(held[rank].steps for rank in self._firsts[1:])]
 
     def latest(self) -> Path:
@@ -62,7 +62,7 @@ class NodeCheckpoints(ShardCheckpoints):
             UserError: there is none; or it is of another layout, and files have to be copied first: which, and where.
         """
         for step in sorted(set.intersection(*map(set, self._held)), reverse=True):
-            states = self._team.call("check_part", step=step)
+            states = self._workers.check_part(step=step)
             states = [part_state(self._store.path(step)), *(states[rank] for rank in self._firsts[1:])]
             damages = [f"node {node}: {state.damage}" for node, state in enumerate(states) if state.damage]
             if not damages:
@@ -94,11 +94,11 @@ class NodeCheckpoints(ShardCheckpoints):
             raise UserError("\n  ".join(["the shards of the checkpoint lie elsewhere than they are read:", *lines]))
 
     def _begin_ranks(self, directory: Path, part: Mapping[str, Any]) -> None:
-        opened = self._team.call("open_part", **part)
+        opened = self._workers.open_part(**part)
         paths = [str(directory), *(opened[rank].path for rank in self._firsts[1:])]
         ranks = range(self._team.world_size) if self._is_sharded else self._firsts
         directories = [paths[self._node_of(rank)] if rank in ranks else "" for rank in range(self._team.world_size)]
-        self._team.call("begin_saving", per_rank=[{"directory": path} for path in directories], copies=True)
+        self._workers.begin_saving(per_rank=[{"directory": path} for path in directories], copies=True)
 
     def _own_checksums(self, saved: Sequence[Mapping[str, str]]) -> dict[str, str]:
         return self._by_node(saved)[0]
@@ -107,8 +107,7 @@ class NodeCheckpoints(ShardCheckpoints):
         checksums = self._by_node(saved)
         small = {name: path for name, path in list_files(directory).items() if name not in checksums[0]}
         files = {name: path.read_bytes() for name, path in small.items() if not SHARDS.fullmatch(name)}
-        self._team.call(
-            "close_part",
+        self._workers.close_part(
             per_rank=[{"checksums": checksums[self._node_of(rank)]} for rank in range(self._team.world_size)],
             files={name: np.frombuffer(content, np.uint8) for name, content in files.items()},
         )

@@ -8,8 +8,7 @@ import numpy as np
 
 from mindrlhf.checkpoint.manifest import DamagedDirectory, list_files, verify
 from mindrlhf.checkpoint.store import CheckpointStore
-from mindrlhf.system import processes
-from mindrlhf.training.batch import Machine, NodePart
+from mindrlhf.training.results import NodePart
 
 # Files of one rank of a sharded model; those of ranks of other nodes were copied there.
 SHARDS = re.compile(r"((?:[^/]+/)*rank_(\d+))/[^/]+")
@@ -28,10 +27,6 @@ class KeepsPart:
             return NodePart()
         self._part_store = CheckpointStore(save_dir, keep_last)
         return NodePart(steps=tuple(self._part_store.steps()))
-
-    def machine(self) -> Machine:
-        """Return the machine of this rank."""
-        return Machine(processes.machine())
 
     def open_part(self, step: int, size_bytes: int, best_step: int | None) -> NodePart:
         """Return the path at which this node's part of a checkpoint is to be written; empty on other ranks.

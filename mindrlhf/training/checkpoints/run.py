@@ -20,10 +20,11 @@ from mindrlhf.data.fingerprint import check_same_data
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.evaluation.heldout import Evaluation, best_step
+from mindrlhf.system.workers import Workers
 from mindrlhf.training.checkpoints.node_local import NodeCheckpoints
 from mindrlhf.training.checkpoints.parts import SHARDS
 from mindrlhf.training.checkpoints.requests import SaveRequests
-from mindrlhf.training.checkpoints.shards import ShardCheckpoints, savers_of
+from mindrlhf.training.checkpoints.shards import SavesState, ShardCheckpoints, savers_of
 from mindrlhf.training.nodes import find_nodes
 from mindrlhf.training.preflight.output import nothing_to_resume, save_dir
 from mindrlhf.training.replica_team import ReplicaTeam
@@ -185,7 +186,8 @@ class RunCheckpoints:
         state = read_state(directory)
         _check_same_run(state, self._config, self._data, self._teachers)
         records = read_progress(directory)
-        self._team.call("restore", directory=str(directory))
+        workers: SavesState = Workers(self._team.call)
+        workers.restore(directory=str(directory))
         self._stream.restore(state.prompt_stream)
         self._saved_step = state.step
         return Progress(

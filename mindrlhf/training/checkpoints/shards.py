@@ -16,9 +16,10 @@ from mindrlhf.checkpoint.state import StateWriter
 from mindrlhf.errors import UserError
 from mindrlhf.shards.merge import merge_directory
 from mindrlhf.system.files import remove, scratch_directory
-from mindrlhf.training.batch import SavedShards, SavingState
+from mindrlhf.system.workers import Workers
 from mindrlhf.training.checkpoints.parts import KeepsPart
 from mindrlhf.training.replica_team import ReplicaTeam
+from mindrlhf.training.results import SavedShards, SavingState
 from mindrlhf.training.team import Team
 from mindrlhf.weights.adapters.peft import exported_adapter
 
@@ -37,6 +38,10 @@ class SavesState(KeepsPart):
 
     def state_writer(self, hold: Callable) -> StateWriter:
         """Return the function that writes this rank's state; ``hold`` takes a name and its arrays first."""
+        raise NotImplementedError
+
+    def restore(self, directory: str) -> None:
+        """Load what was written to the directory of a checkpoint."""
         raise NotImplementedError
 
     def begin_saving(self, directory: str, copies: bool) -> None:
@@ -101,6 +106,7 @@ class ShardCheckpoints:
 
     def __init__(self, team: ReplicaTeam | Team, writer: BackgroundWriter):
         self._team = team
+        self._workers: SavesState = Workers(team.call)
         self._writer = writer
         self._pending: _Pending | None = None
 
@@ -140,7 +146,7 @@ class ShardCheckpoints:
         """
         if self._pending is None:
             return
-        if not wait and any(result.is_saving for result in self._team.call("is_saving")):
+        if not wait and any(result.is_saving for result in self._workers.is_saving()):
             return
         pending, self._pending = self._pending, None
         self._writer.start(self._complete(pending).close)
@@ -148,14 +154,14 @@ class ShardCheckpoints:
     def _complete(self, pending: _Pending) -> contextlib.ExitStack:
         """Wait for what ranks write, and add the rest; the end of what is returned puts the checkpoint in place."""
         with pending.writing as stack:
-            saved = [result.checksums for result in self._team.call("end_saving")]
+            saved = [result.checksums for result in self._workers.end_saving()]
             pending.checksums.update(self._own_checksums(saved))
             pending.write_rest(pending.directory)
             self._close_parts(pending.directory, saved)
             return stack.pop_all()
 
     def _begin_ranks(self, directory: Path, part: Mapping[str, Any]) -> None:
-        self._team.call("begin_saving", directory=str(directory), copies=True)
+        self._workers.begin_saving(directory=str(directory), copies=True)
 
     def _own_checksums(self, saved: Sequence[Mapping[str, str]]) -> dict[str, str]:
         """Return the checksums of what lies in rank 0's directory."""
@@ -182,9 +188,9 @@ def export_adapters(team: ReplicaTeam | Team, models: Mapping[str, Path]) -> Non
         UserError, RunFailure: the disk refuses, or a rank died.
     """
     with scratch_directory(next(iter(models.values())).parent, ".adapter-shards-") as shards:
-        savers = savers_of(team)
-        savers.call("begin_saving", directory=str(shards), copies=False)
-        savers.call("end_saving")
+        savers: SavesState = Workers(savers_of(team).call)
+        savers.begin_saving(directory=str(shards), copies=False)
+        savers.end_saving()
         for name, model_dir in models.items():
             directory = exported_adapter(model_dir)
             remove(directory)

@@ -2,24 +2,30 @@
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mindrlhf.checkpoint.state import REFERENCE_NAME, StateWriter
 from mindrlhf.data.packing import PackedRows
-from mindrlhf.debugging.kernel_dump import KernelDump
 from mindrlhf.models.context import give_back_memory
 from mindrlhf.system import heartbeat
-from mindrlhf.training.batch import Batch, PolicyUpdateResult, ProcessStatistics
+from mindrlhf.training.batch import Batch
+from mindrlhf.training.checkpoints import models
 from mindrlhf.training.checkpoints.shards import SavesState
 from mindrlhf.training.engine.engine import Engine
 from mindrlhf.training.engine.model import Model
-from mindrlhf.training.engine.placement import Placement
-from mindrlhf.training.nodes import ServingWorker
+from mindrlhf.training.placement import Placement
+from mindrlhf.training.results import ProcessStatistics, UpdateResult
 from mindrlhf.training.routing.rows import without_experts
-from mindrlhf.weights.publish.collective import Broadcast
+from mindrlhf.training.serving import ServingWorker
 from mindrlhf.weights.publish.publisher import PUBLISH, Published
+
+if TYPE_CHECKING:
+    from mindrlhf.debugging.kernel_dump import KernelDump
+    from mindrlhf.weights.publish.collective import Broadcast
 
 
 class Actor(SavesState, ServingWorker):
@@ -94,7 +100,7 @@ class Actor(SavesState, ServingWorker):
             self._old_logprobs[batch] = computed
         return computed
 
-    def update(self, batch: int, lr: float, kl_coefficient: float) -> PolicyUpdateResult:
+    def update(self, batch: int, lr: float, kl_coefficient: float) -> UpdateResult:
         """Make one optimiser update from received batch number ``batch``.
 
         Returns:
@@ -106,8 +112,8 @@ class Actor(SavesState, ServingWorker):
         if not self.engine.returns_outputs and batch not in self._old_logprobs:
             self._old_logprobs[batch] = [self.model.logprobs(rows) for rows in own.micro_batches]
         done = self.engine.update(own, lr, kl_coefficient)
-        logprobs = self._old_logprobs[batch] if done.outputs is None else done.outputs
-        return PolicyUpdateResult(done.statistics, done.grad_norm, self.process_statistics(), tuple(logprobs))
+        logprobs = done.logprobs or tuple(self._old_logprobs[batch])
+        return replace(done, process=self.process_statistics(), logprobs=logprobs)
 
     def process_statistics(self) -> ProcessStatistics:
         return self.engine.process_statistics()
@@ -122,7 +128,7 @@ class Actor(SavesState, ServingWorker):
             self.engine.count_compile("reward_model", rows)
         return [self._reward_model.logprobs(rows) for rows in batch.micro_batches]
 
-    def use_kernel_dump(self, kernel_dump: KernelDump) -> None:
+    def use_kernel_dump(self, kernel_dump: "KernelDump") -> None:
         """Take the dump of kernels, which begins a step when its batches come."""
         self._kernel_dump = kernel_dump
 
@@ -136,25 +142,25 @@ class Actor(SavesState, ServingWorker):
     def export(
         self, directory: Path, tokenizer_dir: str | os.PathLike | None, tensors: Iterator[tuple[str, np.ndarray]]
     ) -> None:
-        """Write the weights as a Hugging Face directory, on rank 0; see :meth:`Placement.export`."""
-        self.model.placement.export(directory, tokenizer_dir, tensors)
+        """Write the weights as a Hugging Face directory, on rank 0; see :func:`models.export`."""
+        models.export(self.model.placement, directory, tokenizer_dir, tensors)
 
     def state_size_bytes(self) -> int:
         """Return the size of a checkpoint of all ranks, in bytes."""
-        reference = self.reference.placement.size_bytes() if self._saves_reference else 0
-        return self.engine.state_size_bytes() + reference
+        reference = models.state_size_bytes(self.reference.placement) if self._saves_reference else 0
+        return models.state_size_bytes(self.engine.placement, self.engine.state) + reference
 
     def state_writer(self, hold: Callable) -> StateWriter:
         """See :meth:`SavesState.state_writer`: weights, optimiser state and the reference, if that changes."""
-        writers = [self.engine.state_writer(hold)]
+        writers = [models.state_writer(self.engine.placement, self.engine.name, hold, self.engine.state)]
         if self._saves_reference:
-            writers.append(self.reference.placement.state_writer(REFERENCE_NAME, hold))
+            writers.append(models.state_writer(self.reference.placement, REFERENCE_NAME, hold))
         return lambda directory: {name: value for write in writers for name, value in write(directory).items()}
 
     def restore(self, directory: str) -> None:
         self.engine.restore(directory)
         if self._saves_reference:
-            self.reference.placement.restore(Path(directory) / REFERENCE_NAME)
+            models.restore(self.reference.placement, Path(directory) / REFERENCE_NAME)
 
     def sync_reference(self) -> None:
         self.reference.placement.copy_from(self.model.placement)
@@ -170,7 +176,7 @@ class Actor(SavesState, ServingWorker):
     def _published_model(self, name: str) -> Placement:
         return self.model.placement
 
-    def _open_broadcast(self, ranks: tuple[int, ...], root: int, num_words: int) -> Broadcast:
+    def _open_broadcast(self, ranks: tuple[int, ...], root: int, num_words: int) -> "Broadcast":
         from mindrlhf.training import broadcast
 
         return broadcast.open_broadcast(ranks, root, num_words)

@@ -27,13 +27,14 @@ from mindrlhf.models.causal_lm import CausalLM, build_model, no_random_weights
 from mindrlhf.models.lora.model import Lora
 from mindrlhf.shards.sources import RandomSource, open_scorer_source, open_source
 from mindrlhf.specs import scorer_config
+from mindrlhf.training.checkpoints.models import begin_adapters, load
 from mindrlhf.training.engine.actor import Actor
 from mindrlhf.training.engine.critic import NO_TURNS, ActorCritic, Turns
 from mindrlhf.training.engine.engine import Engine, WholeEngine
 from mindrlhf.training.engine.model import Model, Whole
 from mindrlhf.training.engine.offline import OfflineWorker
-from mindrlhf.training.engine.placement import Placement
 from mindrlhf.training.engine.policy_loss import build_policy_logprobs, build_policy_loss
+from mindrlhf.training.placement import Placement
 from mindrlhf.training.runtime import Rank, start_parallel
 from mindrlhf.training.vision.image_rows import ImageTokens, with_images
 from mindrlhf.weights.hf import read_hf_config
@@ -76,9 +77,7 @@ def build_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: Rank) ->
     return actor
 
 
-def build_policy_engine(
-    models: "Models", path: str, lora: LoraSection | None = None
-) -> tuple[PolicyLogProbs, Engine]:
+def build_policy_engine(models: "Models", path: str, lora: LoraSection | None = None) -> tuple[PolicyLogProbs, Engine]:
     """Return the log-probabilities of the policy of a run, whose weights are those of a directory, and its engine."""
     config = models.config
     head, model = models.policy(path, lora, lambda network: build_policy_logprobs(config, network))
@@ -207,9 +206,7 @@ class Models:
         head = TokenScores(self._whole_network(hf_config, path, lora, memory), after_token=after_token)
         return head, self._whole(head, path, lora)
 
-    def _whole_network(
-        self, hf_config: dict, path: str, lora: LoraSection | None, memory: MemorySection
-    ) -> CausalLM:
+    def _whole_network(self, hf_config: dict, path: str, lora: LoraSection | None, memory: MemorySection) -> CausalLM:
         model, run = self.config.model, self.config.run
         with no_random_weights():
             network = build_model(
@@ -248,11 +245,11 @@ class Models:
         """Give a model the weights of a directory, or those of ``run.seed``, and its adapters what they begin with."""
         config = self.config
         if config.model.random_init and path == config.model.path:
-            placement.load(RandomSource(path, config.run.seed, as_scorer=is_scorer))
+            load(placement, RandomSource(path, config.run.seed, as_scorer=is_scorer))
         else:
-            placement.load((open_scorer_source if is_scorer else open_source)(path))
+            load(placement, (open_scorer_source if is_scorer else open_source)(path))
         if placement.network.lora is not None:
-            placement.begin(config.run.seed, lora.path)
+            begin_adapters(placement, config.run.seed, lora.path)
 
     def engine(self, model: Model, loss: Loss, optimizer: OptimizerSection, name: str = MODEL_NAME) -> Engine:
         """Return what trains one of the models; ``name`` as :class:`Engine` takes it."""
@@ -282,8 +279,8 @@ class Models:
         for length in self._row_lengths:
             for compile_for in (*self._compiling, *self._updates):
                 compile_for(length)
-        for load in self._loading:
-            load()
+        for load_model in self._loading:
+            load_model()
 
     def _rows(self, length: int, shares_prompts: bool, seen: ImageTokens | None) -> PackedRows:
         rows = padding_rows((self._micro_batch_size, length), share_prompts=shares_prompts)

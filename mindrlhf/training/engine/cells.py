@@ -175,4 +175,3 @@ def make_accumulators(parameters: Sequence[ms.Parameter]) -> ms.ParameterTuple:
             for parameter in parameters
         ]
     )
-

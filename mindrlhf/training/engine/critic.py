@@ -12,10 +12,11 @@ from mindrlhf.checkpoint.state import StateWriter
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.system import heartbeat
 from mindrlhf.system.files import remove
-from mindrlhf.training.batch import ProcessStatistics, UpdateResult
+from mindrlhf.training.checkpoints import models
 from mindrlhf.training.engine.actor import Actor
 from mindrlhf.training.engine.engine import Engine
-from mindrlhf.training.engine.placement import Placement
+from mindrlhf.training.placement import Placement
+from mindrlhf.training.results import ProcessStatistics, UpdateResult
 
 
 class Turns:
@@ -97,7 +98,7 @@ class ActorCritic(Actor):
         """
         done = self.critic.update(self._batches[batch], lr)
         self.critic.make_room()
-        return UpdateResult(done.statistics, done.grad_norm, self.critic.process_statistics())
+        return replace(done, logprobs=())
 
     def process_statistics(self) -> ProcessStatistics:
         """Return the compilations of both models and the peak memory of this rank."""
@@ -108,23 +109,23 @@ class ActorCritic(Actor):
         """Return that of "critic", or else the actor's."""
         return self.critic.model.placement if name == "critic" else super()._published_model(name)
 
-    def export_critic(
-        self, directory: Path, tokenizer_dir: Any, tensors: Iterator[tuple[str, np.ndarray]]
-    ) -> None:
-        """Write the critic as a Hugging Face directory; see :meth:`Placement.export`.
+    def export_critic(self, directory: Path, tokenizer_dir: Any, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
+        """Write the critic as a Hugging Face directory; see :func:`models.export`.
 
         One that is there already is one that a run left when it was killed before it exported the actor.
         """
         remove(directory)
-        self.critic.model.placement.export(directory, tokenizer_dir, tensors)
+        models.export(self.critic.placement, directory, tokenizer_dir, tensors)
 
     def state_size_bytes(self) -> int:
         """Return the size of a checkpoint of both models, in bytes."""
-        return super().state_size_bytes() + self.critic.state_size_bytes()
+        return super().state_size_bytes() + models.state_size_bytes(self.critic.placement, self.critic.state)
 
     def state_writer(self, hold: Callable) -> StateWriter:
         """See :meth:`SavesState.state_writer`; of both models."""
-        writers = (super().state_writer(hold), self.critic.state_writer(hold))
+        critic = self.critic
+        writer = models.state_writer(critic.placement, critic.name, hold, critic.state)
+        writers = (super().state_writer(hold), writer)
 
         return lambda directory: writers[0](directory) | writers[1](directory)
 

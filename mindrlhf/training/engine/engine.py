@@ -1,47 +1,30 @@
 """Per-rank training engine, and that of an unsharded model."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import mindspore as ms
 import numpy as np
 
 from mindrlhf.algorithms.losses import Loss
-from mindrlhf.algorithms.optimizers import STATE_NAMES, optimizer_of
-from mindrlhf.checkpoint.state import MODEL_NAME, StateWriter
+from mindrlhf.checkpoint.state import MODEL_NAME
 from mindrlhf.config.training import OptimizerSection
 from mindrlhf.cpu.training.heads import collect_gradients, differentiated
 from mindrlhf.cpu.training.host_optimizer import HostOptimizerStep
 from mindrlhf.data.packing import PackedRows
-from mindrlhf.errors import UserError
-from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.models.context import run_graph
 from mindrlhf.observe.timing import peak_rss_gb
-from mindrlhf.shards.save import state_layouts, step_layout
-from mindrlhf.training.batch import Batch, ProcessStatistics
+from mindrlhf.training.batch import Batch
+from mindrlhf.training.checkpoints import models
 from mindrlhf.training.engine.cells import AccumulateGradients, OptimizerStep, SumOverRanks, make_accumulators
 from mindrlhf.training.engine.model import Model, model_tensors
-from mindrlhf.training.engine.placement import set_shard
 from mindrlhf.training.optimizers import make_optimizer, matrices_of, optimizer_state
-from mindrlhf.training.runtime import Rank
+from mindrlhf.training.results import ProcessStatistics, UpdateResult
 
-
-@dataclass(frozen=True)
-class Updated:
-    """Result of one update on a rank.
-
-    Attributes:
-        statistics: float64 [statistics of the loss]; those of all data-parallel replicas add up.
-        grad_norm: not finite says that there was no update.
-        outputs: of the model, float32 [rows, length] for each micro-batch, under the weights before; None where the
-            update does not return them.
-    """
-
-    statistics: np.ndarray
-    grad_norm: float
-    outputs: tuple[np.ndarray, ...] | None
+if TYPE_CHECKING:
+    from mindrlhf.training.runtime import Rank
 
 
 class Engine:
@@ -98,13 +81,16 @@ class Engine:
     def run_once(self, rows: PackedRows) -> None:
         raise NotImplementedError
 
-    def update(self, batch: Batch, lr: float, kl_coefficient: float = 0.0) -> Updated:
-        """Make one optimiser update; the norm is not finite when there was none, since it or a loss was not."""
+    def update(self, batch: Batch, lr: float, kl_coefficient: float = 0.0) -> UpdateResult:
+        """Make one optimiser update, which is none where a norm or a loss is not finite.
+
+        Its log-probabilities are what the model said, whatever that is, where ``returns_outputs``.
+        """
         for rows in batch.micro_batches:
             self.count_update(rows)
         return self.make_update(batch, lr, kl_coefficient)
 
-    def make_update(self, batch: Batch, lr: float, kl_coefficient: float) -> Updated:
+    def make_update(self, batch: Batch, lr: float, kl_coefficient: float) -> UpdateResult:
         raise NotImplementedError
 
     def count_update(self, rows: PackedRows) -> None:
@@ -115,6 +101,14 @@ class Engine:
     def gradients(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield name and accumulated gradient, float32, of each trained parameter that this rank holds, to look at."""
         raise NotImplementedError
+
+    def have_state(self) -> None:
+        """Have all that an update needs on the device."""
+
+    def restore(self, directory: str | Path) -> None:
+        """Load this rank's shards of weights and optimiser state from a checkpoint of any layout."""
+        self.have_state()
+        models.restore(self.placement, Path(directory) / self.name, self.state)
 
     def make_room(self) -> None:
         """Give up device memory that only an update needs; on a CPU device and host are one."""
@@ -128,32 +122,6 @@ class Engine:
         """Return what training keeps in device memory beside the weights."""
         raise NotImplementedError
 
-    def state_size_bytes(self) -> int:
-        """Return the size of a checkpoint of all ranks, in bytes: weights and optimiser state."""
-        return self.placement.size_bytes(self.state)
-
-    def state_writer(self, hold: Callable) -> StateWriter:
-        """See :meth:`mindrlhf.training.checkpoints.shards.SavesState.state_writer`."""
-        return self.placement.state_writer(self.name, hold, self.state)
-
-    def restore(self, directory: str | Path) -> None:
-        """Load this rank's shards of weights and optimiser state, whatever the layout of the run that saved them."""
-        source = self.placement.open_saved(Path(directory) / self.name)
-        layouts = self._state_layouts()
-        if missing := [layout.name for layout in layouts if layout.name not in source.dtypes]:
-            other = optimizer_of(source.dtypes)
-            raise UserError(f"{directory} lacks {missing[0]} of the optimiser: set optimizer.type to {other.name}")
-        self.placement.load(source)
-        for layout in layouts:
-            set_shard(self.state[layout.name], source.read_shard(layout, self.placement.rank), layout)
-            source.release(layout.name)
-
-    def _state_layouts(self) -> list[ParameterLayout]:
-        """Return how the optimiser's state that this rank holds lies on the ranks."""
-        held = self.placement.held
-        kinds = {name: [kind for kind in STATE_NAMES if f"{kind}.{name}" in self.state] for name in held}
-        return [*state_layouts(held.values(), kinds), step_layout(self.placement.layout)]
-
 
 class WholeEngine(Engine):
     """Accumulates gradients over micro-batches and updates the weights of a model that is whole.
@@ -166,7 +134,7 @@ class WholeEngine(Engine):
         name: see :class:`Engine`.
     """
 
-    def __init__(self, model: Model, loss: Loss, options: OptimizerSection, rank: Rank, name: str = MODEL_NAME):
+    def __init__(self, model: Model, loss: Loss, options: OptimizerSection, rank: "Rank", name: str = MODEL_NAME):
         self.network = model.network
         self.optimizer = make_optimizer(self.network.trainable_params(), options, matrices_of(self.network))
         super().__init__(model, loss.inputs, optimizer_state(self.optimizer), name)
@@ -205,14 +173,15 @@ class WholeEngine(Engine):
         statistics, outputs = run_graph(self._gradients, *model_tensors(self.network, rows), *given, *scalars)
         return statistics.asnumpy().astype(np.float64), outputs.asnumpy()
 
-    def make_update(self, batch: Batch, lr: float, kl_coefficient: float) -> Updated:
+    def make_update(self, batch: Batch, lr: float, kl_coefficient: float) -> UpdateResult:
         """Make one optimiser update; statistics are sums over this rank's tokens."""
         total, outputs = np.zeros(len(self.loss.statistics)), []
         for rows in batch.micro_batches:
             statistics, computed = self.add(rows, batch.num_tokens, kl_coefficient)
             total += statistics
             outputs.append(computed)
-        return Updated(total, self.apply(lr, loss=float(total[0])), tuple(outputs))
+        norm = self.apply(lr, loss=float(total[0]))
+        return UpdateResult(total, norm, self.process_statistics(), tuple(outputs))
 
     def apply(self, lr: float, loss: float = 0.0) -> float:
         """Update the weights from the accumulated gradients and clear them.

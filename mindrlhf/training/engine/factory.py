@@ -19,10 +19,10 @@ from mindrlhf.layout.rows import num_logprob_micro_batches, updates_return_outpu
 from mindrlhf.models.causal_lm import CausalLM, build_model
 from mindrlhf.models.lora.model import Lora
 from mindrlhf.specs.lora import LoraOptions
-from mindrlhf.training.engine.placement import network_layouts
 from mindrlhf.training.engine.sharded_cells import ParallelLogProbs, ParallelUpdate
 from mindrlhf.training.engine.sharded_losses import RepeatedLoss, ShardedLoss
 from mindrlhf.training.optimizers import make_optimizer, matrices_of
+from mindrlhf.training.placement import network_layouts
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import mindspore as ms
 import numpy as np
@@ -10,9 +11,11 @@ from mindrlhf.data.packing import PackedRows
 from mindrlhf.layout.layout import Layout
 from mindrlhf.models.causal_lm import CausalLM
 from mindrlhf.models.context import run_graph
-from mindrlhf.training.engine.placement import Placement
+from mindrlhf.training.placement import Placement
 from mindrlhf.training.routing.rows import experts_by_layer
-from mindrlhf.training.runtime import Rank
+
+if TYPE_CHECKING:
+    from mindrlhf.training.runtime import Rank
 
 
 class Whole(Placement):
@@ -23,7 +26,7 @@ class Whole(Placement):
         rank: this process.
     """
 
-    def __init__(self, network: CausalLM, rank: Rank):
+    def __init__(self, network: CausalLM, rank: "Rank"):
         super().__init__(network, Layout(), 0)
         self.published_layout, self.published_rank = Layout(data_parallel=rank.world_size), rank.index
 

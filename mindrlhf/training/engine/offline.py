@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from mindrlhf.training.batch import Batch, HeldOutLogProbs, UpdateResult
+from mindrlhf.training.batch import Batch
 from mindrlhf.training.engine.actor import Actor
 from mindrlhf.training.engine.cells import check_finite
 from mindrlhf.training.engine.model import Model
+from mindrlhf.training.results import HeldOutLogProbs, UpdateResult
 
 
 class OfflineWorker(Actor):
@@ -22,7 +23,7 @@ class OfflineWorker(Actor):
         # The host divides the coefficients of pairs itself.
         num_tokens = 1 if self.engine.inputs else batch.num_tokens
         done = self.engine.update(replace(batch, num_tokens=num_tokens), lr)
-        return UpdateResult(done.statistics, check_finite(done.grad_norm), self.process_statistics())
+        return replace(done, grad_norm=check_finite(done.grad_norm), logprobs=())
 
     def evaluate(self, batch: Batch) -> HeldOutLogProbs:
         """Return the summed log-probability of the response tokens of this rank's share."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import mindspore as ms
 import numpy as np
@@ -13,11 +12,12 @@ from mindrlhf.config.memory import MemorySection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.layout.rows import step_length
 from mindrlhf.training.batch import Batch
-from mindrlhf.training.engine.engine import Engine, Updated
+from mindrlhf.training.engine.engine import Engine
 from mindrlhf.training.engine.model import Model
 from mindrlhf.training.engine.offload import OptimizerPlaces
 from mindrlhf.training.engine.sharded_cells import ParallelGradients, ParallelUpdate
 from mindrlhf.training.optimizers import optimizer_state
+from mindrlhf.training.results import UpdateResult
 
 _ROW_ARRAYS = ("input_ids", "segment_ids", "labels", "mask")
 
@@ -84,13 +84,15 @@ class ShardedEngine(Engine):
         name: see :class:`Engine`.
     """
 
-    def __init__(
-        self, model: Model, graph: UpdateGraph, places: OptimizerPlaces | None = None, name: str = MODEL_NAME
-    ):
+    def __init__(self, model: Model, graph: UpdateGraph, places: OptimizerPlaces | None = None, name: str = MODEL_NAME):
         super().__init__(model, graph.token_inputs, graph.state, name)
         self.graph = graph
         self.returns_outputs = graph.returns_outputs
         self._places = places
+
+    def have_state(self) -> None:
+        if self._places is not None:
+            self._places.have_for_step()
 
     def make_room(self) -> None:
         if self._places is not None:
@@ -125,7 +127,7 @@ class ShardedEngine(Engine):
     def training_parameters(self) -> Sequence[ms.Parameter]:
         return self.graph.parameters
 
-    def make_update(self, batch: Batch, lr: float, kl_coefficient: float) -> Updated:
+    def make_update(self, batch: Batch, lr: float, kl_coefficient: float) -> UpdateResult:
         """Make one optimiser update; there are as many micro-batches on every rank.
 
         Statistics are of all ranks' rows on ranks of the first replica and the last stage, zeros on others, so that
@@ -144,22 +146,19 @@ class ShardedEngine(Engine):
             ended = self._call(self._step_rows(batch.micro_batches[-1]), 0.0, 1, is_last=True)
         # Read only now: the device need not wait for the host between calls.
         total = sum(self._of_last_stage(statistics) for statistics, *_ in calls)
-        outputs = None
+        outputs = ()
         if self.returns_outputs:
             found = zip(calls, batch.micro_batches)
             outputs = tuple(self.placement.own_outputs(call[2:], rows) for call, rows in found)
         is_first_replica = self.placement.layout.coordinates(self.placement.rank).data == 0
         norm = float(ended[1].asnumpy()[0])
-        return Updated(total if is_first_replica else np.zeros_like(total), norm, outputs)
-
-    def restore(self, directory: str | Path) -> None:
-        self._have_state()
-        super().restore(directory)
+        statistics = total if is_first_replica else np.zeros_like(total)
+        return UpdateResult(statistics, norm, self.process_statistics(), outputs)
 
     def _call(
         self, rows: PackedRows, kl_coefficient: float, num_tokens: int, *, is_last: bool
     ) -> tuple[ms.Tensor, ...]:
-        self._have_state()
+        self.have_state()
         self.graph.is_last.set_data(ms.Tensor([float(is_last)], ms.float32))
         return self.graph.cell(*self._inputs(rows, kl_coefficient, num_tokens))
 
@@ -172,10 +171,6 @@ class ShardedEngine(Engine):
     def _of_last_stage(self, statistics: ms.Tensor) -> np.ndarray:
         values = statistics.asnumpy().astype(np.float64)
         return values if self.placement.is_in_last_stage else np.zeros_like(values)
-
-    def _have_state(self) -> None:
-        if self._places is not None:
-            self._places.have_for_step()
 
     def _step_rows(self, rows: PackedRows) -> PackedRows:
         """Return rows of weight 0, as many and as wide as these, and no longer than the layout needs."""

@@ -10,7 +10,7 @@ from mindrlhf.data.packing import PackedRows
 from mindrlhf.layout.rows import num_logprob_micro_batches, own_rows, place_rows
 from mindrlhf.models.causal_lm import CausalLM
 from mindrlhf.training.engine.factory import layout_of
-from mindrlhf.training.engine.placement import Placement
+from mindrlhf.training.placement import Placement
 
 
 class Shards(Placement):
@@ -20,7 +20,7 @@ class Shards(Placement):
     product's own, and the shards may lie in other parameters than those of ``network``.
 
     Args:
-        network, rank, parameters: of :class:`mindrlhf.training.engine.placement.Placement`.
+        network, rank, parameters: of :class:`mindrlhf.training.placement.Placement`.
         parallel: the layout, with `data_parallel` filled in.
         after_token: of a scoring model, whose graph gives the score before each token: give that after it, which is the
             one before the next. So the rows are moved by one position on their way in, and the scores back, and no rank

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mindrlhf.algorithms.losses import POLICY_STATISTICS
-from mindrlhf.checkpoint.algorithm_state import KlState
+from mindrlhf.algorithms.overlong import complete
+from mindrlhf.checkpoint.algorithm_state import KlState, SampleTotals
 from mindrlhf.config.derived import has_older_samples
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.observe import metrics as measure
 from mindrlhf.observe.samples import TOKEN_VALUES, SampleRecord
 from mindrlhf.observe.sinks import StepDetails
 from mindrlhf.observe.timing import throughput
-from mindrlhf.rollout.conversations import tool_metrics
 from mindrlhf.rollout.samples import (
     Sample,
     Sampler,
@@ -21,6 +21,7 @@ from mindrlhf.rollout.samples import (
     reward_matrix,
     sample_parts,
     sample_record,
+    tool_metrics,
     verifier_names,
 )
 from mindrlhf.rollout.stop_strings import stop_string_fraction
@@ -28,7 +29,6 @@ from mindrlhf.training.batch import Batch
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.loop.alarms import SlowRewards
 from mindrlhf.training.loop.guards import Observers
-from mindrlhf.training.loop.leftover import SampleLedger
 from mindrlhf.training.loop.objective import Objective
 from mindrlhf.training.loop.step import Step, StepSamples
 
@@ -127,6 +127,55 @@ class StepReport:
             tokens = self._sampler.token_values(sample, dict(zip(TOKEN_VALUES, numbers, strict=True)))
             with_tokens.append(dataclasses.replace(record, tokens=tokens))
         return with_tokens
+
+
+class SampleLedger:
+    """Accounts for every sample of a run: what was generated has been used, is left over, or was dropped.
+
+    Args:
+        state: what :meth:`state` returned at the checkpoint that the run goes on from.
+    """
+
+    def __init__(self, state: SampleTotals | None = None):
+        self._totals = state or SampleTotals()
+
+    def state(self) -> SampleTotals:
+        """Return the totals so far, and how many samples are left over."""
+        return self._totals
+
+    def add(self, step: StepSamples) -> dict[str, float]:
+        """Enter a step and return its metrics.
+
+        Raises:
+            AssertionError: the sums of the step or of the run do not add up.
+        """
+        generated, used, dropped, leftover = map(len, (step.generated, step.used, step.dropped, step.leftover))
+        before = self._totals.carried
+        # Groups of partial rollout that go on are not generated yet.
+        assert before in (0, step.num_stale), f"{before} samples were carried over, {step.num_stale} are used"
+        assert before + generated == used + leftover + dropped, (
+            f"{before} samples carried over before and {generated} generated are not {used} used, {leftover} carried "
+            f"over and {dropped} dropped"
+        )
+        last = self._totals
+        self._totals = totals = SampleTotals(
+            last.generated + generated, last.used + used, last.dropped + dropped, leftover
+        )
+        assert totals.generated == totals.used + totals.carried + totals.dropped, (
+            f"the samples of the run do not add up: {totals}"
+        )
+        return {
+            "samples/generated": float(generated),
+            "samples/used": float(used),
+            "samples/used_stale": float(step.num_stale),
+            "samples/used_without_signal": float(step.num_without_signal),
+            "samples/used_cut": float(np.sum(~complete([sample.completion.finish_reason for sample in step.used]))),
+            "samples/carried": float(leftover),
+            "samples/dropped_without_signal": float(dropped),
+            "samples/total_generated": float(totals.generated),
+            "samples/total_used": float(totals.used),
+            "samples/total_dropped_without_signal": float(totals.dropped),
+        }
 
 
 def step_metrics(config: GrpoConfig, objective: Objective, step: Step) -> dict[str, float]:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,8 +12,12 @@ from mindrlhf.config.reward import REWARD_MODEL_NAME, RewardSection
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.rewards.types import RewardResult
 from mindrlhf.rollout.samples import Sample
+from mindrlhf.system.workers import Workers
 from mindrlhf.training.batch import RowOptions, make_batch
 from mindrlhf.training.team import Team
+
+if TYPE_CHECKING:
+    from mindrlhf.training.engine.actor import Actor
 
 
 class RewardModel:
@@ -35,6 +40,7 @@ class RewardModel:
         uninterruptible: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ):
         self._team = team
+        self._workers: Actor = Workers(team.call)
         self._rows = rows
         self._weight = reward.model_weight
         self._failure_value = reward.failure_value
@@ -64,7 +70,7 @@ class RewardModel:
 
     def _score(self, sequences: Sequence[TokenSequence], rows: RowOptions) -> list[float]:
         batch = make_batch(sequences, rows)
-        results = self._team.call("score_responses", per_rank=batch.per_rank(self._team.world_size))
+        results = self._workers.score_responses(per_rank=batch.per_rank(self._team.world_size))
         return [float(response[-1]) for response in batch.collect(results)]
 
     def _rewarded(self, sample: Sample, score: float | None) -> Sample:

@@ -9,7 +9,8 @@ import numpy as np
 
 from mindrlhf.rollout.samples import Sample, groups_that_teach
 from mindrlhf.system.records import record
-from mindrlhf.training.batch import Batch, PolicyUpdateResult
+from mindrlhf.training.batch import Batch
+from mindrlhf.training.results import UpdateResult
 
 T = TypeVar("T")
 
@@ -105,7 +106,7 @@ class Step:
     reference_logprobs: list[np.ndarray] = field(default_factory=list)
     values: list[np.ndarray] | None = None
     train_logprobs: list[np.ndarray] = field(default_factory=list)
-    updates: list[PolicyUpdateResult] = field(default_factory=list)
+    updates: list[UpdateResult] = field(default_factory=list)
     lr: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 

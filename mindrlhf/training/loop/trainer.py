@@ -18,11 +18,8 @@ from mindrlhf.training.loop.objective import Objective
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.report import StepReport
 from mindrlhf.training.loop.sampling.in_step import Rollout, WholeSteps
-from mindrlhf.training.loop.sampling.pipelined import PipelinedScheduler
 from mindrlhf.training.loop.sampling.scheduler import Scheduler
-from mindrlhf.training.loop.sampling.segments import Segments
 from mindrlhf.training.loop.step import Step
-from mindrlhf.training.loop.value_function import ValueFunction
 from mindrlhf.training.team import Team
 
 
@@ -51,7 +48,11 @@ class Trainer:
         self.objective = Objective(config)
         if kl := progress.algorithm.kl:
             self.objective.kl.restore(asdict(kl))
-        self.critic = ValueFunction(config, parts.team, self.timer, num_steps) if self.objective.needs_values else None
+        self.critic = None
+        if self.objective.needs_values:
+            from mindrlhf.training.loop.value_function import ValueFunction
+
+            self.critic = ValueFunction(config, parts.team, self.timer, num_steps)
         self.sampling = open_scheduler(
             config, parts.rollout, progress, num_steps, self.timer, needs_greedy=self.objective.needs_greedy
         )
@@ -236,9 +237,11 @@ def open_scheduler(
     """Return the scheduler of a run: within the step or beside it, of whole responses or of segments."""
     is_beside, kind = config.rollout.off_policy_steps > 0, WholeSteps
     if config.rollout.segment_tokens:
-        kind = Segments
+        from mindrlhf.training.loop.sampling.segments import Segments as kind
     prompts = rollout.prompts.beside_the_loop() if is_beside else rollout.prompts
     maker = kind(config, prompts, progress, num_steps, needs_greedy=needs_greedy)
     if is_beside:
+        from mindrlhf.training.loop.sampling.pipelined import PipelinedScheduler
+
         return PipelinedScheduler(config, rollout, progress, num_steps, maker, timer)
     return Scheduler(rollout, progress, num_steps, maker)

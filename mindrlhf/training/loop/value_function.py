@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -9,9 +10,13 @@ from mindrlhf.config.derived import critic_optimizer
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import RunFailure
 from mindrlhf.observe.timing import StageTimer
-from mindrlhf.training.batch import UpdateResult
+from mindrlhf.system.workers import Workers
 from mindrlhf.training.loop.step import Step
+from mindrlhf.training.results import UpdateResult
 from mindrlhf.training.team import Team
+
+if TYPE_CHECKING:
+    from mindrlhf.training.engine.critic import ActorCritic
 
 # Returns that vary less than this are all equal: what is left is rounding.
 EQUAL_RETURNS_STD = 1e-8
@@ -22,13 +27,13 @@ class ValueFunction:
 
     Args:
         config: of the run.
-        team: the ranks, whose worker is :class:`mindrlhf.training.engine.critic.ActorCritic`.
+        team: the ranks.
         timer: times ``values`` and ``update_critic``.
         num_steps: of the whole run.
     """
 
     def __init__(self, config: GrpoConfig, team: Team, timer: StageTimer, num_steps: int):
-        self._team = team
+        self._workers: ActorCritic = Workers(team.call)
         self._timer = timer
         self._optimizer = critic_optimizer(config)
         self._num_iterations = config.training.num_iterations
@@ -39,9 +44,9 @@ class ValueFunction:
         """Have the ranks compute the value before each token of the samples in rows."""
         values = []
         with self._timer.stage("values"):
-            self._team.call("take_turn", model="critic")
+            self._workers.take_turn(model="critic")
             for position, batch in enumerate(step.batches):
-                values += batch.collect(self._team.call("compute_values", batch=position))
+                values += batch.collect(self._workers.compute_values(batch=position))
         step.values = [part.astype(np.float64) for part in values]
 
     def update(self, step: Step, returns: Sequence[np.ndarray]) -> None:
@@ -56,13 +61,13 @@ class ValueFunction:
             for _ in range(self._num_iterations):
                 for position, batch in enumerate(step.batches):
                     lr = self._optimizer.learning_rate(update, self._num_updates)
-                    results = self._team.call("update_critic", batch=position, lr=lr)
+                    results = self._workers.update_critic(batch=position, lr=lr)
                     loss, num_clipped = np.sum([result.statistics for result in results], axis=0)
                     losses.append(loss)
                     clip_fractions.append(num_clipped / batch.num_tokens)
                     norms.append(self._check(results, step.number))
                     update += 1
-            self._team.call("take_turn", model="actor")
+            self._workers.take_turn(model="actor")
         step.metrics |= {
             **value_metrics(step.values, returns),
             "value/loss": float(np.mean(losses)),

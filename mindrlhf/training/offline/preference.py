@@ -5,9 +5,9 @@ and its derivatives; the second carries these back through the model.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,12 +21,16 @@ from mindrlhf.data.packing import TokenSequence
 from mindrlhf.evaluation.statistics import Interval, accuracy_interval
 from mindrlhf.images.pixels import decode_png
 from mindrlhf.observe.fingerprint import digest_arrays
+from mindrlhf.system.workers import Workers
 from mindrlhf.training.batch import RowOptions, make_batch
 from mindrlhf.training.offline.pair_objectives import DpoObjective, PairResult, RewardModelObjective
 from mindrlhf.training.offline.run import OfflineTrainer
 from mindrlhf.training.offline.supervised import read_image_files
 from mindrlhf.training.preflight import RunInputs
-from mindrlhf.training.team import Team
+from mindrlhf.training.team import Results, Team
+
+if TYPE_CHECKING:
+    from mindrlhf.training.engine.offline import OfflineWorker
 
 Config = DpoConfig | RewardModelConfig
 Objective = DpoObjective | RewardModelObjective
@@ -68,6 +72,7 @@ class PreferenceTrainer(OfflineTrainer):
     def __init__(self, config: Config, inputs: RunInputs, team: Team):
         self._config = config
         self._team = team
+        self._workers: OfflineWorker = Workers(team.call)
         training = config.training
         self._rows = RowOptions(
             inputs.row_lengths,
@@ -86,7 +91,7 @@ class PreferenceTrainer(OfflineTrainer):
         held_out = self._held_out.sequences if self._held_out else []
         self._held_out_digest = digest_arrays(ids for one in held_out for ids in (one.prompt_ids, one.response_ids))
         if is_dpo:
-            team.call("drop_reference")
+            self._workers.drop_reference()
         self.order = EpochSteps(len(self._pairs), training.pairs_per_step, config.run.seed, config.data.shuffle)
         self.num_steps = self.order.num_steps(training.epochs, config.run.max_steps)
 
@@ -130,7 +135,7 @@ class PreferenceTrainer(OfflineTrainer):
             replace(sequence, values={"coefficients": values.astype(np.float32)})
             for sequence, values in zip(pairs.with_images(), result.coefficients, strict=True)
         ]
-        results = self._call("train", sequences, lr=lr)[1]
+        results = self._call(self._workers.train, sequences, lr=lr)[1]
         return {
             **result.metrics(),
             "grad_norm": results[0].grad_norm,
@@ -165,12 +170,12 @@ class PreferenceTrainer(OfflineTrainer):
         return Pairs(read_pairs(file), [both for both in files for _ in ("chosen", "rejected")])
 
     def _measure(self, name: str, pairs: Pairs) -> list[np.ndarray]:
-        batch, results = self._call("measure", pairs.with_images(), name=name)
+        batch, results = self._call(self._workers.measure, pairs.with_images(), name=name)
         return batch.collect(results)
 
-    def _call(self, method: str, sequences: Sequence[TokenSequence], **arguments: Any):
+    def _call(self, method: Callable[..., Results], sequences: Sequence[TokenSequence], **arguments: Any):
         batch = make_batch(sequences, self._rows)
-        return batch, self._team.call(method, per_rank=batch.per_rank(self._team.world_size), **arguments)
+        return batch, method(per_rank=batch.per_rank(self._team.world_size), **arguments)
 
 
 def read_pairs(file: PromptFile, block: int = 4096) -> list[TokenSequence]:

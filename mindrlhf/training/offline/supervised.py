@@ -1,9 +1,9 @@
 """Supervised fine-tuning on the cells of reinforcement learning; also the warm-up before it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,10 +12,15 @@ from mindrlhf.config.training import UNPACKED, trains_sharded
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.packing import Row, TokenSequence, plan_rows
 from mindrlhf.images.pixels import decode_png
-from mindrlhf.training.batch import Batch, RowOptions, UpdateResult, batch_of_rows
+from mindrlhf.system.workers import Workers
+from mindrlhf.training.batch import Batch, RowOptions, batch_of_rows
 from mindrlhf.training.offline.run import OfflineTrainer
 from mindrlhf.training.preflight import RunInputs
+from mindrlhf.training.results import UpdateResult
 from mindrlhf.training.team import Results, Team
+
+if TYPE_CHECKING:
+    from mindrlhf.training.engine.offline import OfflineWorker
 
 
 class SupervisedTrainer(OfflineTrainer):
@@ -25,6 +30,7 @@ class SupervisedTrainer(OfflineTrainer):
         section = config.training
         self._config = config
         self._team = team
+        self._workers: OfflineWorker = Workers(team.call)
         self._options = RowOptions(
             inputs.row_lengths,
             section.micro_batch_size,
@@ -46,7 +52,7 @@ class SupervisedTrainer(OfflineTrainer):
         start_s = time.perf_counter()
         batch = self._batch(self._sequences, self._image_files, [self._rows[item] for item in items])
         lr = self._config.optimizer.learning_rate(index, self.num_steps)
-        metrics = _metrics(self._call("train", batch, lr=lr), batch, lr)
+        metrics = _metrics(self._call(self._workers.train, batch, lr=lr), batch, lr)
         if self._config.observe.performance_stats:
             metrics |= _performance(batch, time.perf_counter() - start_s, self._team.num_devices)
         return metrics
@@ -55,7 +61,7 @@ class SupervisedTrainer(OfflineTrainer):
         """Return the loss on held-out records after the last step."""
         if not self._held_out or self.progress.step < self.num_steps:
             return {}
-        results = self._call("evaluate", self._held_out)
+        results = self._call(self._workers.evaluate, self._held_out)
         return {"eval/loss": -sum(result.total for result in results) / self._held_out.num_tokens}
 
     def _held_out_batch(self, file: Any) -> Batch:
@@ -74,8 +80,8 @@ class SupervisedTrainer(OfflineTrainer):
                 sequences[item] = _with_images(sequences[item], image_files[item])
         return batch_of_rows(sequences, rows, self._options)
 
-    def _call(self, method: str, batch: Batch, **arguments: Any) -> Results:
-        return self._team.call(method, per_rank=batch.per_rank(self._team.world_size), **arguments)
+    def _call(self, method: Callable[..., Results], batch: Batch, **arguments: Any) -> Results:
+        return method(per_rank=batch.per_rank(self._team.world_size), **arguments)
 
 
 def read_sequences(file: Any, block: int = 4096) -> list[TokenSequence]:

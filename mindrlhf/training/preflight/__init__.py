@@ -1,16 +1,11 @@
 """Everything about a run that can be checked, and counted, before a device is touched."""
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from mindrlhf.config.derived import names_reference, needs_critic
-from mindrlhf.config.memory import MemorySection, check_num_layers
-from mindrlhf.config.model import ModelSection
 from mindrlhf.config.run import DataSection, RunSection
-from mindrlhf.config.schema import AnyConfig, DpoConfig, GrpoConfig, OfflineConfig, RewardModelConfig, SftConfig
+from mindrlhf.config.schema import AnyConfig, GrpoConfig, OfflineConfig, SftConfig
 from mindrlhf.config.training import BY_LENGTH, SHARED_PROMPTS, cpu_rules
 from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
 from mindrlhf.data.packing import choose_row_length
@@ -24,8 +19,6 @@ from mindrlhf.rollout.conversations import conversation_template
 from mindrlhf.rollout.vllm_options import check_head_size, check_positions
 from mindrlhf.sandbox.server import check_for
 from mindrlhf.sandbox.user_files import find_engine
-from mindrlhf.specs import find_spec, scorer_config
-from mindrlhf.specs.lora import adapters
 from mindrlhf.tools.agents import check_agent
 from mindrlhf.tools.environments import check_columns, check_environment
 from mindrlhf.tools.registry import check as check_tools
@@ -36,14 +29,11 @@ from mindrlhf.training.preflight.features import (
     check_replay,
     check_rows_in_window,
     check_vision,
-    model_dims,
+    image_tokens,
 )
-from mindrlhf.training.preflight.layout import check_layout, check_offline_layout, check_servers
-from mindrlhf.training.vision.image_rows import ImageTokens, image_tokens
-from mindrlhf.weights.adapters.peft import check_adapter
-from mindrlhf.weights.convert import check_checkpoint
-from mindrlhf.weights.hf import read_hf_config
-from mindrlhf.weights.open import open_tensors
+from mindrlhf.training.preflight.layout import check_layout, check_servers
+from mindrlhf.training.preflight.models import check_layers, check_role, check_training_of_actor, roles_of
+from mindrlhf.training.vision.image_rows import ImageTokens
 
 # Tokens of a prompt with its responses up to which a row is chosen that holds them, where it needs no more than a pair.
 LONGEST_GROUP = 1024
@@ -96,7 +86,6 @@ def check_grpo_inputs(
     check = mistakes.check
     check(check_vision, config, needs=["model.path"])
     check(check_replay, config, needs=["model.path"])
-    check(_check_layers, config.memory, config.model.path, needs=["model.path", "memory.recompute_layers"])
     mistakes.judge(cpu_rules(config))
     selection = Selection.from_config(config.reward) if config.reward.verifier_function else None
     if selection is not None:
@@ -127,34 +116,18 @@ def check_grpo_inputs(
     check(find_engine, config.rollout.engine)
     check(check_head_size, config.model.path, config.run.device, config.rollout.engine, needs=["model.path"])
     if row_lengths is not None:
-        _check_lengths(config, files.present, row_lengths, world_size, check)
-    _check_models(config, files.tokenizer, num_steps, mistakes)
+        is_whole = config.run.device != "cpu" or config.training.packing in BY_LENGTH
+        longest = row_lengths[-1] if is_whole else _longest_sample(config, files.present)
+        check(check_positions, config.model.path, longest, needs=["model.path"])
+    _check_models(config, files, row_lengths, world_size, mistakes)
+    check(check_training_of_actor, config, num_steps, needs=["model.path", "model.reference_path"])
     for file in files.present:
         check(check_columns, config.tools.environment, file.header.columns, f"prompts of {file.path}")
-        check(check_images, config.model.path, file, needs=["model.path"])
-        if names_reference(config):
-            check(check_images, config.model.reference_path, file, needs=["model.reference_path"])
     mistakes.raise_if_any()
     files.tokenizer.end_at(end_ids(config.model.path))
     seen = image_tokens(config.model.path)
     longest = _longest_sample(config, files.present)
     return RunInputs(files.tokenizer, files.training, files.held_out, row_lengths, num_steps, seen, files.more, longest)
-
-
-def _check_lengths(
-    config: GrpoConfig, present: Sequence[PromptFile], row_lengths: Sequence[int], world_size: int, check: Callable
-) -> None:
-    """Check that layout and models take the rows."""
-    if config.run.device != "cpu":
-        check(check_layout, config, row_lengths, world_size, needs=["model.path"])
-    is_whole = config.run.device != "cpu" or config.training.packing in BY_LENGTH
-    longest = row_lengths[-1] if is_whole else _longest_sample(config, present)
-    check(check_positions, config.model.path, longest, needs=["model.path"])
-    keys = {config.model.path: "model.path"}
-    keys |= {config.critic.path: "critic.path"} if needs_critic(config) else {}
-    keys |= {config.model.reference_path: "model.reference_path"} if names_reference(config) else {}
-    for path, key in keys.items():
-        check(check_rows_in_window, path, row_lengths[-1], needs=[key])
 
 
 def check_offline_inputs(config: OfflineConfig, world_size: int = 1, mistakes: Mistakes | None = None) -> RunInputs:
@@ -164,28 +137,12 @@ def check_offline_inputs(config: OfflineConfig, world_size: int = 1, mistakes: M
     """
     mistakes = Mistakes() if mistakes is None else mistakes
     check, model = mistakes.check, config.model
-    is_sft, is_scorer = isinstance(config, SftConfig), isinstance(config, RewardModelConfig)
-    task, what = ("sft", "record") if is_sft else ("preference", "pair")
-    keys = {"model.path": model.path, "model.reference_path": "" if is_sft else model.reference_path}
-    keys = {key: path for key, path in keys.items() if path}
+    task, what = ("sft", "record") if isinstance(config, SftConfig) else ("preference", "pair")
     check(check_offline_vision, config, needs=["model.path"])
     mistakes.judge(cpu_rules(config))
     files = _Files.open(config.data, task, mistakes)
-    for key, path in keys.items():
-        check(_check_model, model, path, files.tokenizer, needs=[key])
-        if isinstance(config, DpoConfig):
-            check(_check_gives_tokens, path, needs=[key])
-    check(_check_lora, config, model.path, is_scorer, needs=["model.path"])
-    check(_check_layers, config.memory, model.path, needs=["model.path", "memory.recompute_layers"])
-    for path, file in itertools.product(keys.values(), files.present):
-        check(check_images, path, file, needs=["model.path"])
-    batches = config.training
-    lengths = check(_record_row_lengths, batches.sequence_lengths, files.present, what, config.run)
-    if lengths:
-        for key, path in keys.items():
-            check(check_rows_in_window, path, lengths[-1], needs=[key])
-        shape = (config, tuple(keys.values()), world_size, lengths, batches.micro_batch_size, is_scorer)
-        check(check_offline_layout, *shape, needs=["model.path", "model.reference_path"])
+    lengths = check(_record_row_lengths, config.training.sequence_lengths, files.present, what, config.run)
+    _check_models(config, files, lengths, world_size, mistakes)
     mistakes.raise_if_any()
     seen = image_tokens(model.path)
     return RunInputs(files.tokenizer, files.training, files.held_out, lengths, 0, seen)
@@ -259,24 +216,26 @@ def _record_row_lengths(
     return choose_row_length(given, longest, what, run.device)
 
 
-def _check_models(config: GrpoConfig, tokenizer: Tokenizer | None, num_steps: int, mistakes: Mistakes) -> None:
-    check, model = mistakes.check, config.model
-    check(_check_model, model, model.path, tokenizer, needs=["model.path"])
-    check(_check_lora, config, model.path, False, needs=["model.path"])
-    if names_reference(config):
-        key, path = "model.reference_path", model.reference_path
-        check(_check_model, model, path, tokenizer, needs=[key])
-        check(_check_reads_alike, config, path, key, "reference model", tokenizer, needs=[key])
-        check(_check_reference, config, needs=["model.path", "model.reference_path"])
-    if needs_critic(config):
-        check(_check_critic, config, tokenizer, num_steps, needs=["critic.path"])
-    if config.reward.model_path:
-        check(_check_reward_model, config, tokenizer, needs=["reward.model_path"])
-
-
 def _longest_record(header: PromptFileHeader) -> int:
     limit = header.longest_prompt + header.longest_response
     return min(limit, header.max_length) if header.max_length else limit
+
+
+def _check_models(
+    config: AnyConfig, files: _Files, row_lengths: Sequence[int] | None, world_size: int, mistakes: Mistakes
+) -> None:
+    """Check each model that a run reads: by itself, with the rows and images that it gets, and over the ranks."""
+    check, roles = mistakes.check, roles_of(config)
+    for role in roles:
+        check(check_role, config, role, files.tokenizer, needs=[role.key])
+        if row_lengths:
+            check(check_rows_in_window, role.path, row_lengths[-1], needs=[role.key])
+        if role.is_of_actor:
+            for file in files.present:
+                check(check_images, role.path, file, needs=[role.key])
+    check(check_layers, config.memory, config.model.path, needs=["model.path", "memory.recompute_layers"])
+    if row_lengths:
+        check(check_layout, config, row_lengths, world_size, needs=[role.key for role in roles])
 
 
 def _open_file(path: str, tokenizer: Tokenizer | None, task: str) -> PromptFile:
@@ -286,101 +245,6 @@ def _open_file(path: str, tokenizer: Tokenizer | None, task: str) -> PromptFile:
     if not len(file):
         raise UserError(f"{path} holds no prompts: raise --max-prompt-length or check the raw file, and build it again")
     return file
-
-
-def _check_model(model: ModelSection, path: str, tokenizer: Tokenizer | None) -> None:
-    hf_config = read_hf_config(path)
-    spec = find_spec(hf_config)
-    dims = spec.dims(hf_config)
-    if tokenizer is not None and tokenizer.vocab_size > dims.vocab_size:
-        raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model in {path} has {dims.vocab_size}: "
-            "use the model's own tokenizer"
-        )
-    if not (model.random_init and path == model.path):
-        check_checkpoint(open_tensors(path), spec, dims)
-
-
-def _check_gives_tokens(path: str) -> None:
-    if find_spec(read_hf_config(path)).is_scorer:
-        raise UserError(f"the model in {path} gives scores, not tokens: use a language model")
-
-
-def _check_lora(config: AnyConfig, path: str, is_scorer: bool) -> None:
-    """Check that a model has the matrices that are to have adapters, and that an adapter to begin with is of it."""
-    lora, device = config.lora, config.run.device
-    if lora.options is None:
-        return
-    if device != "cpu" and config.checkpoint.node_local:
-        raise UserError(
-            "'checkpoint.node_local' is true, but adapters of sharded models are put together from a directory that "
-            "all nodes see: set it to false, or remove lora.rank"
-        )
-    hf_config = read_hf_config(path)
-    if is_scorer:
-        hf_config = scorer_config(hf_config)
-    spec = find_spec(hf_config)
-    adapters(spec, spec.dims(hf_config), lora.options)
-    if lora.path:
-        check_adapter(lora.path, hf_config, lora.options)
-
-
-def _check_layers(memory: MemorySection, path: str) -> None:
-    dims = model_dims(path)
-    check_num_layers(memory, dims.num_layers, dims.has_dense_mlps)
-
-
-def _check_reward_model(config: GrpoConfig, tokenizer: Tokenizer | None) -> None:
-    path = config.reward.model_path
-    spec = find_spec(read_hf_config(path))
-    if not spec.is_scorer:
-        raise UserError(
-            f"'reward.model_path' is {path}, a {spec.hf_architecture}, which gives tokens, not scores: train one with "
-            "mindrlhf reward-model"
-        )
-    if _brings_other_tokenizer(path, tokenizer):
-        raise UserError(
-            f"'reward.model_path' is {path}, a model of another vocabulary than data.tokenizer_dir = "
-            f"{config.data.tokenizer_dir}: it would read other texts than the actor wrote, so train a reward model "
-            "with that tokenizer"
-        )
-    _check_model(config.model, path, tokenizer)
-
-
-def _check_reference(config: GrpoConfig) -> None:
-    paths = (config.model.path, config.model.reference_path)
-    if config.algorithm.sync_ref_model and model_dims(paths[0]) != model_dims(paths[1]):
-        raise UserError(
-            f"'algorithm.sync_ref_model' copies the actor into the reference model, but {paths[1]} has another shape "
-            f"than {paths[0]}: set it to false, or use a reference of the same shape"
-        )
-
-
-def _check_critic(config: GrpoConfig, tokenizer: Tokenizer | None, num_steps: int) -> None:
-    critic = config.critic
-    _check_reads_alike(config, critic.path, "critic.path", "critic", tokenizer)
-    _check_model(config.model, critic.path, tokenizer)
-    lora = dataclasses.replace(config.lora, path="")  # that adapter is the actor's
-    _check_lora(dataclasses.replace(config, lora=lora), critic.path, True)
-    if 0 < num_steps <= critic.warmup_steps:
-        raise UserError(
-            f"'critic.warmup_steps' is {critic.warmup_steps}, but the run has {num_steps} steps, so that the actor is "
-            "never trained: lower it"
-        )
-
-
-def _check_reads_alike(config: GrpoConfig, path: str, key: str, what: str, tokenizer: Tokenizer | None) -> None:
-    if _brings_other_tokenizer(path, tokenizer):
-        raise UserError(
-            f"'{key}' is {path}, a model of another vocabulary than data.tokenizer_dir = "
-            f"{config.data.tokenizer_dir}: the {what} reads the actor's tokens, so use a model with that tokenizer"
-        )
-
-
-def _brings_other_tokenizer(path: str, tokenizer: Tokenizer | None) -> bool:
-    # Only a directory that brings its tokenizer can tell: models pad their vocabularies to sizes of their own.
-    has_tokenizer = (Path(path) / "tokenizer.json").exists()
-    return tokenizer is not None and has_tokenizer and load_tokenizer(path).fingerprint != tokenizer.fingerprint
 
 
 def _num_steps(num_prompts: int, per_step: int, max_steps: int) -> int:

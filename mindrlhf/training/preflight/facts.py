@@ -34,7 +34,6 @@ TRAINER_BASE_BYTES, SERVER_BASE_BYTES = int(1.4 * GIB), int(1.3 * GIB)
 _FLOAT_BYTES = 4
 
 
-
 def read_facts(task: str, model_dir: str, train_file: str, eval_file: str = "") -> Facts:
     """Read what ``config new`` can know; what is not there yet is left out.
 

@@ -3,6 +3,8 @@
 Each check raises a UserError: one line that names the key and its fix.
 """
 
+from pathlib import Path
+
 from mindrlhf.config.derived import needs_critic
 from mindrlhf.config.refusals import DEEP_IMAGES, ELASTIC, IMAGES, REPLAY, SHARDED, SPANNING, refusal_rules
 from mindrlhf.config.schema import GrpoConfig, OfflineConfig, RewardModelConfig, SftConfig
@@ -11,8 +13,8 @@ from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.errors import UserError, refuse
 from mindrlhf.layout.servers import spans_nodes
 from mindrlhf.specs import ModelDims, find_spec, scorer_config
-from mindrlhf.training.routing.rows import replayed_experts
-from mindrlhf.training.vision.image_rows import image_tokens
+from mindrlhf.training.routing.rows import ReplayedExperts
+from mindrlhf.training.vision.image_rows import ImageTokens
 from mindrlhf.weights.hf import read_hf_config
 
 
@@ -97,3 +99,17 @@ def model_dims(path: str, *, as_scorer: bool = False) -> ModelDims:
     hf_config = read_hf_config(path)
     hf_config = scorer_config(hf_config) if as_scorer else hf_config
     return find_spec(hf_config).dims(hf_config)
+
+
+def image_tokens(path: str) -> ImageTokens | None:
+    """Return the image tokens of the model in a directory; None when it reads text only, or has no config.json.
+
+    Raises:
+        UserError: its config.json is damaged, or of an unknown model.
+    """
+    return ImageTokens.of(model_dims(path)) if Path(path, "config.json").is_file() else None
+
+
+def replayed_experts(config: GrpoConfig) -> ReplayedExperts | None:
+    """Return how the choices look that a run replays; None when it replays none."""
+    return ReplayedExperts.of(model_dims(config.model.path)) if config.training.replay_routing else None

@@ -2,10 +2,10 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
-from mindrlhf.config.derived import needs_critic, reference_path
-from mindrlhf.config.schema import GrpoConfig, OfflineConfig
+from mindrlhf.config.schema import AnyConfig, GrpoConfig
 from mindrlhf.errors import UserError
 from mindrlhf.layout.batch import check_rows
 from mindrlhf.layout.feasibility import check_feasible, check_model, check_num_ranks, check_rollout
@@ -15,55 +15,31 @@ from mindrlhf.rollout.vllm_options import VLLM
 from mindrlhf.shards.strategy_files import check_strategy_directory
 from mindrlhf.specs import ModelDims, find_spec
 from mindrlhf.training.preflight.features import model_dims
-from mindrlhf.weights.convert import buffer_infos
+from mindrlhf.training.preflight.models import roles_of
 from mindrlhf.weights.hf import read_hf_config
+from mindrlhf.weights.infos import buffer_infos
 from mindrlhf.weights.open import is_sharded
 from mindrlhf.weights.sharded import STRATEGY_NAME
 from mindrlhf.weights.tensors import align
 
 
-def check_layout(config: GrpoConfig, row_lengths: tuple[int, ...], world_size: int) -> None:
-    """Check that the models can be sharded over the ranks, and that what the run needs beside the actor can."""
+def check_layout(config: AnyConfig, row_lengths: Sequence[int], world_size: int) -> None:
+    """Check that the models of a run can be sharded over the ranks, and that what it needs beside them can."""
     if config.run.device == "cpu":  # which trains whole models
         return
     layout = Layout.from_config(config.parallel_config, world_size)
     check_num_ranks(world_size)
-    if needs_critic(config):
-        check_model(model_dims(config.critic.path, as_scorer=True), layout)
-    for path in dict.fromkeys(filter(None, (config.model.path, reference_path(config)))):
-        dims = model_dims(path)
-        for length in row_lengths:  # that the plan would have, and that may have come from the data
-            training = dataclasses.replace(config.training, sequence_lengths=(length,))
-            check_feasible(dataclasses.replace(config, training=training), dims, layout)
-        _check_strategy(path, dims, layout)
-    if config.reward.model_path:
-        check_model(model_dims(config.reward.model_path), layout)
-
-
-def check_offline_layout(
-    config: OfflineConfig,
-    paths: tuple[str, ...],
-    world_size: int,
-    row_lengths: tuple[int, ...],
-    micro_batch_size: int,
-    as_scorer: bool = False,
-) -> None:
-    """Check that the models of a run on fixed data can be sharded over the ranks.
-
-    Args:
-        paths: of the models.
-        micro_batch_size: packed sequences per micro-batch.
-        as_scorer: it is their scoring form that is trained.
-    """
-    if config.run.device == "cpu":  # which trains whole models
-        return
-    layout = Layout.from_config(config.parallel_config, world_size)
-    check_num_ranks(world_size)
-    check_rows(config.parallel_config, row_lengths, micro_batch_size)
-    for path in dict.fromkeys(paths):
-        dims = model_dims(path)
-        check_model(model_dims(path, as_scorer=as_scorer), layout)
-        _check_strategy(path, dims, layout)
+    if not isinstance(config, GrpoConfig):
+        check_rows(config.parallel_config, row_lengths, config.training.micro_batch_size)
+    for role in roles_of(config):
+        dims = model_dims(role.path)
+        check_model(model_dims(role.path, as_scorer=role.as_scorer), layout)
+        if role.is_of_actor:
+            for length in row_lengths if isinstance(config, GrpoConfig) else ():
+                # That the plan would have, and that may have come from the data.
+                training = dataclasses.replace(config.training, sequence_lengths=(length,))
+                check_feasible(dataclasses.replace(config, training=training), dims, layout)
+            _check_strategy(role.path, dims, layout)
 
 
 def _check_strategy(path: str, dims: ModelDims, layout: Layout) -> None:

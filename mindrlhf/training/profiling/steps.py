@@ -7,8 +7,9 @@ from pathlib import Path
 
 from mindrlhf.config.observe import ProfilerSection
 from mindrlhf.system import timeline
+from mindrlhf.system.workers import Workers
 from mindrlhf.training.profiling.merge import TIMELINE_NAME, merge
-from mindrlhf.training.profiling.ranks import profile_dir
+from mindrlhf.training.profiling.ranks import ProfiledWorker, profile_dir
 from mindrlhf.training.team import Team
 
 
@@ -17,14 +18,14 @@ class StepProfiler:
 
     Args:
         section: what is recorded.
-        team: the ranks; their workers are :class:`mindrlhf.training.profiling.ranks.ProfiledWorker`.
+        team: the ranks.
         output_dir: of the run.
     """
 
     def __init__(self, section: ProfilerSection, team: Team, output_dir: Path) -> None:
         self._steps = frozenset(section.steps)
         self._unreached = set(section.steps)
-        self._team = team
+        self._workers: ProfiledWorker = Workers(team.call)
         self._output_dir = output_dir
         self._is_recording = False
 
@@ -37,7 +38,7 @@ class StepProfiler:
             return
         self._unreached.discard(number)
         if not self._is_recording:
-            self._team.call("begin_profile", step=number)
+            self._workers.begin_profile(step=number)
             self._is_recording = True
         with timeline.span(f"step {number}"):
             yield
@@ -54,7 +55,7 @@ class StepProfiler:
 
     def _end(self) -> None:
         self._is_recording = False
-        self._team.call("end_profile")
+        self._workers.end_profile()
         try:
             path = merge(profile_dir(self._output_dir), self._output_dir / TIMELINE_NAME)
         except OSError as error:  # a full disk; the run is worth more than its timeline

@@ -5,11 +5,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import PackedRows, Row, TokenSequence, first_positions
 from mindrlhf.rollout.types import experts_dtype
-from mindrlhf.specs import ModelDims, find_spec
-from mindrlhf.weights.hf import read_hf_config
+from mindrlhf.specs import ModelDims
 
 EXPERTS = "experts"  # what `PackedRows.context` calls them
 
@@ -39,14 +37,6 @@ class ReplayedExperts:
     def dtype(self) -> type[np.unsignedinteger]:
         """Of the numbers of experts; its largest says that the router is to choose."""
         return experts_dtype(self.num_experts)
-
-
-def replayed_experts(config: GrpoConfig) -> ReplayedExperts | None:
-    """Return how the choices look that a run replays; None when it replays none."""
-    if not config.training.replay_routing:
-        return None
-    hf_config = read_hf_config(config.model.path)
-    return ReplayedExperts.of(find_spec(hf_config).dims(hf_config))
 
 
 def with_experts(

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -10,8 +9,7 @@ from mindrlhf.data.packing import PackedRows, Row, TokenSequence
 from mindrlhf.images.geometry import VisionGeometry
 from mindrlhf.images.pixels import image_digest
 from mindrlhf.images.positions import NUM_IDS, multimodal_positions
-from mindrlhf.specs import ModelDims, find_spec
-from mindrlhf.weights.hf import read_hf_config
+from mindrlhf.specs import ModelDims
 
 
 @dataclass(frozen=True)
@@ -32,18 +30,6 @@ class ImageTokens:
     def of(cls, dims: ModelDims) -> "ImageTokens | None":
         """Those of a model; None when it has no vision."""
         return cls(dims.vocab_size, dims.vision.image_token, dims.vision.geometry) if dims.vision else None
-
-
-def image_tokens(path: str) -> ImageTokens | None:
-    """Return the image tokens of the model in a directory; None when it reads text only, or has no config.json.
-
-    Raises:
-        UserError: its config.json is damaged, or of an unknown model.
-    """
-    if not (Path(path) / "config.json").is_file():
-        return None
-    hf_config = read_hf_config(path)
-    return ImageTokens.of(find_spec(hf_config).dims(hf_config))
 
 
 def with_images(

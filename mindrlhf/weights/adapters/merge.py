@@ -1,4 +1,4 @@
-"""Adapters added to the matrices that they belong to: W + s B A, of a model in memory and of directories."""
+"""Adapters added to the matrices that they belong to: W + s B A, of directories."""
 
 import os
 from collections.abc import Iterator
@@ -18,16 +18,7 @@ from mindrlhf.weights.convert import check_checkpoint, common_dtype, export_hf, 
 from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.weights.open import open_tensors
 from mindrlhf.weights.sharded import ShardedDirectory
-from mindrlhf.weights.tensors import convert_dtype, dtype_name
-
-
-def merge(weight: np.ndarray, down: np.ndarray, up: np.ndarray, scale: float) -> np.ndarray:
-    """Return W + s B A in the dtype of ``weight``, computed in float32."""
-    dtype = dtype_name(weight)
-    added = np.matmul(up, down)
-    added *= np.float32(scale)
-    added += convert_dtype(weight, dtype, "float32")
-    return convert_dtype(added, "float32", dtype)
+from mindrlhf.weights.tensors import with_low_rank
 
 
 def merge_adapter(
@@ -57,7 +48,7 @@ def merge_adapter(
             module = PREFIX + name.removesuffix(".weight")
             if f"{module}.{DOWN}.weight" in wanted:
                 factors = (adapter.read_float32(f"{module}.{factor}.weight") for factor in (DOWN, UP))
-                yield name, merge(base.read(name), *factors, adapter.lora.scale)
+                yield name, with_low_rank(base.read(name), *factors, adapter.lora.scale)
             elif PREFIX + name in wanted:
                 yield name, adapter.read_float32(PREFIX + name)
             else:

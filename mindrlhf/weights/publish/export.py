@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from mindrlhf.weights.publish.publisher import EXPORT, Ranks, WeightPublisher, open_weight_buffers
+from mindrlhf.system.workers import Workers
+from mindrlhf.weights.publish.publisher import EXPORT, PublishingWorker, Ranks, WeightPublisher, open_weight_buffers
 
 # Of the buffer: its memory comes on top of what the run has.
 _EXPORT_BUCKET_BYTES = 4 << 30
@@ -29,4 +30,5 @@ def sharded_tensors(
             publisher.put(1, bucket)
             buffer.verify(1)
             yield from ((name, array) for name, _, array in buffer.tensors(1))
-    ranks.call("close_weights", purpose=EXPORT)
+    workers: PublishingWorker = Workers(ranks.call)
+    workers.close_weights(purpose=EXPORT)

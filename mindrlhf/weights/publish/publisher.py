@@ -11,19 +11,21 @@ The ranks of a node share a weight buffer, one for each purpose: one from which 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mindrlhf.observe.fingerprint import digest_weights
-from mindrlhf.system.records import join, last, merged_by, result
+from mindrlhf.system.records import join, last, merged_by, result, union
 from mindrlhf.system.wire import own_host
+from mindrlhf.system.workers import Workers
 from mindrlhf.weights.publish.buffer import WeightBuffer, WrittenSlice
-from mindrlhf.weights.publish.collective import Broadcast, CollectiveTransport
 from mindrlhf.weights.publish.slices import to_slice
-from mindrlhf.weights.publish.sync import BufferSync, LeaderAddress, Transfer
-from mindrlhf.weights.publish.tcp import TcpTransport
+
+if TYPE_CHECKING:
+    from mindrlhf.weights.publish.collective import Broadcast, CollectiveTransport
+    from mindrlhf.weights.publish.sync import BufferSync
+    from mindrlhf.weights.publish.tcp import TcpTransport
 
 PUBLISH, EXPORT = "publish", "export"
-Transport = TcpTransport | CollectiveTransport
 
 
 @result
@@ -38,6 +40,13 @@ class Published:
     """Slices that a rank wrote to the weight buffer of its node: by node, see ``WrittenSlice``."""
 
     written: dict[str, list] = merged_by(join)
+
+
+@result
+class LeaderAddress:
+    """Host and port, by node, at which its first rank waits for the others; empty on other ranks."""
+
+    places: dict[str, Any] = merged_by(union)
 
 
 @dataclass
@@ -60,7 +69,7 @@ class _NodeBuffer:
     ranks: Sequence[int] | None = None
     rank: int = 0
     nodes: Sequence[Sequence[int]] = ()
-    transport: Transport | None = None
+    transport: "TcpTransport | CollectiveTransport | None" = None
 
 
 class PublishingWorker:
@@ -91,7 +100,7 @@ class PublishingWorker:
             purpose: "publish" or "export".
             is_owner: this is the first rank.
             of: which model, where a rank has several.
-            dtype: of those who read it; see :func:`mindrlhf.weights.convert.hf_tensor_infos`.
+            dtype: of those who read it; see :func:`mindrlhf.weights.infos.hf_tensor_infos`.
             bucket_bytes: see :meth:`WeightBuffer.create`.
         """
         if not is_owner:
@@ -139,6 +148,9 @@ class PublishingWorker:
 
         Where collectives are the transport, all ranks take part, and have no address.
         """
+        from mindrlhf.weights.publish.collective import CollectiveTransport
+        from mindrlhf.weights.publish.tcp import TcpTransport
+
         shared = self._buffers[purpose]
         if shared.nodes:
             if shared.transport is None:
@@ -161,6 +173,8 @@ class PublishingWorker:
             addresses: host and port by node.
             token: a secret of the nodes.
         """
+        from mindrlhf.weights.publish.sync import Transfer
+
         shared = self._buffers[purpose]
         if shared.transport is not None:
             planned = [Transfer(name, to_slice(part), origin, tuple(nodes)) for name, part, origin, nodes in transfers]
@@ -171,7 +185,7 @@ class PublishingWorker:
         """Return the model that a rank means by a name."""
         return self.model
 
-    def _open_broadcast(self, ranks: tuple[int, ...], root: int, num_words: int) -> Broadcast:
+    def _open_broadcast(self, ranks: tuple[int, ...], root: int, num_words: int) -> "Broadcast":
         """See :data:`mindrlhf.weights.publish.collective.OpenBroadcast`."""
         raise NotImplementedError(f"a {type(self).__name__} has no collectives")
 
@@ -206,14 +220,15 @@ def open_weight_buffers(
     firsts = {members[0] for members in nodes}
     wanted = [{"is_owner": rank in firsts} for rank in range(ranks.world_size)]
     common = {"purpose": purpose, "of": of}
-    opened = ranks.call("open_weights", per_rank=wanted, **common, dtype=dtype, bucket_bytes=bucket_bytes)
+    workers: PublishingWorker = Workers(ranks.call)
+    opened = workers.open_weights(per_rank=wanted, **common, dtype=dtype, bucket_bytes=bucket_bytes)
     arguments: list[dict] = [{} for _ in range(ranks.world_size)]
     for node, members in enumerate(nodes):
         for rank in members:
             arguments[rank] = {"path": opened[members[0]].path, "node": node, "ranks": members}
             if between_devices:
                 arguments[rank] |= {"rank": rank, "nodes": nodes}
-    ranks.call("attach_weights", per_rank=arguments, **common)
+    workers.attach_weights(per_rank=arguments, **common)
     return ranks.rank_0.weight_buffer(purpose)
 
 
@@ -230,10 +245,10 @@ class WeightPublisher:
     """
 
     def __init__(self, team: Ranks, buffer: WeightBuffer, purpose: str = PUBLISH):
-        self._team = team
+        self._workers: PublishingWorker = Workers(team.call)
         self._buffer = buffer
         self._purpose = purpose
-        self._sync = BufferSync(self._call, buffer, (0,) if purpose == EXPORT else ())
+        self._sync: BufferSync | None = None  # between nodes
 
     def publish(self, version: int, load: Callable[[int, int], None] | None = None) -> str:
         """Put the weights into the buffers; return their digest.
@@ -254,12 +269,13 @@ class WeightPublisher:
     def put(self, version: int, bucket: int) -> list[WrittenSlice]:
         """Put a bucket of the weights into the buffers; return what the ranks together have written."""
         self._buffer.begin(version, bucket)
-        results: list[Published] = self._call("publish", version=version, bucket=bucket)
+        results = self._workers.publish(version=version, bucket=bucket, purpose=self._purpose)
         by_node = join([published.written for published in results])
         if len(by_node) == 1:
             self._buffer.commit(by_node["0"])
             return by_node["0"]
-        return self._sync.complete(version, bucket, by_node)
+        if self._sync is None:
+            from mindrlhf.weights.publish.sync import BufferSync
 
-    def _call(self, method: str, **arguments: Any) -> list[Any]:
-        return self._team.call(method, purpose=self._purpose, **arguments)
+            self._sync = BufferSync(self._workers, self._purpose, self._buffer, (0,) if self._purpose == EXPORT else ())
+        return self._sync.complete(version, bucket, by_node)

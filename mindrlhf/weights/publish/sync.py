@@ -6,12 +6,11 @@ a buffer compares its memory with these sums.
 """
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.system.records import merged_by, result, union
+from mindrlhf.system.workers import Workers
 from mindrlhf.weights.publish.buffer import WeightBuffer, WrittenSlice
 from mindrlhf.weights.publish.slices import TensorSlice, num_elements, to_slice
 from mindrlhf.weights.tensors import TensorInfo
@@ -21,13 +20,6 @@ TRANSFER_BYTES = 4 << 20
 
 Sums = Mapping[tuple[str, TensorSlice], int]  # of the bits of slices, by tensor and slice
 Address = tuple[str, int]
-
-
-@result
-class LeaderAddress:
-    """Host and port, by node, at which its first rank waits for the others; empty on other ranks."""
-
-    places: dict[str, Any] = merged_by(union)
 
 
 @dataclass(frozen=True)
@@ -116,13 +108,14 @@ class BufferSync:
     """Rank 0's part of it: has every node's buffer get what its ranks did not write, and commits it.
 
     Args:
-        call: calls a method of :class:`mindrlhf.weights.publish.publisher.PublishingWorker` on all ranks.
+        workers: those of all ranks, see :class:`mindrlhf.weights.publish.publisher.PublishingWorker`.
+        purpose: of the buffers.
         buffer: of rank 0's node.
         readers: see :func:`plan_sync`.
     """
 
-    def __init__(self, call: Callable[..., list[Any]], buffer: WeightBuffer, readers: Sequence[int] = ()):
-        self._call = call
+    def __init__(self, workers: Workers, purpose: str, buffer: WeightBuffer, readers: Sequence[int] = ()):
+        self._workers, self._purpose = workers, purpose
         self._buffer = buffer
         self._readers = readers
         self._planned: dict[int, list[list[tuple[str, TensorSlice]]]] = {}  # by bucket and node, what was written
@@ -134,12 +127,12 @@ class BufferSync:
         check_replicas(written, self._buffer.infos)
         self._plan(bucket, [list(sums) for sums in written])
         if self._travels[bucket]:
-            self._call("sync_weights", version=version, bucket=bucket)
+            self._workers.sync_weights(purpose=self._purpose, version=version, bucket=bucket)
         # What came has the sums of the ranks that wrote it: whoever reads a buffer compares its memory with them.
         whole = written_of({key: checksum for sums in reversed(written) for key, checksum in sums.items()})
         self._buffer.commit(whole)
         if not self._readers:
-            self._call("commit_weights", written=whole)
+            self._workers.commit_weights(purpose=self._purpose, written=whole)
         return whole
 
     def _plan(self, bucket: int, slices: list[list[tuple[str, TensorSlice]]]) -> None:
@@ -149,10 +142,11 @@ class BufferSync:
         transfers = plan_sync(slices, self._buffer.infos, self._readers)
         if transfers or self._travels.get(bucket):
             addresses: dict[str, list] = {}
-            leaders: list[LeaderAddress] = self._call("open_transport")
-            for leader in leaders:
+            for leader in self._workers.open_transport(purpose=self._purpose):
                 addresses |= leader.places
             fields = [[each.name, each.slice, each.origin, each.nodes] for each in transfers]
             token = secrets.token_hex(16)
-            self._call("connect_transport", bucket=bucket, transfers=fields, addresses=addresses, token=token)
+            self._workers.connect_transport(
+                purpose=self._purpose, bucket=bucket, transfers=fields, addresses=addresses, token=token
+            )
         self._planned[bucket], self._travels[bucket] = slices, bool(transfers)

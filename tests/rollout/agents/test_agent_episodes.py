@@ -32,9 +32,9 @@ from mindrlhf.config.reward import ToolSection
 from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rewards.types import RewardResult
-from mindrlhf.rollout.conversations import tool_metrics, with_tools
+from mindrlhf.rollout.conversations import with_tools
 from mindrlhf.rollout.pool import ServerPool
-from mindrlhf.rollout.samples import Sampler
+from mindrlhf.rollout.samples import Sampler, tool_metrics
 from mindrlhf.rollout.types import Cancelled, SamplingParams
 
 pytestmark = pytest.mark.timeout(120)

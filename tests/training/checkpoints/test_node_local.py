@@ -13,11 +13,11 @@ from mindrlhf.config.load import load_config
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.layout.layout import Layout
-from mindrlhf.training.batch import Machine
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.checkpoints.shards import SavesState
 from mindrlhf.training.replica_team import ReplicaTeam
+from mindrlhf.training.results import Machine
 
 NUM_RANKS, RANKS_PER_NODE = 4, 2
 

@@ -50,6 +50,7 @@ def make_ranks(base, layout, targets=()):
 
     from mindrlhf.models.lora.model import scale_name
     from mindrlhf.shards.sources import open_source
+    from mindrlhf.training.checkpoints import models
     from mindrlhf.training.engine.factory import layout_of, network_layouts
     from mindrlhf.training.engine.shards import Shards
     from mindrlhf.weights.hf import read_hf_config
@@ -64,8 +65,8 @@ def make_ranks(base, layout, targets=()):
         scale = scale_name(layout_of(parallel).stage_of(rank))
         parameters[scale] = ms.Parameter(np.array([OPTIONS.scale], np.float32), name=scale)
         shard = Shards(network, parallel, rank, parameters)
-        shard.load(source)
-        shard.begin(3, "")
+        models.load(shard, source)
+        models.begin_adapters(shard, 3, "")
         for one in held:
             if one.name.endswith("lora_B"):
                 seed = [7, *one.name.encode()]
@@ -102,8 +103,10 @@ def published(ranks, base, bucket_bytes):
 
 
 def save(ranks, directory):
+    from mindrlhf.training.checkpoints import models
+
     for rank in reversed(ranks):  # rank 0 makes the directory whole
-        rank.state_writer("model", lambda _, arrays: list(arrays))(directory)
+        models.state_writer(rank, "model", lambda _, arrays: list(arrays))(directory)
     return directory / "model"
 
 
@@ -136,6 +139,7 @@ def test_ranks_publish_and_save_what_one_rank_does(base, tmp_path, name):
 def test_ranks_of_another_layout_go_on(base, tmp_path, kind):
     """From shards, as of a checkpoint, and from a directory in PEFT's format, as of lora.path."""
     from mindrlhf.shards.merge import merge_directory
+    from mindrlhf.training.checkpoints import models
 
     several, others = make_ranks(base, LAYOUTS["tp2 dp2 sharded optimiser"]), make_ranks(base, LAYOUTS["tp2 pp2"])
     expected = [{name: array.copy() for name, array in rank.shards()} for rank in others]
@@ -144,15 +148,17 @@ def test_ranks_of_another_layout_go_on(base, tmp_path, kind):
         merge_directory(saved, tmp_path / "adapter")
         saved = tmp_path / "adapter"
     for rank, before in zip(others, expected):
-        rank.begin(11, "")
+        models.begin_adapters(rank, 11, "")
         assert any((array != before[name]).any() for name, array in rank.shards())
-        rank.restore(saved)
+        models.restore(rank, saved)
         for name, array in rank.shards():
             np.testing.assert_array_equal(array, before[name], err_msg=name)
 
 
 @pytest.mark.parametrize(("saved", "wanted", "verb"), [((), ("attention",), "holds"), (("attention",), (), "lacks")])
 def test_an_adapter_of_other_matrices_is_refused(base, tmp_path, saved, wanted, verb):
+    from mindrlhf.training.checkpoints import models
+
     directory = save(make_ranks(base, LAYOUTS["tp2"], saved), tmp_path)
     with pytest.raises(UserError, match=rf"{verb} .*mlp.linear_fc1.lora_A: it is no adapter of the same model"):
-        make_ranks(base, LAYOUTS["tp2"], wanted)[0].restore(directory)
+        models.restore(make_ranks(base, LAYOUTS["tp2"], wanted)[0], directory)

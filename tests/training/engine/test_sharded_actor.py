@@ -302,7 +302,7 @@ class LocalRanks(ThreadedTeam):
     """Ranks that work at the same time, each on a machine of a name."""
 
     def __init__(self, actors, machines):
-        from mindrlhf.training.batch import Machine
+        from mindrlhf.training.results import Machine
 
         super().__init__(actors)
         one_by_one = threading.Lock()  # MindSpore runs operators of one thread at a time

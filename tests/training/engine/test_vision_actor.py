@@ -143,8 +143,8 @@ def test_fine_tuning_learns_to_tell_pictures_apart(model_dir):
     from mindrlhf.config.run import DataSection
     from mindrlhf.config.schema import SftConfig
     from mindrlhf.training.engine.build import build_offline
+    from mindrlhf.training.preflight.features import image_tokens
     from mindrlhf.training.runtime import Rank
-    from mindrlhf.training.vision.image_rows import image_tokens
 
     config = SftConfig(
         model=ModelSection(path=str(model_dir)),

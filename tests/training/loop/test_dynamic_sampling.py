@@ -12,8 +12,8 @@ from saved_progress import stored
 
 from mindrlhf.checkpoint.algorithm_state import SampleTotals
 from mindrlhf.images.pixels import encode_png
-from mindrlhf.training.loop.leftover import SampleLedger, with_images, without_images
-from mindrlhf.training.loop.sampling.in_step import GroupSampling
+from mindrlhf.training.loop.report import SampleLedger
+from mindrlhf.training.loop.sampling.in_step import GroupSampling, with_images, without_images
 
 SIZE = 3  # samples of a group
 

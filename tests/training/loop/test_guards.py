@@ -14,11 +14,12 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.errors import RunFailure
 from mindrlhf.rollout.samples import Sample
-from mindrlhf.training.batch import PolicyUpdateResult, ProcessStatistics, RowOptions, make_batch
+from mindrlhf.training.batch import RowOptions, make_batch
 from mindrlhf.training.loop import guards as guards_module
 from mindrlhf.training.loop.guards import Guards
 from mindrlhf.training.loop.policy import Policy, merge_update
 from mindrlhf.training.loop.step import Step, StepSamples
+from mindrlhf.training.results import ProcessStatistics, UpdateResult
 
 NUM_RANKS = 2
 LENGTHS = [3, 1, 2, 4]
@@ -68,7 +69,7 @@ class ScriptedStep:
         results = []
         for number, norm in enumerate(norms):
             ranks = [
-                PolicyUpdateResult(
+                UpdateResult(
                     np.array([losses[rank], 0.0]),
                     norm,
                     ProcessStatistics(0, 0.5),

@@ -19,13 +19,14 @@ from mindrlhf.observe.timing import StageTimer
 from mindrlhf.rewards.types import RewardResult
 from mindrlhf.rollout.samples import Sampler
 from mindrlhf.rollout.types import Completion, SamplingParams
-from mindrlhf.training.batch import PolicyUpdateResult, ProcessStatistics, RowOptions
+from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.checkpoints.requests import StopRequested
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.loop.guards import Observers
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.sampling.in_step import PromptSampling, Rollout
 from mindrlhf.training.loop.trainer import Parts, Trainer
+from mindrlhf.training.results import ProcessStatistics, UpdateResult
 from mindrlhf.training.train import run_steps
 from mindrlhf.weights.publish.publisher import Published
 
@@ -143,7 +144,7 @@ class Rank:
         self.updates.append((lr, num_tokens, micro_batches))
         count = sum(float(rows.mask.sum()) for rows in micro_batches)
         advantages = sum(float((rows.tokens["advantages"] ** 2).sum()) for rows in micro_batches)
-        return PolicyUpdateResult(
+        return UpdateResult(
             # loss: its part of a mean; then sums over tokens
             statistics=np.array([advantages / num_tokens, 0.0, 2 * count, 0.1 * count, 3 * count, count, 0.0]),
             grad_norm=1.0 + len(self.updates),

@@ -14,7 +14,7 @@ from test_loop_segments import Server as Spans
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.observe.records import read_jsonl
-from mindrlhf.rollout.pool import WeightsReplaced
+from mindrlhf.rollout.types import WeightsReplaced
 from mindrlhf.training.loop.sampling.order import ORDER_NAME
 
 NUM_STEPS, NUM_GROUPS = 8, 2

@@ -6,8 +6,8 @@ import test_loop
 from test_loop import Run
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.training.batch import ProcessStatistics, UpdateResult
 from mindrlhf.training.loop.value_function import critic_optimizer, value_metrics
+from mindrlhf.training.results import ProcessStatistics, UpdateResult
 
 GAMMA, LAMBDA, BETA = 0.9, 0.8, 0.4
 OPTIONS = {"gamma": GAMMA, "gae_lambda": LAMBDA, "whiten_advantages": False}

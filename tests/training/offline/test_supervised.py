@@ -16,10 +16,10 @@ from mindrlhf.config.training import OptimizerSection
 from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.images.geometry import VisionGeometry
 from mindrlhf.images.pixels import encode_png, image_digest
-from mindrlhf.training.batch import HeldOutLogProbs, ProcessStatistics, UpdateResult
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.offline.supervised import SupervisedTrainer, read_sequences
 from mindrlhf.training.preflight import RunInputs
+from mindrlhf.training.results import HeldOutLogProbs, ProcessStatistics, UpdateResult
 from mindrlhf.training.train import run_steps
 from mindrlhf.training.vision.image_rows import ImageTokens
 

@@ -14,7 +14,7 @@ from mindrlhf.config.load import load_dpo_config
 from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.images.pixels import encode_png
 from mindrlhf.training.preflight import RunInputs
-from mindrlhf.training.vision.image_rows import image_tokens
+from mindrlhf.training.preflight.features import image_tokens
 
 LENGTH = 32
 DARK, LIGHT = np.zeros((56, 56, 3), np.uint8), np.full((56, 56, 3), 255, np.uint8)

@@ -7,8 +7,8 @@ import pytest
 from mindrlhf.cli import main
 from mindrlhf.config.load import load_grpo_config
 from mindrlhf.errors import UserError
-from mindrlhf.training.preflight.features import check_replay
-from mindrlhf.training.routing.rows import ReplayedExperts, replayed_experts
+from mindrlhf.training.preflight.features import check_replay, replayed_experts
+from mindrlhf.training.routing.rows import ReplayedExperts
 
 SIZES = {
     "vocab_size": 64,

@@ -18,7 +18,6 @@ from mindrlhf.observe.timing import StageTimer
 from mindrlhf.rollout.samples import Sample, Sampler, groups_that_teach
 from mindrlhf.rollout.types import Generator, SamplingParams
 from mindrlhf.training.checkpoints.run import Progress
-from mindrlhf.training.loop.leftover import with_images, without_images
 from mindrlhf.training.loop.step import StepSamples
 
 MAX_PROMPTS_IN_MEMORY = 10_000
@@ -276,3 +275,20 @@ def _numbered(groups: Sequence[Group]) -> list[Sample]:
 
 def _flat(groups: Sequence[Group]) -> list[Sample]:
     return [sample for group in groups for sample in group]
+
+
+def without_images(record: Sample | StepSamples) -> Sample | StepSamples:
+    """Return samples as a checkpoint has them: of images the files of the prompts alone."""
+    return _changed(record, lambda sample: dataclasses.replace(sample, images=()))
+
+
+def with_images(record: Sample | StepSamples) -> Sample | StepSamples:
+    """Undo ``without_images``."""
+    return _changed(record, lambda sample: dataclasses.replace(sample, images=sample.prompt.images))
+
+
+def _changed(record: Sample | StepSamples, change: Callable[[Sample], Sample]) -> Sample | StepSamples:
+    if isinstance(record, Sample):
+        return change(record)
+    lists = {name: list(map(change, getattr(record, name))) for name in ("generated", "used", "leftover", "dropped")}
+    return dataclasses.replace(record, **lists, greedy=list(map(change, record.greedy)))

@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping
 from mindrlhf.checkpoint.algorithm_state import AsynchronousState
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.observe.timing import StageTimer
-from mindrlhf.rollout.pool import WeightsReplaced
+from mindrlhf.rollout.types import WeightsReplaced
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.loop.sampling.in_step import Rollout, WholeSteps
 from mindrlhf.training.loop.sampling.order import LoadOrder

@@ -1,34 +1,25 @@
-"""Parameters of a model on one rank: what is loaded, published, saved and exported of them."""
+"""Parameters of a model on one rank, and what is published of them."""
 
 import contextlib
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 
 import mindspore as ms
 import numpy as np
 
-from mindrlhf.checkpoint.manifest import below
-from mindrlhf.checkpoint.state import StateWriter
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.models.causal_lm import CausalLM
-from mindrlhf.models.lora.model import initial_down, scale_name, without_adapters
-from mindrlhf.shards.adapter_sources import open_adapter_source
-from mindrlhf.shards.save import finish_saving, held_shards, plan_saving, write_rank
-from mindrlhf.shards.sources import ArraySource, open_source
 from mindrlhf.specs.lora import AdaptedRules
-from mindrlhf.weights.adapters.merge import merge
-from mindrlhf.weights.adapters.peft import adapter_config
-from mindrlhf.weights.convert import export_hf, hf_tensor_infos
+from mindrlhf.weights.infos import hf_tensor_infos
 from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.publish.shards import PublishedShard, plan_publication, wanted_shards, write_shards
-from mindrlhf.weights.sharded import ShardedManifest
-from mindrlhf.weights.tensors import STORAGE_DTYPES, convert_dtype
+from mindrlhf.weights.tensors import STORAGE_DTYPES, with_low_rank
 
 
 class Placement:
-    """A model's parameters on the ranks, as a layout says: what a rank holds is loaded, published and saved from there.
+    """A model's parameters on the ranks, as a layout says: what a rank holds is published from there.
+
+    :mod:`mindrlhf.training.checkpoints.models` loads, saves and exports it.
 
     A model with adapters publishes and exports what is merged with them, and saves them alone. Of adapters, a rank that
     holds rows of W has those of B, and one that holds columns of W those of A: so each merges what it publishes without
@@ -42,6 +33,8 @@ class Placement:
 
     Attributes:
         held: layouts of the parameters of which this rank holds something, by name.
+        adapted: the rules of its adapters; None without.
+        saved: layouts of the parameters that a checkpoint has: of adapters, what is trained.
     """
 
     def __init__(
@@ -53,15 +46,15 @@ class Placement:
         self.rank = rank
         self.stage = layout.stage_of(rank)
         self.layouts = network_layouts(network, layout)
-        self.held = {one.name: one for one in held_shards(self.layouts, rank)}
+        self.held = {one.name: one for one in self.layouts if self.stage in one.stages}
         self.published_layout, self.published_rank = layout, rank  # by which ranks share the work of publishing
         self._publications: dict[tuple[int, ...] | None, dict[str, list[PublishedShard]]] = {}
-        self._adapted = network.lora and AdaptedRules(network.spec, network.dims, network.lora.options)
-        self._saved, self._adapter_of = self.layouts, {}
-        if self._adapted:
-            trained = {rule.mf_name for rule in self._adapted.trained()}
-            self._saved = [one for one in self.layouts if one.name in trained]
-            self._adapter_of = {one.base.mf_name: one for one in self._adapted.adapters}
+        self.adapted = network.lora and AdaptedRules(network.spec, network.dims, network.lora.options)
+        self.saved, self._adapter_of = self.layouts, {}
+        if self.adapted:
+            trained = {rule.mf_name for rule in self.adapted.trained()}
+            self.saved = [one for one in self.layouts if one.name in trained]
+            self._adapter_of = {one.base.mf_name: one for one in self.adapted.adapters}
 
     @property
     def dtype(self) -> str:
@@ -75,6 +68,8 @@ class Placement:
 
     def without_adapters(self) -> contextlib.AbstractContextManager[None]:
         """Compute without the adapters while the body runs: they add 0."""
+        from mindrlhf.models.lora.model import scale_name, without_adapters
+
         return without_adapters(self.parameters[scale_name(self.stage)])
 
     def copy_from(self, other: "Placement") -> None:
@@ -86,59 +81,10 @@ class Placement:
         """Make a weight buffer for the model.
 
         Args:
-            dtype: of those who read it; see :func:`mindrlhf.weights.convert.hf_tensor_infos`.
+            dtype: of those who read it; see :func:`mindrlhf.weights.infos.hf_tensor_infos`.
             bucket_bytes: see :meth:`WeightBuffer.create`.
         """
         return WeightBuffer.create(hf_tensor_infos(self.network, dtype), bucket_bytes)
-
-    def export(
-        self, directory: Path, tokenizer_dir: str | os.PathLike | None, tensors: Iterator[tuple[str, np.ndarray]]
-    ) -> None:
-        """Write the ``tensors`` of the model, read once, as a Hugging Face directory in their own dtype."""
-        export_hf(tensors, self.network.hf_config, directory, dtype=self.dtype, tokenizer_dir=tokenizer_dir)
-
-    def load(self, source: ArraySource) -> None:
-        """Take this rank's shard of every parameter, one after the other, converted to the parameters' dtypes.
-
-        The graphs must have been compiled: it is then that a parameter gets the shape of its shard.
-
-        Raises:
-            UserError: the source is damaged.
-        """
-        if self.network.images is not None and self.stage == 0:
-            self.network.images.place(())
-        for one in self.held.values():
-            if self._adapted and one.name not in source.dtypes:  # a source has the base, or the adapters
-                continue
-            parameter = self.parameters[one.name]
-            array = convert_dtype(source.read_shard(one, self.rank), source.dtypes[one.name], _dtype_name(parameter))
-            set_shard(parameter, array, one)
-            source.release(one.name)
-
-    def begin(self, seed: int, adapter_dir: str) -> None:
-        """Give the adapters what they begin with: those of a directory, or when it is "", new ones of a seed.
-
-        Raises:
-            UserError: the adapter is of another model.
-        """
-        if adapter_dir:
-            self.restore(adapter_dir)
-            return
-        for adapter in self._adapted.adapters:
-            if adapter.down.mf_name in self.held:
-                down, up = self.held[adapter.down.mf_name], self.held[adapter.up.mf_name]
-                whole = initial_down(adapter, self.network.dims, seed)
-                set_shard(self.parameters[down.name], whole[down.shard_of(self.rank)], down)
-                set_shard(self.parameters[up.name], np.zeros(up.shard_shape, np.float32), up)
-
-    def restore(self, directory: str | os.PathLike) -> None:
-        self.load(self.open_saved(directory))
-
-    def open_saved(self, directory: str | os.PathLike) -> ArraySource:
-        """Open what ranks of any layout have saved of this model, or of its adapters, and of the optimiser."""
-        if self._adapted:
-            return open_adapter_source(directory, self._adapted, self.network.dims)
-        return open_source(directory, is_partial=True)
 
     def shards(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield name and array of what this rank holds; bfloat16 as uint16 bit patterns."""
@@ -147,7 +93,7 @@ class Placement:
     def shard(self, name: str) -> np.ndarray:
         """Return what this rank holds of a parameter; bfloat16 as uint16 bit patterns."""
         parameter = self.parameters[name]
-        return parameter.asnumpy().view(STORAGE_DTYPES[_dtype_name(parameter)])
+        return parameter.asnumpy().view(STORAGE_DTYPES[dtype_of(parameter)])
 
     def write_to(self, buffer: WeightBuffer, ranks: Sequence[int] | None = None) -> None:
         """Write what no other rank of the node writes of the tensors that a buffer wants.
@@ -169,7 +115,7 @@ class Placement:
             write_shards(buffer, {name: parts}, {name: _to_host(parameter, dtype)})
             return
         for part in parts:  # the others are of another bucket
-            if isinstance(part.rows, slice) or dtype != _dtype_name(parameter):
+            if isinstance(part.rows, slice) or dtype != dtype_of(parameter):
                 array = _to_host(part.cut(parameter), dtype)
             else:  # a CPU gathers no bfloat16
                 array = part.cut(_to_host(parameter, dtype))
@@ -185,7 +131,7 @@ class Placement:
         for part in parts:
             first = adapter.base.hf_names.index(part.hf_name) * options.rank
             factors = (down[first : first + options.rank], up[part.rows])
-            buffer.write(part.hf_name, merge(base[part.rows], *factors, options.scale), part.index)
+            buffer.write(part.hf_name, with_low_rank(base[part.rows], *factors, options.scale), part.index)
 
     def _publication(self, ranks: tuple[int, ...] | None) -> dict[str, list[PublishedShard]]:
         if ranks not in self._publications:
@@ -194,50 +140,6 @@ class Placement:
             plan = plan_publication(layouts, rules, self.network.dims, self.published_rank, ranks)
             self._publications[ranks] = plan
         return self._publications[ranks]
-
-    def size_bytes(self, state: Mapping[str, ms.Parameter] | None = None) -> int:
-        """Return the bytes that all ranks save, of parameters and, with ``state``, of the optimiser's."""
-        arrays = self._plan_saving(state).arrays.values()
-        return sum(array.shard_info.size_bytes * len(array.layout.ranks) for array in arrays)
-
-    def state_writer(self, name: str, hold: Callable, state: Mapping[str, ms.Parameter] | None = None) -> StateWriter:
-        """Return the function that writes this rank's part of a sharded directory; rank 0's also makes it whole.
-
-        Args:
-            name: of the directory.
-            hold: takes ``name`` and the arrays first.
-            state: the optimiser's, saved with the parameters.
-        """
-        manifest = self._plan_saving(state)
-        arrays = hold(name, self._held_arrays(manifest, state or {}))
-
-        def write(parent: Path) -> dict[str, str]:
-            checksums = write_rank(parent / name, manifest, self.rank, arrays)
-            if self.rank == 0:
-                self._finish_saving(parent / name, manifest)
-            return below(name, checksums)
-
-        return write
-
-    def _finish_saving(self, directory: Path, manifest: ShardedManifest) -> None:
-        network, config = self.network, None
-        if self._adapted:
-            config = adapter_config(network.spec, network.dims, network.lora.options, network.lora.base_path)
-        finish_saving(directory, manifest, network.hf_config, self._saved, self.layout, config)
-
-    def _held_arrays(
-        self, manifest: ShardedManifest, state: Mapping[str, ms.Parameter]
-    ) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield what this rank writes in the order of its file."""
-        yield from ((name, array) for name, array in self.shards() if name in manifest.arrays)
-        # An optimiser also knows the parameters of other stages, of which there is no data here.
-        for name in manifest.infos_of_rank(self.rank):
-            if name in state:
-                yield name, state[name].asnumpy()
-
-    def _plan_saving(self, state: Mapping[str, ms.Parameter] | None) -> ShardedManifest:
-        options = {"state": state or (), "adapted": self._adapted or None}
-        return plan_saving(self.network.hf_config, self._saved, self.layout, self.dtype, **options)
 
 
 def network_layouts(network: CausalLM, layout: Layout) -> list[ParameterLayout]:
@@ -262,9 +164,10 @@ def set_shard(parameter: ms.Parameter, array: np.ndarray, layout: ParameterLayou
 
 def _to_host(tensor: ms.Tensor, dtype: str) -> np.ndarray:
     """Return a tensor in a dtype, rounded (to nearest even) on the device, where it lies."""
-    rounded = tensor if dtype == _dtype_name(tensor) else ms.ops.cast(tensor, getattr(ms, dtype))
+    rounded = tensor if dtype == dtype_of(tensor) else ms.ops.cast(tensor, getattr(ms, dtype))
     return rounded.asnumpy().view(STORAGE_DTYPES[dtype])
 
 
-def _dtype_name(tensor: ms.Tensor) -> str:
+def dtype_of(tensor: ms.Tensor) -> str:
+    """Return the name of a dtype."""
     return str(tensor.dtype).lower()
