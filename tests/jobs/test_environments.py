@@ -67,16 +67,10 @@ def test_a_run_without_variables_home_temporary_directory_and_lscpu(sanity_dir, 
 
 
 @SLOW
-@pytest.mark.parametrize("num_workers", [1, 2])
-@pytest.mark.parametrize(
-    "environment",
-    [{}, {"LC_ALL": "C"}, {"TMPDIR": "/proc/1"}, {"TMPDIR": "DIR/missing"}, {"HOME": "DIR/missing"}],
-    ids=str,
-)
-def test_a_run_with_next_to_no_variables(sanity_dir, tmp_path, environment, num_workers):
+def test_two_ranks_without_the_directories_that_variables_name(sanity_dir, tmp_path):
     # A run as root makes a home that is not there, so that must be a place of the test's own.
-    environment = {name: value.replace("DIR", str(tmp_path)) for name, value in environment.items()}
-    train(sanity_dir, tmp_path / "run", "--workers", num_workers, **environment)
+    missing = str(tmp_path / "missing")
+    train(sanity_dir, tmp_path / "run", "--workers", 2, HOME=missing, TMPDIR=missing)
 
 
 @SLOW
