@@ -55,7 +55,7 @@ MOST = {
     "mindrlhf/tools": 1803,
     "mindrlhf/training": 10493,
     "mindrlhf/weights": 4167,
-    "tests": 71791,
+    "tests": 71298,
     "scripts": 1843,
     "docs": 32449,
 }

@@ -4,8 +4,6 @@ import numpy as np
 import policy_loss_cases as cases
 import policy_loss_references as references
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from slow_tests import RUNS_SLOW_TESTS, SLOW
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
@@ -176,20 +174,6 @@ def test_equal_policies_are_not_corrected():
         assert statistics["corrected"] == 0
         assert statistics["correction"] == sum(map(len, responses))
         cases.assert_close(gradient, plain[2], rtol=1e-6)
-
-
-@settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 1000), on_policy=st.booleans())
-def test_the_sum_of_all_terms_on_random_data(seed, on_policy):
-    lengths = np.random.default_rng(seed).integers(1, 13, 6)
-    responses = cases.draw(seed, lengths=lengths)
-    correction = CORRECTIONS["token truncation"]
-    options = {"kl_estimator": "k3", "on_policy": on_policy, "mode": "sequence_mean"}
-    expected = objective(responses, correction=correction, **options)
-    value = cases.run(
-        responses, "ppo_clip", options=CLIP, kl_coefficient=KL_COEFFICIENT, correction=full(correction), **options
-    )[0]
-    assert value == pytest.approx(expected([item.logprobs for item in responses]), rel=1e-4, abs=1e-6)
 
 
 def test_supervised_loss_is_the_mean_negative_log_likelihood():

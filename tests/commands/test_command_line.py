@@ -15,7 +15,7 @@ import pytest
 
 import mindrlhf
 from mindrlhf.cli import LEAST, _parse, build_parser, main
-from mindrlhf.commands.vocabulary import CLUSTER_HELP, OVERRIDES_HELP, WORKERS_HELP
+from mindrlhf.commands.vocabulary import OVERRIDES_HELP
 
 
 def all_parsers(parser, path=()):
@@ -31,25 +31,6 @@ PARSERS = dict(all_parsers(build_parser()))
 
 def shown_options(parser) -> set[str]:
     return {option for action in parser._actions for option in action.option_strings if option.startswith("--")}
-
-
-def test_options_have_one_name_everywhere():
-    shown = {option for parser in PARSERS.values() for option in shown_options(parser)}
-    assert not shown & {"--num-workers", "--out", "--tokenizer-dir", "--out-dir", "--output-dir"}
-    with_workers = {path for path, parser in PARSERS.items() if "--workers" in shown_options(parser)}
-    assert with_workers == {"train", "sft", "dpo", "reward-model", "plan", "strategy", "config check"}
-    helps = {
-        action.help.partition(",")[0].partition(" (")[0]
-        for parser in PARSERS.values()
-        for action in parser._actions
-        if "--workers" in action.option_strings
-    }
-    assert helps == {WORKERS_HELP, CLUSTER_HELP.partition(",")[0]}
-    of_all = {path for path, parser in PARSERS.items() if "--world-size" in shown_options(parser)}
-    assert of_all == {"config import"}
-    with_processes = {path for path, parser in PARSERS.items() if "--processes" in shown_options(parser)}
-    threads = {f"weights {action}" for action in ("shard", "reshard", "merge", "verify")}
-    assert with_processes == {"data build", "rewards score"} | threads
 
 
 def test_workers_of_a_plan_are_those_of_all_nodes(capsys):
@@ -75,21 +56,6 @@ def test_every_command_with_overrides_explains_them():
     for path, parser in PARSERS.items():
         has_overrides = any(action.dest == "overrides" for action in parser._actions)
         assert (parser.epilog == OVERRIDES_HELP) == has_overrides, path
-
-
-# What these give is a directory, a page, a text to paste, or JSON lines anyway.
-WITHOUT_JSON = {"train", "sft", "dpo", "reward-model", "report", "view", "tools", "completion", "rewards score"}
-WITHOUT_JSON |= {
-    f"weights {name}" for name in ("import", "export", "random", "merge-adapter", "shard", "reshard", "merge")
-}
-WITHOUT_JSON |= {"config new", "config import", "config docs", "data get", "models get", "weights convert"}
-WITHOUT_JSON |= {"rewards serve"}
-
-
-def test_every_result_can_be_had_as_json():
-    leaves = {path for path, parser in PARSERS.items() if not parser._subparsers and path}
-    without = {path for path in leaves if "--json" not in shown_options(PARSERS[path])}
-    assert without <= WITHOUT_JSON and len(leaves) > 25
 
 
 def test_commands_that_take_long_say_so_without_a_terminal():

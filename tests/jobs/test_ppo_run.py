@@ -86,22 +86,3 @@ def test_a_resumed_run_ends_with_the_same_bits(run, sanity_dir, tmp_path):
         assert found == expected
     for name in ("final", "critic"):
         assert weights(again / name) == weights(directory / name)
-
-
-@SLOW  # test_train_ranks compares ranks every day, without a critic
-def test_two_ranks_compute_what_one_does(run, sanity_dir, tmp_path):
-    _, metrics = run
-    both = train(sanity_dir, tmp_path / "run", "--workers", 2)
-    for name in ("value/loss", "value/clip_fraction", "value/grad_norm", "value/mean", "kl", "reward/mean"):
-        # Rounding may change a sampled token sooner or later, but not in the first steps.
-        for step in (1, 2):
-            assert both[step][name] == pytest.approx(metrics[step][name], rel=2e-4, abs=1e-6), (step, name)
-
-
-@SLOW  # every day a run is resumed with its critic, and an exported scoring model is read in tests/training
-def test_the_exported_critic_starts_another_run(run, sanity_dir, tmp_path):
-    directory, metrics = run
-    options = {"critic__path": directory / "critic", "run__max_steps": 1, "critic__warmup_steps": 0}
-    first = train(sanity_dir, tmp_path / "run", **options)[1]
-    assert first["value/mean"] == pytest.approx(metrics[3]["value/mean"], abs=0.1) != 0
-    assert first["value/loss"] < metrics[1]["value/loss"]

@@ -207,10 +207,3 @@ def check_minibatches(off_policy: Path) -> None:
 
 def test_a_run_with_reference_and_minibatches(undisturbed_run):
     check_minibatches(undisturbed_run(1))
-
-
-@SLOW
-def test_a_run_with_iterations(iterated):
-    check_minibatches(iterated)
-    for line in sanity_inputs.read_lines(iterated / "metrics.jsonl")[1:]:  # they move further than mini-batches
-        assert line["clip_fraction/low"] + line["clip_fraction/high"] > 0

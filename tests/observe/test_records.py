@@ -51,14 +51,6 @@ def test_numbers_json_lacks_become_null(tmp_path):
     assert record == {"step": 1, "a": None, "b": None, "c": {"d": [0.5, None]}, "e": 3}
 
 
-def test_resume_removes_the_steps_it_will_write(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    write_steps(path, range(6), first_step=0)
-    write_steps(path, [4, 5, 6], first_step=4)
-    assert steps_of(path) == [0, 1, 2, 3, 4, 5, 6]
-    assert os.listdir(tmp_path) == ["metrics.jsonl"]
-
-
 lines = st.tuples(st.integers(0, 3), st.sampled_from(["", "a", "ä" * 40, "\u2028", "x" * 700]))
 
 

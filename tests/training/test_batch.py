@@ -61,41 +61,6 @@ def test_shares_are_equal_in_number_and_hold_every_token_once(shapes, options):
     assert num_counted == batch.num_tokens
 
 
-@settings(max_examples=100, deadline=None)
-@given(shapes=shape_lists, options=options)
-def test_collect_inverts_placement(shapes, options):
-    """What each position predicts is its label: collected, the labels are the responses."""
-    sequences = make_sequences(shapes)
-    batch = make_batch(sequences, options)
-    shares = [batch.part_of(rank, options.num_ranks).micro_batches for rank in range(options.num_ranks)]
-    collected = batch.collect([[rows.labels * rows.mask for rows in share] for share in shares])
-    assert [response.tolist() for response in collected] == [s.response_ids.tolist() for s in sequences]
-    advantages = [[rows.tokens["advantages"] for rows in share] for share in shares]
-    for response, sequence in zip(batch.collect(advantages), sequences):
-        np.testing.assert_array_equal(response, sequence.values["advantages"])
-    # Laid out again from the responses, they are where packing put them.
-    for share, spread in zip(advantages, batch.spread(batch.collect(advantages), len(shares)), strict=True):
-        for array, expected in zip(spread, share, strict=True):
-            np.testing.assert_array_equal(array, expected)
-
-
-@settings(max_examples=50, deadline=None)
-@given(shapes=shape_lists, options=options)
-def test_shares_come_back_as_they_were_cut(shapes, options):
-    batch = make_batch(make_sequences(shapes), options)
-    for rank in range(options.num_ranks):
-        micro_batches = batch.part_of(rank, options.num_ranks).micro_batches
-        for ours, theirs in zip(micro_batches, batch.micro_batches[rank :: options.num_ranks], strict=True):
-            for field in FIELDS:
-                np.testing.assert_array_equal(getattr(ours, field), getattr(theirs, field))
-            assert ours.tokens.keys() == theirs.tokens.keys() == {"advantages"}
-            ours.tokens["more"] = ours.mask  # as a rank does, which must not show in the batch
-    assert all(rows.tokens.keys() == {"advantages"} for rows in batch.micro_batches)
-    found = batch.in_order([batch.part_of(rank, options.num_ranks).micro_batches for rank in range(options.num_ranks)])
-    for ours, theirs in zip(found, batch.micro_batches, strict=True):
-        assert ours.input_ids is theirs.input_ids
-
-
 group_lists = st.lists(
     st.tuples(st.integers(1, 10), st.lists(st.integers(1, 20), min_size=1, max_size=6)), min_size=1, max_size=5
 )
@@ -250,12 +215,6 @@ def test_a_batch_of_some_rows_counts_only_these():
         sequences[1].response_ids.tolist(),
         sequences[3].response_ids.tolist(),
     ]
-
-
-def test_rows_of_every_length_make_micro_batches_of_their_own():
-    batch = make_batch(make_sequences([(1, 2), (1, 20), (1, 3), (1, 21)]), RowOptions((8, 24), 4, 1, False))
-    assert [rows.input_ids.shape for rows in batch.micro_batches] == [(4, 8), (4, 24)]
-    assert batch.placed == ((0, 0, 0, 2), (1, 0, 0, 20), (0, 1, 0, 3), (1, 1, 0, 21))
 
 
 def test_a_sequence_longer_than_the_rows_is_an_error():

@@ -183,15 +183,6 @@ def test_a_checkpoint_takes_weights_and_two_moments_of_what_is_trained(config, i
     assert 0 < checkpoint_bytes(changed(config, "lora", rank=2)) < count * 4
 
 
-def test_numbers_of_bytes_that_differ_look_different():
-    assert [store_module._gib(size) for size in (12609028, 6238208, 5 << 30, 700)] == [
-        "12.02 MiB",
-        "5.95 MiB",
-        "5.00 GiB",
-        "0.68 KiB",
-    ]
-
-
 def test_advice_never_repeats_what_was_just_refused(tmp_path):
     again, checkpoint = "mindrlhf train c.yaml run.seed=3", tmp_path / "step_00000012"
     assert again in _advice(None, again)

@@ -121,12 +121,6 @@ def test_arguments_of_all_kinds_arrive_as_they_were_sent():
         assert sent["ids"][0, 0] == 0
 
 
-def test_an_own_argument_wins_over_a_common_one():
-    with team_of(2) as (team, workers, _):
-        team.call("note", per_rank=[{}, {"factor": 2}], factor=1)
-        assert [worker.calls for worker in workers] == [[{"factor": 1}], [{"factor": 2}]]
-
-
 @pytest.mark.parametrize(("kind", "error"), [("user", UserError), ("run", RunFailure), ("other", RunFailure)])
 def test_the_failure_of_a_rank_is_raised_in_one_line_that_names_it(kind, error):
     with team_of(3) as (team, _, endings):
@@ -215,10 +209,3 @@ def test_a_killed_rank_is_named_with_its_log():
             team.close()
             Team(None, [near[0]]).close()
             thread.join(timeout=60)
-
-
-def test_closing_twice_is_harmless():
-    with team_of(2) as (team, _, endings):
-        team.close()
-        team.close()
-    assert endings == {1: None}

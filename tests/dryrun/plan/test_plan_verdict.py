@@ -7,7 +7,7 @@ from plan_cases import DEVICE_BYTES, plan_of
 
 from mindrlhf.config.memory import MemorySection
 from mindrlhf.dryrun.plan.plan import Machine, make_plan
-from mindrlhf.dryrun.plan.search import Candidate, divisors, search
+from mindrlhf.dryrun.plan.search import Candidate, search
 from mindrlhf.dryrun.plan.verdict import give_verdict, with_keys
 
 
@@ -134,9 +134,3 @@ def test_nothing_fits_tiny_devices():
 def test_little_free_memory_costs_rank():
     full, free = (Candidate({}, 1, slack, 10.0) for slack in (0.0, 0.5))
     assert full.score == (11.0, 1) and free.score == (10.0, 1)
-
-
-def test_divisors():
-    assert divisors(1) == [1]
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]
-    assert divisors(16) == [1, 2, 4, 8, 16]

@@ -9,7 +9,6 @@ import pytest
 from engines import export
 from rewound import Rewound
 from safetensors.numpy import load_file
-from slow_tests import SLOW
 from test_critic import MODEL, PACKED, make_sequences
 
 from mindrlhf.config.load import load_grpo_config
@@ -102,16 +101,6 @@ def test_only_adapters_change_and_only_they_have_gradients_and_moments(stepped):
     assert {name for name in held if name.startswith("grad.")} == {f"grad.{name}" for name in factors}
     moments = {f"{kind}.{name}" for name in factors for kind in ("exp_avg", "exp_avg_sq")}
     assert worker.engine.state.keys() == moments | {"global_step"}
-
-
-@SLOW  # every day it begins at the policy, to the last bit
-def test_the_policy_without_adapters_is_a_separate_reference_model_to_the_last_bit(stepped, make_worker, model_dirs):
-    separate = make_worker(reference=str(model_dirs / "copy"))
-    assert separate.reference.network is not separate.model.network
-    assert stepped[0].reference.network is stepped[0].model.network
-    for seed, expected in enumerate(stepped[2]):
-        for found, wanted in zip(step(separate, seed), expected, strict=True):
-            np.testing.assert_array_equal(found, wanted)
 
 
 def test_a_resumed_run_makes_the_same_update_to_the_last_bit(stepped, model_dirs):

@@ -135,17 +135,6 @@ def test_values_do_not_see_the_token_they_are_for(worker):
     assert np.concatenate(values).std() > 0.1
 
 
-@SLOW  # every day one with adapters begins at zero
-def test_a_critic_from_a_language_model_begins_at_zero_and_learns(make_worker):
-    worker = make_worker("policy", critic_keys={"clip_range": 0})
-    batch = make_batch(make_sequences(), PACKED)
-    assert not np.concatenate(batch.collect([send(worker, batch)])).any()
-    losses = [worker.update_critic(0, 0.01).statistics[0] for _ in range(15)]
-    returns = np.concatenate([sequence.values["returns"] for sequence in make_sequences()]).astype(np.float64)
-    assert losses[0] == pytest.approx((returns**2).mean() / 2, rel=1e-5)
-    assert losses[-1] < 0.2 * losses[0]
-
-
 # Rows of two lengths every day with the actor: see the tests of its cells.
 @pytest.mark.parametrize(
     "cutting", [name if name in DAILY_CUTTINGS else pytest.param(name, marks=SLOW) for name in CUTTINGS]

@@ -5,7 +5,6 @@ import pytest
 import vision_actors
 from engines import accumulate
 from rewound import Rewound
-from slow_tests import SLOW
 from vision_actors import actor_maker, prepare_model, receive, slope_and_difference
 
 RANDOM = np.random.default_rng(3)
@@ -72,25 +71,3 @@ def test_gradients_are_the_slope_of_the_loss(actor):
     slope, difference = slope_and_difference(critic.model.network, gradients, loss)
     critic.apply(0.0)
     assert difference == pytest.approx(slope, rel=2e-2)
-
-
-@SLOW  # every day a critic of text, and an actor that sees
-def test_a_checkpoint_brings_back_the_same_updates_of_both(actor, built, tmp_path):
-    """In models that are as they were built; graphs are compiled anew in the tests of runs."""
-    batch = batch_of(actor, SHOWN)
-
-    def update(worker):
-        receive(worker, batch)
-        values = worker.compute_values(0)
-        done = worker.update_critic(0, lr=1e-2)
-        worker.compute_logprobs("old_logprobs", 0)
-        return *values, done.statistics, np.array(done.grad_norm)
-
-    update(actor)
-    (tmp_path / "state").mkdir()
-    actor.state_writer(lambda name, arrays: list(arrays))(tmp_path / "state")
-    expected = *update(actor), *update(actor)  # the second has the first one's weights
-    built[1].rewind()
-    actor.restore(str(tmp_path / "state"))
-    for one, other in zip((*update(actor), *update(actor)), expected, strict=True):
-        np.testing.assert_array_equal(one, other)

@@ -552,20 +552,6 @@ def test_samples_and_checkpoints_are_written_as_often_as_asked():
     assert run.memory.saved == [2, 4]
 
 
-def test_a_resumed_run_goes_on_with_the_next_step():
-    whole = Run(num_prompts=10)
-    whole()
-    resumed = Run(num_prompts=10)
-    resumed.progress.step, resumed.progress.weights_version = 3, 4
-    resumed.stream.next(6)
-    resumed.trainer = Trainer(resumed.config, resumed.trainer.parts, resumed.progress, resumed.num_steps)
-    metrics = resumed()
-    assert list(metrics) == [4, 5]
-    assert resumed.journal[:4] == ["publish 5", "commit 1", "wake", "update_weights 5"]
-    seeds = [[request.seed for request in requests] for requests, _ in whole.generator.requests]
-    assert [[request.seed for request in requests] for requests, _ in resumed.generator.requests] == seeds[3:]
-
-
 def test_a_request_to_end_is_granted_after_the_step_or_breaks_off_its_rollout():
     run = Run(num_prompts=10)
     run.memory.must_stop = True

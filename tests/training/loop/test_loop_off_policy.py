@@ -143,22 +143,6 @@ def test_weights_are_replaced_when_the_samples_of_the_next_step_are_there(monkey
     assert buffer.counts == [(0, 0), (2, 0), (3, 0), (4, 0), (4, 0)]
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
-def test_numbers_do_not_depend_on_speed(ahead, monkeypatch):
-    expected = finish(start(ahead))
-    monkeypatch.setattr(Server, "delay_s", 0.02)
-    assert finish(start(ahead)) == expected
-    update = Rank.update
-
-    def update_slowly(self, **arguments):
-        time.sleep(0.1 * random.random())
-        return update(self, **arguments)
-
-    monkeypatch.setattr(Server, "delay_s", 0.0)
-    monkeypatch.setattr(Rank, "update", update_slowly)
-    assert finish(start(ahead)) == expected
-
-
 def test_held_out_prompts_are_sampled_with_the_weights_of_the_moment():
     run = start(2, held_out=True, evaluation={"every_steps": 2, "before_training": True})
     finish(run)

@@ -5,13 +5,12 @@ import json
 import numpy as np
 import pytest
 from engines import export
-from offline_cases import PairFile, export_model, write_config
+from offline_cases import export_model, write_config
 from safetensors.numpy import load_file
 from slow_tests import SLOW
 from test_preference import make_trainer, run
 
-from mindrlhf.config.load import load_dpo_config, load_reward_model_config, load_sft_config
-from mindrlhf.training.preflight import RunInputs
+from mindrlhf.config.load import load_dpo_config, load_reward_model_config
 
 LORA = {"rank": 4, "alpha": 8.0}
 
@@ -62,34 +61,3 @@ def test_a_reward_model_learns_and_its_files_are_the_merged_model(model_dir, tmp
     np.testing.assert_array_equal(again.score_weight.asnumpy(), merged["score.weight"])
     names = {name for name, array in iter_hf_tensors(again) if not np.array_equal(array, merged[name])}
     assert names == {name for name in merged if "proj.weight" in name}  # what adapters were added to
-
-
-@SLOW  # every day pairs and rewards begin at the base, to the last bit in reinforcement learning
-def test_supervised_training_begins_at_the_base_and_ends_below(model_dir, tmp_path):
-    from mindrlhf.training.engine.build import build_offline
-    from mindrlhf.training.offline.supervised import SupervisedTrainer
-    from mindrlhf.training.runtime import Rank
-    from mindrlhf.training.team import Team
-
-    first_losses = []
-    for lora in ({}, LORA):
-        path = tmp_path / "sft.yaml"
-        path.write_text(
-            json.dumps(
-                {
-                    "model": {"path": str(model_dir)},
-                    "data": {"train_file": "unread", "tokenizer_dir": "unread"},
-                    "training": {"rows_per_step": 16, "micro_batch_size": 8, "sequence_lengths": [32]},
-                    "optimizer": {"start_lr": 1e-2},
-                    "observe": {"sinks": []},
-                    "lora": lora,
-                }
-            )
-        )
-        config = load_sft_config(path)
-        learner = build_offline(config, (32,), Rank(0, 1))
-        trainer = SupervisedTrainer(config, RunInputs(None, PairFile(64, 0), None, (32,), 0), Team(learner, []))
-        losses = [trainer.update(0, np.arange(16))["loss"] for _ in range(8)]
-        first_losses.append(losses[0])
-    assert first_losses[0] == first_losses[1]  # to the last bit
-    assert losses[-1] < losses[0] - 0.5

@@ -9,7 +9,6 @@ from offline_cases import NoCheckpoints, PairFile, Sinks, export_model, write_co
 from rewound import Rewound, set_arrays
 
 from mindrlhf.config.load import load_dpo_config, load_reward_model_config
-from mindrlhf.errors import UserError
 from mindrlhf.training.preflight import RunInputs
 
 
@@ -151,17 +150,3 @@ def test_a_score_is_that_of_the_text_up_to_the_token(begin, model_dir, tmp_path)
     shorter = scores(True, False, [TokenSequence(prompt, response[:3], {})])[0]
     np.testing.assert_allclose(after[0][:3], shorter, atol=1e-5)
     assert np.abs(after[0]).max() > 0.01
-
-
-@pytest.mark.parametrize(
-    ("load", "sections", "message"),
-    [
-        (load_dpo_config, {"dpo": {"loss": "hinge", "label_smoothing": 0.1}}, "dpo.label_smoothing"),
-        (load_dpo_config, {"dpo": {"loss": "sigmoidal"}}, "sigmoid"),
-        (load_reward_model_config, {"reward_model": {"centring": 1}}, "centering"),
-        (load_reward_model_config, {"dpo": {"beta": 0.1}}, "dpo"),
-    ],
-)
-def test_contradictions(model_dir, tmp_path, load, sections, message):
-    with pytest.raises(UserError, match=message):
-        load(write_config(tmp_path / "config.yaml", model_dir, **sections))

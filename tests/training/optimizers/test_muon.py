@@ -5,13 +5,11 @@ import functools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mindrlhf.config.training import OptimizerSection
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.layout.parameter import gathered_ranks
-from mindrlhf.specs import Matrices, find_spec
+from mindrlhf.specs import find_spec
 from mindrlhf.specs.fuse import fuse, split
 from mindrlhf.specs.lora import AdaptedRules, LoraOptions
 
@@ -200,41 +198,6 @@ def test_a_restored_optimizer_continues_bit_for_bit_and_a_withheld_update_change
         run(seeds, spoiled)
         for name, array in held().items():
             np.testing.assert_array_equal(array, final[name], err_msg=name)
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    count=st.integers(1, 3),
-    turns=st.lists(st.integers(1, 3), min_size=1, max_size=3),
-    periods=st.integers(1, 4),
-    side_by_side=st.integers(1, 2),
-    width=st.integers(1, 9),
-)
-def test_singular_values_come_near_one_in_every_shape(count, turns, periods, side_by_side, width):
-    import mindspore as ms
-
-    from mindrlhf.training.optimizers.muon import Orthogonalise
-
-    matrices = Matrices(count * periods * sum(turns), side_by_side * width, count, tuple(turns), side_by_side)
-    whole = np.random.default_rng(7).standard_normal((matrices.rows, matrices.columns))
-    found = Orthogonalise(matrices)(ms.Tensor(whole.astype(np.float32))).asnumpy()
-    rest = whole.copy()
-    for block in range(count):
-        first = block * matrices.block_rows
-        place = np.arange(matrices.block_rows) % sum(turns)
-        for number, turn in enumerate(turns):
-            start = sum(turns[:number])
-            rows = first + np.flatnonzero((place >= start) & (place < start + turn))
-            for beside in range(side_by_side):
-                box = np.ix_(rows, np.arange(beside * width, (beside + 1) * width))
-                scale = 0.2 * max(whole[box].shape) ** 0.5
-                np.testing.assert_allclose(found[box], scale * orthogonal(whole[box]), rtol=0, atol=1e-4 * scale)
-                largest = np.linalg.svd(found[box] / scale, compute_uv=False)
-                of_whole = np.linalg.svd(whole[box], compute_uv=False)
-                clear = of_whole > 0.05 * np.linalg.norm(whole[box])
-                assert np.all((largest[clear] > 0.6) & (largest[clear] < 1.25)), largest
-                rest[box] = np.nan
-    assert np.isnan(rest).all(), "every element is in one matrix"
 
 
 LAYOUTS = (
