@@ -42,19 +42,19 @@ MOST = {
     "mindrlhf/evaluation": 666,
     "mindrlhf/hub": 70,
     "mindrlhf/images": 368,
-    "mindrlhf/launch": 3116,
+    "mindrlhf/launch": 3103,
     "mindrlhf/layout": 1260,
     "mindrlhf/models": 3039,
     "mindrlhf/observe": 2640,
     "mindrlhf/rewards": 5972,
-    "mindrlhf/rollout": 6959,  # the engine of a CPU, which left mindrlhf/cpu (2,805 before, 1,105 now)
-    "mindrlhf/sandbox": 5128,
+    "mindrlhf/rollout": 6936,  # the engine of a CPU, which left mindrlhf/cpu (2,805 before, 1,105 now)
+    "mindrlhf/sandbox": 5124,
     "mindrlhf/shards": 1496,
     "mindrlhf/specs": 2418,
-    "mindrlhf/system": 2907,  # rpc and accept_nodes, in place of the talks of rollout (500 lines)
-    "mindrlhf/tools": 1803,
+    "mindrlhf/system": 2900,  # rpc and accept_nodes, in place of the talks of rollout (500 lines)
+    "mindrlhf/tools": 1799,
     "mindrlhf/training": 10493,
-    "mindrlhf/weights": 4167,
+    "mindrlhf/weights": 4151,
     "tests": 71298,
     "scripts": 1843,
     "docs": 32449,

@@ -73,5 +73,4 @@ def log_name(name: str) -> str:
 
 
 def say(message: str) -> None:
-    """Write to standard error."""
     print(f"mindrlhf: {visible(message)}", file=sys.stderr, flush=True)

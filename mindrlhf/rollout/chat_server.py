@@ -523,7 +523,6 @@ class ChatServer:
         self._http.close()
 
     async def answer(self, call: Call) -> Answer:
-        """Answer one request; see ``Caller``."""
         prompts = self._prompts
         if call.form:
             raise BadQuestion("response_format is not supported here, nor a required tool_choice: it is for agents")

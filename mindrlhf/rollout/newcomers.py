@@ -61,7 +61,6 @@ class Newcomers:
         return [Server(options, [node], index) for node, count in present for index in range(count)]
 
     def send_weights(self, node: OtherNode, version: int) -> None:
-        """Bring a version of the weights to a node; see :meth:`OtherNode.send_weights`."""
         node.send_weights(version, self._buffer)
 
     def close(self) -> None:

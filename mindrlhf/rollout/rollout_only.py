@@ -131,7 +131,6 @@ class _Lent:
             self._transport.connect(transfers, {}, self._key)
 
     def take_weights(self, version: int, checksums: Sequence[int]) -> None:
-        """Receive a version of the weights."""
         self._awaiting.join()
         self._buffer.begin(version)
         self._transport.sync(version)

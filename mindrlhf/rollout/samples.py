@@ -200,7 +200,6 @@ class Sampler:
         print(f"mindrlhf: {visible(what)}", file=sys.stderr, flush=True)
 
     def add_model_rewards(self, samples: list[Sample]) -> list[Sample]:
-        """Return samples with the rewards of the reward model, if there is one."""
         return samples if self.reward_model is None or not samples else self.reward_model.add_rewards(samples)
 
     def without_model(self) -> "Sampler":

@@ -53,7 +53,6 @@ class GenerationRequest:
     response: int = 0
 
     def token_limit(self, sampling: SamplingParams) -> int:
-        """Return the most tokens that one sample may have."""
         return self.max_tokens or sampling.max_tokens
 
 

@@ -182,7 +182,6 @@ def reserved_bytes(rollout: RolloutSection, model_dir: str) -> int:
 
 
 def sees_images(model_dir: str) -> bool:
-    """Return True if the model in ``model_dir`` takes images."""
     return read_hf_config(model_dir).get("vision_config") is not None
 
 

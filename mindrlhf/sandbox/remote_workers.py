@@ -69,5 +69,4 @@ class RemoteWorkers:
         return [], list(self.tasks.values())
 
     def close(self) -> None:
-        """End the connection, and with it the workers there."""
         (self._link or self._connection).close()

@@ -96,17 +96,14 @@ class Child:
 
     @property
     def input(self) -> IO[bytes]:
-        """Its standard input, a ``PIPE``."""
         return self._process.stdin
 
     @property
     def output(self) -> IO[bytes]:
-        """Its standard output, a ``PIPE``."""
         return self._process.stdout
 
     @property
     def error(self) -> IO[bytes]:
-        """Its standard error, a ``PIPE``."""
         return self._process.stderr
 
     def poll(self) -> int | None:

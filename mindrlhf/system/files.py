@@ -81,7 +81,6 @@ def whole_file(path: Path, mode: str = "wb", **options: Any) -> Iterator[IO]:
 
 
 def write_file(path: Path, content: str | bytes, **options: Any) -> None:
-    """Write a file of this content; see :func:`whole_file`."""
     with whole_file(path, "w" if isinstance(content, str) else "wb", **options) as file:
         file.write(content)
 

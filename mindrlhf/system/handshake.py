@@ -82,7 +82,6 @@ class SignedConnection:
         arrays: Mapping[str, np.ndarray] | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """Send a message; see :func:`mindrlhf.system.wire.send_message`."""
         arrays = {name: np.asarray(array, order="C") for name, array in (arrays or {}).items()}
         with self._sending:
             signature = self._sign(self._names[0], self._num_sent, header, arrays)

@@ -65,7 +65,6 @@ class Pair:
         self._sending = threading.Lock()
 
     def send(self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray], timeout_s: float | None = None) -> None:
-        """Send a message; see :func:`mindrlhf.system.wire.send_message`."""
         with self._sending:
             try:
                 send_message(self._end, header, arrays, timeout_s)
@@ -73,7 +72,6 @@ class Pair:
                 raise ConnectionClosed(str(error)) from None
 
     def receive(self, timeout_s: float | None = None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Return the next message; see :func:`mindrlhf.system.wire.receive_message`."""
         try:
             return receive_message(self._end, timeout_s)
         except (OSError, ValueError) as error:

@@ -217,7 +217,6 @@ class AgentRunner:
                 return AgentResult(failure="the process that starts agents died", is_unscored=True)
 
     async def close(self) -> None:
-        """End all agents."""
         self._end()
 
     def _end(self) -> None:

@@ -62,11 +62,9 @@ class EpisodePool:
         return self._submit("step", episode, action=action)
 
     def end(self, episode: int) -> None:
-        """Forget an episode."""
         self._submit("end", episode)
 
     def close(self) -> None:
-        """End all processes."""
         for pool in self._pools:
             pool.close()
 
@@ -75,7 +73,6 @@ class EpisodePool:
 
 
 def read_step(answer: ToolAnswer) -> Step:
-    """Return the step that an answer of ``EpisodePool.step`` tells of."""
     if answer.is_failure:
         return Step("", 0.0, True, failure=answer.text)
     try:

@@ -55,7 +55,6 @@ class CkptFile:
         return list(self._infos)
 
     def info(self, name: str) -> TensorInfo:
-        """Name, dtype and shape of an array."""
         return self._infos[name]
 
     def read(self, name: str) -> np.ndarray:

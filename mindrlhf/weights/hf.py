@@ -72,7 +72,6 @@ class TensorDirectory(ABC):
         return []
 
     def read_float32(self, name: str) -> np.ndarray:
-        """The tensor, float32."""
         return convert_dtype(self.read(name), self.info(name).dtype, "float32")
 
     def check_coverage(self, shapes: dict[str, tuple[int, ...]], ignored: Container[str] = frozenset()) -> None:
@@ -150,7 +149,6 @@ class SafetensorsDirectory(TensorDirectory):
         return sorted(found - set(self._file_of.values()))
 
     def names(self) -> list[str]:
-        """Every tensor name."""
         return list(self._file_of)
 
     def info(self, name: str) -> TensorInfo:
@@ -162,7 +160,6 @@ class SafetensorsDirectory(TensorDirectory):
         return self._open(self._file_of[name]).read(name)
 
     def release(self, name: str) -> None:
-        """Give back the memory that maps a tensor; see `SafetensorsFile.release`."""
         self._open(self._file_of[name]).release(name)
 
 

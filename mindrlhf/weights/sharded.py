@@ -65,7 +65,6 @@ class ShardedArray:
 
     @property
     def info(self) -> TensorInfo:
-        """Name, dtype and shape of the whole."""
         return TensorInfo(self.layout.name, self.dtype, self.layout.shape)
 
 
@@ -337,7 +336,6 @@ class ShardedDirectory(TensorDirectory):
         return data
 
     def release(self, rank: int, name: str) -> None:
-        """Give back the memory that maps a shard."""
         self._files[rank].release(name)
 
     def shard_entry(self, rank: int, name: str) -> dict[str, Any]:
@@ -349,7 +347,6 @@ class ShardedDirectory(TensorDirectory):
         yield from self._rules
 
     def state_names(self) -> list[str]:
-        """Names of the optimiser state."""
         return [name for name in self.manifest.arrays if name not in self._rule_of_parameter]
 
 

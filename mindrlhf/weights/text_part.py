@@ -31,15 +31,12 @@ class TextPart(SafetensorsDirectory):
         return [name.replace(DECODER_PREFIX, "model.", 1) for name in kept]
 
     def info(self, name: str) -> TensorInfo:
-        """See the base class."""
         return super().info(self._stored(name))._replace(name=name)
 
     def read(self, name: str) -> np.ndarray:
-        """See the base class."""
         return super().read(self._stored(name))
 
     def release(self, name: str) -> None:
-        """See the base class."""
         super().release(self._stored(name))
 
     def _stored(self, name: str) -> str:

@@ -132,7 +132,6 @@ class TensorFiles:
         self.checksums: dict[str, str] = {}
 
     def write(self, name: str, content: Content) -> None:
-        """Write one tensor, once; see :meth:`TensorFileWriter.write`."""
         self._writer_of[name].write(name, content)
 
     def finish(self) -> None:

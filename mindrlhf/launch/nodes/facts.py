@@ -26,7 +26,6 @@ class Fact:
 
 
 def as_message(facts: Sequence[Fact]) -> dict[str, list[Any]]:
-    """Return the facts by name, as JSON values."""
     return {fact.name: [json.dumps(fact.value, sort_keys=True), fact.fix] for fact in facts}
 
 

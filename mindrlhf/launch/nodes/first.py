@@ -157,17 +157,14 @@ class FirstNode(Peers):
         self._listener.close()
 
     def ending(self) -> Ending | None:
-        """See :meth:`Peers.ending`."""
         self._take_news()
         return self._ending
 
     def asked_signals(self) -> list[int]:
-        """See :meth:`Peers.asked_signals`."""
         signals, self._signals = self._signals, []
         return signals
 
     def report(self, text: str) -> None:
-        """See :meth:`Peers.report`."""
         self._report = text
 
     def _turn_away(self, peer: str, reason: object) -> None:

@@ -23,7 +23,6 @@ class NodeHelper:
         self._tell({"host": host, "port": port, "token": token, "node": node})
 
     def close(self) -> None:
-        """End it, with what it has started."""
         with contextlib.suppress(OSError):
             self._process.input.close()
         if self._process.wait(_END_LIMIT_S) is None:

@@ -100,7 +100,6 @@ class OtherNode(Peers):
             pass
 
     def ending(self) -> Ending | None:
-        """See :meth:`Peers.ending`."""
         while self._ending is None:
             try:
                 message = self._news.get_nowait()
@@ -114,11 +113,9 @@ class OtherNode(Peers):
         return self._ending
 
     def pass_on(self, number: int) -> None:
-        """See :meth:`Peers.pass_on`."""
         self._channel.send("signal", number=number)
 
     def report(self, text: str) -> None:
-        """See :meth:`Peers.report`."""
         self._report = text
 
     def _lost_line(self, message: Mapping[str, Any]) -> str:

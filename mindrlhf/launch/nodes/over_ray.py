@@ -134,7 +134,6 @@ class NodeAgent:
             yield decoder.decode(chunk)
 
     def wait(self) -> int:
-        """Return how it ended."""
         return self.process.wait()
 
     def tell(self, number: int) -> None:
@@ -156,7 +155,6 @@ class _RayRun:
         self._is_over = False
 
     def place(self, nodes: str | None, num_spares: int, master: str | None) -> None:
-        """Place an agent on each node."""
         bundles = choose_nodes(self._ray.nodes(), self._num_workers, nodes, num_spares)
         self._bundles = bundles
         self._group = self._ray.util.placement_group(bundles, strategy="STRICT_SPREAD")

@@ -71,7 +71,6 @@ class RolloutNodes:
         return None
 
     def hear(self, channel: Link, message: Mapping[str, Any]) -> None:
-        """Take a message of one of them."""
         if message["kind"] not in ("leaving", LOST) or channel not in self._names:
             return
         host = self._names.pop(channel)
@@ -104,7 +103,6 @@ class RolloutNodes:
             channel.send("over", code=code)
 
     def close(self) -> None:
-        """End the connections that are left."""
         for channel in self._names:
             channel.close()
         self._names = {}

@@ -127,7 +127,6 @@ class Episode:
             turn.is_unread = True
 
     async def answer(self, call: Call) -> Answer:
-        """Answer one call; see ``chat_server.Caller``."""
         try:
             return await self._answer(call)
         except asyncio.CancelledError:  # the client has gone

@@ -57,7 +57,6 @@ class _Episode:
         self._num_asked = 0
 
     async def answer(self, call: Call) -> Answer:
-        """Answer one request; see ``chat_server.Caller``."""
         self._num_asked += 1
         asked = self._num_asked
         self.waiting[asked] = asyncio.get_running_loop().create_future()
@@ -176,7 +175,6 @@ class RemoteAgents:
     async def run(
         self, record: Mapping[str, Any], key: str, timeout_s: float, clock: Callable[[], float]
     ) -> AgentResult:
-        """Run an agent to its end; see :meth:`mindrlhf.tools.agents.AgentRunner.run`."""
         self._number += 1
         number, ended = self._number, asyncio.get_running_loop().create_future()
         self._running[number] = ended, key
@@ -191,7 +189,6 @@ class RemoteAgents:
                 self._link.send("kill", number=number)
 
     async def close(self) -> None:
-        """End the connection, and with it the agents there."""
         self._link.close()
         self._following.cancel()
 

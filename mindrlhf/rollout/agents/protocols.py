@@ -94,7 +94,6 @@ class Reply:
 
     @property
     def whole(self) -> str:
-        """The text with its thought."""
         return f"<think>\n{self.thought}\n</think>\n\n{self.text}" if self.thought else self.text
 
 
@@ -178,7 +177,6 @@ def _common(body: Any, known: Collection[str]) -> Call:
 
 
 def read_chat(body: Any) -> Call:
-    """Read a body of ``/v1/chat/completions``."""
     call = _common(body, _CHAT)
     messages = _messages(body.get("messages"))
     tools, choice = _tools(body.get("tools")), body.get("tool_choice")
@@ -318,7 +316,6 @@ _ANTHROPIC = {"messages", "system", "tools", "tool_choice", "stop_sequences", "o
 
 
 def read_anthropic(body: Any) -> Call:
-    """Read a body of ``/v1/messages``."""
     only(body, SAMPLING | IDLE | _ANTHROPIC)
     choice = body.get("tool_choice") or {}
     only(choice, ("type", "name", "disable_parallel_tool_use"), "tool_choice: ")
@@ -447,7 +444,6 @@ def stream_chat(name: str, call: Call, answer: Answer) -> Iterator[str]:
 
 
 def write_completion(name: str, call: Call, answer: Answer) -> dict[str, Any]:
-    """Write an answer of ``/v1/completions``."""
     choices = []
     for index, reply in enumerate(answer.replies):
         choice: dict[str, Any] = {"index": index, "text": reply.text, "finish_reason": reply.finish_reason}
@@ -478,7 +474,6 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 def write_anthropic(name: str, call: Call, answer: Answer) -> dict[str, Any]:
-    """Write an answer of ``/v1/messages``."""
     (reply,) = answer.replies
     blocks = [{"type": "thinking", "thinking": reply.thought, "signature": ""}] if reply.thought else []
     blocks += [{"type": "text", "text": reply.text}] if reply.text or not reply.calls else []

@@ -102,7 +102,6 @@ class AgentEpisodes:
 
     @property
     def url(self) -> str:
-        """URL of the endpoint."""
         return self._http.url
 
     def __enter__(self) -> "AgentEpisodes":
@@ -118,7 +117,6 @@ class AgentEpisodes:
         self._in_loop(remote.start()).result()
 
     def close(self) -> None:
-        """End all agents and the endpoint."""
         for runner in [*self._runners]:
             with contextlib.suppress(Exception):
                 self._in_loop(runner.close()).result(timeout=10)

@@ -114,7 +114,6 @@ class NodeServers:
         return _Running(process, Pair(ours))
 
     def pair(self, index: int) -> Pair:
-        """Return the connection to a server of this node."""
         return self._running[index].pair
 
     def connect(self, index: int, host: str, port: int, number: str) -> None:
@@ -206,7 +205,6 @@ class NodeServers:
             return True  # the server's own attempt will say what is wrong with it
 
     def status(self, index: int) -> ProcessStatus:
-        """Return what a process does now."""
         with self._lock:
             running = self._running.get(index)
         if running is None:
@@ -222,6 +220,5 @@ class NodeServers:
         return {str(index): self.status(index) for index in running}
 
     def close(self) -> None:
-        """End all processes."""
         for index in list(self._running):
             self.end(index)

@@ -130,7 +130,6 @@ class Service:
         """Answer, now that the engine is up."""
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> Iterator[list[Completion]]:
-        """Yield the completions as they finish."""
         start = time.perf_counter()
         names = ("num_samples", "seed", "max_tokens")
         numbers = ([getattr(request, name) for request in requests] for name in names)

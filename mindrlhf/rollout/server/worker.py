@@ -83,7 +83,6 @@ class WorkerExtension:
         return is_last
 
     def set_up_sampler(self) -> None:
-        """See :func:`mindrlhf.rollout.server.ascend.set_up_sampler`."""
         from vllm_ascend.sample import sampler as sampling
 
         ascend.set_up_sampler(self.model_runner.sampler, sampling)
@@ -105,7 +104,6 @@ class WorkerExtension:
         return torch.npu.mem_get_info()
 
     def record_layers(self, path: str) -> None:
-        """See :func:`mindrlhf.rollout.server.layers.record_layers`."""
         if self.rank == 0:  # layers end with the same on all
             record_layers(self.model_runner.get_model(), path)
 

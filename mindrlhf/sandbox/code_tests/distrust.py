@@ -250,7 +250,6 @@ class Flow:
                     self._join(self._base(node.func), value if isinstance(node.func.value, ast.Name) else _leaf(value))
 
     def _parameters(self, function):
-        """Return the parameters of a function of the test."""
         if not isinstance(function, ast.Lambda):
             name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", None)
             if name not in self._functions:
@@ -490,7 +489,6 @@ def _entry(value):
 
 
 def _parts(value, number, targets=()):
-    """Return the values of as many targets."""
     has_star = any(isinstance(target, ast.Starred) for target in targets)
     if isinstance(value, tuple) and value[0] == "tuple" and len(value) == number + 1 and not has_star:
         return value[1:]

@@ -309,7 +309,6 @@ def _replace(target, value):
 
 
 def _holds(value, is_bad):
-    """Return True if a value, or one in it, is bad."""
     if isinstance(value, dict):
         return any(_holds(item, is_bad) for pair in value.items() for item in pair)
     if isinstance(value, (list, tuple, set, frozenset, collections.deque)):

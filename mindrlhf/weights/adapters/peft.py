@@ -127,7 +127,6 @@ class AdapterDirectory(TensorDirectory):
         warn_of_other_files(self, "adapter_model")
 
     def names(self) -> list[str]:
-        """Every tensor name."""
         return list(self._file.names())
 
     def info(self, name: str) -> TensorInfo:

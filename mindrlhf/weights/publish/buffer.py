@@ -185,7 +185,6 @@ class WeightBuffer:
         self._show(_NO_VERSION, bucket)
 
     def info(self, name: str) -> TensorInfo:
-        """Return what the tensor ``name`` is."""
         return self.infos[self._index[name]]
 
     def wants(self, name: str) -> bool:

@@ -186,7 +186,6 @@ class PublishingWorker:
         return self.model
 
     def _open_broadcast(self, ranks: tuple[int, ...], root: int, num_words: int) -> "Broadcast":
-        """See :data:`mindrlhf.weights.publish.collective.OpenBroadcast`."""
         raise NotImplementedError(f"a {type(self).__name__} has no collectives")
 
 

@@ -29,7 +29,6 @@ def to_index(bounds: Sequence[Sequence[int]]) -> tuple:
 
 
 def whole_slice(shape: Sequence[int]) -> TensorSlice:
-    """Return the slice that is a whole tensor."""
     return tuple((0, size) for size in shape)
 
 

@@ -91,7 +91,6 @@ class TcpTransport:
         self._raise_failure()
 
     def close(self) -> None:
-        """End the connections."""
         for connection in (*self._outgoing.values(), *self._incoming.values()):
             connection.close()
         if self._listener is not None:
