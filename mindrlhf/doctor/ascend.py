@@ -1,14 +1,11 @@
 """Checks of a machine with NPUs, beside the two environments; written after the documentation that each names."""
 
 import re
-import shutil
 import socket
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mindrlhf.doctor.check import Check
-from mindrlhf.doctor.npu_smi import NpuInfo, parse_npu_info
 
 ASCEND_DIR = Path("/usr/local/Ascend")
 # The release that mindformers 2.0.0 (its VERSION_MAP.json) and vllm-ascend 0.23.0 (its page) both ask for.
@@ -24,7 +21,6 @@ _SERVER_NEEDS = {
 # torch_npu's numbers of the kinds of NPU (vllm_ascend/utils.py of 0.23.0).
 SOC_VERSIONS = {"A2": range(220, 226), "A3": range(250, 256)}
 MAX_USED_SHARE = 0.1  # of an idle device's memory; the driver itself keeps about 3 of 64 GB
-_NPU_SMI_TIMEOUT_S = 30.0
 
 
 def ascend_checks(environment: Mapping[str, str]) -> list[Check]:
@@ -35,7 +31,6 @@ def ascend_checks(environment: Mapping[str, str]) -> list[Check]:
         check_allocator(environment),
         check_hccl_ports(environment),
         check_interfaces(environment, [name for _, name in socket.if_nameindex()]),
-        *check_devices(_npu_info()),
     ]
 
 
@@ -73,7 +68,7 @@ def check_server(probe: Mapping[str, object] | str) -> list[Check]:
 
     Args:
         probe: `failures` by name, `built_for` (A2 or A3) of the wheel of vllm-ascend, and `soc`, torch_npu's number of
-            the kind of NPU.
+            the kind of NPU, and `memory`; see :func:`check_memory`.
     """
     if isinstance(probe, str):
         return [Check("rollout", "on this NPU", "error", probe, "see docs/install.md, On Ascend")]
@@ -87,7 +82,7 @@ def check_server(probe: Mapping[str, object] | str) -> list[Check]:
     if built and kind and built != kind:
         fix = f"build it here: SOC_VERSION=<this NPU's> python -m pip install --no-binary vllm-ascend {_VLLM_ASCEND}"
         checks.append(Check("rollout", "vllm-ascend build", "error", f"built for {built}, this NPU is an {kind}", fix))
-    return checks
+    return [*checks, check_memory(probe["memory"])] if probe.get("memory") else checks
 
 
 def cann_version(directory: Path) -> str:
@@ -136,46 +131,16 @@ def check_interfaces(environment: Mapping[str, str], interfaces: Sequence[str]) 
     return Check("machine", "HCCL interface", "error", f"{variable}={text}, which is not there", fix)
 
 
-def check_devices(info: NpuInfo | str) -> list[Check]:
-    """Return the findings on the devices from what `npu-smi info` said, or why it could not be asked."""
-    if isinstance(info, str):
-        return [Check("machine", "devices", "warning", info, "mount npu-smi and the driver into the container")]
-    if not info.chips:
-        fix = "see npu-smi info, and the driver's log"
-        return [Check("machine", "devices", "error", "npu-smi names no device", fix)]
-    ill = [f"NPU {chip.npu} is {chip.health}" for chip in info.chips if chip.health != "OK"]
-    total_gb = sum(chip.total_mb for chip in info.chips) / 1024
-    free_gb = total_gb - sum(chip.used_mb for chip in info.chips) / 1024
-    finding = f"{len(info.chips)} of {info.chips[0].name}, {free_gb:.0f} of {total_gb:.0f} GiB free"
-    if ill:
-        fix = "see npu-smi info -t health -i NPU; leave them out by ASCEND_RT_VISIBLE_DEVICES"
-        return [Check("machine", "devices", "error", f"{finding}; {', '.join(ill)}", fix)]
-    checks = [Check("machine", "devices", "ok", finding)]
-    if info.processes:
-        shown = ", ".join(f"{process.pid} (NPU {process.npu}, {process.memory_mb} MB)" for process in info.processes)
-        fix = "end what an earlier run has left, or leave its devices out by ASCEND_RT_VISIBLE_DEVICES"
-        checks.append(Check("machine", "on the devices", "warning", f"processes {shown}", fix))
-    busy = {(process.npu, process.chip) for process in info.processes}
-    full = [chip for chip in info.chips if chip.used_mb > MAX_USED_SHARE * chip.total_mb]
-    if orphaned := [chip for chip in full if (chip.npu, chip.chip) not in busy]:
-        shown = ", ".join(f"NPU {chip.npu} {chip.used_mb} of {chip.total_mb} MB" for chip in orphaned)
-        fix = "somebody else's container has it, or a process has died badly: npu-smi set -t reset -i NPU -c CHIP"
-        checks.append(Check("machine", "device memory", "warning", f"held by no process: {shown}", fix))
-    return checks
-
-
-def _npu_info() -> NpuInfo | str:
-    if shutil.which("npu-smi") is None:
-        return "npu-smi is not on PATH"
-    try:
-        ended = subprocess.run(
-            ["npu-smi", "info"], capture_output=True, text=True, errors="replace", timeout=_NPU_SMI_TIMEOUT_S
-        )
-    except (OSError, subprocess.TimeoutExpired) as failure:
-        return f"npu-smi info: {type(failure).__name__}"
-    if ended.returncode:
-        return f"npu-smi info ends with {ended.returncode}: {' '.join((ended.stderr or ended.stdout).split())[:120]}"
-    return parse_npu_info(ended.stdout)
+def check_memory(memory: list[tuple[int, int]]) -> Check:
+    """Return the finding on the devices' bytes, free and all, as a server sees them."""
+    gib = [(free / 2**30, whole / 2**30) for free, whole in memory]
+    finding = f"{len(gib)} NPUs, {sum(free for free, _ in gib):.0f} of {sum(whole for _, whole in gib):.0f} GiB free"
+    held = [number for number, (free, whole) in enumerate(gib) if whole - free > MAX_USED_SHARE * whole]
+    if not held:
+        return Check("machine", "device memory", "ok", finding)
+    shown = ", ".join(f"{gib[number][0]:.0f} of NPU {number}" for number in held)
+    fix = "npu-smi info says by whom: end what an earlier run has left, or set ASCEND_RT_VISIBLE_DEVICES"
+    return Check("machine", "device memory", "warning", f"{finding}; {shown}", fix)
 
 
 def _numbers(version: str) -> list[int]:

@@ -78,7 +78,9 @@ attempt("libatb.so", lambda: ctypes.CDLL("libatb.so"))
 attempt("vllm_ascend.worker.worker", lambda: importlib.import_module("vllm_ascend.worker.worker"))
 build = attempt("vllm_ascend._build_info", lambda: importlib.import_module("vllm_ascend._build_info"))
 found["built_for"] = getattr(build, "__device_type__", None)
-found["soc"] = attempt("torch_npu", lambda: importlib.import_module("torch_npu").npu.get_soc_version())
+npu = attempt("torch_npu", lambda: importlib.import_module("torch_npu").npu)
+found["soc"] = attempt("torch_npu", lambda: npu.get_soc_version())
+found["memory"] = attempt("torch_npu", lambda: [npu.mem_get_info(number) for number in range(npu.device_count())])
 """
 
 
