@@ -50,15 +50,6 @@ def test_the_cann_of_both_environments(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "status"),
-    [("", "ok"), ("expandable_segments:False", "ok"), ("page_size:1g,expandable_segments:True", "error")],
-)
-def test_expandable_segments(value, status):
-    check = ascend.check_allocator({"PYTORCH_NPU_ALLOC_CONF": value})
-    assert check.status == status
-
-
-@pytest.mark.parametrize(
     ("value", "status"), [(None, "ok"), ("auto", "ok"), ("", "warning"), ("60000-60050", "warning")]
 )
 def test_the_ports_by_which_ranks_meet(value, status):
@@ -85,7 +76,7 @@ def test_the_interface_by_which_machines_meet(wanted, interfaces, status):
 
 def test_all_of_it_on_a_machine_whatever_it_has():
     checks = ascend.ascend_checks({})
-    assert len(checks) == 5 and all(check.fix for check in checks if check.status != "ok")
+    assert len(checks) == 4 and all(check.fix for check in checks if check.status != "ok")
 
 
 SOUND = {"failures": {}, "built_for": "A2", "soc": 223}

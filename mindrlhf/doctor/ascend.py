@@ -28,7 +28,6 @@ def ascend_checks(environment: Mapping[str, str]) -> list[Check]:
     return [
         check_driver(ASCEND_DIR),
         check_cann(environment, ASCEND_DIR),
-        check_allocator(environment),
         check_hccl_ports(environment),
         check_interfaces(environment, [name for _, name in socket.if_nameindex()]),
     ]
@@ -92,15 +91,6 @@ def cann_version(directory: Path) -> str:
             if found := re.search(r"(?im)^.*?version.*?[=:\[]\s*\"?([0-9]+\.[0-9]+[\w.]*)", _read(path)):
                 return found[1]
     return ""
-
-
-def check_allocator(environment: Mapping[str, str]) -> Check:
-    """Return the finding on expandable segments, which vLLM's sleep mode does not go with (vllm-ascend 9242)."""
-    name, options = "PYTORCH_NPU_ALLOC_CONF", environment.get("PYTORCH_NPU_ALLOC_CONF", "")
-    if re.search(r"expandable_segments\s*:\s*true", options, re.IGNORECASE):
-        fix = f"export {name}=expandable_segments:False, or set it in rollout.env"
-        return Check("machine", "expandable segments", "error", f"on in {name}; vLLM cannot sleep with them", fix)
-    return Check("machine", "expandable segments", "ok", "off for the rollout server")
 
 
 def check_hccl_ports(environment: Mapping[str, str]) -> Check:
