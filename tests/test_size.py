@@ -36,7 +36,7 @@ MOST = {
     "mindrlhf/cpu": 1086,
     "mindrlhf/data": 4228,
     "mindrlhf/debugging": 201,
-    "mindrlhf/doctor": 1380,
+    "mindrlhf/doctor": 1281,
     "mindrlhf/dryrun": 3568,
     "mindrlhf/errors.py": 126,
     "mindrlhf/evaluation": 666,
@@ -55,9 +55,9 @@ MOST = {
     "mindrlhf/tools": 1799,
     "mindrlhf/training": 10493,
     "mindrlhf/weights": 4151,
-    "tests": 71298,
+    "tests": 71246,
     "scripts": 1843,
-    "docs": 32449,
+    "docs": 32433,
 }
 # Modules of these are found by the name of their file.
 FOUND_BY_NAME = tuple(

@@ -4,6 +4,7 @@ Device memory is the host's there, and operators run on the CPU (tests/helpers/f
 NPU takes. Numbers are those of transformers in float32, to bfloat16.
 """
 
+import ctypes
 import json
 import os
 import re
@@ -162,6 +163,7 @@ class Server:
         infos = [TensorInfo(name, "bfloat16", bits.shape) for name, bits in weights(self.config, 0).items()]
         self.buffer = WeightBuffer.create(infos)
         env |= {"FAKE_NPU_BYTES": str(NPU_BYTES), "FAKE_NPUS": "2", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        env["FAKE_NPU_LEDGER"] = str(directory / "ledger")
         given = VllmOptions(
             str(fake_npu / "python"), str(directory), str(self.log), device="ascend", dtype="bfloat16",
             max_model_len=256, max_num_seqs=8, gpu_memory_utilization=0.6, kv_cache_gib=None, reserved_bytes=RESERVED,
@@ -222,6 +224,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name, num_devices, decoding", CASES)
 def test_three_rounds_of_sleep_and_new_weights(name, num_devices, decoding, fake_npu, tmp_path, monkeypatch):
     monkeypatch.setenv("ASCEND_HOME_PATH", str(fake_npu / "cann"))
@@ -306,6 +309,33 @@ def test_a_graph_of_launches_is_replayed_over_the_same_memory(fake_npu):
     assert ended.stdout.endswith("replayed\n"), ended.stderr
 
 
+BESIDE = """
+import torch, torch_npu
+free = torch.npu.mem_get_info(0)[0]
+first = torch.empty(free // 2, dtype=torch.uint8, device="npu:0")
+try:
+    torch.empty(2 * free, dtype=torch.uint8, device="npu:0")
+except RuntimeError as error:
+    print(free, "out of memory" in str(error))
+"""
+
+
+def test_all_on_a_card_share_its_memory(fake_npu, tmp_path, monkeypatch):
+    """A rank has half of it: what a server asks for beyond the rest is refused, until the rank gives it back."""
+    on_fake_npus(monkeypatch, fake_npu, tmp_path)
+    rank, memory = ctypes.CDLL(fake_npu / "cann" / "lib64" / "libascendcl.so"), ctypes.c_void_p()
+    assert rank.aclrtMalloc(ctypes.byref(memory), ctypes.c_size_t(NPU_BYTES // 2), 0) == 0
+    said = []
+    for is_held in (True, False):
+        if not is_held:
+            rank.aclrtFree(memory)
+        command = [fake_npu / "python", "-c", BESIDE]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert ended.returncode == 0, ended.stderr
+        said.append(ended.stdout.split()[-2:])
+    assert said == [[str(NPU_BYTES // 2), "True"], [str(NPU_BYTES), "True"]]
+
+
 RECIPE = ROOT / "examples" / "quickstart"
 
 
@@ -342,7 +372,7 @@ def quickstart(fake_npu: Path, problems: Path, directory: Path, **options: objec
     path = os.pathsep.join(map(str, (ROOT / "tests" / "helpers" / "fake_npu" / "ranks", ROOT)))
     environment = sanity_inputs.environment() | {
         "MINDRLHF_TEST_SERVERS_ON": "ascend", "PYTHONPATH": path, "FAKE_NPU_BYTES": str(2 * NPU_BYTES),
-        "FAKE_NPUS": "2", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "FAKE_NPUS": "2", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "FAKE_NPU_LEDGER": str(directory / "ledger"),
     }  # fmt: skip
     ended = subprocess.run(
         [*command, "--workers", "2"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1100
@@ -376,9 +406,10 @@ def test_adapters_are_trained_with_a_server_on_the_fake_npu(fake_npu, problems, 
     assert len(steps) == 3 and (tmp_path / "run" / "final_adapter" / "adapter_model.safetensors").exists()
 
 
-def on_fake_npus(monkeypatch, fake_npu: Path) -> None:
-    """Have servers of this process take the machine for one with two NPUs."""
+def on_fake_npus(monkeypatch, fake_npu: Path, directory: Path) -> None:
+    """Have servers of this process take the machine for one with two NPUs, whose memory they share."""
     cann = fake_npu / "cann"
+    monkeypatch.setenv("FAKE_NPU_LEDGER", str(directory / "ledger"))
     here = {"ASCEND_HOME_PATH": cann, "PYTHONPATH": cann / "python", "FAKE_NPU_BYTES": NPU_BYTES, "FAKE_NPUS": 2}
     for name, value in (here | {"TORCH_DEVICE_BACKEND_AUTOLOAD": 0}).items():
         monkeypatch.setenv(name, str(value))
@@ -386,7 +417,7 @@ def on_fake_npus(monkeypatch, fake_npu: Path) -> None:
 
 @pytest.mark.timeout(1700)
 def test_the_doctors_rungs_of_a_server_hold_on_the_fake_npu(fake_npu, tmp_path, monkeypatch):
-    on_fake_npus(monkeypatch, fake_npu)
+    on_fake_npus(monkeypatch, fake_npu, tmp_path)
     ground = Ground(str(tmp_path), "ascend", 2, str(fake_npu / "python"))
     climbed = climb(ground, ["server", "sleep", "hand-over"], print)
     found = {rung.name: rung.found for rung in climbed if rung.status == "ok"}
@@ -396,7 +427,7 @@ def test_the_doctors_rungs_of_a_server_hold_on_the_fake_npu(fake_npu, tmp_path, 
 
 @pytest.mark.timeout(900)
 def test_layers_on_the_fake_npu_are_those_of_our_cells_and_faults_are_found(fake_npu, tmp_path, monkeypatch):
-    on_fake_npus(monkeypatch, fake_npu)
+    on_fake_npus(monkeypatch, fake_npu, tmp_path)
     model = layer_faults.write_model(tmp_path / "model")
     ground = Ground(str(tmp_path), "ascend", 1, str(fake_npu / "python"))
     layers.record_server(ground, str(model))

@@ -66,10 +66,9 @@ exec {python} "$@"
 
 
 def _wheel(wheels: Path, name: str) -> Path:
-    version = (VERSIONS | OTHERS)[name]
-    found = sorted(wheels.glob(f"{name}-{version}-*.whl"))
+    found = sorted(wheels.glob(f"{name}-[0-9]*.whl"))  # another version than that of ``VERSIONS`` may be tried
     if not found:
-        raise FileNotFoundError(f"{wheels} holds no wheel of {name} {version}")
+        raise FileNotFoundError(f"{wheels} holds no wheel of {name}")
     return found[0]
 
 

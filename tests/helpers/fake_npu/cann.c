@@ -1,24 +1,27 @@
 /* CANN's C interface (ACL) over the memory of the host, for tests of what runs on an NPU.
  *
- * Device memory is host memory, taken from one budget (FAKE_NPU_BYTES for each of FAKE_NPUS devices). Work is done when
- * it is asked for, so streams and events have nothing to wait for. Physical pages are memory files and virtual
+ * Device memory is host memory, taken from one budget (FAKE_NPU_BYTES for each of FAKE_NPUS devices) that all processes
+ * with the same FAKE_NPU_LEDGER share, as ranks and servers do; what a dead process had is free. Work is done when it is
+ * asked for, so streams and events have nothing to wait for. Physical pages are memory files and virtual
  * addresses are mappings of them, so that memory that a sleeping server gives back is really gone. Functions that are
  * not here are made by build.py: they return 0, which is ACL's success. Signatures: CANN's documentation of ACL.
  */
 #define _GNU_SOURCE
+#include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 typedef int Error;
-enum { OK = 0, OUT_OF_MEMORY = 207001, PAGE = 2 << 20, MAX_DEVICES = 16 };
+enum { OK = 0, OUT_OF_MEMORY = 207001, PAGE = 2 << 20, MAX_DEVICES = 16, MAX_PROCESSES = 64 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static size_t used[MAX_DEVICES];
 static _Thread_local int device;
 
 static size_t setting(const char *name, size_t otherwise) {
@@ -27,17 +30,53 @@ static size_t setting(const char *name, size_t otherwise) {
 }
 static size_t capacity(void) { return setting("FAKE_NPU_BYTES", (size_t)64 << 30); }
 
-static Error take(int of, size_t size) {
+/* What each process has of each device, in memory that they share. */
+static struct share { pid_t process; size_t used[MAX_DEVICES]; } *shares, *own;
+static int ledger;
+
+static int is_free(const struct share *one) { return !one->process || kill(one->process, 0); }
+static void open_ledger(void) {
+    const char *path = getenv("FAKE_NPU_LEDGER");
+    ledger = path ? open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600) : memfd_create("ledger", MFD_CLOEXEC);
+    flock(ledger, LOCK_EX);
+    if (ledger < 0 || ftruncate(ledger, MAX_PROCESSES * sizeof *shares)) abort();
+    shares = own = mmap(NULL, MAX_PROCESSES * sizeof *shares, PROT_READ | PROT_WRITE, MAP_SHARED, ledger, 0);
+    while (!is_free(own)) own++;
+    *own = (struct share){getpid()};
+    flock(ledger, LOCK_UN);
+}
+static int physical(int of) { /* CANN counts the devices that a process sees from 0 */
+    const char *seen = getenv("ASCEND_RT_VISIBLE_DEVICES");
+    for (int number = 0; seen && number < of; number++) seen = strchr(seen, ',') ? strchr(seen, ',') + 1 : NULL;
+    return seen && *seen ? atoi(seen) : of;
+}
+static size_t used(int of) {
+    size_t sum = 0;
+    for (int number = 0; number < MAX_PROCESSES; number++)
+        if (!is_free(&shares[number])) sum += shares[number].used[physical(of)];
+    return sum;
+}
+static void begin(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, open_ledger);
     pthread_mutex_lock(&lock);
-    Error error = used[of] + size > capacity() ? OUT_OF_MEMORY : OK;
-    if (!error) used[of] += size;
+    flock(ledger, LOCK_EX);
+}
+static void end(void) {
+    flock(ledger, LOCK_UN);
     pthread_mutex_unlock(&lock);
+}
+static Error take(int of, size_t size) {
+    begin();
+    Error error = used(of) + size > capacity() ? OUT_OF_MEMORY : OK;
+    if (!error) own->used[physical(of)] += size;
+    end();
     return error;
 }
 static void give_back(int of, size_t size) {
-    pthread_mutex_lock(&lock);
-    used[of] -= size;
-    pthread_mutex_unlock(&lock);
+    begin();
+    own->used[physical(of)] -= size;
+    end();
 }
 
 /* Devices and contexts. */
@@ -104,7 +143,9 @@ Error aclrtMemsetAsync(void *to, size_t room, int32_t value, size_t size, void *
 }
 Error aclrtGetMemInfo(int kind, size_t *free_bytes, size_t *total_bytes) {
     *total_bytes = capacity();
-    *free_bytes = capacity() - used[device];
+    begin();
+    *free_bytes = capacity() - used(device);
+    end();
     return OK;
 }
 Error aclrtPointerGetAttributes(const void *pointer, uint32_t *attributes) {
