@@ -22,6 +22,7 @@ import httpx
 import textarena
 
 ASK_TIMEOUT_S = 3600.0
+MOVE_TOKENS = 8  # or a model learns to talk until it may play no more
 
 
 def play(game: str, num_players: int, seed: int, ask) -> dict[str, float]:
@@ -49,7 +50,8 @@ def agent(record: dict, base_url: str, api_key: str) -> dict:
     with httpx.Client(base_url=base_url, headers=headers, timeout=ASK_TIMEOUT_S) as client:
 
         def ask(role, messages):
-            answer = client.post("/chat/completions", json={"model": role, "messages": messages})
+            body = {"model": role, "messages": messages, "max_tokens": MOVE_TOKENS}
+            answer = client.post("/chat/completions", json=body)
             if answer.status_code in (400, 403):  # too long, or a budget is used up
                 return ""
             return answer.raise_for_status().json()["choices"][0]["message"]["content"] or ""

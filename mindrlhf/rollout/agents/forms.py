@@ -8,6 +8,7 @@ from mindrlhf.rollout.agents.protocols import BadQuestion
 
 THOUGHT = "<think>"
 _HERMES = ('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "json_schema")
+WHITESPACE = {"max_whitespace_cnt": 2}  # a model that is free to would write spaces to its last token
 # Of dialects, in what the arguments of a call stand, and the kind of their structural tag.
 CALLS = {
     "hermes": _HERMES,
@@ -31,7 +32,7 @@ def grammar_of(form: Mapping[str, Any], dialect: str, *, thinks: bool, may_think
     """
     if not form:
         return ""
-    found = {"type": "json_schema", "json_schema": form.get("schema")}
+    found = {"type": "json_schema", "json_schema": form.get("schema"), **WHITESPACE}
     if functions := form.get("functions"):
         if dialect not in CALLS:
             raise BadQuestion(f"a form of calls is not supported here: no grammar of {dialect} calls is known")
@@ -50,5 +51,5 @@ def grammar_of(form: Mapping[str, Any], dialect: str, *, thinks: bool, may_think
 
 
 def _called(function: Mapping[str, Any], begin: str, end: str, kind: str) -> dict[str, Any]:
-    content = {"type": kind, "json_schema": function.get("parameters") or {"type": "object"}}
+    content = {"type": kind, "json_schema": function.get("parameters") or {"type": "object"}, **WHITESPACE}
     return {"type": "tag", "begin": begin.replace("NAME", function["name"]), "content": content, "end": end}

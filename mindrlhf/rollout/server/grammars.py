@@ -8,6 +8,7 @@ two. Where the allowed tokens had less than half, the token is the grammar's and
 
 import functools
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,8 @@ class _Sample:
             grammar = _compiler(told["tokenizer_dir"], vocab_size).compile_structural_tag(told["grammar"])
             self._matcher = xgrammar.GrammarMatcher(grammar, override_stop_tokens=list(self._end_ids))
         except (RuntimeError, ValueError) as error:  # a schema that xgrammar does not know; the sample ends at once
-            self._matcher, self._allowed.failure = None, " ".join(str(error).split())[:300] or "unknown"
+            text = re.sub(r"^\[[\d:]+\] \S+ ", "", " ".join(str(error).split()))  # where it stands in its source
+            self._matcher, self._allowed.failure = None, text[:300] or "unknown"
 
     def mask(self, logits: torch.Tensor) -> None:
         """Lay the mask on the logits [vocab] of the next token."""

@@ -331,7 +331,7 @@ def test_forms_reach_the_generator_and_what_a_grammar_has_written_is_not_trained
         (tag, *_) = form.get("elements") or form["tags"]
         assert tag["begin"] == '<tool_call>\n{"name": "double", "arguments": '
         form = tag["content"]
-    assert form == {"type": "json_schema", "json_schema": SCHEMA} or more["tools"][-1] is TOOL
+    assert form == {"type": "json_schema", "json_schema": SCHEMA, "max_whitespace_cnt": 2} or more["tools"][-1] is TOOL
     (own,) = completion.agent.sequences  # which begins with the first token that is the model's
     said = spelled(engine.reply(""))
     assert own.prompt_ids[-3:].tolist() == said[:3] and own.token_ids[:-1].tolist() == said[3:]
