@@ -11,7 +11,8 @@ from mindrlhf.layout.layout import Layout, check_divisible
 from mindrlhf.specs import ModelDims
 
 NO_LINEAR_CELLS = (
-    "the model has layers of linear attention (Qwen3.5), which are converted but not trained yet: take another model"
+    "the model has layers of linear attention (Qwen3.5), which are trained whole, on a CPU: set run.device to cpu and "
+    "split nothing in parallel_config"
 )
 
 

@@ -172,7 +172,7 @@ def build_model(
     if device == "cpu":
         _check_cpu(compute_dtype, param_dtype, parallel_config)
         parallel_config = {}
-    if dims.linear:
+    elif dims.linear:
         raise UserError(NO_LINEAR_CELLS)
     config = _transformer_config(
         spec,
@@ -237,9 +237,13 @@ def _recompute(model, memory: MemorySection, parallel_config: dict) -> None:
 def _decoder_inputs(cells, model, config, dims: ModelDims, num_image_rows: int, device: str) -> tuple:
     """Return the decoder's inputs; with vision also the tower, and what knows the images of a step."""
     if dims.local and device == "cpu":
-        from mindrlhf.models.cpu_windows import WindowDecoderInputs
+        from mindrlhf.models.cpu_mixed_inputs import WindowDecoderInputs
 
         return (WindowDecoderInputs(model, config, config.seq_length, dims),)
+    if dims.linear:
+        from mindrlhf.models.cpu_mixed_inputs import LinearDecoderInputs
+
+        return (LinearDecoderInputs(model, config, config.seq_length, dims),)
     if not dims.vision:
         return (cells.DecoderInputs(model, config, config.seq_length, dims),)
     from mindrlhf.models.vision.images import ImageRows

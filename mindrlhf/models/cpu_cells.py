@@ -194,17 +194,45 @@ class Rotate(nn.Cell):
         return heads * cos + turned * sin
 
 
-class SelfAttention(nn.Cell):
-    """Grouped-query self-attention with rotary embedding; the interface of MindFormers' SelfAttention."""
+class Gated(nn.Cell):
+    """rows * sigmoid(gate), or rows * silu(gate), and its gradient, without which layers cannot be recomputed.
 
-    def __init__(self, config, layer_number: int, norm: type = RmsNorm):
+    MindSpore orders the operators of a recomputed layer by whole paths, and these are two that meet.
+    """
+
+    def __init__(self, is_silu: bool):
+        super().__init__()
+        self.is_silu = is_silu
+
+    def construct(self, rows, gate):
+        share = ops.sigmoid(gate)
+        return rows * (gate * share if self.is_silu else share)
+
+    def bprop(self, rows, gate, out, dout):
+        share = ops.sigmoid(gate)
+        if self.is_silu:
+            factor, slope = gate * share, share + gate * share * (1.0 - share)
+        else:
+            factor, slope = share, share * (1.0 - share)
+        return dout * factor, dout * rows * slope
+
+
+class SelfAttention(nn.Cell):
+    """Grouped-query self-attention with rotary embedding; the interface of MindFormers' SelfAttention.
+
+    Args:
+        gates_output: the projection has a gate behind each head's query, whose sigmoid the head's output is times.
+    """
+
+    def __init__(self, config, layer_number: int, norm: type = RmsNorm, gates_output: bool = False):
         super().__init__()
         del layer_number
         self.num_groups = config.num_query_groups
         self.heads_per_group = config.num_attention_heads // config.num_query_groups
         self.head_dim = config.kv_channels
         self.query_size = config.num_attention_heads * self.head_dim
-        qkv_size = self.query_size + 2 * self.num_groups * self.head_dim
+        self.gates_output, self.num_queries = gates_output, self.heads_per_group * (2 if gates_output else 1)
+        qkv_size = (self.num_queries + 2) * self.num_groups * self.head_dim
         self.linear_qkv = Weights(config, (qkv_size, config.hidden_size), config.add_qkv_bias)
         self.linear_proj = Weights(config, (config.hidden_size, self.query_size), bias=False)
         self.has_bias = config.add_qkv_bias
@@ -212,6 +240,7 @@ class SelfAttention(nn.Cell):
         if self.has_norms:
             self.q_layernorm = norm(config, self.head_dim, config.layernorm_epsilon)
             self.k_layernorm = norm(config, self.head_dim, config.layernorm_epsilon)
+        self.gated = Gated(is_silu=False)
         self.linear = LinearFunction()
         self.rotate = Rotate(self.head_dim)
         self.matmul_transpose_b = ops.MatMul(transpose_b=True)
@@ -220,21 +249,26 @@ class SelfAttention(nn.Cell):
         self.attention = AttentionFunction()
 
     def _project(self, hidden_states, batch: int, length: int):
-        """hidden `[B*S, H]` -> query `[B, G, r, S, d]`, key and value `[B, G, 1, S, d]`."""
+        """hidden `[B*S, H]` -> query `[B, G, r, S, d]`, with gates 2 r; key and value `[B, G, 1, S, d]`."""
         if self.has_bias:
             heads = self.linear(hidden_states, self.linear_qkv.weight, self.linear_qkv.bias)
         else:
             heads = self.matmul_transpose_b(hidden_states, self.linear_qkv.weight)
         heads = self.linear_qkv(hidden_states, heads)
         heads = self.exchange_axes(ops.reshape(heads, (batch, length, -1, self.head_dim)))
-        heads = ops.reshape(heads, (batch, self.num_groups, self.heads_per_group + 2, length, self.head_dim))
-        return self.split_heads(heads, (self.heads_per_group, 1, 1), 2)
+        heads = ops.reshape(heads, (batch, self.num_groups, self.num_queries + 2, length, self.head_dim))
+        return self.split_heads(heads, (self.num_queries, 1, 1), 2)
 
     def construct(
         self, hidden_states, attention_mask=None, rotary_pos_emb=None, prefix_keys_values=None, actual_seq_len=None
     ):
         batch, _, _, length = attention_mask.shape
         query, key, value = self._project(hidden_states, batch, length)
+        gate = None
+        if self.gates_output:
+            by_turns = ops.reshape(query, (batch, self.num_queries * self.num_groups // 2, 2, length, self.head_dim))
+            query, gate = self.split_heads(by_turns, (1, 1), 2)
+            query = ops.reshape(query, (batch, self.num_groups, self.heads_per_group, length, self.head_dim))
         if self.has_norms:
             query = self.q_layernorm(query)
             key = self.k_layernorm(key)
@@ -247,6 +281,8 @@ class SelfAttention(nn.Cell):
             query, ops.reshape(key, shared_shape), ops.reshape(value, shared_shape), attention_mask
         )
         output = ops.reshape(output, (batch, self.num_groups * self.heads_per_group, length, self.head_dim))
+        if self.gates_output:
+            output = self.gated(output, ops.reshape(gate, output.shape))
         output = ops.reshape(self.exchange_axes(output), (-1, self.query_size))
         return self.linear_proj(output, self.matmul_transpose_b(output, self.linear_proj.weight)), None
 

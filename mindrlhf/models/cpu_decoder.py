@@ -9,6 +9,7 @@ from mindspore import Tensor, nn, ops
 from mindrlhf.models.cpu_cells import GatedMlp, RmsNorm, SelfAttention, ZeroCentredRmsNorm
 from mindrlhf.models.cpu_expert_cells import ExpertMlp
 from mindrlhf.models.cpu_latent_attention import LatentSelfAttention
+from mindrlhf.models.cpu_linear_attention import GatedSelfAttention, LinearAttention
 from mindrlhf.models.layers import layer_class
 from mindrlhf.models.rotary import embedding_scale, rotary_tables, score_scale, turn_matrix
 from mindrlhf.models.vision.deepstack import NUM_CPU_TABLES
@@ -21,10 +22,14 @@ def decoder_spec(config, dims: ModelDims) -> TransformerBlockSubmodules:
     """The decoder of `dims.num_layers` layers built from CPU cells."""
     norm = ZeroCentredRmsNorm if dims.zero_centred_norms else RmsNorm
     attention = LatentSelfAttention if dims.latent else ModuleSpec(module=SelfAttention, params={"norm": norm})
+    if dims.linear:
+        attention = ModuleSpec(module=GatedSelfAttention, params={"norm": norm})
+    linear = ModuleSpec(module=LinearAttention, params={"linear": dims.linear})
     layers = []
     for layer in range(dims.num_layers):
+        mixer = linear if dims.is_linear(layer) else attention
         mlp = ExpertMlp if dims.has_experts(layer) else GatedMlp
-        parts = {"input_layernorm": norm, "self_attention": attention, "pre_mlp_layernorm": norm, "mlp": mlp}
+        parts = {"input_layernorm": norm, "self_attention": mixer, "pre_mlp_layernorm": norm, "mlp": mlp}
         module, params = layer_class(dims, layer, NUM_CPU_TABLES)
         layers.append(ModuleSpec(module=module, params=params, submodules=TransformerLayerSubmodules(**parts)))
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)

@@ -126,6 +126,20 @@ CASES = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
         },
     },
+    "qwen3_5": {
+        "model_type": "qwen3_5_text",
+        "tie_word_embeddings": True,
+        **SIZES,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+        # Felt within a row, by half of each head.
+        "rope_parameters": {"rope_type": "default", "rope_theta": 30.0, "partial_rotary_factor": 0.5},
+    },
     "glm4-moe": {
         "model_type": "glm4_moe",
         "tie_word_embeddings": False,
@@ -185,6 +199,7 @@ VARIANTS = {
     "qwen3-experts-in-some-layers": ("qwen3-experts-in-some-layers", {}),
     "glm4": ("glm4", {}),
     "gemma3": ("gemma3", {}),
+    "qwen3_5-recomputed": ("qwen3_5", {"recompute": True}),
     "glm4-moe": ("glm4-moe", {}),
     "deepseek-v3-yarn-recomputed": ("deepseek-v3-yarn", {"recompute": True}),
 }
@@ -315,12 +330,12 @@ def test_packed_row_matches_transformers(actual, expected):
 
 
 def test_responses_of_a_shared_prompt_match_transformers(model, variant, expected):
-    """A row of 6 tokens and twice what follows them: the second time far behind them, and yet within a window."""
+    """A row of 6 tokens and twice what follows them: the second time far behind them, yet of their window or state."""
     import mindspore as ms
     from causal_logits import CausalLMLogits
 
-    if variant[0] != "gemma3":
-        pytest.skip("of windows positions matter beside segments")
+    if variant[0] not in ("gemma3", "qwen3_5"):
+        pytest.skip("of windows positions matter beside segments, of states what they go on from")
     row = expected[0][0]
     inputs = np.zeros((1, 3, 18), np.int32)
     inputs[0] = np.concatenate([row, row[6:]]), [1] * 6 + [1] * 12, [*range(12), *range(6, 12)]

@@ -123,7 +123,7 @@ def test_hidden_matrices_have_adapters_and_orthogonal_updates():
 
 def test_sharded_use_is_refused_in_one_line():
     dims, _ = rules()
-    with pytest.raises(UserError, match="linear attention .* not trained yet"):
+    with pytest.raises(UserError, match="linear attention .* set run.device to cpu"):
         check_model(dims, Layout())
     check_model(dims, Layout(), is_sharded=False)
     with pytest.raises(UserError, match="2 key heads of linear attention"):

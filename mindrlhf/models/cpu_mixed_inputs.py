@@ -1,9 +1,10 @@
-"""Inputs of a CPU decoder some of whose layers attend to a sliding window, with rotary tables of their own."""
+"""Inputs of a CPU decoder whose layers differ: some attend to a sliding window, or have linear attention."""
 
 import numpy as np
 from mindspore import Tensor, ops
 
 from mindrlhf.models.cpu_decoder import HIDDEN_SCORE, DecoderInputs
+from mindrlhf.models.gated_delta import Ancestors
 from mindrlhf.specs import ModelDims
 
 
@@ -40,3 +41,20 @@ class WindowDecoderInputs(DecoderInputs):
             far = ops.tile(ops.reshape(self.far[:length, :length], (1, 1, length, length)), (batch, 1, 1, 1))
         near = mask + ops.tile(far, (1, self.num_groups, self.heads_per_group, 1))
         return embedded, (mask, near), (rotary, local_rotary)
+
+
+class LinearDecoderInputs(DecoderInputs):
+    """In place of :class:`mindrlhf.models.cpu_decoder.DecoderInputs`: the mask is a pair, see
+    :mod:`mindrlhf.models.cpu_linear_attention`.
+    """
+
+    def __init__(self, model, config, max_length: int, dims: ModelDims):
+        super().__init__(model, config, max_length, dims)
+        self.ancestors = Ancestors(dims.linear.conv_width)
+
+    def construct(self, input_ids, segment_ids):
+        """See :class:`mindrlhf.models.causal_lm.CausalLM`."""
+        embedded, mask, rotary = super().construct(input_ids, segment_ids)
+        shares_prompts = input_ids.ndim == 3
+        continued = input_ids[:, 1] if shares_prompts else segment_ids
+        return embedded, (mask, self.ancestors(segment_ids, continued, shares_prompts)), rotary
