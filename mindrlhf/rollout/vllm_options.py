@@ -20,6 +20,7 @@ VLLM = "vllm"
 # In the server's private directory: what it may import, and its temporary files.
 PACKAGES_NAME, TEMPORARY_NAME = "packages", "tmp"
 # vLLM 0.32's, of models without latent attention.
+_CPU_LINEAR_SIZES = {64, 128}
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # For the size of a cache: batches of sequences that it holds; tokens that are planned ahead of each, and the rest of
 # its last block; bytes of a number, in bfloat16 it is less.
@@ -157,6 +158,25 @@ def check_head_size(model_dir: str, device: str, engine: str = VLLM) -> None:
         )
 
 
+def check_linear_attention(model_dir: str, device: str, rollout: RolloutSection) -> None:
+    """Raise ``UserError`` when vLLM on a CPU cannot do with layers of linear attention what is asked."""
+    hf_config = read_hf_config(model_dir)
+    linear = find_spec(hf_config).dims(hf_config).linear
+    if (device, rollout.engine) != ("cpu", VLLM) or linear is None:
+        return
+    if rollout.dtype != "float32" and not {linear.key_dim, linear.value_dim} <= _CPU_LINEAR_SIZES:
+        raise UserError(
+            f"the model in {model_dir} has heads of {linear.key_dim} and {linear.value_dim} channels in its linear "
+            f"attention, which vLLM on a CPU computes in {rollout.dtype} for 64 and 128 only: set rollout.dtype to "
+            "float32"
+        )
+    for key in ("speculative_config", "enable_prefix_caching"):
+        if rollout.engine_args.get(key):
+            raise UserError(
+                f"'rollout.engine_args' has {key}, which vLLM on a CPU does not do with linear attention: remove it"
+            )
+
+
 def cpu_cache_gib(rollout: RolloutSection, model_dir: str, max_model_len: int) -> float:
     """Return the size of a server's KV cache on a CPU: 1 GiB, or less where less is always enough.
 
@@ -165,7 +185,7 @@ def cpu_cache_gib(rollout: RolloutSection, model_dir: str, max_model_len: int) -
     """
     hf_config = read_hf_config(model_dir)
     dims = find_spec(hf_config).dims(hf_config)
-    if dims.latent is not None:  # whose cache vLLM may lay out in another way
+    if dims.latent is not None or dims.linear is not None:  # whose cache vLLM may lay out in another way
         return _CPU_CACHE_GIB
     num_tokens = _CACHED_BATCHES * rollout.max_num_seqs * (max_model_len + _PLANNED_TOKENS)
     return min(_CPU_CACHE_GIB, num_tokens * dims.cached_numbers() * _NUMBER_BYTES / 2**30)
@@ -185,8 +205,16 @@ def sees_images(model_dir: str) -> bool:
     return read_hf_config(model_dir).get("vision_config") is not None
 
 
-def write_plugin(packages: Path) -> None:
-    """Make vLLM call ``server.vision.register`` in each process that has ``packages`` on its path, those it starts too.
+def plugin_of(model_dir: str) -> str | None:
+    """Return the module of the server whose ``register`` each process of vLLM has to call for the model, if any."""
+    if sees_images(model_dir):
+        return "vision"
+    hf_config = read_hf_config(model_dir)
+    return "linear_attention" if find_spec(hf_config).dims(hf_config).linear else None
+
+
+def write_plugin(packages: Path, module: str) -> None:
+    """Make vLLM call a module's ``register`` in each process that has ``packages`` on its path, those it starts too.
 
     Plugins are entry points of installed packages: this writes what an installed one would have.
     """
@@ -194,7 +222,7 @@ def write_plugin(packages: Path) -> None:
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: mindrlhf-vision\nVersion: 0\n", encoding="utf-8")
     (installed / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nmindrlhf_vision = mindrlhf.rollout.server.vision:register\n"
+        f"[vllm.general_plugins]\nmindrlhf_{module} = mindrlhf.rollout.server.{module}:register\n"
     , encoding="utf-8")
 
 

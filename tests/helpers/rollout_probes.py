@@ -35,7 +35,7 @@ def ask_probe(script: str, python: str, directory: Path, given: Any, **config: A
     """
     for private in (PACKAGES_NAME, TEMPORARY_NAME):
         (directory / private).mkdir()
-    write_plugin(directory / PACKAGES_NAME)
+    write_plugin(directory / PACKAGES_NAME, "vision")
     config = CONFIG | {"model_dir": str(directory / "model")} | config
     options = VllmOptions(python, config["model_dir"], "", tensor_parallel_size=config["tensor_parallel_size"])
     environment = server_environment(options, str(directory))

@@ -5,9 +5,16 @@ import sys
 
 import pytest
 
+from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.errors import UserError
 from mindrlhf.launch.launch import worker_environment
-from mindrlhf.rollout.vllm_options import VllmOptions, check_head_size, check_python, server_environment
+from mindrlhf.rollout.vllm_options import (
+    VllmOptions,
+    check_head_size,
+    check_linear_attention,
+    check_python,
+    server_environment,
+)
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -32,6 +39,25 @@ def test_heads_that_the_attention_on_a_cpu_cannot_compute_are_refused(tmp_path):
     check_head_size(str(tmp_path), "ascend")
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, "num_attention_heads": 2}))
     check_head_size(str(tmp_path), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "bfloat16"}, "heads of 32 and 128 channels .* set rollout.dtype to float32"),
+        ({"engine_args": {"speculative_config": {"method": "ngram"}}}, "has speculative_config"),
+        ({"engine_args": {"enable_prefix_caching": True}}, "has enable_prefix_caching"),
+    ],
+)
+def test_what_linear_attention_on_a_cpu_cannot_do_is_refused(tmp_path, options, message):
+    model = {**MODEL, "architectures": ["Qwen3_5ForCausalLM"], "linear_key_head_dim": 32}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    with pytest.raises(UserError, match=message):
+        check_linear_attention(str(tmp_path), "cpu", RolloutSection(**options))
+    check_linear_attention(str(tmp_path), "cpu", RolloutSection())
+    check_linear_attention(str(tmp_path), "ascend", RolloutSection(**options))
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    check_linear_attention(str(tmp_path), "cpu", RolloutSection(**options))
 
 
 def environment_of(monkeypatch, device, env=(), **around):

@@ -40,7 +40,8 @@ def plan_rollout(
     """Estimate a device's share of a rollout server."""
     share = int(rollout.gpu_memory_utilization * device_bytes)
     weights = rollout_weight_elements(rollout.tensor_parallel, spec, dims) * ELEMENT_BYTES[rollout.dtype]
-    workspace = workspace_bytes(dims, rollout.max_num_seqs)
+    states = rollout.max_num_seqs * dims.state_numbers(rollout.tensor_parallel) * ELEMENT_BYTES["float32"]
+    workspace = workspace_bytes(dims, rollout.max_num_seqs) + states
     kv_cache = share - weights - workspace
     kv_token = kv_token_bytes(rollout, dims)
     num_tokens = max(0, kv_cache) // kv_token

@@ -16,7 +16,7 @@ from mindrlhf.rollout.vllm_options import (
     PACKAGES_NAME,
     TEMPORARY_NAME,
     VllmOptions,
-    sees_images,
+    plugin_of,
     server_environment,
     write_plugin,
 )
@@ -166,8 +166,8 @@ class ServerProcess:
             os.mkdir(path / name)
         package = Path(mindrlhf.__file__).resolve().parent
         os.symlink(package, path / PACKAGES_NAME / package.name)
-        if sees_images(options.model_dir):
-            write_plugin(path / PACKAGES_NAME)
+        if module := plugin_of(options.model_dir):
+            write_plugin(path / PACKAGES_NAME, module)
 
     def _remove_private_dir(self) -> None:
         if self._lock is not None:

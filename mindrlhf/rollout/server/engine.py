@@ -14,7 +14,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.executor import multiproc_executor
 
 from mindrlhf.rollout.sent_images import SentImage
-from mindrlhf.rollout.server import ascend, cpu, grammars
+from mindrlhf.rollout.server import ascend, cpu, grammars, linear_attention
 from mindrlhf.rollout.server.routing import RoutingRecorder
 from mindrlhf.rollout.server.streams import stream_key
 from mindrlhf.rollout.server.vision import VisionModel
@@ -66,6 +66,7 @@ def engine_arguments(config: dict[str, Any], vision: VisionModel | None) -> dict
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": most}
     if config["device"] == "ascend":
         arguments |= ascend.graph_arguments(config["max_num_seqs"])
+    arguments |= linear_attention.engine_arguments(config)
     if vision is not None:
         arguments |= vision.engine_arguments(config["max_model_len"])
     arguments = _merged(arguments, config["engine_args"])

@@ -149,7 +149,13 @@ def _register(prefix: str, model: type, known: type, processor: type, builder: t
 
 
 def _import_models() -> list[types.ModuleType]:
-    # These ask whether torchvision is there: before it seems so.
+    import_processors()
+    return [importlib.import_module(f"vllm.model_executor.models.{name}") for name in _FAMILIES]
+
+
+def import_processors() -> None:
+    """Import transformers' processors that vLLM's modules of these families want, also where torchvision is missing."""
+    # These ask whether it is there: before it seems so.
     import transformers.image_processing_backends
     import transformers.video_processing_utils
 
@@ -164,4 +170,3 @@ def _import_models() -> list[types.ModuleType]:
     finally:
         for name in names:
             del sys.modules[name]
-    return [importlib.import_module(f"vllm.model_executor.models.{name}") for name in _FAMILIES]

@@ -16,7 +16,7 @@ from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.evaluation.heldout import accuracy_verifier
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rollout.conversations import conversation_template
-from mindrlhf.rollout.vllm_options import check_head_size, check_positions
+from mindrlhf.rollout.vllm_options import check_head_size, check_linear_attention, check_positions
 from mindrlhf.sandbox.server import check_for
 from mindrlhf.sandbox.user_files import find_engine
 from mindrlhf.tools.agents import check_agent
@@ -115,6 +115,7 @@ def check_grpo_inputs(
     check(check_servers, config, world_size, num_nodes, needs=["model.path"])
     check(find_engine, config.rollout.engine)
     check(check_head_size, config.model.path, config.run.device, config.rollout.engine, needs=["model.path"])
+    check(check_linear_attention, config.model.path, config.run.device, config.rollout, needs=["model.path"])
     if row_lengths is not None:
         is_whole = config.run.device != "cpu" or config.training.packing in BY_LENGTH
         longest = row_lengths[-1] if is_whole else _longest_sample(config, files.present)
