@@ -67,7 +67,7 @@ class LinearAttention(nn.Cell):
         return weights(rows, self.matmul_transpose_b(rows, weights.weight))
 
     def _gates(self, rows, shape):
-        """How much is learned of each token, from 0 to 1, and the logarithm of what is kept before, below 0."""
+        """The rate of learning each token, from 0 to 1, and the logarithm of what stays before it, at most 0."""
         rate, slope = self.split(ops.reshape(self._product(rows, self.gates), (*shape, 2)), (1, 1), 3)
         slope = ops.reshape(slope, shape) + self.dt_bias
         softplus = ops.relu(slope) + ops.log1p(ops.exp(-ops.abs(slope)))

@@ -345,7 +345,7 @@ class GatedDeltaRule(nn.Cell):
         return ops.concat((slope, self._dot(dstates[:, width:], prompt) * lives_on), -1)
 
     def _kept(self, relations, tokens, ends):
-        """What decays leave of states, `[N, k, k]`: the open one's is the prompt's where a response begins."""
+        """Remainders of states after decay, `[N, k, k]`: the open one's is the prompt's where a response begins."""
         heads = ends.shape[0] // relations[0].shape[0]
         last, width = self._of_heads(relations[1][:, CHUNK - 1 :], heads), tokens[1].shape[-1]
         identity, left = self.eye(width, width, ms.float32), ops.exp(ends)

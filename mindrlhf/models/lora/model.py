@@ -91,6 +91,7 @@ def _initial(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 _CELL_OF = {
     "copy": cpu_cells.LowRankAdapter,
     "qkv": cpu_cells.LowRankAdapter,
+    "delta": cpu_cells.LowRankAdapter,
     "gate_up": cpu_cells.GateUpAdapter,
     "halves": cpu_cells.GateUpAdapter,
 }
