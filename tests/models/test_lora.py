@@ -20,7 +20,6 @@ CASES = {
 }
 if RUNS_SLOW_TESTS:
     CASES["gemma3"] = BASES["gemma3"]
-    CASES["qwen3_5"] = BASES["qwen3_5"]
     CASES["qwen3-experts-rank-stabilised"] = {**BASES["qwen3-experts-in-some-layers"], "rank_stabilised": True}
 RANK, ALPHA = 3, 5.0
 
