@@ -120,6 +120,12 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         _drop_output()  # whoever read it has gone, as `head` does
         return _CLOSED_PIPE
+    except ModuleNotFoundError as error:
+        if (error.name or "mindrlhf").startswith("mindrlhf"):
+            raise
+        line = f"{sys.executable} has no {error.name}: use .venv/bin/mindrlhf"
+        print(f"mindrlhf {arguments.command}: error: {line}", file=sys.stderr)
+        return UserError.exit_code
     except OSError as error:
         if error.errno not in (*_DISK_ERRORS, errno.ENAMETOOLONG):
             raise
@@ -169,10 +175,10 @@ def _meant(word: str, parser: argparse.ArgumentParser, takes_keys: bool) -> str:
 
     name = word.lstrip("-").partition("=")[0]
     key = nearest_key(name.replace("-", "_")) if takes_keys else None
-    if key and key.endswith(f".{name.replace('-', '_')}"):
-        return f"; keys of the config have no dashes: did you mean {key}=VALUE?"
     near = difflib.get_close_matches(f"--{name.replace('_', '-')}", parser._option_string_actions, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    if key and key.endswith(f".{name.replace('-', '_')}"):
+        near += [f"{key}=VALUE (keys of the config have no dashes)"]
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _chosen_parser(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:

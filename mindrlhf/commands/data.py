@@ -267,7 +267,9 @@ def run_show(arguments) -> int:
     for name, value in asdict(prompts.header).items():
         if name == "template_source" and value:
             value = f"{len(value)} characters (--json prints them)"
-        _print(f"{name:22} {value}")
+        if name != "look" and value not in ("", (), {}, None):
+            _print(f"{name:22} {', '.join(map(str, value)) if isinstance(value, tuple) else value}")
+    _print_look(prompts.header.look, prompts.header.num_bad)
     for number, record in enumerate(records):
         _print(f"\n--- {record.source_id}")
         _print(f"answer    {record.answer}")

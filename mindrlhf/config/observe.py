@@ -46,9 +46,10 @@ class ObserveSection:
         "optional extras; see docs/metrics.md",
         choices=SINKS,
     )
-    project: str = key("mindrlhf", "project of the run in trackers among `sinks`", read_with=_TRACKED)
-    run_name: str = key(
-        "", "name of the run in trackers; empty means the last folder of `run.output_dir`", read_with=_TRACKED
+    project: str = key(
+        "mindrlhf",
+        "project in trackers among `sinks`; the run's name is the last folder of `run.output_dir`",
+        read_with=_TRACKED,
     )
 
     def num_samples(self, num_generations: int) -> int:

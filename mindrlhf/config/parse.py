@@ -49,7 +49,8 @@ def read_yaml(path: str | Path) -> dict:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except YAML_ERRORS as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+        hint = ": indent with spaces" if "'\\t'" in str(error) else ""
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}{hint}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -119,6 +120,8 @@ def write_config(config: Any, output_dir: Path) -> None:
 def _apply_override(content: dict, override: str, types_of: Mapping[str, Any]) -> None:
     """Set one key in ``content``; nothing behind the sign is the empty text, list or mapping, by its type."""
     dotted, separator, text = override.partition("=")
+    if override == "=":
+        raise UserError("'=' stands alone: no spaces around it, as in section.key=value")
     if not separator or not dotted.strip():
         near = nearest_key(dotted.strip().rpartition(".")[2])
         hint = f"; did you mean {near}=VALUE?" if near else ""

@@ -28,6 +28,7 @@ class RewardSection:
     num_workers: int | None = key(
         None, "verifier processes of a node; null: up to one for each core", minimum=1, maximum=256
     )
+    python: str = key("", "another interpreter for verifiers, Python 3.11 or later")
     timeout_s: float = key(10.0, "seconds that a verifier has for a sample", minimum=0, exclusive_minimum=True)
     failure_value: float = key(
         0.0, "reward of a sample whose verifier timed out, raised, or returned no finite number; these are counted"

@@ -205,7 +205,7 @@ def _check_any_kept(totals: BuildTotals, settings: EncoderSettings) -> None:
     first_bad = f", the first: {totals.bad_examples[0]}" if totals.bad_examples else ""
     raise UserError(
         f"no record is left of {totals.num_read}: {totals.num_too_long} longer than {limit}, "
-        f"{totals.num_bad} bad{first_bad}"
+        f"{totals.num_bad} bad{first_bad}{'; raise --max-prompt-length' if totals.num_too_long else ''}"
     )
 
 

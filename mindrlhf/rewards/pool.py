@@ -249,6 +249,7 @@ def pool_arguments(
         "num_workers": num_workers,
         "timeout_s": timeout_s,
         "memory_limit_bytes": memory_limit_mib << 20,
+        "python": selection.python,
     }
 
 

@@ -1,5 +1,6 @@
 """The verifiers of a run, and the reward made up of their parts."""
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -22,13 +23,14 @@ class Selection:
     ``by_choice`` names the verifiers that apply only to prompts which choose them (``RewardInput.verifiers``); the
     others apply to every prompt.
 
-    ``options`` maps ``verifier.option`` to its value as text.
+    ``options`` maps ``verifier.option`` to its value as text, ``python`` is another interpreter that runs them.
     """
 
     verifiers: tuple[str, ...]  # names, or path/to/file.py:function
     weights: tuple[float, ...]
     by_choice: tuple[str, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
+    python: str = ""
 
     @classmethod
     def from_config(cls, reward: "RewardSection") -> "Selection":
@@ -38,6 +40,7 @@ class Selection:
             weights=reward.verifier_weight or (1.0,) * len(reward.verifier_function),
             by_choice=reward.by_choice,
             options=reward.options,
+            python=reward.python,
         )
 
     @property
@@ -50,6 +53,8 @@ class Selection:
         Raises:
             UserError: an unknown verifier, choice or option, a weight or value that makes no sense.
         """
+        if self.python and shutil.which(self.python) is None:
+            raise UserError(f"'reward.python' is {self.python}: there is no such program; give the path of a Python")
         registry.check_selection(self.verifiers, self.weights)
         for name, weight in zip(self.names, self.weights):
             if abs(weight) > MAX_MAGNITUDE:

@@ -17,6 +17,11 @@ from mindrlhf.specs import find_spec
 from mindrlhf.weights.hf import read_hf_config
 
 VLLM = "vllm"
+_ASK_ORIGINS = """
+import importlib.util, sys
+del sys.path[0]
+print(*(getattr(importlib.util.find_spec(name), "origin", "") for name in sys.argv[1:]), sep="\\n")
+"""
 # In the server's private directory: what it may import, and its temporary files.
 PACKAGES_NAME, TEMPORARY_NAME = "packages", "tmp"
 # vLLM 0.32's, of models without latent attention.
@@ -102,7 +107,7 @@ class VllmOptions:
 
 def check_options(options: VllmOptions) -> None:
     """Raise ``UserError`` when the interpreter or the model's config.json is missing, or a number is out of range."""
-    check_python(options.python)
+    _check_program(options.python)
     check_positions(options.model_dir, options.max_model_len)
     if options.device not in _DEVICE_VARIABLES:
         raise UserError(f"rollout device is '{options.device}'; it must be one of {', '.join(_DEVICE_VARIABLES)}")
@@ -111,20 +116,24 @@ def check_options(options: VllmOptions) -> None:
             raise UserError(f"rollout {name} is {getattr(options, name)}; it must be at least 1")
 
 
-def check_python(python: str, engine_args: Collection[str] = ()) -> None:
-    """Raise ``UserError`` when there is no such interpreter, or its vLLM's EngineArgs have no such names.
+def check_python(python: str, engine: str = VLLM, engine_args: Collection[str] = ()) -> None:
+    """Raise ``UserError`` when there is no such interpreter, it lacks packages, or its vLLM has no such arguments.
 
-    The source of vLLM is read, not run.
+    Packages are looked for and vLLM's source is read; neither is run.
     """
-    if shutil.which(python) is None:
-        raise UserError(f"rollout.python '{python}' is no executable; give the rollout environment's python")
+    _check_program(python)
+    packages = ("numpy", "vllm") if engine == VLLM or engine_args else ("numpy",)
+    answer = subprocess.run([python, "-c", _ASK_ORIGINS, *packages], capture_output=True, text=True)
+    origins = dict(zip(packages, answer.stdout.split("\n")))
+    missing = [name for name in packages if not origins.get(name)]
+    if missing:
+        raise UserError(
+            f"the rollout interpreter is {python}, which has no {' and no '.join(missing)}: set rollout.python to that "
+            "of the rollout environment"
+        )
     if not engine_args:
         return
-    ask = "import importlib.util; print(importlib.util.find_spec('vllm').submodule_search_locations[0])"
-    answer = subprocess.run([python, "-c", ask], capture_output=True, text=True)
-    if answer.returncode:
-        raise UserError(f"'rollout.engine_args' is set, but {python} has no vllm to ask: install it there")
-    source = (Path(answer.stdout.strip()) / "engine" / "arg_utils.py").read_text(encoding="utf-8")
+    source = (Path(origins["vllm"]).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8")
     classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     known = [node.target.id for node in classes["EngineArgs"].body if isinstance(node, ast.AnnAssign)]
     for name in engine_args:
@@ -132,6 +141,11 @@ def check_python(python: str, engine_args: Collection[str] = ()) -> None:
             near = nearest_choice(name, known)
             hint = f"did you mean {near}?" if near else "remove it"
             raise UserError(f"'rollout.engine_args' has {name}, which EngineArgs of the vLLM there has not: {hint}")
+
+
+def _check_program(python: str) -> None:
+    if shutil.which(python) is None:
+        raise UserError(f"rollout.python '{python}' is no executable; give the rollout environment's python")
 
 
 def check_positions(model_dir: str, max_model_len: int) -> None:

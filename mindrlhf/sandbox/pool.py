@@ -49,6 +49,7 @@ class WorkerPool:
         timeout_s: longest time that one step of an item may take.
         memory_limit_bytes: of each worker and what it starts; 0 means none.
         max_batch: items that a worker is given at a time. With 1 no item is ever begun twice.
+        python: another interpreter for the workers.
 
     Raises:
         UserError: counts or limits that make no sense, or what ``setup`` raises.
@@ -66,12 +67,13 @@ class WorkerPool:
         timeout_s: float,
         memory_limit_bytes: int,
         max_batch: int = MAX_BATCH_ITEMS,
+        python: str = "",
     ):
         if num_workers is not None and num_workers < 1:
             raise UserError(f"{num_workers} processes for {name}: at least 1 is needed")
         if not (timeout_s > 0 and math.isfinite(timeout_s)):
             raise UserError(f"the time limit of {name} is {timeout_s} s: it must be positive and finite")
-        self._name = name
+        self._name, self._python = name, python
         self._first_message = {
             "setup": setup,
             "settings": settings,
@@ -207,7 +209,7 @@ class WorkerPool:
         return min(limits)
 
     def _start_worker(self) -> None:
-        worker = WorkerProcess(self._first_message, self._output, self._name)
+        worker = WorkerProcess(self._first_message, self._output, self._name, self._python)
         self._workers.append(worker)
         self._selector.register(worker.responses_fd, selectors.EVENT_READ, worker)
         self._send(worker)

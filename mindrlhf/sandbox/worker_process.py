@@ -102,9 +102,10 @@ class WorkerProcess:
         settings: the first message; see ``worker``.
         output: where the worker's standard output and error go.
         name: of its pool, in timelines.
+        python: another interpreter.
     """
 
-    def __init__(self, settings: Any, output: WorkerOutput, name: str):
+    def __init__(self, settings: Any, output: WorkerOutput, name: str, python: str = ""):
         self._name = name
         self._ending: str | None = None  # how it ended, once it is killed
         clock_fd = os.memfd_create("mindrlhf-call-clock")
@@ -115,7 +116,7 @@ class WorkerProcess:
         try:
             self.clock = CallClock(clock_fd)
             self.clock.stop()
-            words = module_words("mindrlhf.sandbox.worker", *theirs)
+            words = module_words("mindrlhf.sandbox.worker", *theirs, python=python)
             self._process = Child(words, output=their_output_fd, descriptors=theirs, mark=uuid.uuid4().hex)
         except BaseException:
             for fd in (self.requests_fd, self.responses_fd, output_fd):

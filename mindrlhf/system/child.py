@@ -16,12 +16,12 @@ PIPE = subprocess.PIPE
 _NUM_LOG_LINES_SHOWN = 3
 
 
-def module_words(module: str, *arguments: object, python: str = sys.executable, path: str = "") -> list[str]:
+def module_words(module: str, *arguments: object, python: str = "") -> list[str]:
     """Return the command line that calls ``main`` of a module of this package, and finds nothing in the working
-    directory; ``path`` is where another interpreter finds the package."""
-    found = f"sys.path.append({path!r}); " if path else ""
+    directory; another interpreter, ``python``, finds the package behind its own packages."""
+    found = f"sys.path.append({str(Path(__file__).parents[2])!r}); " if python else ""
     code = f"import sys; {found}from {module} import main; sys.exit(main())"
-    return [python, "-P", "-c", code, *map(str, arguments)]
+    return [python or sys.executable, "-P", "-c", code, *map(str, arguments)]
 
 
 def inherited(names: Sequence[str]) -> dict[str, str]:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import math
-import os
 import re
 import shlex
 import shutil
@@ -148,17 +147,10 @@ class AgentRunner:
             self._end()
             self._host, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
             self._host.settimeout(START_TIMEOUT_S)
-            environment = inherited(_SHARED)
-            # This package is found beside the user's own; what lies around it is of this interpreter alone.
-            package = str(Path(__file__).parents[2])
-            is_ours = self._python == sys.executable
-            if is_ours:
-                environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), package)))
-            host, path = ("mindrlhf.tools.agent_host", theirs.fileno()), "" if is_ours else package
             with theirs:
                 self._process = Child(
-                    module_words(*host, python=self._python, path=path),
-                    environment=environment,
+                    module_words("mindrlhf.tools.agent_host", theirs.fileno(), python=self._python),
+                    environment=inherited(_SHARED),
                     output=2,
                     descriptors=[theirs.fileno()],
                 )

@@ -188,7 +188,6 @@ def _open_sinks(
         output_dir,
         dataclasses.asdict(config),
         project=observe.project,
-        name=observe.run_name,
         is_resumed=is_resumed,
     )
     stack.callback(trackers.close)

@@ -4,6 +4,9 @@ import argparse
 import json
 import os
 import stat
+import subprocess
+import venv
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -61,6 +64,7 @@ def test_case_hyphens_and_spaces_never_hide_a_choice(data):
     ("words", "message"),
     [
         (["train", "c.yaml", "--worker_s", "2"], "unrecognized arguments: --worker_s; did you mean --workers?"),
+        (["train", "c.yaml", "--num-workers", "2"], "did you mean --workers or reward.num_workers=VALUE (keys of"),
         (["train", "c.yaml", "--zzz"], "unrecognized arguments: --zzz; see"),
         (["report", "run", "--svgg=x"], "did you mean --svg?"),
         (["rewards", "list", "run.seed=1"], "this command has no config to set keys of"),
@@ -87,6 +91,18 @@ def test_messages_say_what_stands_there(tmp_path, capsys):
     assert "does not exist: give" in no_directory(str(tmp_path / "none"))
     assert main(["config", "check", str(tmp_path)]) == 2
     assert "is a directory: name the YAML file in it" in capsys.readouterr().err
+    (tmp_path / "tab.yaml").write_text("run:\n\tseed: 1\n")
+    assert main(["config", "check", str(tmp_path / "tab.yaml"), "run.seed", "=", "1"]) == 2
+    assert "line 2, column 1: indent with spaces" in capsys.readouterr().err
+
+
+def test_an_interpreter_that_lacks_a_package_is_named(tmp_path):
+    venv.create(tmp_path / "bare", with_pip=False)
+    python = tmp_path / "bare" / "bin" / "python"
+    words = [python, "-m", "mindrlhf", "train", "examples/quickstart/config.yaml"]
+    done = subprocess.run(words, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"{python} has no numpy: use .venv/bin/mindrlhf" in done.stderr
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
     with pytest.raises(UserError, match="rollout.max_response_length, or 'mindrlhf data build --max-prompt-length'"):
         check_positions(str(tmp_path), 2048)

@@ -218,7 +218,7 @@ def test_equal_file_names_are_told_apart(tokenizer_directory, tmp_path):
         ({"tokenizer_path": "absent"}, "no tokenizer at absent"),
         ({"inputs": []}, "no input files"),
         ({"inputs": ["absent.jsonl"]}, "no such data file"),
-        ({"max_prompt_length": 3}, "no record is left of 2: 2 longer than 3 tokens, 0 bad"),
+        ({"max_prompt_length": 3}, "no record is left of 2: 2 longer than 3 tokens, 0 bad; raise --max-prompt-length"),
         ({"task": "sft", "max_length": 5}, r"2 longer than 99 tokens \(5 in all\)"),
     ],
 )

@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -6,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import venv
 from pathlib import Path
 
 import pytest
@@ -324,6 +326,25 @@ def test_prompts_choose_their_verifiers(verifier_file):
 def test_options_reach_their_verifier(verifier_file):
     with open_pool([f"{verifier_file}:scaled"], [1.0], options={"scaled.factor": "2.5", "scaled.bonus": "1"}) as pool:
         assert pool.score(inputs("abcd"))[0].total == 11.0
+
+
+def test_verifiers_run_in_an_environment_of_their_own(tmp_path):
+    venv.create(tmp_path / "own", with_pip=False)
+    (packages,) = tmp_path.glob("own/lib/python*/site-packages")
+    (packages / "only_there.py").write_text("VALUE = 2.5\n")
+    (tmp_path / "file.py").write_text(
+        "import importlib.util, only_there\n"
+        "def value(completion, answer):\n"
+        "    return only_there.VALUE + (importlib.util.find_spec('numpy') is not None)\n"
+    )
+    selection = Selection((f"{tmp_path / 'file.py'}:value", "accuracy_reward"), (1.0, 10.0))
+    with pytest.raises(UserError, match="No module named 'only_there'"), RewardPool(selection):
+        pass
+    python = str(tmp_path / "own" / "bin" / "python")
+    with RewardPool(dataclasses.replace(selection, python=python)) as pool:
+        assert pool.score([RewardInput(0, "It is 4.", "4")])[0].total == 12.5
+    with pytest.raises(UserError, match="'reward.python' is /none: there is no such program"):
+        RewardPool(dataclasses.replace(selection, python="/none"))
 
 
 def test_a_worker_may_not_take_all_memory(verifier_file):

@@ -108,13 +108,16 @@ def test_what_a_rank_or_a_shell_sets_for_others_does_not_reach_a_server(monkeypa
 
 
 def test_names_of_engine_args_are_those_of_the_vllm_that_is_installed(monkeypatch, tmp_path):
-    with pytest.raises(UserError, match="has no vllm to ask"):
-        check_python(sys.executable, {"enforce_eager": True})
+    with pytest.raises(UserError, match=r"which has no vllm: set rollout\.python"):
+        check_python(sys.executable)
+    with pytest.raises(UserError, match="which has no numpy and no vllm"):
+        check_python("/bin/true")
+    check_python(sys.executable, "engines/own.py:Engine")
     source = tmp_path / "vllm" / "engine" / "arg_utils.py"
     source.parent.mkdir(parents=True)
     (tmp_path / "vllm" / "__init__.py").write_text("raise AssertionError('nothing is imported')")
     source.write_text("class EngineArgs:\n    enforce_eager: bool = False\n    @property\n    def a(self): ...")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    check_python(sys.executable, {"enforce_eager": True})
+    check_python(sys.executable, "vllm", {"enforce_eager": True})
     with pytest.raises(UserError, match="has enforce_eagre, .* has not: did you mean enforce_eager?"):
-        check_python(sys.executable, {"enforce_eagre": True})
+        check_python(sys.executable, "vllm", {"enforce_eagre": True})

@@ -100,4 +100,5 @@ def test_a_program_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         Child([str(tmp_path / "none")], output=tmp_path / "log")
     (tmp_path / "its_module.py").write_text("import sys\ndef main():\n    return int(sys.argv[1])\n")
-    assert Child(module_words("its_module", 3, path=str(tmp_path))).wait(60) == 3
+    found = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert Child(module_words("its_module", 3), environment=found).wait(60) == 3

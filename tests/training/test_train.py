@@ -170,11 +170,11 @@ def test_a_tracker_hears_of_the_run_from_its_config_to_its_report(run, monkeypat
             return lambda *arguments, **options: heard.append((method, *arguments, *options.values()))
 
     monkeypatch.setattr(background, "load_tracker", lambda name: Tracker)
-    observe = ObserveSection(sinks=("wandb",), project="numbers", run_name="one")
+    observe = ObserveSection(sinks=("wandb",), project="numbers")
     training, _ = run(observe=observe, ends_at=1)
     directory = training.output_dir
     assert heard == [
-        ("numbers", "one", 2),
+        ("numbers", directory.name, 2),
         ("write", 0, {"eval/loss": 0.25}),
         ("write", 1, {"loss": 0.5}),
         ("close", False),
@@ -182,7 +182,7 @@ def test_a_tracker_hears_of_the_run_from_its_config_to_its_report(run, monkeypat
     assert not (directory / "tensorboard").exists()
     heard.clear()
     run(resume=True, observe=observe)
-    assert heard[0] == ("numbers", "one", 2) and [step[1] for step in heard if step[0] == "write"] == [2, 3]
+    assert heard[0] == ("numbers", directory.name, 2) and [step[1] for step in heard if step[0] == "write"] == [2, 3]
     assert heard[-2:] == [("write_report", directory / "report.html"), ("close", True)]
 
 

@@ -151,7 +151,7 @@ _OF_RL = (
     pairs("observe", "use_wandb=sinks", {True: ["tensorboard", "wandb"], False: None}),
     pairs("observe", "use_swanlab=sinks", {True: ["tensorboard", "swanlab"], False: None}),
     pairs("observe", "wandb_project=project swanlab_project=project", str),
-    pairs("observe", "wandb_exp_name=run_name swanlab_exp_name=run_name", str),
+    todo("wandb_exp_name swanlab_exp_name", shared.RUN_NAME),
     pairs("tools", "max_tool_calls=max_turns", lambda calls: int(calls) + 1),
     pairs("tools", "max_tool_response_length=max_response_tokens"),
     each("max_prompt_length", shared.prompt_length(f"{_SAMPLING}max_tokens", "rl_config.use_dynamic_bsz")),

@@ -16,6 +16,7 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "gate_up_proj", "linear_fc1", "line
 _WHOLE_ROLES = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"}, {"linear_qkv", "linear_proj"})
 _WHOLE_ROLES += ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"}, {"linear_fc1", "linear_fc2"})
 
+RUN_NAME = "trackers show the last folder of run.output_dir: set that"
 TOOLS = "name the tools in tools.names; docs/tools.md"
 EVAL_FILE = "path/to/eval.mindrecord"
 Convert = Callable[[Any, Source], Any]

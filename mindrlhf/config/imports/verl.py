@@ -277,7 +277,8 @@ _TRAINER = (
     pairs("evaluation", "val_before_train=before_training"),
     pairs("critic", "critic_warmup=warmup_steps", _OF_GAE),
     pairs("observe", "logger=sinks", shared.trackers),
-    pairs("observe", "project_name=project experiment_name=run_name", str),
+    pairs("observe", "project_name=project", str),
+    todo("experiment_name", shared.RUN_NAME),
     only("val_only", False, otherwise="use `mindrlhf eval`"),
 )
 TABLE = {

@@ -56,17 +56,17 @@ class Trackers:
 
 
 def open_trackers(
-    sinks: Sequence[str], output_dir: Path, config: Mapping[str, Any], *, project: str, name: str, is_resumed: bool
+    sinks: Sequence[str], output_dir: Path, config: Mapping[str, Any], *, project: str, is_resumed: bool
 ) -> Trackers:
     """Open the trackers among ``sinks``.
 
     Args:
         sinks: `observe.sinks`; TensorBoard is not opened here.
         config: of the whole run, section -> key -> value.
-        project: what the run is filed under.
-        name: of the run; the last folder of ``output_dir`` when empty.
+        project: what the run is filed under, by the name of its output directory.
         is_resumed: go on with the run that an earlier process of this output directory has opened.
     """
+    name = output_dir.resolve().name
     names = [sink for sink in dict.fromkeys(sinks) if sink != "tensorboard"]
     if not names:
         return Trackers((), TrackedRun(project, name, "", output_dir, config))
@@ -78,7 +78,7 @@ def open_trackers(
     plain = json.loads(json.dumps(config))  # tuples become lists
     run = TrackedRun(
         project=project,
-        name=name or output_dir.resolve().name,
+        name=name,
         run_id=id_file.read_text(encoding="ascii").strip(),
         directory=directory,
         config=plain,

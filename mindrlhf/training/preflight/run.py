@@ -106,7 +106,8 @@ def check_run(
     remarks += (obstacles.check(lambda: check_ranks(config.run.device, num_here, oversubscribe=oversubscribe)),)
     obstacles.check(check_launcher, num_ranks)
     if isinstance(config, GrpoConfig):
-        obstacles.check(check_python, find_rollout_python(config.rollout.python), config.rollout.engine_args)
+        rollout = config.rollout
+        obstacles.check(check_python, find_rollout_python(rollout.python), rollout.engine, rollout.engine_args)
         obstacles.check(check_sandbox, config)
         if is_elastic:
             obstacles.check(check_elastic, config, num_ranks, num_nodes)
@@ -151,7 +152,7 @@ def _call_verifiers(reward: RewardSection, inputs: RunInputs) -> str:
         extra=record.extra,
     )
     try:
-        selection = Selection(names, (1.0,) * len(names), options=options)
+        selection = Selection(names, (1.0,) * len(names), options=options, python=reward.python)
         limit_s = min(reward.timeout_s, _CALL_LIMIT_S)
         with RewardPool(selection, 1, limit_s, memory_limit_mib=reward.memory_limit_mib) as pool:
             (result,) = pool.score([sample])

@@ -22,7 +22,7 @@ from mindrlhf.observe.trackers.background import open_trackers
 
 name, output_dir = sys.argv[1], pathlib.Path(sys.argv[2])
 config = {"algorithm": {"beta": 0.04, "name": "grpo"}, "tools": {"names": ["calculator"]}}
-options = {"project": "numbers", "name": "the run"}
+options = {"project": "numbers"}
 trackers = open_trackers([name], output_dir, config, **options, is_resumed=False)
 trackers.write(0, {"eval/accuracy": 0.125})
 trackers.write(1, {"reward/mean": 0.25, "loss": float("nan")})
@@ -55,7 +55,7 @@ def test_mlflow(tmp_path):
     directory = run("mlflow", tmp_path)
     with sqlite3.connect(directory / "mlflow.db") as database:
         runs = database.execute("select run_uuid, name, status from runs").fetchall()
-        assert [row[1:] for row in runs] == [("the run", "FINISHED")], "a resumed run is the same run"
+        assert [row[1:] for row in runs] == [("run", "FINISHED")], "a resumed run is the same run"
         params = dict(database.execute("select key, value from params"))
         rows = database.execute("select key, step, value, is_nan from metrics order by key, step").fetchall()
     assert params == {"algorithm.beta": "0.04", "algorithm.name": "grpo", "tools.names": '["calculator"]'}

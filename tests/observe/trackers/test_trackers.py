@@ -50,7 +50,7 @@ def journals(monkeypatch):
 
 
 def opened(tmp_path, sinks=("tensorboard", "wandb", "mlflow"), is_resumed=False, config=None):
-    options = {"project": "numbers", "name": "", "is_resumed": is_resumed}
+    options = {"project": "numbers", "is_resumed": is_resumed}
     return open_trackers(sinks, tmp_path / "run 1", config or {}, **options)
 
 
