@@ -81,7 +81,7 @@ def launch(
         hang_timeout_s, start_timeout_s: longest time without progress of rank 0, and until all ranks met; 0: no limit.
         computes_on_cpu: the ranks meet as MindSpore's do on a CPU; see :class:`mindrlhf.launch.joining.Rouser`.
         rank_0_signals: of SIGTERM and SIGUSR1, those that rank 0 gets, once it listens, instead of ending the run;
-            SIGTERM has it end the run in its own time, and the next signal is not passed on.
+            SIGTERM has it end the run in its own time, and another one changes nothing.
         advice, advice_after_mistake: last line of a failure's report, or of one with ``UserError.exit_code``.
         says_stages: tell what rank 0 does (:mod:`mindrlhf.launch.stages`).
         peers: launchers of the run's other nodes, each of which starts as many ranks.
@@ -228,7 +228,6 @@ class _Watch:
         self._peers = peers
         self._num_handled_signals = 0
         self._is_ending = False  # rank 0 was asked to end the run
-        self._is_ending_for_others = False  # by another node; this one may get the same signal yet
         self._start_s = time.monotonic()
 
     def watch_to_the_end(self, grace_s: float, *, may_repeat: bool) -> int | None:
@@ -251,19 +250,15 @@ class _Watch:
             self._follower.poll(activity=activities.get("rank 0", ""), done=self._health.progress())
             for number in self._received_signals[self._num_handled_signals :]:
                 self._num_handled_signals += 1
-                if self._is_ending_for_others and number == signal.SIGTERM:
-                    self._is_ending_for_others = False
-                elif not self._handle(number):
+                if not self._handle(number):
                     say(f"{signal.Signals(number).name} received: stopping all processes")
                     if advice := self._advice():
                         print(f"  {advice}", file=sys.stderr, flush=True)
                     return 128 + number
             for number in self._peers.asked_signals():
-                if not self._is_ending:
-                    self._is_ending_for_others = number == signal.SIGTERM
-                    if not self._handle(number):
-                        say(f"{signal.Signals(number).name} received by another node: stopping all processes")
-                        return 128 + number
+                if not self._handle(number):
+                    say(f"{signal.Signals(number).name} received by another node: stopping all processes")
+                    return 128 + number
             if self._is_ending and self._health.is_deaf_before_first_step():
                 say("SIGTERM received, but rank 0 takes no notice in its first step: stopping all processes")
                 return 128 + signal.SIGTERM
@@ -321,6 +316,8 @@ class _Watch:
 
     def _handle(self, number: int) -> bool:
         """Return whether the run goes on after a signal."""
+        if number == signal.SIGTERM and self._is_ending:  # schedulers signal a job and its step, on each node
+            return True
         if self._peers.node > 0 and number in self._rank_0_signals and not self._is_ending:
             self._is_ending = number == signal.SIGTERM
             self._peers.pass_on(number)

@@ -214,6 +214,7 @@ def test_sigterm_to_all_processes_of_a_job_saves_as_one_to_the_launcher_does(sta
         wait_for_activity(job, rank, "step 7: update")
     for pid in job.running():
         os.kill(pid, signal.SIGTERM)
+    job.launcher.send_signal(signal.SIGTERM)  # once more: to the job as well as to its step
     assert job.wait(60) == 0 and (job.dir / "saved").exists(), job.errors()
     assert job.errors() == "" and job.running() == []
 
