@@ -8,6 +8,7 @@ from pathlib import Path
 from mindrlhf.checkpoint.store import check_space
 from mindrlhf.config.load import read_config
 from mindrlhf.config.reward import RewardSection
+from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.config.schema import AnyConfig, GrpoConfig
 from mindrlhf.errors import Mistakes, RunFailure, UserError
 from mindrlhf.launch.machine import check_launcher, check_ranks, has_npus
@@ -106,8 +107,7 @@ def check_run(
     remarks += (obstacles.check(lambda: check_ranks(config.run.device, num_here, oversubscribe=oversubscribe)),)
     obstacles.check(check_launcher, num_ranks)
     if isinstance(config, GrpoConfig):
-        rollout = config.rollout
-        obstacles.check(check_python, find_rollout_python(rollout.python), rollout.engine, rollout.engine_args)
+        obstacles.check(_check_rollout_python, config.rollout)
         obstacles.check(check_sandbox, config)
         if is_elastic:
             obstacles.check(check_elastic, config, num_ranks, num_nodes)
@@ -117,6 +117,10 @@ def check_run(
         remarks += (obstacles.check(_check_room, config),) if not mistakes.messages else ()
     remarks = tuple(filter(None, remarks))
     return CheckedRun(config, mistakes, obstacles, remarks, memory, outlook)
+
+
+def _check_rollout_python(rollout: RolloutSection) -> None:
+    check_python(find_rollout_python(rollout.python), rollout.engine, rollout.engine_args)
 
 
 def _called(config: GrpoConfig, inputs: RunInputs, mistakes: Mistakes, node: int) -> str | None:
