@@ -62,9 +62,6 @@ FOUND_BY_NAME = (
 )
 # Small ones that one module alone imports still: none may be added.
 SMALL_HOPS = {
-    "mindrlhf.algorithms.kl",
-    "mindrlhf.models.recompute",
-    "mindrlhf.models.trainable",
     "mindrlhf.rollout.processes.liveness",
 }
 

@@ -1,6 +1,6 @@
 """KL on the host: its estimate as a penalty in the reward, and the course of its coefficient. NumPy.
 
-The estimates in the loss, with their gradients, are graph code: :mod:`mindrlhf.algorithms.kl`.
+The estimates in the loss, with their gradients, are graph code: :func:`mindrlhf.algorithms.losses.kl_per_token`.
 """
 
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")
-# For these the ratio-weighted estimate has the gradient of the KL divergence itself; see mindrlhf.algorithms.kl.
+# For these the ratio-weighted estimate has the gradient of the KL divergence itself; see losses.kl_per_token.
 UNBIASED_ESTIMATORS = ("k1+", "k3+")
 
 MAX_CHANGE = 0.2

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 import numpy as np
 from mindspore import nn, ops
 
-from mindrlhf.algorithms.kl import kl_per_token
-
 # The sums that a policy loss reports beside its value, in the order of its statistics vector. All but the
 # first are to be divided by the token count.
 POLICY_STATISTICS = ("loss", "clipped_low", "clipped_high", "kl", "entropy", "correction", "corrected")
@@ -24,6 +22,8 @@ COEFFICIENT_INPUTS = ("coefficients",)
 
 MOST_INPUTS = 6  # token arrays that a loss may read: an NPU's function of local shards takes no *args
 MAX_LOG_RATIO = 20.0
+# exp(20) is 5e8: beyond it k3 of a token would drown, and soon overflow, everything else.
+MAX_DIFFERENCE = 20.0
 
 
 class Loss(nn.Cell):
@@ -83,7 +83,7 @@ class PolicyLoss(Loss):
         on_policy: the update is the first on these samples, so the old log-probabilities are the ones
             just computed: the ratio is exactly 1 and ``old_logprobs`` is unread.
         kl_estimator: "k1", "k2", "k3" or "abs"; "" leaves the term out and ``reference_logprobs`` unread.
-        kl_unbiased: weigh the estimate by the ratio to the old policy; see :mod:`mindrlhf.algorithms.kl`.
+        kl_unbiased: weigh the estimate by the ratio to the old policy; see :func:`kl_per_token`.
         entropy_coefficient: bonus for entropy.
         correction: :class:`mindrlhf.algorithms.corrections.RolloutCorrection`; None leaves it out and
             ``rollout_logprobs`` unread.
@@ -163,3 +163,30 @@ class CoefficientLoss(Loss):
     def of(self, outputs, mask, segment_ids, given):
         loss = (given[0] * outputs[0] * mask).sum() / given[-1]
         return loss, ops.stack((loss, outputs[1].sum()))
+
+
+def kl_per_token(logprobs, reference_logprobs, estimator):
+    """Return estimates of KL(policy || reference) of each token; ``estimator`` is a constant of the graph.
+
+    With d = logprobs - reference_logprobs of tokens that the policy sampled (Schulman 2020, "Approximating KL
+    divergence"):
+
+        k1 = d                   value unbiased; the gradient has mean 0, so it regularises only when made unbiased
+        k2 = d^2 / 2             value biased; the gradient is that of the KL divergence, on policy
+        k3 = exp(-d) - 1 + d     value unbiased, never negative; the gradient is that of KL(reference || policy), on
+                                 policy; Shao et al. 2024 (arXiv:2402.03300), eq. 4
+        abs = |d|                a distance, with gradients of one size
+
+    The unbiased variant multiplies the estimate by the importance ratio pi / pi_old, through which the gradient flows
+    too. The expectation over samples of pi_old is then the KL divergence, and its gradient that of the KL divergence:
+    DeepSeek-V3.2 (arXiv:2512.02556), eq. 7. That holds for k1 and k3, whose values are unbiased.
+    """
+    difference = reference_logprobs - logprobs
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return difference * difference * 0.5
+    if estimator == "abs":
+        return ops.abs(difference)
+    difference = ops.minimum(difference, ops.full_like(difference, MAX_DIFFERENCE))
+    return ops.exp(difference) - difference - 1.0

@@ -8,11 +8,10 @@ import mindspore as ms
 from mindspore import nn, ops
 from mindspore.common.initializer import Normal
 
-from mindrlhf.config.memory import WHOLE, MemorySection
+from mindrlhf.config.memory import ACTIVATION, ATTENTION, MLP, NORMS, WHOLE, MemorySection
 from mindrlhf.errors import UserError
 from mindrlhf.layout.feasibility import NO_LINEAR_CELLS
 from mindrlhf.layout.layout import Layout
-from mindrlhf.models.recompute import set_recompute
 from mindrlhf.specs import ModelDims, ModelSpec, find_spec
 from mindrlhf.specs.scoring import SCORE_NAME
 
@@ -30,6 +29,19 @@ _PARALLEL_KEYS = {
     "expert_parallel": "expert_model_parallel_size",
 }
 _SPLITTING_KEYS = ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel")
+
+# Cells and operators of a layer, by role.
+_RECOMPUTED = {
+    ATTENTION: ("self_attention.core_attention",),
+    NORMS: ("input_layernorm", "pre_mlp_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    # The second product reads a reshaped view, which would keep the operators' result.
+    ACTIVATION: tuple(
+        f"{mlp}.{name}"
+        for mlp in ("mlp", "mlp.shared_experts")
+        for name in ("activation_func.silu", "gelu", "mul", "swiglu", "linear_fc2.reshape")
+    ),
+    MLP: ("mlp",),
+}
 
 
 class CausalLM(nn.Cell):
@@ -227,11 +239,27 @@ def _adapt_ascend_cells(cells, model, config, dims, parallel_config, shares_head
 
 
 def _recompute(model, memory: MemorySection, parallel_config: dict) -> None:
-    set_recompute(model, memory)
+    """Have ``memory.recompute_layers`` recomputed in the backward pass, in others ``memory.recompute_operators``."""
+    chosen = memory.layers
+    for number, layer in enumerate(model.decoder.layers):
+        if number in chosen:
+            layer.recompute()
+            continue
+        for path in (path for role in memory.recompute_operators for path in _RECOMPUTED[role]):
+            found = _find(layer, path)
+            if found is not None:
+                found.recompute()
     if parallel_config.get("enable_parallel_optimizer"):
         from mindrlhf.models.ascend_layers import keep_prepared_weights
 
         keep_prepared_weights(model)
+
+
+def _find(layer: nn.Cell, path: str):
+    found = layer
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
 
 
 def _decoder_inputs(cells, model, config, dims: ModelDims, num_image_rows: int, device: str) -> tuple:

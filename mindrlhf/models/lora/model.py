@@ -1,14 +1,13 @@
 """A model with low-rank adapters: attached, initialised, turned off and on."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import mindspore as ms
 import numpy as np
 from mindspore import nn
 
 from mindrlhf.models.lora import cpu_cells
-from mindrlhf.models.trainable import train_only
 from mindrlhf.specs import ModelDims
 from mindrlhf.specs.fuse import fuse
 from mindrlhf.specs.lora import SCALE_NAME, Adapter, LoraOptions, adapters
@@ -56,6 +55,16 @@ class Lora:
         for stage, scale in self._scales.items():
             scale.name = scale_name(stage)
         train_only(network, trained.__contains__)
+
+
+def train_only(network: nn.Cell, is_trained: Callable[[str], bool]) -> None:
+    """Leave the parameters whose MindFormers name ``is_trained`` refuses as they are: no gradients, no moments.
+
+    To be called before anything is built over the network that asks for its trained parameters: losses, learners,
+    optimisers. What was never trained, such as a router's selection bias, stays so.
+    """
+    for parameter in network.get_parameters():
+        parameter.requires_grad = parameter.requires_grad and is_trained(parameter.name)
 
 
 def scale_name(stage: int) -> str:

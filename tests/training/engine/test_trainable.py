@@ -25,7 +25,7 @@ def make_engine(is_trained=None):
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.losses import SupervisedLoss
     from mindrlhf.models.causal_lm import build_model
-    from mindrlhf.models.trainable import train_only
+    from mindrlhf.models.lora.model import train_only
 
     network = build_model({**MODEL, "tie_word_embeddings": False}, seq_length=16)
     load_random_weights(network, seed=5)
