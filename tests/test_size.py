@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 MOST = {
     "mindrlhf/__init__.py": 3,
     "mindrlhf/__main__.py": 7,
-    "mindrlhf/algorithms": 2104,
+    "mindrlhf/algorithms": 2099,
     "mindrlhf/checkpoint": 710,
     "mindrlhf/cli.py": 195,
     "mindrlhf/commands": 2269,
@@ -36,7 +36,7 @@ MOST = {
     "mindrlhf/cpu": 1086,
     "mindrlhf/data": 4228,
     "mindrlhf/debugging": 201,
-    "mindrlhf/doctor": 1281,
+    "mindrlhf/doctor": 1282,
     "mindrlhf/dryrun": 3569,
     "mindrlhf/errors.py": 126,
     "mindrlhf/evaluation": 666,
@@ -44,7 +44,7 @@ MOST = {
     "mindrlhf/images": 368,
     "mindrlhf/launch": 3100,
     "mindrlhf/layout": 1261,
-    "mindrlhf/models": 3586,
+    "mindrlhf/models": 3570,
     "mindrlhf/observe": 2640,
     "mindrlhf/rewards": 5978,
     "mindrlhf/rollout": 7121,  # the engine of a CPU, which left mindrlhf/cpu (2,805 before, 1,105 now)
@@ -55,9 +55,9 @@ MOST = {
     "mindrlhf/tools": 1791,
     "mindrlhf/training": 10498,
     "mindrlhf/weights": 4151,
-    "tests": 71843,
+    "tests": 71841,
     "scripts": 1843,
-    "docs": 32574,
+    "docs": 32568,
 }
 # Modules of these are found by the name of their file.
 FOUND_BY_NAME = tuple(

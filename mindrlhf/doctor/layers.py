@@ -98,12 +98,13 @@ def run_cells(directory: Path, model_dir: str, device: str) -> None:
 
     from mindrlhf.models.causal_lm import EachLayer, build_model, no_random_weights
     from mindrlhf.shards.sources import open_source
+    from mindrlhf.training.checkpoints.models import load
     from mindrlhf.training.engine.model import Whole
 
     dtypes = {"compute_dtype": DTYPES[device], "param_dtype": DTYPES[device]}
     with no_random_weights():
         network = build_model(read_hf_config(model_dir), seq_length=_NUM_TOKENS, device=device, **dtypes)
-    Whole(network, rank).load(open_source(model_dir))
+    load(Whole(network, rank), open_source(model_dir))
     server = np.load(directory / _SERVERS)
     given = [ms.Tensor(rows[:_NUM_TOKENS]).astype(DTYPES[device]) for rows in list(server.values())[:-1]]
     ids = ms.Tensor(_prompt(model_dir)[None].astype(np.int32))

@@ -91,6 +91,7 @@ def make_ranks(model_dir):
 
     from mindrlhf.models.causal_lm import build_model
     from mindrlhf.shards.sources import open_source
+    from mindrlhf.training.checkpoints.models import load
     from mindrlhf.training.engine.actor import Actor
     from mindrlhf.training.engine.model import Model
     from mindrlhf.training.engine.sharded_updates import ShardedEngine, UpdateGraph
@@ -105,7 +106,7 @@ def make_ranks(model_dir):
             for name, one in layouts.items()
         }
         shards = Shards(network, PARALLEL, rank, parameters)
-        shards.load(open_source(model_dir))
+        load(shards, open_source(model_dir))
         return Model(shards, cell), parameters
 
     def make(rank):
