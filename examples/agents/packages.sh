@@ -38,12 +38,12 @@ if [ "$name" = textarena ]; then
     cp -r examples/quickstart/checkpoint "$data/model"
     sed -i 's/"max_position_embeddings": 512/"max_position_embeddings": 2048/' "$data/model/config.json"
     .venv/bin/mindrlhf sft examples/tools/sft.yaml run.output_dir="$data/warm_up" model.path="$data/model" \
-        data.train_file="$data/warm_up.mindrecord" run.max_steps=100 training.sequence_lengths='[512]' \
-        training.micro_batch_size=8
-    set -- model.path="$data/warm_up/final" data.eval_file="$data/test.mindrecord" run.max_steps=30 \
+        data.train_file="$data/warm_up.mindrecord" run.max_steps=40 training.rows_per_step=8 \
+        training.micro_batch_size=8 training.sequence_lengths='[512]'
+    set -- model.path="$data/warm_up/final" data.eval_file="$data/test.mindrecord" run.max_steps=16 \
         tools.agent="$recipe/self_play.py:agent" tools.max_turns=12 tools.agent_tokens=100 \
-        rollout.max_response_length=640 training.sequence_lengths='[1024]' training.micro_batch_size=4 \
-        training.chunk_size=16 "$@"
+        rollout.max_response_length=300 training.sequence_lengths='[640]' training.micro_batch_size=4 \
+        training.chunk_size=4 optimizer.start_lr=5e-4 "$@"
 else
     [ -f runs/quickstart/train.jsonl ] || bash examples/quickstart/make_data.sh
     for split in train test; do
