@@ -8,6 +8,7 @@ import contextlib
 import math
 import os
 import selectors
+import sys
 import threading
 import time
 from collections import deque
@@ -96,6 +97,7 @@ class WorkerPool:
         self._waking = threading.Lock()  # nobody may be woken once this is closed
         self._wake_is_due = self._is_closed = False
         self._num_unexplained_deaths = 0
+        self._endings: set[str] = set()  # that were said: each once
         self._failure: BaseException | None = None
         self._started: Future[Any] = Future()
         self._thread = threading.Thread(target=self._run, name=f"mindrlhf-{name}", daemon=True)
@@ -299,6 +301,10 @@ class WorkerPool:
             ending = PIPE_BROKEN
         elif is_lost:
             ending = "it answered no more"
+        if has_ended and ending not in self._endings:
+            self._endings.add(ending)
+            line = f"mindrlhf: a process of {self._name} has ended ({ending}), and another takes its place"
+            print(line, file=sys.stderr, flush=True)
         if not worker.is_ready:
             raise RunFailure(f"a process of {self._name} ended while it started ({ending}): see its messages above")
         self._find_culprit(worker, ending, has_ended, is_lost or worker.is_broken)

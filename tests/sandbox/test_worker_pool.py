@@ -44,7 +44,7 @@ def arguments(tmp_path, monkeypatch):
     return {"name": "translators", "setup": "translator:setup", "settings": words, **limits}
 
 
-def test_a_new_kind_of_worker_on_two_nodes(arguments):
+def test_a_new_kind_of_worker_on_two_nodes(arguments, capfd):
     results: queue.SimpleQueue = queue.SimpleQueue()
     with ExitStack() as stack:
         node = NodeHelper("mindrlhf.sandbox.pool_node", arguments)
@@ -62,6 +62,8 @@ def test_a_new_kind_of_worker_on_two_nodes(arguments):
     assert len({done[1] for _, done in first}) == 2, "each node has translated"
     assert second[1][1] == [{"died": "worker died: exit code 7"}] * 2
     assert (second[0][1][0], second[2][1][0]) == ("house", "cat")
+    line = "mindrlhf: a process of translators has ended (exit code 7), and another takes its place\n"
+    assert line in capfd.readouterr().err
 
 
 def translate(pool, results, texts):
