@@ -75,7 +75,6 @@ class LaunchRequest:
 
 
 def run_python(source: str, stdin: str = "", limits: SandboxLimits | None = None) -> SandboxRun:
-    """Run ``source`` as a script; see ``run_files``."""
     return run_files({"main.py": source}, "main.py", stdin, limits)
 
 

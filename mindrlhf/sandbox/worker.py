@@ -56,7 +56,6 @@ class PoolConnection:
         close(clock_fd)
 
     def receive(self) -> Iterator[Any]:
-        """Yield the pool's messages until it closes its end."""
         while chunk := read(self._request_fd, _READ_SIZE_BYTES):
             yield from self._reader.feed(chunk)
 

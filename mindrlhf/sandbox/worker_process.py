@@ -150,7 +150,6 @@ class WorkerProcess:
 
     @property
     def load(self) -> float:
-        """Tasks that it has to do."""
         return len(self.tasks)
 
     @property
@@ -227,7 +226,6 @@ class WorkerProcess:
         return running
 
     def has_exited(self) -> bool:
-        """Return whether the process has ended."""
         return self._process.has_ended()
 
     def kill(self) -> str:
@@ -242,7 +240,6 @@ class WorkerProcess:
         return self._ending
 
     def close(self) -> None:
-        """Close the pipes of a killed process."""
         os.close(self.requests_fd)
         os.close(self.responses_fd)
 

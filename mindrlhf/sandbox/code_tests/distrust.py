@@ -550,7 +550,6 @@ def _is_evaluating(name):
 
 
 def _is_class_of(node):
-    """Return True for ``type(x)`` and ``x.__class__``."""
     return (
         _is_plain_call(node) and node.func.id == "type" or isinstance(node, ast.Attribute) and node.attr == "__class__"
     )

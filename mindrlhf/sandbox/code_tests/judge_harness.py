@@ -61,7 +61,6 @@ class Prepared:
         self._code = compile(tree, "test.py", "exec")
 
     def run(self, link):
-        """Run the test; raises what it raises."""
         namespace = {"__name__": "__main__" if self._test.is_script else "test"}
         for name in self._test.taken - self._programs.keys():
             if name in MODULES:
