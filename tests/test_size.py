@@ -48,7 +48,7 @@ MOST = {
     "mindrlhf/observe": 2640,
     "mindrlhf/rewards": 5978,
     "mindrlhf/rollout": 7121,  # the engine of a CPU, which left mindrlhf/cpu (2,805 before, 1,105 now)
-    "mindrlhf/sandbox": 5127,
+    "mindrlhf/sandbox": 5126,
     "mindrlhf/shards": 1496,
     "mindrlhf/specs": 2418,
     "mindrlhf/system": 2900,  # rpc and accept_nodes, in place of the talks of rollout (500 lines)

@@ -62,8 +62,7 @@ def test_a_new_kind_of_worker_on_two_nodes(arguments, capfd):
     assert len({done[1] for _, done in first}) == 2, "each node has translated"
     assert second[1][1] == [{"died": "worker died: exit code 7"}] * 2
     assert (second[0][1][0], second[2][1][0]) == ("house", "cat")
-    line = "mindrlhf: a process of translators has ended (exit code 7), and another takes its place\n"
-    assert line in capfd.readouterr().err
+    assert "a process of translators has ended (exit code 7), and another takes its place" in capfd.readouterr().err
 
 
 def translate(pool, results, texts):

@@ -110,7 +110,6 @@ def test_what_is_senseless_for_nodes_for_rollout_only_is_named(arguments, option
 @pytest.mark.parametrize(
     "hosts, first",
     [
-        ("a", "a"),
         ("a,b", "a"),
         ("gpu[07-09,12],login1", "gpu07"),
         ("gpu[3]", "gpu3"),
