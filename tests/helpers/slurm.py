@@ -42,7 +42,7 @@ PartitionName=high Nodes=node[1-2] PriorityTier=10
 HOSTS = "127.0.0.1 localhost\n10.77.0.1 node0\n10.77.0.2 node1\n10.77.0.3 node2\n"
 # A node without power comes back where the file `power` is there.
 SCRIPT = """
-echo $$ > {directory}/first_$NODE_RANK
+echo "$$|$BASHPID" > {directory}/first_$NODE_RANK
 mount --bind {directory}/hosts /etc/hosts
 mkdir -p /tmp/state /tmp/spool
 export SLURM_CONF={directory}/slurm.conf
