@@ -71,6 +71,7 @@ class CausalLM(nn.Cell):
         splits: tuple[int, int, int] = (1, 1, 1),
         visual: nn.Cell | None = None,
         images: "ImageRows | None" = None,
+        tokens_and_experts: nn.Cell | None = None,
     ):
         super().__init__(auto_prefix=False)
         self.model = model
@@ -82,6 +83,7 @@ class CausalLM(nn.Cell):
         self.splits = splits
         self.layers_with_experts = tuple(dims.has_experts(layer) for layer in range(dims.num_layers))
         self.has_experts = any(self.layers_with_experts)
+        self.tokens_and_experts = tokens_and_experts
         self.visual = visual
         self.images = images
         if spec.is_scorer:
@@ -100,7 +102,8 @@ class CausalLM(nn.Cell):
             input_ids: tokens `[B, S]`, int32; or `[B, 3, S]`: tokens, for each the segment that its own continues
                 (its own where that continues none), and its position. On the CPU also a tuple of that and the experts
                 that the tokens are sent to, int32 `[layers with experts, B*S, K]`; see
-                :class:`mindrlhf.models.cpu_expert_cells.Router`.
+                :class:`mindrlhf.models.cpu_expert_cells.Router`; on Ascend one array of both, see
+                :class:`mindrlhf.models.ascend_routing.TokensAndExperts`.
                 With vision `[B, S, 4]`, see
                 :meth:`mindrlhf.models.vision.cpu_inputs.ImageDecoderInputs.construct`.
             segment_ids: `[B, S]`, int32: 0 is padding; tokens attend to earlier tokens of the same number, and of the
@@ -109,6 +112,10 @@ class CausalLM(nn.Cell):
         if self.has_experts and isinstance(input_ids, tuple):
             hidden_states, mask, rotary = self.inputs(input_ids[0], segment_ids)
             hidden_states = self._replay(hidden_states, mask, rotary, input_ids[1])
+        elif self.tokens_and_experts is not None:
+            input_ids, experts = self.tokens_and_experts(input_ids)
+            hidden_states, mask, rotary = self.inputs(input_ids, segment_ids)
+            hidden_states = self._replay(hidden_states, mask, rotary, experts)
         else:
             hidden_states, mask, rotary = self.inputs(input_ids, segment_ids)
             hidden_states, _, _ = self.model.decoder(hidden_states, mask, rotary)
@@ -160,6 +167,7 @@ def build_model(
     memory: MemorySection = WHOLE,
     shared_prompts: bool = False,
     num_image_rows: int = 1,
+    replays_routing: bool = False,
 ) -> CausalLM:
     """Build a randomly initialised model; `prepare_mindformers` must have been called.
 
@@ -174,6 +182,7 @@ def build_model(
         memory: what else is computed again.
         shared_prompts: its inputs have positions, see :class:`CausalLM`; cells for Ascend are sharded for either form.
         num_image_rows: image tokens in one run of a model with vision, at most.
+        replays_routing: on Ascend its inputs have experts, see :class:`CausalLM`.
 
     Raises:
         UserError: unknown architecture, unsupported variant, or a dtype or split the device cannot do.
@@ -197,7 +206,13 @@ def build_model(
         recompute=recompute,
     )
     cells = _cells_for(device)
-    model = _gpt_model(config, dims, cells.decoder_spec(config, dims))
+    decoder_spec, tokens_and_experts = cells.decoder_spec(config, dims), None
+    if replays_routing and device != "cpu":
+        from mindrlhf.models.ascend_routing import TokensAndExperts, with_replay
+
+        decoder_spec = with_replay(decoder_spec)
+        tokens_and_experts = TokensAndExperts(config, sum(dims.experts.layers))
+    model = _gpt_model(config, dims, decoder_spec)
     if device != "cpu":
         shares_head = dims.tied and not spec.is_scorer  # a scorer has no output projection
         turns_by_row = shared_prompts or dims.vision is not None
@@ -205,7 +220,8 @@ def build_model(
     _recompute(model, memory, parallel_config)
     splits = tuple(parallel_config.get(key, 1) for key in ("data_parallel", "context_parallel", "model_parallel"))
     inputs, *seen = _decoder_inputs(cells, model, config, dims, num_image_rows, device)
-    return CausalLM(model, inputs, cells.DecoderOutputs(config), spec, dims, hf_config, splits, *seen)
+    parts = (model, inputs, cells.DecoderOutputs(config), spec, dims, hf_config, splits)
+    return CausalLM(*parts, *seen, tokens_and_experts=tokens_and_experts)
 
 
 @contextlib.contextmanager

@@ -73,7 +73,7 @@ class VllmOptions:
     ``load_format`` is vLLM's: "auto" reads the safetensors of ``model_dir``; "dummy" needs its config.json only, and
     weights are pushed before the first rollout. ``kv_cache_gib`` None leaves the size to ``gpu_memory_utilization``: on
     a CPU a share of the machine's memory, on an NPU of the device less ``reserved_bytes``, whatever others take there.
-    ``record_routing`` has samples bring the experts of their tokens: on a CPU, in a server of one process. ``env`` is
+    ``record_routing`` has samples bring the experts of their tokens, on a CPU in a server of one process. ``env`` is
     added last to the server's environment. ``profile_dir`` is where vLLM's profiler writes; "" leaves it out.
     ``tokenizer_dir`` is where stop strings are decoded from; "" when there are none. ``engine_args`` are vLLM's, added
     last. ``engine`` is "vllm", or the

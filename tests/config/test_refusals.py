@@ -36,6 +36,7 @@ USED = {
     "tools.environment": "lake.py:Lake",
     "rollout.tensor_parallel": "2",
     "tools.agent": "sh a.sh",
+    "rollout.stop": "[end]",
 }
 # What a key needs beside it.
 NEEDED = {

@@ -49,7 +49,8 @@ class _Named:
 class DescribedModel:
     """Names and dtypes of a model, which is what the product reads of one whose graphs are given to it."""
 
-    def __init__(self, hf_config: dict, lora: dict | None = None):
+    def __init__(self, hf_config: dict, lora: dict | None = None, replays_routing: bool = False):
+        self.tokens_and_experts = replays_routing or None
         self.hf_config = hf_config
         self.spec = find_spec(hf_config)
         self.dims = self.spec.dims(hf_config)
@@ -136,7 +137,7 @@ class LoweredRank:
 
     def __init__(self, job: dict, hf_config: dict, rank: int, directory: Path, groups: dict[str, tuple[int, ...]]):
         self._job, self._rank, self._directory, self._groups = job, rank, directory, groups
-        network = DescribedModel(hf_config, job["lora"])
+        network = DescribedModel(hf_config, job["lora"], job["replays_routing"])
         self.parallel = ParallelSection(**job["parallel"])
         lowered, cell = self._load("graphs")
         self.replaced = lowered.replaced
@@ -182,7 +183,7 @@ class LoweredRank:
             self.actor = Actor(engine, reference)
 
     def _own_reference(self, hf_config: dict, names: Sequence[str]) -> Model:
-        network, cell = DescribedModel(hf_config), self._load("output_graphs")[1]
+        network, cell = DescribedModel(hf_config, None, self._job["replays_routing"]), self._load("output_graphs")[1]
         cell.check_names(names)
         parameters = self._with_tower(network, cell)
         shards = Shards(network, self.parallel, self._rank, parameters, after_token=self._job["after_token"])

@@ -46,6 +46,7 @@ from mindrlhf.training.engine.factory import layout_of
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.nodes import find_nodes
 from mindrlhf.training.replica_team import ReplicaTeam
+from mindrlhf.training.routing.rows import EXPERTS, ReplayedExperts
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.team import Team, connect, serve
 from mindrlhf.training.vision.image_rows import ImageTokens
@@ -118,7 +119,10 @@ class _Rank0:
         self._is_critic = job["computed_input"] == "values"
         self._computed: list[list[np.ndarray]] = []  # of each batch, by micro-batch
         tokens = ImageTokens.of(self._actor.model.network.dims)
-        self._batches = _batches(spec["is_last"], arrays, job["token_inputs"], team.world_size, tokens)
+        self._experts = None
+        if job["replays_routing"]:
+            self._experts = ReplayedExperts.of(self._actor.model.network.dims)
+        self._batches = _batches(spec["is_last"], arrays, job["token_inputs"], team.world_size, tokens, self._experts)
 
     def run(self) -> None:
         self._nodes = find_nodes(self._ranks)
@@ -126,9 +130,10 @@ class _Rank0:
         policy = Policy(self._team, buffer)
         micro_batch = self._batches[0].micro_batches[0]
         num_rows, length = micro_batch.mask.shape
-        packing = SHARED_PROMPTS if micro_batch.context else FIRST_FIT
+        packing = SHARED_PROMPTS if PREFIX_IDS in micro_batch.context else FIRST_FIT
         seen = ImageTokens.of(self._actor.model.network.dims)
-        options = RowOptions((length,), num_rows, self._team.world_size, True, packing, in_step=True, image_tokens=seen)
+        kinds = {"packing": packing, "image_tokens": seen, "experts": self._experts}
+        options = RowOptions((length,), num_rows, self._team.world_size, True, in_step=True, **kinds)
         policy.warm_up(options, [OLD, REFERENCE])
         self._publish(policy, buffer, "before")
         policy.receive(self._batches)
@@ -206,13 +211,14 @@ def _batches(
     token_inputs: list[str],
     num_replicas: int,
     tokens: ImageTokens | None,
+    experts: ReplayedExperts | None,
 ) -> list[Batch]:
     """Return a batch for each update, its calls' rows divided among the replicas; every row counts as a sample."""
     batches, micro_batches, images = [], [], {}
     for call, ends in enumerate(is_last):
         num_inputs = 4 + len(token_inputs)
         shares = zip(*(np.split(arrays[f"{call}.{index}"], num_replicas) for index in range(num_inputs)))
-        given = [_rows(share[:4], dict(zip(token_inputs, share[4:]))) for share in shares]
+        given = [_rows(share[:4], dict(zip(token_inputs, share[4:])), experts) for share in shares]
         if tokens is not None:
             pixels = [arrays[name] for name in sorted(arrays) if name.startswith(f"{call}.image.")]
             images |= {image_digest(one): one for one in pixels}
@@ -244,9 +250,14 @@ def _with_own_images(rows: PackedRows, pixels: Sequence[np.ndarray], tokens: Ima
     return replace(rows, input_ids=ids, images=tuple(shown))
 
 
-def _rows(inputs: Sequence[np.ndarray], tokens: dict[str, np.ndarray]) -> PackedRows:
-    """Return rows whose ``model_inputs`` come first."""
+def _rows(
+    inputs: Sequence[np.ndarray], tokens: dict[str, np.ndarray], experts: ReplayedExperts | None = None
+) -> PackedRows:
+    """Return rows whose ``model_inputs`` come first, or their tokens and experts."""
     first, *others = inputs
+    if experts is not None:
+        chosen = first[..., 1:].reshape(*first.shape[:2], experts.num_layers, experts.num_active)
+        return PackedRows(first[..., 0].copy(), *others, tokens=tokens, context={EXPERTS: chosen})
     if first.ndim == 2 or first.shape[-1] == NUM_IDS:
         return PackedRows(first, *others, tokens=tokens)
     input_ids, *context = first.transpose(1, 0, 2)

@@ -60,6 +60,7 @@ class ExecutionJob:
         after_token: see :class:`mindrlhf.training.engine.shards.Shards`.
         lora: fields of :class:`mindrlhf.specs.lora.LoraOptions`, of adapters that are trained in place of the model;
             they begin with those of :data:`SEED`.
+        replays_routing: the rows have experts.
         between_devices: see :func:`mindrlhf.weights.publish.publisher.open_weight_buffers`.
         gradient_graphs: those of the gradients alone, for the calls of an update before its last one; none: all go to
             that of the update.
@@ -74,6 +75,7 @@ class ExecutionJob:
     computed_input: str = ""
     after_token: bool = False
     lora: dict | None = None
+    replays_routing: bool = False
     between_devices: bool = False
     gradient_graphs: tuple[str, ...] = ()
     steps_apart: bool = False

@@ -24,6 +24,7 @@ from mindrlhf.data.packing import PackedRows, TokenSequence
 from mindrlhf.dryrun.compile.request import LOGPROBS, PAIR_UPDATE, SUPERVISED_UPDATE, UPDATE, VALUE_UPDATE, VALUES
 from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.training.batch import Batch, RowOptions, make_batch
+from mindrlhf.training.routing import rows as routing
 from mindrlhf.training.vision.image_rows import ImageTokens
 
 CLIP_RANGE = 0.2
@@ -173,6 +174,20 @@ def given_arrays(family: Family) -> Given:
     is_policy = family.token_inputs == POLICY_INPUTS
     inputs = cases.batches() if is_policy else cases.critic_batches()
     return Given(inputs, [[(PackedRows(*one[:4], tokens={}), one[4:-1])] for one in inputs])
+
+
+def given_experts(family: Family) -> Given:
+    """The batches of policies, with experts that no router would choose, and here and there none."""
+    inputs, parts = cases.batches(), []
+    dims = find_spec(family.model).dims(family.model)
+    for call, one in enumerate(inputs):
+        random = np.random.default_rng(call)
+        order = random.permuted(np.tile(np.arange(dims.experts.num_experts), (*one[0].shape, 1, 1)), axis=-1)
+        chosen = np.where(random.random((*one[0].shape, 1, 1)) < 0.2, 255, order[..., : dims.experts.num_active])
+        rows = PackedRows(*one[:4], tokens={}, context={routing.EXPERTS: chosen.astype(np.uint8)})
+        parts.append([(rows, one[4:-1])])
+        one[0] = routing.tokens_and_experts(rows, dims)
+    return Given(inputs, parts)
 
 
 def given_fixed_data(family: Family) -> Given:
@@ -449,6 +464,16 @@ FAMILIES = {
         model=EXPERTS,
         layouts={2: {"ep2_dp2": {"data_parallel": 2, "expert_parallel": 2}, "whole_dp2": {"data_parallel": 2}}},
         checks=_RESUMES | {"norms", "statistics", "published", "experts"},
+        **_OLD,
+    ),
+    "replay": replace(
+        _POLICY,
+        model=EXPERTS,
+        layouts={2: {"replay_dp2": {**_OPTIMIZER, "expert_parallel": 2}}},
+        given=given_experts,
+        options={"replays_routing": True},
+        outputs={"first": "initial", "updates": "updated"},
+        checks=_RESUMES | {"norms", "statistics"},
         **_OLD,
     ),
     # Tiles that do not divide the positions of a micro-batch, 4 x 32.

@@ -27,6 +27,7 @@ def compile_and_execute(
     computed_inputs: Mapping[str, str],
     *,
     shared_prompts: bool = False,
+    replays_routing: bool = False,
     images: Sequence[Sequence[np.ndarray]] = (),
     after_token: bool = False,
     lora: dict | None = None,
@@ -43,7 +44,7 @@ def compile_and_execute(
         cells: the update, and the graph of outputs without gradients.
         token_inputs: names of the token arrays that the update takes.
         computed_inputs: name of a layout -> that of them which its ranks compute under the initial weights.
-        shared_prompts: the rows are of that kind.
+        shared_prompts, replays_routing: the rows are of that kind.
         images: of each call; see :func:`graph_on_cpu.run.execute`.
         optimizer: `optimizer.type`.
         memory: keys of the section `memory`.
@@ -52,6 +53,7 @@ def compile_and_execute(
     """
     compiled = (*cells, GRADIENTS) if cells[0] == UPDATE else cells
     own = {"shared_prompts": shared_prompts, "lora": lora, "optimizer": optimizer, "memory": dict(memory)}
+    own["replays_routing"] = replays_routing
     requests = {
         (name, cell, rank): replace(_request(model, name, parallel, rank, cell, root), **own)
         for size, layouts in all_layouts.items()
@@ -67,7 +69,8 @@ def compile_and_execute(
             graphs = [tuple(requests[name, cell, rank].mindir_file for rank in range(size)) for cell in compiled]
             section = ParallelSection(**parallel)
             computed = computed_inputs.get(name, "")
-            own_job = ExecutionJob(name, section, *graphs[:2], token_inputs, computed, after_token, own["lora"])
+            parts = (token_inputs, computed, after_token, own["lora"], replays_routing)
+            own_job = ExecutionJob(name, section, *graphs[:2], *parts)
             apart = bool(memory.get("swap_moments"))
             jobs.append(replace(own_job, gradient_graphs=graphs[2] if graphs[2:] else (), steps_apart=apart))
         done = execute(

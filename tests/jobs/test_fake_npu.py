@@ -110,15 +110,18 @@ import numpy as np, torch, transformers
 sees = "vision_config" in json.load(open(sys.argv[1] + "/config.json"))
 kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
 model = kind.from_pretrained(sys.argv[1], dtype=torch.float32, attn_implementation="eager")
+routers = {"output_router_logits": True} if model.config.model_type == "qwen3_moe" else {}
 for prompt, response, patches, grid in json.load(sys.stdin):
     ids, seen = torch.tensor([prompt + response]), {}
     if patches:
         seen = dict(pixel_values=torch.from_numpy(np.load(patches)), image_grid_thw=torch.tensor(grid))
         seen["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
     with torch.no_grad():
-        logits = model(ids, **seen).logits[0].double() / float(sys.argv[2])
+        out = model(ids, **seen, **routers)
+    logits = out.logits[0].double() / float(sys.argv[2])
     logprobs = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-    print(json.dumps(logprobs.gather(1, torch.tensor(response)[:, None])[:, 0].tolist()))
+    chosen = [one.topk(model.config.num_experts_per_tok).indices.tolist() for one in out.get("router_logits") or ()]
+    print(json.dumps([logprobs.gather(1, torch.tensor(response)[:, None])[:, 0].tolist(), chosen]))
 """
 
 
@@ -142,8 +145,11 @@ def prompt_requests(config: dict, directory: Path) -> tuple[list[GenerationReque
     return requests, seen
 
 
-def reference_logprobs(model_dir: Path, tensors: dict, cases: list, temperature: float) -> list[list[float]]:
-    """transformers' log-probabilities in float32 of each response, given its prompt and the patches of its images."""
+def reference(model_dir: Path, tensors: dict, cases: list, temperature: float) -> list[tuple[list, list]]:
+    """transformers' log-probabilities in float32 of each response, given its prompt and the patches of its images.
+
+    And of each layer with routers the experts of each token.
+    """
     wide = {name: convert_dtype(bits, "bfloat16", "float32") for name, bits in tensors.items()}
     save_file(wide, model_dir / "model.safetensors", metadata={"format": "pt"})
     command = [PYTHON, "-c", REFERENCE, str(model_dir), str(temperature)]
@@ -167,7 +173,7 @@ class Server:
         given = VllmOptions(
             str(fake_npu / "python"), str(directory), str(self.log), device="ascend", dtype="bfloat16",
             max_model_len=256, max_num_seqs=8, gpu_memory_utilization=0.6, kv_cache_gib=None, reserved_bytes=RESERVED,
-            tensor_parallel_size=num_devices, enable_sleep=True, env=env,
+            tensor_parallel_size=num_devices, enable_sleep=True, env=env, record_routing=name == "experts",
             start_timeout_s=500, stall_timeout_s=120,
         )  # fmt: skip
         self.generator = servers.Server.start(given)
@@ -210,8 +216,13 @@ class Server:
         own = zip(done, responses)
         cases = [[requests[one.request_id].prompt_ids, ids, *seen[one.request_id]] for one, ids in own if ids]
         logprobs = [one.logprobs[: len(ids)] for one, ids in zip(done, responses) if ids]
-        expected = reference_logprobs(self.directory, tensors, cases, temperature)
-        gaps = np.concatenate([np.abs(one - own) for one, own in zip(logprobs, expected, strict=True)])
+        expected = reference(self.directory, tensors, cases, temperature)
+        gaps = np.concatenate([np.abs(one - own) for one, (own, _) in zip(logprobs, expected, strict=True)])
+        if expected[0][1]:
+            pairs = [(one.experts, np.array(chosen).swapaxes(0, 1)[:-1]) for one, (_, chosen) in zip(done, expected)]
+            equal = np.concatenate([(np.sort(one) == np.sort(other)).all(-1).ravel() for one, other in pairs])
+            print(f"experts of {equal.mean():.1%} of tokens are those of transformers")
+            assert equal.mean() > 0.95
         print(f"temperature {temperature}: {len(cases)} samples, {gaps.mean():.1e} apart, at most {gaps.max():.1e}")
         return gaps
 

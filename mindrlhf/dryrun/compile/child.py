@@ -184,6 +184,7 @@ def build_cell(request: CompileRequest, parallel: ParallelSection):
     memory = MemorySection(**request.memory)
     rows = {"row_length": request.seq_length, "shared_prompts": request.shared_prompts, "memory": memory}
     rows["lora"] = LoraOptions(**request.lora) if request.lora else None
+    rows["replays_routing"] = request.replays_routing
     rows["num_image_rows"] = _num_rows(request, parallel) // parallel.data_parallel * request.seq_length
     if find_spec(hf_config).is_scorer:
         head = build_scores(hf_config, model, parallel, **rows)
@@ -229,6 +230,8 @@ def example_inputs(request: CompileRequest, parallel: ParallelSection) -> list:
     model_shape = (rows, 3, request.seq_length) if request.shared_prompts else shape
     if dims.vision:
         model_shape = (*shape, NUM_IDS)
+    if request.replays_routing:
+        model_shape = (*shape, 1 + sum(dims.experts.layers) * dims.experts.num_active)
     tokens = [ms.Tensor(np.ones(size, np.int32)) for size in (model_shape, shape, shape)]
     if request.cell in (LOGPROBS, VALUES):
         return [*tokens, ms.Tensor(np.ones(shape, np.float32))]

@@ -53,6 +53,7 @@ class CompileRequest:
         epsilon: AdamW's, a constant of the graph.
         optimizer: `optimizer.type`.
         shared_prompts: rows whose samples share their prompt: input_ids are int32 [rows, 3, length], see CausalLM.
+        replays_routing: input_ids have experts, see there.
         slots: of ``TOWER``: images, and patches of each.
         lora: fields of :class:`mindrlhf.specs.lora.LoraOptions`, of the adapters that are trained; None trains all.
         cell: one of the graphs above. The inputs of ``LOGPROBS`` and ``VALUES`` are the first four of the updates,
@@ -81,6 +82,7 @@ class CompileRequest:
     epsilon: float = 1e-8
     optimizer: str = "adamw"
     shared_prompts: bool = False
+    replays_routing: bool = False
     slots: tuple[int, int] = (4, 1024)
     lora: dict[str, object] | None = None
     cell: str = UPDATE
@@ -192,6 +194,7 @@ def update_request(
         beta=config.algorithm.beta,
         optimizer=config.optimizer.type,
         shared_prompts=config.training.packing == SHARED_PROMPTS,
+        replays_routing=config.training.replay_routing,
         lora=config.lora.options and asdict(config.lora.options),
     )
 

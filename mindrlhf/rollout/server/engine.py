@@ -1,6 +1,7 @@
 """The vLLM engine as the rollout server sees it: samples in, finished samples out."""
 
 import contextlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,8 @@ from mindrlhf.rollout.server.routing import RoutingRecorder
 from mindrlhf.rollout.server.streams import stream_key
 from mindrlhf.rollout.server.vision import VisionModel
 from mindrlhf.rollout.stop_strings import StoppingSamples
-from mindrlhf.rollout.types import Completion
+from mindrlhf.rollout.types import Completion, experts_dtype
+from mindrlhf.specs import ModelDims, find_spec
 
 _CPU_BLOCK_SIZE = 32  # vLLM caches whole blocks of this many tokens only, and its CPU kernels want multiples of 32
 _CPU_READ_TOKENS = 4096  # of prompts, read at once: of a small model another pass costs as much as 1,000 tokens
@@ -66,6 +68,7 @@ def engine_arguments(config: dict[str, Any], vision: VisionModel | None) -> dict
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": most}
     if config["device"] == "ascend":
         arguments |= ascend.graph_arguments(config["max_num_seqs"])
+        arguments["enable_return_routed_experts"] = config["record_routing"]
     arguments |= linear_attention.engine_arguments(config)
     if vision is not None:
         arguments |= vision.engine_arguments(config["max_model_len"])
@@ -107,7 +110,9 @@ class VllmEngine:
             self._engine = LLMEngine.from_engine_args(EngineArgs(**self._engine_arguments(config)))
         if config["device"] == "ascend":
             self._engine.collective_rpc("set_up_sampler")
-        self._recorder = RoutingRecorder(self._model_runner()) if config["record_routing"] else None
+        records = config["record_routing"] and config["device"] == "cpu"
+        self._recorder = RoutingRecorder(self._model_runner()) if records else None
+        self._experts = _dims(config["model_dir"]).experts if config["record_routing"] else None
         self._prompt_lengths: list[int] = []  # of the batch
         self._internal_names: dict[str, str] = {}  # vLLM's of the pending samples
         self._profile_dir = Path(config["profile_dir"])
@@ -189,7 +194,7 @@ class VllmEngine:
                     stopped.append(name)
                 reason = "stop" if is_stopped else reason
             if reason is not None:
-                finished.append(self._finish(name, token_ids, logprobs, reason))
+                finished.append(self._finish(name, token_ids, logprobs, reason, completion.routed_experts))
         if stopped:
             self._engine.abort_request(stopped)
         return finished
@@ -288,15 +293,19 @@ class VllmEngine:
         )
         self._internal_names[name] = self._engine.add_request(name, inputs, params)
 
-    def _finish(self, name: str, token_ids: Any, logprobs: Any, finish_reason: str) -> Completion:
+    def _finish(
+        self, name: str, token_ids: Any, logprobs: Any, finish_reason: str, experts: np.ndarray | None = None
+    ) -> Completion:
         if finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a sample with finish reason '{finish_reason}'")
         request_index, sample_index = self._pending.pop(name)
-        internal_name, experts = self._internal_names.pop(name, name), None
+        internal_name = self._internal_names.pop(name, name)
+        # The last token was sampled, and never read.
+        num_tokens = self._prompt_lengths[request_index] + len(token_ids) - 1
         if self._recorder is not None:
-            # The last token was sampled, and never read.
-            num_tokens = self._prompt_lengths[request_index] + len(token_ids) - 1
             experts = self._recorder.experts_of(internal_name, num_tokens)
+        elif self._experts is not None:
+            experts = experts[:num_tokens, list(self._experts.layers)].astype(experts_dtype(self._experts.num_experts))
         completion = Completion(
             request_id=request_index,
             sample_index=sample_index,
@@ -317,6 +326,11 @@ class VllmEngine:
         is_generated = masses >= grammars.MIN_ALLOWED
         logprobs = (completion.logprobs + masses)[is_generated]
         return replace(completion, logprobs=logprobs, is_generated=is_generated)
+
+
+def _dims(model_dir: str) -> ModelDims:
+    hf_config = json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8"))
+    return find_spec(hf_config).dims(hf_config)
 
 
 def run_workers(config: dict[str, Any]) -> None:

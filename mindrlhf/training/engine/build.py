@@ -147,6 +147,7 @@ class Models:
         is_rl = isinstance(config, GrpoConfig)
         self._temperature = config.rollout.temperature if is_rl else 1.0
         self._shares_prompts = is_rl and config.training.packing == SHARED_PROMPTS
+        self._replays_routing = is_rl and config.training.replay_routing
         self._num_image_rows = micro_batch_size * row_lengths[-1]
         self._parallel = start_sharding(config, rank) if trains_sharded(config) else None
         # Of shards: what compiles for a length of rows, and what loads, once all is compiled.
@@ -173,6 +174,7 @@ class Models:
             options: dict = {"row_length": self._row_lengths[-1], "lora": lora and lora.options}
             options |= {"temperature": self._temperature, "shared_prompts": self._shares_prompts}
             options |= {"memory": config.memory, "num_image_rows": self._num_image_rows}
+            options["replays_routing"] = self._replays_routing
             head = build_policy(hf_config, config.model, self._parallel, **options)
             return head, self._shard(head, path, lora)
         network = self._whole_network(hf_config, path, lora, config.memory)

@@ -82,13 +82,14 @@ def _build_network(
     row_length: int,
     shared_prompts: bool = False,
     num_image_rows: int = 1,
+    replays_routing: bool = False,
     lora: LoraOptions | None = None,
 ) -> CausalLM:
     """Return a model without data.
 
     Args:
         row_length: longest row.
-        shared_prompts, num_image_rows: of its rows; see :func:`mindrlhf.models.causal_lm.build_model`.
+        shared_prompts, num_image_rows, replays_routing: of its rows; see :func:`mindrlhf.models.causal_lm.build_model`.
         lora: the adapters that are trained in place of the model; None trains all of it.
     """
     network = build_model(
@@ -102,6 +103,7 @@ def _build_network(
         memory=memory,
         shared_prompts=shared_prompts,
         num_image_rows=num_image_rows,
+        replays_routing=replays_routing,
     )
     if lora is not None:
         stages = layout_of(parallel).layer_stages(network.dims.num_layers)

@@ -11,6 +11,7 @@ from mindrlhf.layout.rows import num_logprob_micro_batches, own_rows, place_rows
 from mindrlhf.models.causal_lm import CausalLM
 from mindrlhf.training.engine.factory import layout_of
 from mindrlhf.training.placement import Placement
+from mindrlhf.training.routing.rows import tokens_and_experts
 
 
 class Shards(Placement):
@@ -81,7 +82,10 @@ class Shards(Placement):
         """Return the four arrays that every cell takes first; with vision, set the image rows that they refer to."""
         if self.network.images is not None and self.stage == 0 and rows.images:
             self.network.images.place(rows.images)
-        arrays = (rows.model_inputs, rows.segment_ids, rows.labels, self.per_token(rows.mask))
+        inputs = rows.model_inputs
+        if self.network.tokens_and_experts is not None:
+            inputs = tokens_and_experts(rows, self.network.dims)
+        arrays = (inputs, rows.segment_ids, rows.labels, self.per_token(rows.mask))
         return self.inputs(arrays, num_micro_batches)
 
     def inputs(self, arrays: Iterable[np.ndarray], num_micro_batches: int) -> list[ms.Tensor]:

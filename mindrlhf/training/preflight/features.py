@@ -71,6 +71,8 @@ def check_replay(config: GrpoConfig) -> None:
     if not config.training.replay_routing:
         return
     refuse(refusal_rules(config, {REPLAY}))
+    if config.run.device == "cpu" and config.rollout.tensor_parallel > 1:
+        raise UserError("replay_routing: on a CPU one process records experts: set rollout.tensor_parallel to 1")
     if replayed_experts(config) is None:
         raise UserError(
             f"'training.replay_routing' is true, but the model in {config.model.path} has no experts: set it to false"

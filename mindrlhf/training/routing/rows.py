@@ -81,3 +81,14 @@ def experts_by_layer(rows: PackedRows) -> np.ndarray | None:
     chosen = rows.context[EXPERTS]
     by_layer = chosen.reshape(-1, *chosen.shape[2:]).transpose(1, 0, 2)
     return np.ascontiguousarray(by_layer, np.int32)
+
+
+def tokens_and_experts(rows: PackedRows, dims: ModelDims) -> np.ndarray:
+    """Return both as a model for Ascend takes them, int32 `[rows, length, 1 + layers * active]`.
+
+    Where rows have no experts, its routers are to choose.
+    """
+    shape, experts = rows.input_ids.shape, ReplayedExperts.of(dims)
+    none = np.full((*shape, experts.num_layers * experts.num_active), experts.num_experts)
+    chosen = rows.context.get(EXPERTS, none).reshape(none.shape)
+    return np.concatenate([rows.input_ids[..., None], chosen], axis=-1).astype(np.int32)

@@ -61,7 +61,8 @@ def config_of(directory, model: str, *changes):
     ("model", "changes", "message"),
     [
         ("dense", [], "has no experts"),
-        ("experts", ["run.device=ascend"], "take none"),
+        ("experts", ["run.device=ascend", "rollout.stop=[end]"], "ends itself"),
+        ("experts", ["run.device=ascend", "training.packing=shared_prompts"], "whole sequences"),
         ("experts", ["rollout.tensor_parallel=2"], "one process"),
     ],
 )
@@ -75,6 +76,7 @@ def test_a_model_with_experts_is_allowed(directory):
     config = config_of(directory, "experts")
     check_replay(config)
     assert replayed_experts(config) == ReplayedExperts(num_layers=2, num_active=2, num_experts=6)
+    check_replay(config_of(directory, "experts", "run.device=ascend", "rollout.tensor_parallel=2"))
     for changes in (["rollout.segment_tokens=4"], ["tools.names=python"], ["tools.environment=lake.py:Lake"]):
         check_replay(config_of(directory, "experts", *changes))
     off = config_of(directory, "dense", "training.replay_routing=false")

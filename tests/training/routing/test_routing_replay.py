@@ -1,5 +1,7 @@
 """Experts on the tokens that somebody else sent to them: rows, outputs and gradients."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from engines import whole_engine, whole_model
@@ -7,7 +9,13 @@ from slow_tests import RUNS_SLOW_TESTS, SLOW
 
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.training.batch import RowOptions, make_batch
-from mindrlhf.training.routing.rows import EXPERTS, ReplayedExperts, experts_by_layer, without_experts
+from mindrlhf.training.routing.rows import (
+    EXPERTS,
+    ReplayedExperts,
+    experts_by_layer,
+    tokens_and_experts,
+    without_experts,
+)
 
 VOCABULARY, NUM_EXPERTS, NUM_ACTIVE = 64, 6, 2
 BASE = {
@@ -125,6 +133,12 @@ def test_each_token_has_its_experts_wherever_it_lies():
                     seen.add(token)
                     np.testing.assert_array_equal(experts, expected[token])
         assert seen == set(expected)
+    (rows,) = make_batch(sequences, PLAIN).micro_batches
+    dims = SimpleNamespace(experts=SimpleNamespace(layers=(True, True), num_active=NUM_ACTIVE, num_experts=NUM_EXPERTS))
+    wide = tokens_and_experts(rows, dims)
+    np.testing.assert_array_equal(wide[..., 0], rows.input_ids)
+    np.testing.assert_array_equal(wide[..., 1 + NUM_ACTIVE :], rows.context[EXPERTS][:, :, 1])
+    assert (tokens_and_experts(without_experts(rows), dims)[..., 1:] == NUM_EXPERTS).all(), "no expert"
     last = make_batch(sequences, PLAIN).micro_batches[0]
     assert (last.context[EXPERTS][last.input_ids == first[-1]] == NONE).all()
 
