@@ -166,9 +166,8 @@ def build_model(
     recompute: bool = False,
     memory: MemorySection = WHOLE,
     shared_prompts: bool = False,
-    num_image_rows: int = 1,
-    replays_routing: bool = False,
-) -> CausalLM:
+    num_image_rows: int = 1, replays_routing: bool = False,
+) -> CausalLM:  # fmt: skip
     """Build a randomly initialised model; `prepare_mindformers` must have been called.
 
     Args:
@@ -180,9 +179,8 @@ def build_model(
         parallel_config: MindFormers' keys (`model_parallel`, `pipeline_stage`, ...); unread on the CPU.
         recompute: keep only layer inputs and compute the rest again in the backward pass.
         memory: what else is computed again.
-        shared_prompts: its inputs have positions, see :class:`CausalLM`; cells for Ascend are sharded for either form.
+        shared_prompts: its inputs have positions (``replays_routing``: experts), see :class:`CausalLM`; cells for Ascend are sharded for either form.
         num_image_rows: image tokens in one run of a model with vision, at most.
-        replays_routing: on Ascend its inputs have experts, see :class:`CausalLM`.
 
     Raises:
         UserError: unknown architecture, unsupported variant, or a dtype or split the device cannot do.
@@ -206,12 +204,7 @@ def build_model(
         recompute=recompute,
     )
     cells = _cells_for(device)
-    decoder_spec, tokens_and_experts = cells.decoder_spec(config, dims), None
-    if replays_routing and device != "cpu":
-        from mindrlhf.models.ascend_routing import TokensAndExperts, with_replay
-
-        decoder_spec = with_replay(decoder_spec)
-        tokens_and_experts = TokensAndExperts(config, sum(dims.experts.layers))
+    decoder_spec, tokens_and_experts = _decoder(cells, config, dims, replays_routing and device != "cpu")
     model = _gpt_model(config, dims, decoder_spec)
     if device != "cpu":
         shares_head = dims.tied and not spec.is_scorer  # a scorer has no output projection
@@ -220,8 +213,8 @@ def build_model(
     _recompute(model, memory, parallel_config)
     splits = tuple(parallel_config.get(key, 1) for key in ("data_parallel", "context_parallel", "model_parallel"))
     inputs, *seen = _decoder_inputs(cells, model, config, dims, num_image_rows, device)
-    parts = (model, inputs, cells.DecoderOutputs(config), spec, dims, hf_config, splits)
-    return CausalLM(*parts, *seen, tokens_and_experts=tokens_and_experts)
+    outputs = cells.DecoderOutputs(config)
+    return CausalLM(model, inputs, outputs, spec, dims, hf_config, splits, *seen, tokens_and_experts=tokens_and_experts)
 
 
 @contextlib.contextmanager
@@ -233,6 +226,16 @@ def no_random_weights() -> Iterator[None]:
         yield
     finally:
         Normal._initialize = draw
+
+
+def _decoder(cells, config, dims: ModelDims, replays_routing: bool) -> tuple:
+    """Return the decoder's specification, and what takes inputs with experts apart."""
+    spec = cells.decoder_spec(config, dims)
+    if not replays_routing:
+        return spec, None
+    from mindrlhf.models.ascend_routing import TokensAndExperts, with_replay
+
+    return with_replay(spec), TokensAndExperts(config, sum(dims.experts.layers))
 
 
 def _cells_for(device: str):
