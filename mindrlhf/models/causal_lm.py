@@ -179,7 +179,7 @@ def build_model(
         parallel_config: MindFormers' keys (`model_parallel`, `pipeline_stage`, ...); unread on the CPU.
         recompute: keep only layer inputs and compute the rest again in the backward pass.
         memory: what else is computed again.
-        shared_prompts: its inputs have positions (``replays_routing``: experts), see :class:`CausalLM`; cells for Ascend are sharded for either form.
+        shared_prompts, replays_routing: inputs have positions, or experts, see :class:`CausalLM`; cells do either.
         num_image_rows: image tokens in one run of a model with vision, at most.
 
     Raises:
