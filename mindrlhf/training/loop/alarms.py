@@ -28,7 +28,7 @@ MIN_STEPS = 5  # or all of a shorter run
 NEAR_ONE = 0.95
 SLOW_SHARE = 0.2  # of the time of a step, spent waiting for verifiers
 _SHOWN_CHARS = 60
-NO_SIGNAL, NO_LOSS, NOT_RISEN = "no_signal", "no_loss", "not_risen"
+NO_SIGNAL, NO_LOSS, NOT_RISEN, FALLEN = "no_signal", "no_loss", "not_risen", "fallen"
 _NEAR_HIGHEST = "reward near its highest value"  # counted, but no alarm of its own
 
 
@@ -172,11 +172,23 @@ class LearningAlarm(LossAlarm):
         yield Condition(f"paid_cut {name}", is_paid, partial(_paid_cut, name), self._needed)
 
     def review_evaluations(self, evaluations: Sequence[Evaluation]) -> None:
-        """Look whether held-out accuracy has risen while the reward is near its highest value."""
+        """Look whether held-out accuracy has fallen, or not risen while the reward is near its highest value."""
         if not evaluations:
             return
         last = evaluations[-1]
-        first = next(evaluation for evaluation in evaluations if evaluation.is_comparable(last))
+        comparable = [evaluation for evaluation in evaluations if evaluation.is_comparable(last)]
+        first, best = comparable[0], max(comparable, key=lambda evaluation: evaluation.accuracy)
+        before, after = paired(best, last)
+        if bootstrap_interval(after - before).high < 0:
+            self._begin(
+                last.step,
+                FALLEN,
+                f"held-out accuracy by {last.verifier} is {last.accuracy:.1%}, and was {best.accuracy:.1%} at step "
+                f"{best.step}: if the reward has risen since, it pays for something else; look at the responses in "
+                "samples.jsonl",
+            )
+        else:
+            self._end(last.step, FALLEN)
         num_steps = self._state.held.get(_NEAR_HIGHEST, 0)
         if num_steps >= MIN_STEPS and last.step > first.step and last.accuracy < NEAR_ONE:
             before, after = paired(first, last)

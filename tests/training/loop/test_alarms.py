@@ -202,6 +202,18 @@ def test_a_reward_near_its_highest_while_held_out_accuracy_does_not_rise_is_told
     assert run.events()[-1] == (10, "alarm_over", "not_risen")
 
 
+@pytest.mark.parametrize("last, is_told", [(100, True), (112, True), (119, False), (121, False)])
+def test_a_fall_of_held_out_accuracy_since_its_best_is_told_where_it_is_no_chance(tmp_path, last, is_told):
+    # Falls of 21 and 9 of 200 prompts, none up: an exact sign test gives 1e-6 and 0.004; of 2 it gives 0.5.
+    run = Run(tmp_path)
+    run.do(SOME)
+    past = [evaluation(0, 20), evaluation(5, 121), evaluation(10, 118)]
+    run.guards.review_evaluations([*past, evaluation(15, last)])
+    assert ((15, "alarm", "fallen") in run.events()) == is_told
+    run.guards.review_evaluations([*past, evaluation(15, last), evaluation(20, 120)])
+    assert ((20, "alarm_over", "fallen") in run.events()) == is_told
+
+
 @pytest.mark.parametrize("groups, rights", [(SOME, 22), ([[(1.0, 1.0)] * 2], 195)])
 def test_low_rewards_and_high_accuracies_are_no_alarm(tmp_path, groups, rights):
     run = Run(tmp_path)
