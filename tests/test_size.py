@@ -53,11 +53,11 @@ MOST = {
     "mindrlhf/specs": 2418,
     "mindrlhf/system": 2900,  # rpc and accept_nodes, in place of the talks of rollout (500 lines)
     "mindrlhf/tools": 1791,
-    "mindrlhf/training": 10519,
+    "mindrlhf/training": 10531,
     "mindrlhf/weights": 4151,
-    "tests": 71911,
+    "tests": 71940,
     "scripts": 1843,
-    "docs": 32628,
+    "docs": 32662,
 }
 # Modules of these are found by the name of their file.
 FOUND_BY_NAME = tuple(

@@ -3,7 +3,7 @@
 One process trains and one samples, on two CPU cores, with the quickstart's problems and model:
 
     bash examples/quickstart/make_data.sh
-    .venv/bin/python examples/loop/grpo.py --steps 60
+    .venv/bin/python examples/loop/grpo.py --steps 30
 
 `mindrlhf train` does the same on many ranks and nodes, resumes, and watches the numbers; here is what one step is.
 GRPO: Shao et al. 2024 (arXiv:2402.03300). Change the loss, the advantages or the reward where they stand.
@@ -114,7 +114,7 @@ def pack(prompts, completions, advantages):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=30)
     steps = parser.parse_args().steps
     logs = Path("runs/loop")
     logs.mkdir(parents=True, exist_ok=True)
