@@ -57,7 +57,7 @@ MOST = {
     "mindrlhf/weights": 4151,
     "tests": 71935,
     "scripts": 1843,
-    "docs": 32654,
+    "docs": 32659,
 }
 # Modules of these are found by the name of their file.
 FOUND_BY_NAME = tuple(
