@@ -13,7 +13,7 @@ from mindrlhf.config.keys import nearest_choice
 from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.errors import UserError
 from mindrlhf.layout.server_shards import weight_elements, workspace_bytes
-from mindrlhf.specs import find_spec
+from mindrlhf.specs import find_spec, has_linear_attention
 from mindrlhf.weights.hf import read_hf_config
 
 VLLM = "vllm"
@@ -223,8 +223,7 @@ def plugin_of(model_dir: str) -> str | None:
     """Return the module of the server whose ``register`` each process of vLLM has to call for the model, if any."""
     if sees_images(model_dir):
         return "vision"
-    hf_config = read_hf_config(model_dir)
-    return "linear_attention" if find_spec(hf_config).dims(hf_config).linear else None
+    return "linear_attention" if has_linear_attention(read_hf_config(model_dir)) else None
 
 
 def write_plugin(packages: Path, module: str) -> None:

@@ -43,6 +43,7 @@ __all__ = [
     "VisionDims",
     "YarnDims",
     "find_spec",
+    "has_linear_attention",
     "scorer_config",
     "with_num_layers",
 ]
@@ -66,6 +67,11 @@ def find_spec(hf_config: dict) -> ModelSpec:
             f"{', '.join(spec.hf_architecture for spec in _LANGUAGE_MODELS)}; {_way_out(architecture, hf_config)}"
         )
     return SPECS[architecture]
+
+
+def has_linear_attention(hf_config: dict) -> bool:
+    """Return whether a config.json, also of a model without a spec, is of Qwen3.5 as it is served here."""
+    return QWEN3_5.hf_architecture in (hf_config.get("architectures") or ())
 
 
 def _way_out(architecture: object, hf_config: dict) -> str:

@@ -117,9 +117,12 @@ def contents(inputs_dir, tmp_path) -> dict[str, dict]:
     def data(name):
         return {"train_file": str(inputs_dir / name), "tokenizer_dir": str(inputs_dir / "tokenizer")}
 
+    python = tmp_path / "python"  # of a rollout environment: it has what it is asked for
+    python.write_text('#!/bin/sh\nshift 2\nfor name; do echo "/packages/$name/__init__.py"; done\n')
+    python.chmod(0o755)
     train = {
         "reward": {"verifier_function": "accuracy_reward"},
-        "rollout": {"max_response_length": 20, "python": "sh"},
+        "rollout": {"max_response_length": 20, "python": str(python)},
         "training": {"chunk_size": 2, "epochs": 3},
         "data": data("train.mindrecord"),
     }

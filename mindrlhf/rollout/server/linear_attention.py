@@ -17,7 +17,7 @@ from vllm.utils.torch_utils import _resolve_layer_name
 
 from mindrlhf.rollout.server import cpu
 from mindrlhf.rollout.server.vision import import_processors
-from mindrlhf.specs import QWEN3_5, find_spec
+from mindrlhf.specs import QWEN3_5, has_linear_attention
 
 _EPSILON = 1e-6  # beside the squares of queries and keys
 
@@ -29,7 +29,7 @@ def engine_arguments(config: dict[str, Any]) -> dict[str, Any]:
     where it may read prompts in parts.
     """
     hf_config = json.loads(Path(config["model_dir"], "config.json").read_text(encoding="utf-8"))
-    if hf_config.get("vision_config") is not None or find_spec(hf_config).dims(hf_config).linear is None:
+    if not has_linear_attention(hf_config):
         return {}
     register()
     return {"enable_prefix_caching": False} if config["device"] == "cpu" else {}
