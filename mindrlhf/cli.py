@@ -175,8 +175,10 @@ def _meant(word: str, parser: argparse.ArgumentParser, takes_keys: bool) -> str:
 
     name = word.lstrip("-").partition("=")[0]
     key = nearest_key(name.replace("-", "_")) if takes_keys else None
-    near = difflib.get_close_matches(f"--{name.replace('_', '-')}", parser._option_string_actions, n=1)
-    if key and key.endswith(f".{name.replace('-', '_')}"):
+    is_key = key is not None and key.endswith(f".{name.replace('-', '_')}")
+    option, options = f"--{name.replace('_', '-')}", parser._option_string_actions
+    near = difflib.get_close_matches(option, options, n=1, cutoff=0.8 if is_key else 0.6)
+    if is_key:
         near += [f"{key}=VALUE (keys of the config have no dashes)"]
     return f"; did you mean {' or '.join(near)}?" if near else ""
 

@@ -51,7 +51,7 @@ def test_build_and_show(run, tokenizer_directory, tmp_path, capsys):
     assert run("data", "build", "--input", tmp_path / "a.json", *common, *key_map, *flags) == 0
     printed = capsys.readouterr().out
     assert "1 kept of 3 read (1 too long, 1 bad)" in printed
-    assert "a.json:3: no field 'q'" in printed
+    assert "a.json:1: no field 'q'" in printed
     assert "prompt len 0% 6, 25% 6, 50% 6, 75% 6, 95% 6, 100% 6 tokens" in printed
     assert "response len 0% 3, 25% 3" in printed
     assert "begin      no token: the tokenizer has none" in printed

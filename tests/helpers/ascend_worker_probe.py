@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -105,6 +106,9 @@ config, _ = json.load(sys.stdin)
 config |= {"device": "ascend", "max_num_seqs": 48, "engine_args": {"async_scheduling": False}}
 config["engine_args"]["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}
 config["engine_args"]["additional_config"] = {"weight_prefetch_config": {}}
+model_dir = Path(config["model_dir"])
+model_dir.mkdir(exist_ok=True)
+(model_dir / "config.json").write_text("{}")
 told = engine_arguments(config, None)
 found["told"] = {name: told[name] for name in ("compilation_config", "additional_config", "async_scheduling", "seed")}
 print("probe", json.dumps(found))

@@ -53,7 +53,7 @@ COMMAND_MISTAKES = [
     ("trian c.yaml", "'trian' is not known", "did you mean train?"),
     ("train", "arguments are required: config", "see mindrlhf train --help"),
     ("train nowhere.yaml", "'nowhere.yaml' does not exist", "config file"),
-    ("train c.yaml --max_steps 3", "--max_steps", "did you mean run.max_steps=VALUE?"),
+    ("train c.yaml --max_steps 3", "--max_steps", "did you mean run.max_steps=VALUE"),
     ("train c.yaml --max_restarts 2", "--max_restarts", "did you mean --max-restarts?"),
     ("train c.yaml --workers two", "--workers", "invalid int value: 'two'"),
     ("report nowhere", "no run directory nowhere", "that `mindrlhf train` wrote"),
