@@ -59,7 +59,7 @@ MOST = {
     "mindrlhf/tools": 1791,
     "mindrlhf/training": 10531,
     "mindrlhf/weights": 4151,
-    "tests": 71946,
+    "tests": 71941,
     "scripts": 1843,
     "docs": 32659,
 }

@@ -42,12 +42,7 @@ pytestmark = [
     pytest.mark.skipif(not os.access(PYTHON, os.X_OK), reason="no rollout environment"),
     pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler"),
 ]
-DENSE = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 512, "hidden_size": 128,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256,
-    "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
-    "hidden_act": "silu", "torch_dtype": "bfloat16",
-}  # fmt: skip
+DENSE = layer_faults.MODEL | {"num_hidden_layers": 2, "max_position_embeddings": 1024, "torch_dtype": "bfloat16"}
 MODELS = {
     "dense": DENSE,
     "experts": DENSE | {
