@@ -10,6 +10,7 @@ from mindrlhf.cli import main
 from mindrlhf.errors import UserError
 from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.specs.lora import LoraOptions
+from mindrlhf.weights.adapters.merge import merge_adapter
 from mindrlhf.weights.adapters.peft import (
     AdapterDirectory,
     adapter_config,
@@ -38,6 +39,15 @@ EXPERTS = {
     "num_experts_per_tok": 1,
     "moe_intermediate_size": 12,
     "mlp_only_layers": [1],
+}
+LINEAR = {
+    **DENSE,
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
 }
 OPTIONS = LoraOptions(rank=2, alpha=4.0)
 
@@ -153,6 +163,26 @@ def test_the_command_adds_an_adapter_of_some_matrices_and_keeps_the_dtype(tmp_pa
         np.testing.assert_allclose(array, base[name] + added, err_msg=name, **tolerance)
     assert main(["weights", "merge-adapter", *arguments]) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+def test_peft_s_adapter_of_all_linear_layers_is_merged_where_training_has_no_place_for_it(tmp_path):
+    export_hf(random_hf_weights(LINEAR, 1), LINEAR, tmp_path / "base")
+    tensors, rng = make_adapter(tmp_path / "adapter", LINEAR), np.random.default_rng(2)
+    for name in ("in_proj_a", "in_proj_b"):
+        module = f"base_model.model.model.layers.0.linear_attn.{name}"
+        tensors[f"{module}.lora_A.weight"] = rng.standard_normal((2, 16)).astype(np.float32)
+        tensors[f"{module}.lora_B.weight"] = rng.standard_normal((4, 2)).astype(np.float32)
+    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="has 4 tensors the model does not know.*in_proj_a.lora_A"):
+        check_adapter(tmp_path / "adapter", LINEAR, OPTIONS)
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    base, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged"))
+    assert base.keys() == merged.keys()
+    for name, array in merged.items():
+        module = "base_model.model." + name.removesuffix(".weight")
+        factors = [tensors.get(f"{module}.lora_{one}.weight") for one in "BA"]
+        added = 2.0 * np.matmul(*factors) if factors[0] is not None else 0.0
+        np.testing.assert_allclose(array, base[name] + added, err_msg=name, rtol=0, atol=1e-5)
 
 
 def read_float64(path):

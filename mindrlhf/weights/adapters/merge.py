@@ -6,14 +6,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from mindrlhf.specs import ModelDims, ModelSpec, find_spec
-from mindrlhf.specs.lora import DOWN, UP, LoraOptions
+from mindrlhf.specs.lora import DOWN, UP
 from mindrlhf.specs.scoring import SCORE_NAME
 from mindrlhf.weights.adapters.config import PREFIX
-from mindrlhf.weights.adapters.peft import (
-    AdapterDirectory,
-    adapter_shapes,
-    open_adapter,
-)
+from mindrlhf.weights.adapters.peft import AdapterDirectory, open_adapter
 from mindrlhf.weights.convert import check_checkpoint, common_dtype, export_hf, hf_shapes
 from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.weights.open import open_tensors
@@ -62,10 +58,11 @@ def _shapes_found(
     adapter: AdapterDirectory | ShardedDirectory, spec: ModelSpec, dims: ModelDims
 ) -> dict[str, tuple[int, ...]]:
     """The tensors that an adapter must have, which are those of any of its model's matrices that it names."""
-    found = set(adapter.names())
-    known = adapter_shapes(spec, dims, LoraOptions(adapter.lora.rank, adapter.lora.alpha))
-    modules = {name.rpartition(f".{factor}.")[0] for name in found & known.keys() for factor in (DOWN, UP)} - {""}
-    shapes = {name: shape for name, shape in known.items() if name.rpartition(".lora_")[0] in modules}
-    if PREFIX + SCORE_NAME in known:
-        shapes[PREFIX + SCORE_NAME] = known[PREFIX + SCORE_NAME]
+    found, shapes = set(adapter.names()), {}
+    for name, shape in hf_shapes(spec, dims).items():
+        down, up = (f"{PREFIX}{name.removesuffix('.weight')}.{factor}.weight" for factor in (DOWN, UP))
+        if len(shape) == 2 and found & {down, up}:
+            shapes |= {down: (adapter.lora.rank, shape[1]), up: (shape[0], adapter.lora.rank)}
+        elif name == SCORE_NAME:
+            shapes[PREFIX + name] = shape
     return shapes
