@@ -14,7 +14,7 @@ import numpy as np
 
 from mindrlhf.doctor.rungs import DTYPES, Ground
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.specs import ModelDims, find_spec
+from mindrlhf.training.preflight.features import model_dims
 from mindrlhf.weights.hf import read_hf_config
 
 _NUM_TOKENS = 64
@@ -43,7 +43,7 @@ def record_server(ground: Ground, model_dir: str) -> None:
     from mindrlhf.rollout.types import GenerationRequest, SamplingParams
     from mindrlhf.rollout.vllm_options import VllmOptions, devices_of
 
-    if _dims(model_dir).vision:
+    if model_dims(model_dir).vision:
         raise UserError(f"the model in {model_dir} sees images: layers are compared of models of text alone")
     own = devices_of(RolloutSection(tensor_parallel=ground.num_devices), 0, os.environ)
     options = VllmOptions(
@@ -113,13 +113,8 @@ def run_cells(directory: Path, model_dir: str, device: str) -> None:
     np.savez(directory / _CELLS, **arrays)
 
 
-def _dims(model_dir: str) -> ModelDims:
-    hf_config = read_hf_config(model_dir)
-    return find_spec(hf_config).dims(hf_config)
-
-
 def _prompt(model_dir: str) -> np.ndarray:
-    return np.random.default_rng(0).integers(0, min(_dims(model_dir).vocab_size, 1000), _NUM_TOKENS)
+    return np.random.default_rng(0).integers(0, min(model_dims(model_dir).vocab_size, 1000), _NUM_TOKENS)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The vLLM engine as the rollout server sees it: samples in, finished samples out."""
 
 import contextlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +17,10 @@ from mindrlhf.rollout.sent_images import SentImage
 from mindrlhf.rollout.server import ascend, cpu, grammars, linear_attention
 from mindrlhf.rollout.server.routing import RoutingRecorder
 from mindrlhf.rollout.server.streams import stream_key
-from mindrlhf.rollout.server.vision import VisionModel
+from mindrlhf.rollout.server.vision import VisionModel, hf_config_of
 from mindrlhf.rollout.stop_strings import StoppingSamples
 from mindrlhf.rollout.types import Completion, experts_dtype
-from mindrlhf.specs import ModelDims, find_spec
+from mindrlhf.specs import find_spec
 
 _CPU_BLOCK_SIZE = 32  # vLLM caches whole blocks of this many tokens only, and its CPU kernels want multiples of 32
 _CPU_READ_TOKENS = 4096  # of prompts, read at once: of a small model another pass costs as much as 1,000 tokens
@@ -112,7 +111,10 @@ class VllmEngine:
             self._engine.collective_rpc("set_up_sampler")
         records = config["record_routing"] and config["device"] == "cpu"
         self._recorder = RoutingRecorder(self._model_runner()) if records else None
-        self._experts = _dims(config["model_dir"]).experts if config["record_routing"] else None
+        self._experts = None
+        if config["record_routing"]:
+            hf_config = hf_config_of(config["model_dir"])
+            self._experts = find_spec(hf_config).dims(hf_config).experts
         self._prompt_lengths: list[int] = []  # of the batch
         self._internal_names: dict[str, str] = {}  # vLLM's of the pending samples
         self._profile_dir = Path(config["profile_dir"])
@@ -326,11 +328,6 @@ class VllmEngine:
         is_generated = masses >= grammars.MIN_ALLOWED
         logprobs = (completion.logprobs + masses)[is_generated]
         return replace(completion, logprobs=logprobs, is_generated=is_generated)
-
-
-def _dims(model_dir: str) -> ModelDims:
-    hf_config = json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8"))
-    return find_spec(hf_config).dims(hf_config)
 
 
 def run_workers(config: dict[str, Any]) -> None:

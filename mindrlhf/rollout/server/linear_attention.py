@@ -4,8 +4,6 @@ vLLM's module of the family imports processors of images, see :mod:`mindrlhf.rol
 """
 
 import functools
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import _resolve_layer_name
 
 from mindrlhf.rollout.server import cpu
-from mindrlhf.rollout.server.vision import import_processors
+from mindrlhf.rollout.server.vision import hf_config_of, import_processors
 from mindrlhf.specs import QWEN3_5, has_linear_attention
 
 _EPSILON = 1e-6  # beside the squares of queries and keys
@@ -28,8 +26,7 @@ def engine_arguments(config: dict[str, Any]) -> dict[str, Any]:
     On a CPU no prefix is cached: the state of a prompt is not in blocks of tokens, and vLLM keeps copies of it only
     where it may read prompts in parts.
     """
-    hf_config = json.loads(Path(config["model_dir"], "config.json").read_text(encoding="utf-8"))
-    if not has_linear_attention(hf_config):
+    if not has_linear_attention(hf_config_of(config["model_dir"])):
         return {}
     register()
     return {"enable_prefix_caching": False} if config["device"] == "cpu" else {}

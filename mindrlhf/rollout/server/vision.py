@@ -42,6 +42,11 @@ _TORCHVISION = (
 )
 
 
+def hf_config_of(model_dir: str) -> dict:
+    """Return config.json of a model, which the process that starts a server has checked."""
+    return json.loads(Path(model_dir, "config.json").read_text(encoding="utf-8"))
+
+
 @dataclasses.dataclass(frozen=True)
 class VisionModel:
     """Settings of a vision-language model in the server."""
@@ -56,7 +61,7 @@ class VisionModel:
         Raises:
             UserError: a vision-language model, of an unknown architecture.
         """
-        hf_config = json.loads(Path(model_dir, "config.json").read_text(encoding="utf-8"))
+        hf_config = hf_config_of(model_dir)
         if hf_config.get("vision_config") is None:
             return None
         vision = find_spec(hf_config).dims(hf_config).vision
