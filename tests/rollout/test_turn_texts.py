@@ -28,6 +28,11 @@ WITH_THOUGHT = CHATML + (
     "{% if add_generation_prompt and enable_thinking is defined and enable_thinking is false %}"
     "<think>\n\n</think>\n\n{% endif %}"
 )
+# As in Qwen3.5: the generation prompt begins the thought too.
+OPEN_THOUGHT = CHATML + (
+    "{% if add_generation_prompt %}{% if enable_thinking is defined and enable_thinking is false %}"
+    "<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}{% endif %}"
+)
 # As in Qwen2.5: answers of tools that follow each other share a turn of the user.
 WITH_TOOLS = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -87,6 +92,8 @@ def test_with_qwens_markers_the_template_writes_what_stands_there_without_it(tur
 def test_the_options_of_the_prompt_hold_for_later_turns(turns):
     thought, plain = "<think>\n\n</think>\n\n", answer_turn(["4"], is_chat=True)
     assert turns(WITH_THOUGHT, enable_thinking=False).answers(["4"], {}) == plain + thought
+    assert turns(OPEN_THOUGHT, enable_thinking=False).answers(["4"], {}) == plain + thought
+    assert turns(OPEN_THOUGHT).answers(["4"], {}) == plain + "<think>\n"
     assert turns(WITH_THOUGHT).answers(["4"], {"enable_thinking": False}) == plain + thought
     assert turns(WITH_THOUGHT, enable_thinking=False).observation("x", {"enable_thinking": True}) == observation_turn(
         "x", is_chat=True
