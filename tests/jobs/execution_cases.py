@@ -35,28 +35,22 @@ MODEL = {
 # For what executes pipelines nightly only: a second layer proves nothing without them and doubles the time to compile.
 UNCUT_MODEL = {**MODEL, "num_hidden_layers": 2 if RUNS_SLOW_TESTS else 1}
 CRITIC = {**UNCUT_MODEL, "architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
-# By number of ranks, name -> parallel_config.
+# By number of ranks, name -> parallel_config. As few as have, with the families' own layouts, each pair of properties:
+# data, tensor, pipeline, context or expert parallelism, a sharded optimizer, a split vocabulary; model, loss,
+# optimizer, adapters, memory, images. The compile matrix has more.
 ALL_LAYOUTS = {
     2: {
-        "tp2": {"data_parallel": 1, "model_parallel": 2, "vocab_emb_dp": False},
         "tp2_sequence_parallel": {
             "data_parallel": 1,
             "model_parallel": 2,
             "use_seq_parallel": True,
             "vocab_emb_dp": True,
         },
-        "dp2": {"data_parallel": 2},
         "dp2_optimizer_parallel": {"data_parallel": 2, "enable_parallel_optimizer": True},
-        "dp2_optimizer_parallel_micro_batches": {
-            "data_parallel": 2,
-            "enable_parallel_optimizer": True,
-            "micro_batch_num": 2,
-        },
         "pp2": {"data_parallel": 1, "pipeline_stage": 2, "micro_batch_num": 2},
-        # The second sample of a row begins on the second rank's part of it, and the first ends there.
-        "cp2": {"data_parallel": 1, "context_parallel": 2},
     },
     4: {
+        # The second sample of a row begins on the second rank's part of it, and the first ends there.
         "cp2_dp2_optimizer_parallel": {"data_parallel": 2, "context_parallel": 2, "enable_parallel_optimizer": True},
         "cp2_tp2_sequence_and_optimizer_parallel": {
             "data_parallel": 1,
@@ -67,13 +61,6 @@ ALL_LAYOUTS = {
             "vocab_emb_dp": True,
         },
         "tp2_dp2": {"data_parallel": 2, "model_parallel": 2, "vocab_emb_dp": True},
-        "tp2_dp2_sequence_and_optimizer_parallel": {
-            "data_parallel": 2,
-            "model_parallel": 2,
-            "use_seq_parallel": True,
-            "enable_parallel_optimizer": True,
-            "vocab_emb_dp": True,
-        },
         "dp2_pp2": {"data_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2, "enable_parallel_optimizer": True},
         "tp2_pp2": {
             "data_parallel": 1,
@@ -87,7 +74,6 @@ ALL_LAYOUTS = {
 # The same of a critic.
 CRITIC_LAYOUTS = {
     2: {
-        "critic_tp2": {"data_parallel": 1, "model_parallel": 2, "use_seq_parallel": True, "vocab_emb_dp": True},
         "critic_pp2": {"data_parallel": 1, "pipeline_stage": 2, "micro_batch_num": 2},
     },
     4: {
@@ -106,7 +92,7 @@ WITH_LOGPROBS = [
     for layouts in ALL_LAYOUTS.values()
     for name in layouts
     if name.startswith("cp2")
-    or name in ("dp2_optimizer_parallel", "dp2_pp2", "pp2", "tp2_dp2", "tp2_dp2_sequence_and_optimizer_parallel")
+    or name in ("dp2_optimizer_parallel", "dp2_pp2", "pp2", "tp2_dp2")
 ]
 
 

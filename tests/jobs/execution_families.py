@@ -65,7 +65,6 @@ class Family:
         outputs: what the ranks' outputs are in one process, by kind; see :class:`Plain`.
         least_output: outputs are that large somewhere.
         checks: what else of it is tested.
-        nightly: layouts that are not executed every day, or all.
     """
 
     model: dict
@@ -80,7 +79,6 @@ class Family:
     outputs: dict[str, str] = field(default_factory=lambda: {"reference": "initial"})
     least_output: float = 4.0
     checks: frozenset[str] = frozenset()
-    nightly: bool = True
 
     @property
     def names(self) -> list[str]:
@@ -447,13 +445,7 @@ FAMILIES = {
     "adapters": replace(
         _POLICY,
         model=UNCUT_MODEL,
-        layouts={
-            2: {
-                name: cases.ALL_LAYOUTS[2][name]
-                for name in ("tp2", "tp2_sequence_parallel", "dp2_optimizer_parallel", "pp2")
-            },
-            4: {"dp2_tp2": _ADAPTED_REPLICAS},
-        },
+        layouts={2: {"pp2": _PIPELINE}, 4: {"dp2_tp2": _ADAPTED_REPLICAS}},
         options={"lora": LORA},
         outputs={"first": "initial", "updates": "updated", "reference": "initial"},
         checks=_RESUMES | {"norms", "adapters"},
@@ -462,7 +454,7 @@ FAMILIES = {
     "experts": replace(
         _POLICY,
         model=EXPERTS,
-        layouts={2: {"ep2_dp2": {"data_parallel": 2, "expert_parallel": 2}, "whole_dp2": {"data_parallel": 2}}},
+        layouts={2: {"ep2_dp2": {"data_parallel": 2, "expert_parallel": 2}}},
         checks=_RESUMES | {"norms", "statistics", "published", "experts"},
         **_OLD,
     ),
@@ -516,16 +508,12 @@ FAMILIES = {
     ),
     "swapped_tp2": _memory("swapped_tp2", swap_moments=True),
     "swapped_pp2": _memory("swapped_pp2", parallel=_PIPELINE, swap_moments=True),
-    "swapped_dp2": _memory("swapped_dp2", parallel=_OPTIMIZER, swap_moments=True),
     "muon": replace(
         _POLICY,
         layouts={
-            2: {"muon_tp2": _SPLIT_WORDS, "muon_pp2": _PIPELINE, "muon_dp2": _OPTIMIZER},
+            2: {"muon_pp2": _PIPELINE},
             # The ranks that share a matrix do not follow each other as its shards do.
-            4: {
-                "muon_tp2_dp2": _ADAPTED_REPLICAS,
-                "muon_tp2_dp2_sequence": {**_ADAPTED_REPLICAS, "use_seq_parallel": True},
-            },
+            4: {"muon_tp2_dp2": _ADAPTED_REPLICAS},
         },
         engine=partial(cases.plain_engine, optimizer="muon"),
         options={"optimizer": "muon"},
@@ -536,7 +524,7 @@ FAMILIES = {
     "muon_experts": replace(
         _POLICY,
         model=EXPERTS,
-        layouts={2: {"muon_experts_dp2": _OPTIMIZER, "muon_experts_ep2_dp2": {**_OPTIMIZER, "expert_parallel": 2}}},
+        layouts={2: {"muon_experts_ep2_dp2": {**_OPTIMIZER, "expert_parallel": 2}}},
         engine=partial(cases.plain_engine, optimizer="muon"),
         options={"optimizer": "muon"},
         outputs={"first": "initial", "updates": "updated", "reference": "initial"},
@@ -570,10 +558,7 @@ FAMILIES = {
     "qwen2_5_vl": replace(
         _SEES,
         model=QWEN2_5_VL,
-        layouts={
-            2: {"dp2_optimizer_parallel": _OPTIMIZER, "tp2_sequence_parallel": _SEQUENCE, "pp2": _PIPELINE},
-            4: {"tp2_dp2": _REPLICAS},
-        },
+        layouts={2: {"dp2_optimizer_parallel": _OPTIMIZER, "pp2": _PIPELINE}, 4: {"tp2_dp2": _REPLICAS}},
     ),
     "qwen3_vl": replace(
         _SEES, model=QWEN3_VL, layouts={2: {"tp2_sequence_parallel": _SEQUENCE}, 4: {"tp2_dp2": _REPLICAS}}
@@ -581,15 +566,15 @@ FAMILIES = {
     "vision_critic": replace(
         _CRITIC,
         model=scorer_config(QWEN2_5_VL),
-        layouts={2: {"critic_sees_tp2": _SEQUENCE, "critic_sees_pp2": _PIPELINE, "critic_sees_dp2": _OPTIMIZER}},
+        layouts={2: {"critic_sees_tp2": _SEQUENCE}},
         given=given_batches,
         spoils=False,
     ),
 }
-for _kind, _model, _cells, _inputs, _made_by, _first, _other in (
-    ("sft", MODEL, (SUPERVISED_UPDATE, LOGPROBS), (), supervised_engine, _PIPELINE, _SEQUENCE),
-    ("dpo", MODEL, (PAIR_UPDATE, LOGPROBS), ("coefficients",), preference_engine, _SEQUENCE, _PIPELINE),
-    ("reward_model", cases.CRITIC, (PAIR_UPDATE, VALUES), ("coefficients",), scoring_engine, _SEQUENCE, _PIPELINE),
+for _kind, _model, _cells, _inputs, _made_by, _whole, _of_adapters in (
+    ("sft", MODEL, (SUPERVISED_UPDATE, LOGPROBS), (), supervised_engine, _SEQUENCE, _PIPELINE),
+    ("dpo", MODEL, (PAIR_UPDATE, LOGPROBS), ("coefficients",), preference_engine, _PIPELINE, _SEQUENCE),
+    ("reward_model", cases.CRITIC, (PAIR_UPDATE, VALUES), ("coefficients",), scoring_engine, _PIPELINE, _SEQUENCE),
 ):
     # Nothing that sft is given can make a loss infinite.
     _one = replace(
@@ -599,10 +584,10 @@ for _kind, _model, _cells, _inputs, _made_by, _first, _other in (
         token_inputs=_inputs,
         engine=_made_by,
         spoils=_kind != "sft",
-        layouts={2: {f"{_kind}_one": _first, f"{_kind}_other": _other}},
+        layouts={2: {_kind: _whole}},
         options={"after_token": _kind == "reward_model"},
     )
-    _adapted = {"layouts": {2: {f"{_kind}_adapters": _first}}, "options": {**_one.options, "lora": LORA}}
+    _adapted = {"layouts": {2: {f"{_kind}_adapters": _of_adapters}}, "options": {**_one.options, "lora": LORA}}
     FAMILIES |= {_kind: _one, f"{_kind}_adapters": replace(_one, **_adapted)}
 # Executed every day; tests/training and tests/models compute with the others, and they are compiled every day.
 OF_EVERY_DAY = {"policy_computing": ["pp2"], "experts": ["ep2_dp2"]}

@@ -278,7 +278,7 @@ def test_fused_kernels_and_collectives_were_lowered(executed, name, layout):
     assert lowered["FlashAttentionScore"] >= 1
     if layout == "pp2":
         assert {"Send", "Receive"} <= lowered.keys()
-    if layout == "tp2_dp2_sequence_and_optimizer_parallel":
+    if layout == "cp2_tp2_sequence_and_optimizer_parallel":
         assert lowered["ReduceScatter"] >= 1
 
 
