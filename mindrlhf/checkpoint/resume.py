@@ -91,23 +91,6 @@ def check_resumable(old: Mapping[str, Any], new: Mapping[str, Any], compared: Co
         raise UserError(f"cannot resume the checkpoint: {'; '.join(changes)}: set {them} back, or start a new run")
 
 
-def check_same_teachers(old: Mapping[str, str], new: Mapping[str, str]) -> None:
-    """Check that a run is resumed with the teachers that it began with.
-
-    Args:
-        old: of the checkpoint.
-        new: of now.
-
-    Raises:
-        UserError: a directory holds another model.
-    """
-    if changed := sorted(key for key in old.keys() & new.keys() if old[key] != new[key]):
-        raise UserError(
-            f"cannot resume the checkpoint: what {' and '.join(changed)} names holds another model than the run began "
-            "with: put it back, or start a new run"
-        )
-
-
 def _is_free(key: str, free: frozenset[str]) -> bool:
     parts = key.split(".")
     return any(".".join(parts[:length]) in free for length in range(1, len(parts) + 1))

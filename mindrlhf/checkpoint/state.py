@@ -50,7 +50,6 @@ class RunState:
     config: dict[str, Any]  # the run's config as nested dicts
     algorithm: AlgorithmState = field(default_factory=AlgorithmState)
     data: dict[str, Any] = field(default_factory=dict)  # data_fingerprint() of the run's files
-    teachers: dict[str, str] = field(default_factory=dict)  # digest of the directory of each teacher, by its key
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import mindrlhf
-from mindrlhf.algorithms import advantages
-from mindrlhf.config.derived import names_reference
 from mindrlhf.config.schema import AnyConfig, GrpoConfig
 from mindrlhf.data.fingerprint import data_fingerprint
 from mindrlhf.launch.nodes.facts import MISSING, Fact
@@ -36,7 +34,6 @@ _PROBE_TIMEOUT_S = 60
 _EDGE_BYTES = 1 << 16
 _DIGEST_CHARS = 16
 _MODEL_KEYS = ("model.path", "model.reference_path", "critic.path", "reward.model_path")
-_TEACHER_FILES = ("*.json", "*.safetensors")
 # What a run does around its graphs; a temperature is a constant of their cells.
 _NOT_OF_GRAPHS = ("run.", "data.", "reward.", "tools.", "sandbox.", "rollout.", "optimizer.", "evaluation.")
 _NOT_OF_GRAPHS += ("checkpoint.", "guard.", "observe.", "profiler.")
@@ -47,11 +44,6 @@ _SAME_FILES = "copy the files of one node to the others, or use a directory that
 
 def run_facts(command: str, config: AnyConfig, options: Mapping[str, Any]) -> list[Fact]:
     """Return what has to be the same on all nodes.
-
-    Args:
-        command: such as "train".
-        config: of the run, checked.
-        options: of the command line, by name.
 
     Raises:
         UserError: a file of the data is missing or damaged.
@@ -89,22 +81,13 @@ def graph_facts(config: AnyConfig) -> list[str]:
     return [*facts, *(path.read_text(encoding="utf-8") for path in paths if path.is_file())]
 
 
-def teacher_fingerprint(config: AnyConfig) -> dict[str, str]:
-    """Return a digest of the directory of a run's teacher by the key that names it; {} when it has none."""
-    if not isinstance(config, GrpoConfig) or "teacher" not in advantages.find(config.algorithm.advantage).NEEDS:
-        return {}
-    path = config.model.reference_path
-    digests = (tree_digest(Path(path), pattern) for pattern in _TEACHER_FILES)
-    return {"model.reference_path": "".join(digests)} if names_reference(config) else {}
-
-
 def check_resumes(config: AnyConfig) -> None:
-    """Refuse to continue a checkpoint with another config, other data or other teachers, before anything starts.
+    """Refuse to continue a checkpoint with another config or other data, before anything starts.
 
     Raises:
         UserError: they differ; or a file of the data is missing or damaged.
     """
-    check_continues(config, data_fingerprint(vars(config.data)), teacher_fingerprint(config))
+    check_continues(config, data_fingerprint(vars(config.data)))
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

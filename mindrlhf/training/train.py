@@ -23,7 +23,7 @@ from mindrlhf.system import heartbeat
 from mindrlhf.system.processes import COMMAND_VARIABLE, has_launcher
 from mindrlhf.training.checkpoints.requests import SaveRequests, StopRequested
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
-from mindrlhf.training.facts import graph_facts, teacher_fingerprint
+from mindrlhf.training.facts import graph_facts
 from mindrlhf.training.preflight.output import check_output, holding_directories, too_short
 from mindrlhf.training.profiling.ranks import ProfiledWorker
 from mindrlhf.training.profiling.steps import StepProfiler
@@ -43,10 +43,6 @@ if TYPE_CHECKING:
 
 def train(config: AnyConfig, task: "ReinforcementTask | OfflineTask", *, resume: bool) -> None:
     """Do this rank's part of a run: rank 0 trains and exports the model, the others serve it.
-
-    Args:
-        task: the kind of training.
-        resume: continue from the newest whole checkpoint.
 
     Raises:
         UserError, RunFailure: as what it calls raises them.
@@ -90,8 +86,7 @@ def _train_on_rank_0(
     start_s: float,
 ) -> None:
     output_dir = Path(config.run.output_dir)
-    data, teachers = data_fingerprint(vars(config.data)), teacher_fingerprint(config)
-    checkpoints = RunCheckpoints(config, task.team, task.order, requests, data, teachers)
+    checkpoints = RunCheckpoints(config, task.team, task.order, requests, data_fingerprint(vars(config.data)))
     stack.callback(checkpoints.close)
     progress = Progress()
     if resume:
@@ -128,10 +123,6 @@ def run_steps(
     output_dir: Path | None = None,
 ) -> bool:
     """Train to the last step, evaluating, reporting and saving on the way.
-
-    Args:
-        profiled: returns a context around a step, from 1, and what follows it.
-        output_dir: of the run, whose page each evaluation has written anew.
 
     Returns:
         False if the run was asked to end before its last step.

@@ -11,7 +11,7 @@ from typing import Any
 from mindrlhf.checkpoint.algorithm_state import AlgorithmState
 from mindrlhf.checkpoint.background import BackgroundWriter
 from mindrlhf.checkpoint.manifest import DamagedDirectory
-from mindrlhf.checkpoint.resume import check_resumable, check_same_teachers
+from mindrlhf.checkpoint.resume import check_resumable
 from mindrlhf.checkpoint.state import RunState, pack_state, read_progress, read_state, write_state
 from mindrlhf.checkpoint.store import CheckpointStore
 from mindrlhf.config.schema import AnyConfig
@@ -43,15 +43,14 @@ class Progress:
     leftover: list[Any] = dataclasses.field(default_factory=list)
 
 
-def check_continues(config: AnyConfig, data: dict[str, Any], teachers: dict[str, str]) -> None:
+def check_continues(config: AnyConfig, data: dict[str, Any]) -> None:
     """Compare a run with what the checkpoint that it is to continue remembers, before anything starts.
 
     Args:
-        config: of the run.
-        data, teachers: fingerprints as in :class:`RunCheckpoints`.
+        data: fingerprint as in :class:`RunCheckpoints`.
 
     Raises:
-        UserError: config, data or teachers differ in what matters.
+        UserError: config or data differ in what matters.
     """
     store = CheckpointStore(save_dir(config), config.checkpoint.keep_last, only_reads=True)
     for step in reversed(store.steps() if store.save_dir.is_dir() else []):
@@ -59,7 +58,7 @@ def check_continues(config: AnyConfig, data: dict[str, Any], teachers: dict[str,
             state = read_state(store.path(step))
         except DamagedDirectory:
             continue  # the run takes the one before, too
-        _check_same_run(state, _plain(config), data, teachers)
+        _check_same_run(state, _plain(config), data)
         return
 
 
@@ -67,10 +66,9 @@ def _plain(config: AnyConfig) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
-def _check_same_run(state: RunState, config: dict[str, Any], data: dict[str, Any], teachers: dict[str, str]) -> None:
+def _check_same_run(state: RunState, config: dict[str, Any], data: dict[str, Any]) -> None:
     same = check_same_data(state.data, state.config.get("data", {}), data, config["data"])
     check_resumable(state.config, config, same)
-    check_same_teachers(state.teachers, teachers)
 
 
 class RunCheckpoints:
@@ -80,7 +78,6 @@ class RunCheckpoints:
         stream: the order of the data.
         requests: what signals ask for.
         data: fingerprint of the run's data.
-        teachers: digests of its teachers; see `teacher_fingerprint`.
     """
 
     def __init__(
@@ -90,12 +87,10 @@ class RunCheckpoints:
         stream: PromptStream | EpochSteps,
         requests: SaveRequests,
         data: dict[str, Any] | None = None,
-        teachers: dict[str, str] | None = None,
     ):
         self._section = config.checkpoint
         self._config = _plain(config)
         self._data = data or {}
-        self._teachers = teachers or {}
         self._seed = config.run.seed
         self._team = team
         self._stream = stream
@@ -184,7 +179,7 @@ class RunCheckpoints:
         if directory is None:
             raise nothing_to_resume(self._store.save_dir)
         state = read_state(directory)
-        _check_same_run(state, self._config, self._data, self._teachers)
+        _check_same_run(state, self._config, self._data)
         records = read_progress(directory)
         workers: SavesState = Workers(self._team.call)
         workers.restore(directory=str(directory))
@@ -208,7 +203,6 @@ class RunCheckpoints:
             config=self._config,
             algorithm=copy.deepcopy(progress.algorithm),
             data=self._data,
-            teachers=self._teachers,
         )
 
     def _write(self, state: RunState, leftover: list[Any], evaluations: list[Evaluation]) -> None:

@@ -181,9 +181,6 @@ def export_adapters(team: ReplicaTeam | Team, models: Mapping[str, Path]) -> Non
 
     One that is there already is that of a run that was killed before it exported the model.
 
-    Args:
-        models: the directory of each, by its name in checkpoints.
-
     Raises:
         UserError, RunFailure: the disk refuses, or a rank died.
     """

@@ -12,7 +12,7 @@ import pytest
 from configs import grpo_config
 from made_samples import make_sample
 
-from mindrlhf.checkpoint.algorithm_state import AlgorithmState, GuardsState, KlState
+from mindrlhf.checkpoint.algorithm_state import AlgorithmState, KlState, LearningState
 from mindrlhf.checkpoint.state import read_progress, read_state
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import UserError
@@ -52,7 +52,7 @@ class Lead(SavesState):
 
 
 class Run:
-    def __init__(self, tmp_path, seed=0, data=None, train_file="train", teachers=None, **checkpoint):
+    def __init__(self, tmp_path, seed=0, data=None, train_file="train", **checkpoint):
         self.config = grpo_config(
             run={"output_dir": str(tmp_path), "seed": seed},
             data={"train_file": train_file, "tokenizer_dir": "tokenizer"},
@@ -62,7 +62,7 @@ class Run:
         team = SimpleNamespace(rank_0=self.lead, call=lambda name, directory: getattr(self.lead, name)(directory))
         self.stream = PromptStream(10, seed=seed)
         self.requests = SaveRequests()
-        self.checkpoints = RunCheckpoints(self.config, team, self.stream, self.requests, data, teachers)
+        self.checkpoints = RunCheckpoints(self.config, team, self.stream, self.requests, data)
         self.progress = Progress()
 
     def step(self):
@@ -105,16 +105,6 @@ def test_a_checkpoint_brings_back_everything(tmp_path):
     np.testing.assert_array_equal(leftover.completion.token_ids, [0, 1, 2])
 
 
-def test_a_run_goes_on_with_the_teacher_that_it_began_with(tmp_path):
-    run = Run(tmp_path, teachers={"model.reference_path": "abc"})
-    run.step()
-    run.checkpoints.save(run.progress)
-    run.checkpoints.wait()
-    assert Run(tmp_path, teachers={"model.reference_path": "abc"}).checkpoints.resume().step == 1
-    with pytest.raises(UserError, match="what model.reference_path names holds another model than the run began"):
-        Run(tmp_path, teachers={"model.reference_path": "xyz"}).checkpoints.resume()
-
-
 def test_a_checkpoint_is_resumed_on_its_own_data_only(tmp_path):
     def data(checksum):
         return {"train_file": {"checksum": checksum, "num_records": 3}, "tokenizer_dir": {"tokenizer": "t"}}
@@ -145,11 +135,11 @@ def test_the_run_goes_on_while_a_checkpoint_is_written_and_changes_nothing_in_it
     run = Run(tmp_path)
     run.step()
     run.progress.algorithm.kl = KlState(1.0)
-    run.progress.algorithm.guards = GuardsState(norms=[1.0])
+    run.progress.algorithm.learning = LearningState(first_values={"a": 1.0})
     run.lead.may_write.clear()
     run.checkpoints.save(run.progress)
     run.progress.algorithm.kl = KlState(2.0)
-    run.progress.algorithm.guards.norms.append(2.0)
+    run.progress.algorithm.learning.first_values["a"] = 2.0
     run.progress.evaluations.append(evaluation(2, 0.5))
     run.step()
     assert not list(run.checkpoints._store.save_dir.glob("step_*"))
@@ -158,7 +148,7 @@ def test_the_run_goes_on_while_a_checkpoint_is_written_and_changes_nothing_in_it
     directory = newest_checkpoint(run.config)
     assert (directory / "weights").read_text() == "1"
     state = read_state(directory)
-    assert state.algorithm == AlgorithmState(kl=KlState(1.0), guards=GuardsState(norms=[1.0]))
+    assert state.algorithm == AlgorithmState(kl=KlState(1.0), learning=LearningState(first_values={"a": 1.0}))
     assert read_progress(directory) == {"evaluations": [], "leftover": []}
 
 
