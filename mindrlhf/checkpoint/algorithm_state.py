@@ -16,10 +16,9 @@ class KlState:
 @record
 @dataclass(frozen=True)
 class GuardsState:
-    """Of the guards of a run: one field each."""
+    """Of the guards of a run."""
 
     num_skipped: int = 0  # updates in a row
-    norms: list[float] = field(default_factory=list)  # gradient norms of the last updates
 
 
 @record
