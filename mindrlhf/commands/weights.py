@@ -59,7 +59,7 @@ def _register_sharding(actions) -> None:
 
     reshard = actions.add_parser("reshard", help="reshard a sharded directory for another layout")
     reshard.add_argument("source", metavar="SHARDED")
-    reshard.set_defaults(run=_reshard, says="resharding")
+    reshard.set_defaults(run=_shard, dtype=None, optimizer="", says="resharding")
 
     for action in (shard, reshard):
         layout = action.add_mutually_exclusive_group(required=True)
@@ -109,22 +109,6 @@ def _shard(arguments: argparse.Namespace) -> int:
         file_format=arguments.format,
         dtype=arguments.dtype,
         optimizer_file=arguments.optimizer,
-        report=print,
-        **_workers(arguments),
-    )
-    print(f"wrote {arguments.output}")
-    return 0
-
-
-def _reshard(arguments: argparse.Namespace) -> int:
-    from mindrlhf.shards.shard import reshard_directory
-
-    reshard_directory(
-        arguments.source,
-        arguments.output,
-        parallel=arguments.parallel,
-        strategy=arguments.strategy,
-        file_format=arguments.format,
         report=print,
         **_workers(arguments),
     )

@@ -29,7 +29,8 @@ from mindrlhf.system.files import partial_path, write_file, write_json
 from mindrlhf.system.progress import counted
 from mindrlhf.weights.file_writer import FileLayout, TensorFileWriter, checksum
 from mindrlhf.weights.hf import SHARDED_NAME, read_json_object
-from mindrlhf.weights.shard_files import FILE_FORMATS, shard_layout
+from mindrlhf.weights.open import is_sharded
+from mindrlhf.weights.shard_files import shard_layout
 from mindrlhf.weights.sharded import (
     PROGRESS_NAME,
     RANK_MANIFEST_NAME,
@@ -48,7 +49,7 @@ Report = Callable[[str], None]
 
 
 def shard_directory(
-    hf_dir: str | os.PathLike,
+    model_dir: str | os.PathLike,
     out_dir: str | os.PathLike,
     *,
     parallel: str | None = None,
@@ -59,7 +60,8 @@ def shard_directory(
     num_workers: int = DEFAULT_WORKERS,
     report: Report = lambda line: None,
 ) -> ShardedManifest:
-    """Shard a Hugging Face directory into one directory per rank; goes on where an earlier run was interrupted.
+    """Shard a Hugging Face directory into one directory per rank, or a sharded one, with its optimiser state, for
+    another layout; goes on where an earlier run was interrupted.
 
     Ranks that hold the same (data-parallel ones without a sharded optimiser) have one file, by hard links.
 
@@ -67,47 +69,21 @@ def shard_directory(
         parallel: layout in the short form of `Layout.parse`; or
         strategy: directory or merged file of MindSpore strategy files.
         file_format: `safetensors` or `ckpt`.
-        dtype: converts the parameters.
-        optimizer_file: optimiser state to shard along with it.
+        dtype: converts the parameters of a Hugging Face directory.
+        optimizer_file: optimiser state to shard along with such.
         num_workers: threads; each holds about one tensor.
         report: gets a line for each batch of ranks.
 
     Raises:
         UserError: source, layout and model do not fit, `out_dir` holds something else, or the disk is too small.
     """
-    source = HuggingFaceSource(hf_dir, dtype, optimizer_file)
-    return _shard(source, parallel, strategy, out_dir, file_format, num_workers, report)
-
-
-def reshard_directory(
-    sharded_dir: str | os.PathLike,
-    out_dir: str | os.PathLike,
-    *,
-    parallel: str | None = None,
-    strategy: str | os.PathLike | None = None,
-    file_format: str = "safetensors",
-    num_workers: int = DEFAULT_WORKERS,
-    report: Report = lambda line: None,
-) -> ShardedManifest:
-    """Reshard a sharded directory, with optimiser state if it has any, for another layout; see `shard_directory`."""
-    return _shard(ShardedSource(sharded_dir), parallel, strategy, out_dir, file_format, num_workers, report)
-
-
-def _shard(
-    source: ArraySource,
-    parallel: str | None,
-    strategy: str | os.PathLike | None,
-    out_dir: str | os.PathLike,
-    file_format: str,
-    num_workers: int,
-    report: Report,
-) -> ShardedManifest:
-    if file_format not in FILE_FORMATS:
-        raise UserError(f"format {file_format!r} is not known: use one of {', '.join(FILE_FORMATS)}")
-    if num_workers < 1:
-        raise UserError(f"workers is {num_workers}: give 1 or more")
-    if bool(parallel) == bool(strategy):
-        raise UserError("give either a layout (--parallel dp=2,mp=2,pp=2) or strategy files (--strategy DIR)")
+    source: ArraySource
+    if not is_sharded(model_dir):
+        source = HuggingFaceSource(model_dir, dtype, optimizer_file)
+    elif dtype or optimizer_file:
+        raise UserError(f"{model_dir} is sharded: --dtype and --optimizer are for a Hugging Face directory")
+    else:
+        source = ShardedSource(model_dir)
     rules = source.spec.rules(source.dims)
     if parallel:
         layout = Layout.parse(parallel)

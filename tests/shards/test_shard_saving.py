@@ -7,7 +7,7 @@ import xxhash
 from mindrlhf.errors import UserError
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.shards.save import finish_saving, plan_saving, write_rank
-from mindrlhf.shards.shard import reshard_directory
+from mindrlhf.shards.shard import shard_directory
 from mindrlhf.shards.sources import RandomSource, open_source
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.fuse import fuse
@@ -76,7 +76,7 @@ def test_what_ranks_write_is_the_model_and_its_state(tmp_path, arrays, text):
 def test_shards_under_another_layout(tmp_path, arrays, first, second):
     """As a run that resumes reads them, and as `mindrlhf weights reshard` writes them."""
     save(tmp_path / "saved", first, arrays)
-    reshard_directory(tmp_path / "saved", tmp_path / "resharded", parallel=second)
+    shard_directory(tmp_path / "saved", tmp_path / "resharded", parallel=second)
     source = open_source(tmp_path / "saved")
     resharded = ShardedDirectory(tmp_path / "resharded")
     layout, layouts = layouts_of(second)

@@ -15,7 +15,7 @@ from mindrlhf.errors import UserError
 from mindrlhf.layout import layout as layout_module
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.shards.merge import merge_directory
-from mindrlhf.shards.shard import reshard_directory, shard_directory
+from mindrlhf.shards.shard import shard_directory
 from mindrlhf.shards.strategy_files import write_strategy_directory
 from mindrlhf.shards.verify import check_coverage, verify_directory
 from mindrlhf.specs import find_spec
@@ -67,7 +67,7 @@ def test_merging_undoes_sharding_and_resharding(tmp_path_factory, layout, other,
     hf_dir = make_model(work / "hf", dtype, **changes)
     with mock.patch("mindrlhf.shards.shard.write_strategy_directory"):  # slow, and tested by itself
         shard_directory(hf_dir, work / "one", parallel=str(layout), file_format=formats[0], num_workers=2)
-        reshard_directory(work / "one", work / "two", parallel=str(other), file_format=formats[1], num_workers=1)
+        shard_directory(work / "one", work / "two", parallel=str(other), file_format=formats[1], num_workers=1)
     verified = verify_directory(work / "two", against=hf_dir)
     assert verified.num_ranks == other.world_size
     merge_directory(work / "two", work / "back")
@@ -107,8 +107,8 @@ def test_experts_latent_attention_and_scores(tmp_path, changes, dtype):
     config = read_hf_config(hf_dir)
     experts = ",ep=2" if "num_experts_per_tok" in config else ""
     shard_directory(hf_dir, tmp_path / "one", parallel=f"dp=2,mp=2,pp=3,opt=1{experts}", dtype=dtype)
-    reshard_directory(tmp_path / "one", tmp_path / "two", strategy=tmp_path / "one" / "strategy")
-    reshard_directory(tmp_path / "two", tmp_path / "three", parallel="dp=4" + experts.replace("2", "4"))
+    shard_directory(tmp_path / "one", tmp_path / "two", strategy=tmp_path / "one" / "strategy")
+    shard_directory(tmp_path / "two", tmp_path / "three", parallel="dp=4" + experts.replace("2", "4"))
     verify_directory(tmp_path / "three", against=hf_dir)
     merge_directory(tmp_path / "three", tmp_path / "back")
     if dtype is None:
@@ -217,7 +217,7 @@ def test_optimizer_state_moves_from_layout_to_layout(tmp_path, model, file_forma
         file_format=file_format,
         optimizer_file=tmp_path / "optimizer.safetensors",
     )
-    reshard_directory(tmp_path / "one", tmp_path / "two", parallel="mp=4", file_format=file_format)
+    shard_directory(tmp_path / "one", tmp_path / "two", parallel="mp=4", file_format=file_format)
     assert verify_directory(tmp_path / "two", against=model).num_arrays == len(state) + len(SPEC.rules(DIMS))
     merge_directory(tmp_path / "two", tmp_path / "back", optimizer_file=tmp_path / "merged.safetensors")
     merged = load_arrays(tmp_path / "merged.safetensors")

@@ -11,7 +11,7 @@ from tiny_vl import TinyVl, config_of
 from mindrlhf.config.parse import read_yaml
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.shards.merge import merge_directory
-from mindrlhf.shards.shard import reshard_directory, shard_directory
+from mindrlhf.shards.shard import shard_directory
 from mindrlhf.shards.verify import verify_directory
 from mindrlhf.specs import QWEN2_5_VL, find_spec
 from mindrlhf.specs.fuse import fuse
@@ -33,8 +33,8 @@ def hf_dir(request, tmp_path_factory):
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_merging_undoes_sharding_and_resharding(hf_dir, tmp_path, dtype):
     shard_directory(hf_dir, tmp_path / "one", parallel="dp=2,mp=2,pp=3,opt=1", dtype=dtype)
-    reshard_directory(tmp_path / "one", tmp_path / "two", strategy=tmp_path / "one" / "strategy")
-    reshard_directory(tmp_path / "two", tmp_path / "three", parallel="dp=4,opt=-1")
+    shard_directory(tmp_path / "one", tmp_path / "two", strategy=tmp_path / "one" / "strategy")
+    shard_directory(tmp_path / "two", tmp_path / "three", parallel="dp=4,opt=-1")
     verify_directory(tmp_path / "three", against=hf_dir)
     merge_directory(tmp_path / "three", tmp_path / "back")
     config = read_hf_config(tmp_path / "back")
