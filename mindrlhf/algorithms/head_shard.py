@@ -88,10 +88,6 @@ class TiledHeadShard(nn.Cell):
 
     MindSpore's own differentiation would keep the logits of every tile, and a gradient of the weight for each. One tile
     waits for the one before: MindSpore works a graph off level by level and would have all of them at once.
-
-    Args:
-        head_shard: of the rows of a tile.
-        num_rows: of a tile.
     """
 
     def __init__(self, head_shard: HeadShard, num_rows: int):

@@ -100,9 +100,6 @@ load_dpo_config, load_reward_model_config = CONFIG_LOADERS["dpo"], CONFIG_LOADER
 def check_config(config: Any, given: frozenset[str], world_size: int | None) -> None:
     """Check what the keys of a config alone tell; ``given`` are those the user changed.
 
-    Args:
-        world_size: number of ranks; None leaves out what depends on it (`train` only).
-
     Raises:
         UserError: all broken rules.
     """

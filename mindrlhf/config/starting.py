@@ -62,11 +62,7 @@ class Choices:
 
 
 def starting_config(choices: Choices, path: str) -> str:
-    """Return the YAML text of a config with the keys that a first run decides about, each with what it means.
-
-    Args:
-        path: where it will be written, for the commands that its head names.
-    """
+    """Return the YAML text of a config with the keys that a first run decides about, each with what it means."""
     docs = {dotted: field.metadata["doc"] for dotted, field, _ in dotted_keys(CONFIGS[choices.task])}
     workers = _workers(choices.num_npus)
     where = f"{choices.num_npus} NPUs" if choices.num_npus else "the CPU"

@@ -20,9 +20,6 @@ FIXED_KEYS = (TRAIN_FILE, TOKENIZER_DIR)
 def data_fingerprint(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the fingerprint of a run's data.
 
-    Args:
-        data: the data section of its config, as a dict.
-
     Raises:
         UserError: a file is missing, or its header damaged; whether its records are is not looked at.
     """
@@ -34,12 +31,6 @@ def check_same_data(
     old: Mapping[str, Any], old_data: Mapping[str, Any], new: Mapping[str, Any], data: Mapping[str, Any]
 ) -> tuple[str, ...]:
     """Check that a run is resumed on the data with which it began, in the same place or moved.
-
-    Args:
-        old: fingerprint in the checkpoint.
-        old_data: data section of the checkpoint's config.
-        new: fingerprint of the data of now.
-        data: data section of the config of now.
 
     Returns:
         The keys, such as "data.train_file", of what a run may not change and was compared: their paths may differ.

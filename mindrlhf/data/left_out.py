@@ -30,12 +30,7 @@ def row_variables(fields: Row, template: PromptTemplate) -> dict[str, list]:
 
 
 def left_out(template: PromptTemplate, example: Example, options: Options, prompt: str) -> list[str]:
-    """Return the names of the parts of which a prompt lacks the longest line; short ones cannot be told.
-
-    Args:
-        options: variables of the record.
-        prompt: that the template has made of both.
-    """
+    """Return the names of the parts of which a prompt lacks the longest line; short ones cannot be told."""
     names = [f"chat_template_kwargs.{name}" for name in options if name not in template.variables]
     names += [name for name, value in _parts(example, options, template) if _is_missing(value, prompt)]
     return list(dict.fromkeys(names))

@@ -46,10 +46,6 @@ class Truth:
 def read_truth(value: object, key: str) -> Truth:
     """Return the truth that a field holds.
 
-    Args:
-        value: of the field, not None.
-        key: of the field, for errors.
-
     Raises:
         RecordError: it is empty, no finite number, or of a kind that is no answer.
     """

@@ -36,10 +36,6 @@ def encode_in_order(
 ) -> Iterator[EncodedChunk]:
     """Yield the encoded form of each chunk, in order.
 
-    Args:
-        encoder: used by this process when ``num_workers`` is 1.
-        settings: what ``encoder`` was made from; each worker makes its own.
-
     Raises:
         RunFailure: a worker process died.
     """

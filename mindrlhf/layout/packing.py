@@ -54,11 +54,6 @@ def plan_best_fit(pieces: Sequence[Piece], row_lengths: Sequence[int], cost: Row
     holds what it begins with (a few long samples, whose pairs of positions cost most, then make few long rows). Each
     row has the shortest of its plan's lengths that holds it; pieces of one group are neighbours in it.
 
-    Args:
-        pieces: of the samples, in order.
-        row_lengths: allowed row lengths, ascending.
-        cost: of a row.
-
     Returns:
         The rows, grouped by length ascending.
 
@@ -84,11 +79,6 @@ def deal_rows(costs: Sequence[float], num_ranks: int, *, most: int | None = None
     """Give every row to a rank, the costliest first, each to the rank that has least so far.
 
     So no rank has more than the mean and one row: max <= sum / num_ranks + (1 - 1 / num_ranks) * max(costs).
-
-    Args:
-        costs: of the rows.
-        num_ranks: ranks.
-        most: rows that a rank may get; None: any number.
 
     Returns:
         For each rank the numbers of its rows, ascending.

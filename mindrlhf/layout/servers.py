@@ -12,10 +12,6 @@ def place_servers(rollout: RolloutSection, num_nodes: int, node_size: int) -> Pl
     A server of more devices than a node has lies over whole nodes that follow each other. All others lie within a node,
     and every node has equally many, at least one.
 
-    Args:
-        num_nodes: of the run.
-        node_size: devices (ranks) of each.
-
     Raises:
         UserError: the numbers do not divide, or there are more servers than nodes for them.
     """

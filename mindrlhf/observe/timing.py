@@ -14,9 +14,6 @@ class StageTimer:
     The step begins when the timer is made or when ``finish_step`` returns. A stage may be entered several
     times (its times add up) but not inside another one, so that the stages of a step never count a second twice
     and what they leave of ``timing/all`` is time that no stage owns.
-
-    Args:
-        on_stage: told the name of each stage as it begins.
     """
 
     def __init__(self, on_stage: Callable[[str], None] = lambda name: None) -> None:
@@ -65,14 +62,6 @@ def throughput(
     Each is (mean response + mean prompt tokens) * num_prompts * num_samples / world_size / time, with the time
     of ``timing/all`` (``e2e_tps``), ``timing/update`` (``update_tps``) and ``timing/rollout`` (``vllm_tps``).
     A stage that the step did not have gives no number.
-
-    Args:
-        timings: what ``StageTimer.finish_step`` returned, in seconds.
-        mean_prompt_length: mean prompt tokens of the batch.
-        mean_response_length: mean response tokens of the batch.
-        num_prompts: prompts of the batch, over all ranks.
-        num_samples: samples per prompt.
-        world_size: number of devices that share the work.
     """
     assert world_size > 0, "world_size must be positive"
     tokens_per_device = (mean_response_length + mean_prompt_length) * num_prompts * num_samples / world_size

@@ -29,10 +29,6 @@ def take_address() -> ListenerAddress | None:
 class Newcomers:
     """Accepts nodes by a thread of its own until it is closed.
 
-    Args:
-        address: at which.
-        buffer: of rank 0, whole whenever a version is committed.
-
     Raises:
         RunFailure: the port was taken meanwhile.
     """

@@ -101,9 +101,6 @@ class OtherNode:
     def send_weights(self, version: int, buffer: WeightBuffer) -> None:
         """Bring a version into the weight buffer of a node for rollout only, which has none of the ranks to write it.
 
-        Args:
-            buffer: of rank 0, which holds it.
-
         Raises:
             RunFailure: the node is lost, or cannot take it.
         """

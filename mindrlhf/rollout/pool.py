@@ -104,10 +104,6 @@ class ServerPool:
     dies or gets stuck is started again, as often as the config allows, and is given all of its share again: that gives
     the samples that it would have given, bit for bit. One on a node that is lost, and may be, is done without: what it
     owes is dealt out to the others. Each server is only ever used by one thread at a time.
-
-    Args:
-        servers: in the order in which prompts are dealt out.
-        num_restarts: of all servers together.
     """
 
     def __init__(self, servers: Sequence[Server], num_restarts: int):
@@ -341,12 +337,7 @@ def own_servers(rollout: RolloutSection, *, starts: bool = True, **settings: Any
 
 
 def servers_on(nodes: Sequence[Node], options: Sequence[VllmOptions], places: Places) -> list[Server]:
-    """Return servers in the order in which prompts are dealt out; what their nodes have not started yet is now.
-
-    Args:
-        options: of the servers of a node, which are alike on all.
-        places: the nodes of each server.
-    """
+    """Return servers in the order in which prompts are dealt out; what their nodes have not started yet is now."""
     servers: dict[tuple[int, int], Server] = {}
     for place in places:
         index = sum(first == place[0] for _, first in servers)

@@ -98,11 +98,7 @@ class _Service:
 
 
 class _Lent:
-    """The methods that rank 0 may call on one connection: all of ``NodeServers``, and to bring weights.
-
-    Args:
-        host: address of this node by which it reaches rank 0.
-    """
+    """The methods that rank 0 may call on one connection: all of ``NodeServers``, and to bring weights."""
 
     def __init__(self, servers: NodeServers, host: str, key: bytes) -> None:
         self._servers = servers

@@ -66,9 +66,6 @@ class StopStrings:
 class StoppingSamples:
     """Stop-string matching for the samples of a batch.
 
-    Args:
-        tokenizer_dir: of the model; read where a batch has stop strings.
-
     Attributes:
         stops: of the batch; None where it has none.
     """

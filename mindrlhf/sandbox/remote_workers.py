@@ -21,9 +21,6 @@ _READY_LIMIT_S = 150.0
 class RemoteWorkers:
     """The workers of another node: one that takes several tasks at a time.
 
-    Args:
-        name: for messages.
-
     Raises:
         UserError, RunFailure: the workers cannot start there.
     """

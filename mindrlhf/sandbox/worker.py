@@ -40,9 +40,6 @@ class PoolConnection:
     User code never finds the pipes as standard input or output, nor do the programs that it starts inherit them. It
     can still damage them; ``call`` notices, and ends the process while the call counts as under way, so that the pool
     knows whom to blame.
-
-    Args:
-        arguments: those of the command line.
     """
 
     def __init__(self, arguments: Sequence[str]):

@@ -26,11 +26,7 @@ _OUTPUT_TIMEOUT_S = 1.0
 
 
 class WorkerOutput:
-    """Output of the workers of one pool, copied to this process's standard error up to ``MAX_OUTPUT_BYTES``.
-
-    Args:
-        owner: whose output it is, for the note that the rest is dropped: "verifiers".
-    """
+    """Output of the workers of one pool, copied to this process's standard error up to ``MAX_OUTPUT_BYTES``."""
 
     def __init__(self, owner: str):
         self._owner = owner
@@ -97,12 +93,6 @@ class WorkerProcess:
 
     The worker is a fresh interpreter, never a fork: the parent has MindSpore's threads and locks. The kernel ends it
     with the thread that started it.
-
-    Args:
-        settings: the first message; see ``worker``.
-        output: where the worker's standard output and error go.
-        name: of its pool, in timelines.
-        python: another interpreter.
     """
 
     def __init__(self, settings: Any, output: WorkerOutput, name: str, python: str = ""):

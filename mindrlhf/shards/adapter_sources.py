@@ -40,11 +40,6 @@ def open_adapter_source(
 class AdapterSource:
     """An adapter in PEFT's format, fused as MindFormers wants it, as the part of an `ArraySource` that ranks read.
 
-    Args:
-        directory: in PEFT's format.
-        adapted: what is trained.
-        dims: of the model.
-
     Raises:
         UserError: it is damaged, or the adapter is another one.
     """

@@ -130,9 +130,6 @@ def finish_saving(
 ) -> None:
     """Make a directory whole that all ranks have written to: config.json, strategy files, and last its manifest.
 
-    Args:
-        adapter_config: of an adapter, in PEFT's format.
-
     Raises:
         UserError, OSError: the disk refuses.
     """

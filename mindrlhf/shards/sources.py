@@ -77,11 +77,6 @@ def open_source(directory: str | os.PathLike, *, is_partial: bool = False) -> Ar
 class HuggingFaceSource:
     """The parameters of a Hugging Face directory, fused as MindFormers wants them, and optimiser state.
 
-    Args:
-        hf_dir: model directory.
-        dtype: converts the parameters; None keeps each as it is.
-        optimizer_file: the optimizer.safetensors of a run's checkpoint.
-
     Raises:
         UserError: the directory does not fit its config.json, or the optimiser state does not fit the model.
     """
@@ -179,11 +174,7 @@ def open_scorer_source(directory: str | os.PathLike) -> ArraySource:
 
 
 class ScorerSource:
-    """The parameters of a language model as those of a scoring model; see `ArraySource`.
-
-    Args:
-        source: of the language model.
-    """
+    """The parameters of a language model as those of a scoring model; see `ArraySource`."""
 
     def __init__(self, source: ArraySource):
         self._source = source

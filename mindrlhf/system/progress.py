@@ -11,13 +11,7 @@ _NOW: list[Callable[[], str]] = []  # what is counted now, the innermost last
 
 @contextlib.contextmanager
 def watched(count: Callable[[], int], total: int, unit: str) -> Iterator[None]:
-    """Have the signs of life say, while the body runs, ``count`` of ``total``.
-
-    Args:
-        count: returns how many are done.
-        total: how many there will be.
-        unit: what they are, such as "tensors".
-    """
+    """Have the signs of life say, while the body runs, ``count`` of ``total``."""
 
     def words() -> str:
         return f"{count():,} of {total:,} {unit}"

@@ -10,9 +10,6 @@ class Workers:
 
     Whoever holds one annotates it with the class of the workers, where the methods are. An argument ``per_rank`` has
     the arguments of each rank; others are the same for all.
-
-    Args:
-        call: of a team; takes the name of a method.
     """
 
     def __init__(self, call: Callable[..., list[Any]]):

@@ -434,12 +434,7 @@ def _between_turns(content: str, is_chat: bool, is_open: bool) -> str:
 
 
 def system_prompt(descriptions: Sequence[Mapping[str, Any]], instructions: str = "You are a helpful assistant.") -> str:
-    """Return the content of the system turn that Qwen2.5's chat template makes of these tools.
-
-    Args:
-        descriptions: JSON schema of each function, see :func:`mindrlhf.tools.registry.describe`.
-        instructions: what the system turn says first.
-    """
+    """Return the content of the system turn that Qwen2.5's chat template makes of these tools."""
     listed = "".join(f"\n{json.dumps(description, ensure_ascii=False)}" for description in descriptions)
     return (
         f"{instructions}\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"

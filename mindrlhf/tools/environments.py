@@ -62,11 +62,6 @@ def _check_one(name: str) -> None:
 def check_columns(names: str, columns: Collection[str], where: str) -> None:
     """Check that ``reset`` of users' environments gets a value for each parameter; the files are read, not run.
 
-    Args:
-        names: the environments, "" for none.
-        columns: names of the columns that the prompts keep.
-        where: whose columns they are, for messages.
-
     Raises:
         UserError: one has none, and no default; or there are several, and nothing chooses.
     """

@@ -111,9 +111,6 @@ def read_texts(arguments: Mapping[str, str], description: Mapping[str, Any]) -> 
     of which ``null`` is none where the parameter may be null.
 
     A parameter without a type gets the value of JSON where the text is some; what fits no type stays a text.
-
-    Args:
-        description: JSON schema of the tool, as ``describe`` returns it.
     """
     properties = description["function"]["parameters"].get("properties")
     schemas = properties if isinstance(properties, Mapping) else {}
@@ -150,11 +147,7 @@ def _read_text(text: str) -> Any:
 
 
 def describe(name: str, tool: Tool, columns: Collection[str] = ()) -> dict[str, Any]:
-    """Return the JSON schema of a tool, in the form that chat templates take.
-
-    Args:
-        columns: names of the columns that the prompts keep.
-    """
+    """Return the JSON schema of a tool, in the form that chat templates take."""
     if isinstance(tool, ServerTool):
         return tool.describe()
     properties, required = {}, []

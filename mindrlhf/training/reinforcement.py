@@ -262,10 +262,6 @@ def start_servers(
 ) -> NodeServers:
     """Start the rollout servers of a node that runs none of the ranks; ``stack`` ends them.
 
-    Args:
-        num_ranks: of the nodes that train.
-        num_nodes: machines that they are on.
-
     Returns:
         The servers, as many as each of those nodes has.
     """

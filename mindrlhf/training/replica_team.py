@@ -23,10 +23,6 @@ class ReplicaTeam:
     All ranks of a replica get the same rows, and only these; rank d of the data axis is in replica d. What a call
     returns for a replica is merged from the results of its ranks, as their fields say
     (:mod:`mindrlhf.system.records`).
-
-    Args:
-        team: all ranks.
-        layout: of the model.
     """
 
     def __init__(self, team: Team, layout: Layout):
@@ -60,11 +56,6 @@ class ReplicaTeam:
 
     def call(self, method: str, per_rank: Sequence[Mapping[str, Any]] | None = None, **common: Any) -> Results:
         """Run a method on every rank; see :meth:`mindrlhf.training.team.Team.call`.
-
-        Args:
-            method: of the worker.
-            per_rank: arguments of their own for each replica.
-            common: arguments that all ranks get.
 
         Returns:
             The results by replica.

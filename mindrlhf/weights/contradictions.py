@@ -42,11 +42,7 @@ def check_tied(source: TensorDirectory) -> None:
 
 
 def warn_of_other_files(source: TensorDirectory, name: str = "pytorch_model") -> None:
-    """Say which files of weights lie beside those of a model and are not read: PyTorch's could run code (pickle).
-
-    Args:
-        name: what PyTorch's files are called.
-    """
+    """Say which files of weights lie beside those of a model and are not read: PyTorch's could run code (pickle)."""
     for unread in source.unread_files():
         _logger.warning("%s is not read: the model is in other files beside it", source.directory / unread)
     if found := sorted(source.directory.glob(f"{name}*.bin")):

@@ -98,10 +98,6 @@ class TensorDirectory(ABC):
 class SafetensorsDirectory(TensorDirectory):
     """The safetensors of a model directory, single or sharded with an index; tensors are read lazily.
 
-    Args:
-        model_dir: the directory.
-        dtypes: names of those that its files may hold.
-
     Raises:
         UserError: directory missing, no safetensors in it, a shard missing, an index that does not fit the shards, or
             two models in it.

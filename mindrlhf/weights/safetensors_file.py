@@ -59,10 +59,6 @@ def wide_first(infos: Iterable[TensorInfo]) -> list[TensorInfo]:
 class SafetensorsFile:
     """One safetensors file, memory-mapped: tensors are read-only views of the file.
 
-    Args:
-        path: the file.
-        dtypes: names of those that it may hold.
-
     Raises:
         UserError: the file is missing, truncated or not a safetensors file.
     """

@@ -29,10 +29,6 @@ def read_image_processor(
 ) -> ImageProcessor | None:
     """Return the image processor of a checkpoint's directory, or None where there is none: its model sees no images.
 
-    Args:
-        directory: with preprocessor_config.json.
-        min_pixels, max_pixels: in place of the file's.
-
     Raises:
         UserError: a damaged file, an unknown processor, or limits that no image meets.
     """

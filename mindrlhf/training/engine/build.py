@@ -45,11 +45,6 @@ def build_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: Rank) ->
 
     Where the model is sharded, MindSpore shards every graph that this process compiles from here on.
 
-    Args:
-        config: of the run, checked.
-        row_lengths: of the run, ascending.
-        rank: this process; communication is up.
-
     Raises:
         UserError: a model cannot be placed this way, or its weights do not fit.
     """
@@ -132,14 +127,7 @@ def build_offline(config: OfflineConfig, row_lengths: tuple[int, ...], rank: Ran
 
 
 class Models:
-    """Makes the models of a run on a rank, where its config places them: whole, or sharded.
-
-    Args:
-        config: of the run.
-        row_lengths: ascending.
-        micro_batch_size: packed sequences.
-        rank: this process.
-    """
+    """Makes the models of a run on a rank, where its config places them: whole, or sharded."""
 
     def __init__(self, config: AnyConfig, row_lengths: tuple[int, ...], micro_batch_size: int, rank: Rank):
         self.config = config

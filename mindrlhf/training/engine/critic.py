@@ -50,13 +50,7 @@ NO_TURNS = Turns("", {"actor": (), "critic": ()})
 
 
 class ActorCritic(Actor):
-    """Actor and critic on one rank; public methods are called through the team.
-
-    Args:
-        critic: the engine of the critic.
-        turns: of both models.
-        engine, others: of :class:`mindrlhf.training.engine.actor.Actor`.
-    """
+    """Actor and critic on one rank; public methods are called through the team."""
 
     def __init__(self, critic: Engine, turns: Turns, engine: Engine, **others: Any):
         super().__init__(engine, **others)

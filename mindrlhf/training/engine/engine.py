@@ -124,15 +124,7 @@ class Engine:
 
 
 class WholeEngine(Engine):
-    """Accumulates gradients over micro-batches and updates the weights of a model that is whole.
-
-    Args:
-        model: what is trained.
-        loss: over its log-probabilities or scores.
-        options: the section `optimizer`.
-        rank: this process.
-        name: see :class:`Engine`.
-    """
+    """Accumulates gradients over micro-batches and updates the weights of a model that is whole."""
 
     def __init__(self, model: Model, loss: Loss, options: OptimizerSection, rank: "Rank", name: str = MODEL_NAME):
         self.network = model.network
@@ -185,10 +177,6 @@ class WholeEngine(Engine):
 
     def apply(self, lr: float, loss: float = 0.0) -> float:
         """Update the weights from the accumulated gradients and clear them.
-
-        Args:
-            lr: learning rate.
-            loss: this rank's part of the loss.
 
         Returns:
             The global norm of the gradients before clipping. When it, or the loss of any rank, is not finite, the norm

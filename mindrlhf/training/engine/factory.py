@@ -44,14 +44,6 @@ def build_policy(
 ) -> PolicyLogProbs:
     """Return the log-probabilities of a model without data: its parameters get shards once a graph is compiled.
 
-    Args:
-        hf_config: its config.json.
-        model: dtypes and recomputation.
-        parallel: the layout, with `data_parallel` filled in.
-        temperature: of sampling.
-        memory: of its logits and activations.
-        options: of :func:`_build_network`.
-
     Raises:
         UserError: the model is unknown, or cannot be sharded this way.
     """
@@ -135,13 +127,7 @@ def _forget_side_effects(model: nn.Cell) -> None:
 
 
 def build_update(loss: Loss, options: OptimizerSection, parallel: ParallelSection) -> ParallelUpdate:
-    """Return the cell of an update.
-
-    Args:
-        loss: over a model of :func:`build_policy` or :func:`build_scores`.
-        options: of the optimiser.
-        parallel: as for the model.
-    """
+    """Return the cell of an update."""
     network, layout = loss.policy.model, layout_of(parallel)
     layouts = {one.name: one for one in network_layouts(network, layout)}
     with no_init_parameters():

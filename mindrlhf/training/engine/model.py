@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 
 class Whole(Placement):
-    """Every rank has a replica: the layout of one shard. Ranks share the work of publishing.
-
-    Args:
-        network: the model.
-        rank: this process.
-    """
+    """Every rank has a replica: the layout of one shard. Ranks share the work of publishing."""
 
     def __init__(self, network: CausalLM, rank: "Rank"):
         super().__init__(network, Layout(), 0)

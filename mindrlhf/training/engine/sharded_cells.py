@@ -29,14 +29,6 @@ class ParallelUpdate(nn.Cell):
     state; the call before which ``is_last`` was set to 1 measures the norm, clips, updates and clears. An update whose
     norm or loss is not finite is withheld on every rank: weights, moments and step count stay as they are.
 
-    Args:
-        loss: the sharded loss.
-        optimizer: over the trained parameters.
-        max_grad_norm: 0 leaves the gradients as they are.
-        parallel: the layout, with `data_parallel` filled in.
-        num_replicas: how many ranks hold each shard of a parameter, by its name.
-        world_size: number of ranks.
-
     Attributes:
         is_last: 1 or 0, a parameter so that the host can set it between calls, as it sets the learning rate.
         totals: gradients summed so far, float32.
@@ -152,11 +144,7 @@ class ParallelUpdate(nn.Cell):
 
 
 class ParallelGradients(nn.Cell):
-    """The calls of an update before its last one, as a graph without the optimiser, whose state it leaves alone.
-
-    Args:
-        update: whose totals it adds to.
-    """
+    """The calls of an update before its last one, as a graph without the optimiser, whose state it leaves alone."""
 
     def __init__(self, update: ParallelUpdate):
         super().__init__(auto_prefix=False)

@@ -75,14 +75,7 @@ class UpdateGraph:
 
 
 class ShardedEngine(Engine):
-    """Updates a sharded model from micro-batches of this rank's rows; see :class:`Engine`.
-
-    Args:
-        model: its shards.
-        graph: of the update; its parameters must be those of the shards.
-        places: of the optimiser's state; None leaves all on the device.
-        name: see :class:`Engine`.
-    """
+    """Updates a sharded model from micro-batches of this rank's rows; see :class:`Engine`."""
 
     def __init__(self, model: Model, graph: UpdateGraph, places: OptimizerPlaces | None = None, name: str = MODEL_NAME):
         super().__init__(model, graph.token_inputs, graph.state, name)

@@ -78,12 +78,6 @@ class Condition(NamedTuple):
 class LossAlarm:
     """Warns while all losses and gradients are 0; keeps the state that all alarms share.
 
-    Args:
-        config: of the run.
-        events: where the alarms go.
-        state: of the run so far; changed in place.
-        num_steps: of the run; 0 when unknown.
-
     Attributes:
         failure: why the run must stop, "" while it may go on.
     """
@@ -243,11 +237,7 @@ def _has_signal(samples: Sequence[Sample]) -> bool:
 
 
 class SlowRewards:
-    """Measures how long steps wait for verifiers, and warns once when that is a large part of them.
-
-    Args:
-        num_workers: `reward.num_workers`.
-    """
+    """Measures how long steps wait for verifiers, and warns once when that is a large part of them."""
 
     def __init__(self, num_workers: int | None):
         self._num_workers = num_workers
@@ -258,11 +248,6 @@ class SlowRewards:
         """Return the share of a step in which the ranks waited for verifiers, all responses being there.
 
         Where samples are made beside the loop, it counts where the ranks waited for samples.
-
-        Args:
-            step: its number.
-            waited_s: for verifiers; None without any.
-            timings: seconds of the stages of the step.
         """
         if waited_s is None:
             return {}

@@ -32,10 +32,6 @@ class Policy:
     """The trained model and its reference on all ranks; :class:`mindrlhf.training.engine.actor.Actor` is their part.
 
     The ranks keep the batches of a step until the next one's; what is said of a sample is in the order of the batches.
-
-    Args:
-        team: the ranks.
-        buffer: takes the weights.
     """
 
     def __init__(self, team: Team, buffer: WeightBuffer):

@@ -23,13 +23,6 @@ if TYPE_CHECKING:
 class RewardModel:
     """Scores responses on all ranks: the reward is the score of the text that ends with the last response token. Of an
     agent's episode that is the sequence of its first call.
-
-    Args:
-        team: the ranks, whose workers have a reward model; see
-            :meth:`mindrlhf.training.engine.actor.Actor.score_responses`.
-        rows: how responses become micro-batches.
-        reward: the section of the config.
-        uninterruptible: context in which nothing breaks off a call to the ranks.
     """
 
     def __init__(

@@ -23,14 +23,7 @@ EQUAL_RETURNS_STD = 1e-8
 
 
 class ValueFunction:
-    """The critic as the loop sees it; the ranks' part is :mod:`mindrlhf.training.engine.critic`.
-
-    Args:
-        config: of the run.
-        team: the ranks.
-        timer: times ``values`` and ``update_critic``.
-        num_steps: of the whole run.
-    """
+    """The critic as the loop sees it; the ranks' part is :mod:`mindrlhf.training.engine.critic`."""
 
     def __init__(self, config: GrpoConfig, team: Team, timer: StageTimer, num_steps: int):
         self._workers: ActorCritic = Workers(team.call)

@@ -175,10 +175,6 @@ def newton_schulz(matrices, shape):
 
 class Shares(nn.Cell):
     """Puts together of the ranks' shards what this rank needs of a parameter, whole blocks; and takes its shard back.
-
-    Args:
-        layout: how the parameter lies on the ranks.
-        block_rows: rows that are needed together.
     """
 
     def __init__(self, layout: ParameterLayout, block_rows: int):

@@ -37,10 +37,6 @@ _FLOAT_BYTES = 4
 def read_facts(task: str, model_dir: str, train_file: str, eval_file: str = "") -> Facts:
     """Read what ``config new`` can know; what is not there yet is left out.
 
-    Args:
-        task: "train", "sft", "dpo" or "reward-model".
-        model_dir, train_file, eval_file: as in the config.
-
     Raises:
         UserError: the model is of no family that can be trained, or the data cannot be read, or is of another task.
     """
@@ -185,12 +181,6 @@ def host_memory(config: GrpoConfig, row_length: int, max_model_len: int, num_ran
     A trainer holds the weights, and of all that are trained gradients and at most two moments, in float32; a reference
     model its weights; and the activations of a micro-batch, for which a layer keeps 14 numbers of the hidden size, 3
     of the MLP's and 2 of each head's row of scores a token. A server holds weights and the key-value cache.
-
-    Args:
-        config: of the run.
-        row_length: longest row, in tokens.
-        max_model_len: longest sequence of a server, in tokens.
-        num_ranks: trainers.
     """
     _, dims = _model(config.model.path)
     num_parameters, num_trained = _num_parameters(config)

@@ -80,12 +80,7 @@ def check_replay(config: GrpoConfig) -> None:
 
 
 def check_elastic(config: GrpoConfig, num_ranks: int, num_nodes: int) -> None:
-    """Refuse what nodes that come and go do not do.
-
-    Args:
-        num_ranks: of the nodes that train.
-        num_nodes: machines that they are on, in equal parts.
-    """
+    """Refuse what nodes that come and go do not do."""
     settings = {ELASTIC: True, SHARDED: is_split(config.parallel_config)}
     settings[SPANNING] = spans_nodes(config.rollout, num_nodes, num_ranks // num_nodes)
     refuse(refusal_rules(config, {name for name, is_so in settings.items() if is_so}))

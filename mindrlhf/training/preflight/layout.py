@@ -48,12 +48,7 @@ def _check_strategy(path: str, dims: ModelDims, layout: Layout) -> None:
 
 
 def check_servers(config: GrpoConfig, world_size: int, num_nodes: int) -> None:
-    """Check that each rollout server has a place, and that the model can be sharded over its devices.
-
-    Args:
-        world_size: ranks of the run.
-        num_nodes: machines that they are on, in equal parts.
-    """
+    """Check that each rollout server has a place, and that the model can be sharded over its devices."""
     rollout, node_size = config.rollout, world_size // num_nodes
     place_servers(rollout, num_nodes, node_size)
     spans = spans_nodes(rollout, num_nodes, node_size)

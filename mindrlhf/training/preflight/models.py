@@ -70,9 +70,6 @@ def _roles(config: AnyConfig) -> Iterator[Role]:
 def check_role(config: AnyConfig, role: Role, tokenizer: Tokenizer | None) -> None:
     """Check the directory of a model: its kind, its vocabulary, its weights, and the adapters that it is to have.
 
-    Args:
-        tokenizer: of the data; None where it cannot be read.
-
     Raises:
         UserError: something is wrong with one.
     """

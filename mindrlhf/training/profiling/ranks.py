@@ -25,15 +25,7 @@ def profile_dir(output_dir: str | Path) -> Path:
 
 
 class ProfiledWorker:
-    """Stands for the worker of a rank in a run that records steps: what it is called for becomes a span.
-
-    Args:
-        worker: of this rank.
-        section: what is recorded.
-        output_dir: of the run.
-        rank: this one.
-        servers: of the run, on rank 0.
-    """
+    """Stands for the worker of a rank in a run that records steps: what it is called for becomes a span."""
 
     def __init__(
         self, worker: Any, section: ProfilerSection, output_dir: Path, rank: Rank, servers: Servers | None

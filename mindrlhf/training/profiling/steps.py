@@ -15,11 +15,6 @@ from mindrlhf.training.team import Team
 
 class StepProfiler:
     """Records the steps that the config names; steps in a row are one recording. It does nothing when there are none.
-
-    Args:
-        section: what is recorded.
-        team: the ranks.
-        output_dir: of the run.
     """
 
     def __init__(self, section: ProfilerSection, team: Team, output_dir: Path) -> None:

@@ -17,12 +17,6 @@ def sharded_tensors(
     """Yield the Hugging Face tensors of a model that is sharded over ranks, in its own dtype, on rank 0.
 
     They come by a buffer of a few of them, and have to be used before the next is asked for.
-
-    Args:
-        team: the replicas of the model.
-        ranks: all of them.
-        nodes: the ranks of each node, rank 0's first.
-        of: which model, where a rank has several.
     """
     with open_weight_buffers(ranks, nodes, EXPORT, of, bucket_bytes=_EXPORT_BUCKET_BYTES) as buffer:
         publisher = WeightPublisher(team, buffer, EXPORT)

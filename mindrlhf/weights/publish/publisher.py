@@ -236,11 +236,6 @@ class WeightPublisher:
 
     Every rank writes what it holds to the buffer of its node; where the model is sharded over nodes, what the buffers
     lack then travels between them. A version is committed when its elements were each written, or came, exactly once.
-
-    Args:
-        team: the ranks, or the replicas of a sharded model.
-        buffer: of rank 0's node.
-        purpose: of the buffers; of those for export rank 0's alone is completed.
     """
 
     def __init__(self, team: Ranks, buffer: WeightBuffer, purpose: str = PUBLISH):

@@ -105,14 +105,7 @@ def check_replicas(written: Sequence[Sums], infos: Sequence[TensorInfo]) -> None
 
 
 class BufferSync:
-    """Rank 0's part of it: has every node's buffer get what its ranks did not write, and commits it.
-
-    Args:
-        workers: those of all ranks, see :class:`mindrlhf.weights.publish.publisher.PublishingWorker`.
-        purpose: of the buffers.
-        buffer: of rank 0's node.
-        readers: see :func:`plan_sync`.
-    """
+    """Rank 0's part of it: has every node's buffer get what its ranks did not write, and commits it."""
 
     def __init__(self, workers: Workers, purpose: str, buffer: WeightBuffer, readers: Sequence[int] = ()):
         self._workers, self._purpose = workers, purpose

@@ -52,12 +52,6 @@ class TcpTransport:
     ) -> None:
         """Make ready for some transfers, in place of others; all nodes do it at the same time.
 
-        Args:
-            transfers: of all nodes.
-            addresses: by node.
-            token: a secret of the nodes.
-            bucket: to which the transfers belong; those of other buckets remain.
-
         Raises:
             RunFailure: a node cannot be reached, or does not come.
         """

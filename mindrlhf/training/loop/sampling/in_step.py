@@ -98,16 +98,7 @@ class WholeSteps:
 
 
 class PromptSampling:
-    """Reads prompts in the stream's order and has their samples generated and scored.
-
-    Args:
-        config: of the run.
-        prompts, stream: the prompts and their order.
-        sampler: generates and scores.
-        stop_token_ids: tokens that end a response.
-        timer: times ``data`` and ``rollout``.
-        interruptible: context in which a request to end breaks off the rollout.
-    """
+    """Reads prompts in the stream's order and has their samples generated and scored."""
 
     def __init__(
         self,
@@ -154,11 +145,6 @@ class PromptSampling:
 
     def sample(self, index: int, leftover: Sequence[Sample], *, needs_greedy: bool) -> StepSamples:
         """Return the samples of step ``index``, from 0.
-
-        Args:
-            index: the step.
-            leftover: samples that the step before left.
-            needs_greedy: whether to generate the likeliest response to each prompt as well.
 
         Raises:
             StopRequested: the run was asked to end.

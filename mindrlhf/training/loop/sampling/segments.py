@@ -68,10 +68,6 @@ Chosen = tuple[list[Group], list[Group]]
 class Segments:
     """Makes the samples of steps by rounds of segments, in the place of
     :class:`mindrlhf.training.loop.sampling.in_step.WholeSteps`.
-
-    Args:
-        prompts: the prompts in the order of the stream.
-        needs_greedy: whether each group has a greedy response too.
     """
 
     def __init__(
