@@ -34,11 +34,7 @@ class Fact:
 
 
 def read_metadata(directory: str | Path) -> list[Fact]:
-    """Return what the files of a model's directory say.
-
-    Raises:
-        UserError: there is no such directory, or one of its files is damaged.
-    """
+    """Return what the files of a model's directory say."""
     directory = Path(directory)
     if not directory.is_dir():
         raise UserError(no_directory(str(directory)))

@@ -15,11 +15,7 @@ MAX_TEXT_CHARS = 4000
 
 
 class FailureLog:
-    """Appends one JSON line per failure; after ``MAX_RECORDS`` of one process they are only counted elsewhere.
-
-    Raises:
-        UserError: the file cannot be opened.
-    """
+    """Appends one JSON line per failure; after ``MAX_RECORDS`` of one process they are only counted elsewhere."""
 
     def __init__(self, path: Path):
         try:
@@ -31,11 +27,7 @@ class FailureLog:
         self._num_records = 0
 
     def write(self, sample: RewardInput, failures: dict[str, str]) -> None:
-        """Append the failures (reason, by verifier) of one sample; long texts keep their beginning and end.
-
-        Raises:
-            RunFailure: the disk is full, or the like.
-        """
+        """Append the failures (reason, by verifier) of one sample; long texts keep their beginning and end."""
         for verifier, reason in failures.items():
             if self._num_records >= MAX_RECORDS:
                 return

@@ -56,11 +56,7 @@ class Server:
 
     @classmethod
     def start(cls, options: VllmOptions, buffer_path: str = "") -> "Server":
-        """Start a server of this process's own in the background, which loads weights from that buffer.
-
-        Raises:
-            UserError: the interpreter or the model's config.json is missing, or a number is out of range.
-        """
+        """Start a server of this process's own in the background, which loads weights from that buffer."""
         servers = NodeServers([options])
         servers.buffer_path = buffer_path
         server = cls(options, [OwnNode(servers)])
@@ -86,11 +82,7 @@ class Server:
             raise
 
     def wait_ready(self) -> None:
-        """Block until the server can answer.
-
-        Raises:
-            RunFailure: it died or did not come up within ``start_timeout_s``.
-        """
+        """Block until the server can answer."""
         if not self._is_ready:
             self._guard(self._become_ready)
 

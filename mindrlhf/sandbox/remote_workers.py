@@ -19,11 +19,7 @@ _READY_LIMIT_S = 150.0
 
 
 class RemoteWorkers:
-    """The workers of another node: one that takes several tasks at a time.
-
-    Raises:
-        UserError, RunFailure: the workers cannot start there.
-    """
+    """The workers of another node: one that takes several tasks at a time."""
 
     suspect = None
 

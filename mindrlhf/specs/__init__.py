@@ -54,11 +54,7 @@ SPECS = {spec.hf_architecture: spec for spec in (*_LANGUAGE_MODELS, *map(scorer_
 
 
 def find_spec(hf_config: dict) -> ModelSpec:
-    """Return the spec that serves `architectures[0]` of a config.json.
-
-    Raises:
-        UserError: the architecture is missing or unknown.
-    """
+    """Return the spec that serves `architectures[0]` of a config.json."""
     architectures = hf_config.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     if not isinstance(architecture, str) or architecture not in SPECS:

@@ -33,11 +33,7 @@ class ServerError(RuntimeError):
 
 
 def check_command(specification: str) -> list[str]:
-    """Return the command of ``mcp:COMMAND ARGUMENTS``; of ``mcp:http://...`` the URL alone.
-
-    Raises:
-        UserError: there is none, or no such program.
-    """
+    """Return the command of ``mcp:COMMAND ARGUMENTS``; of ``mcp:http://...`` the URL alone."""
     try:
         command = shlex.split(specification.removeprefix(PREFIX))
     except ValueError as error:

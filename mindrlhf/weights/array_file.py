@@ -21,9 +21,6 @@ def save_arrays(path: Path, arrays: Iterable[tuple[str, np.ndarray]], infos: Ite
     Returns:
         The file's checksum, XXH3-64 in hex; None if the arrays did not come in the order of the file, which is that
         of ``infos`` with wider elements first.
-
-    Raises:
-        OSError: the disk refuses.
     """
     writer = TensorFileWriter(path, safetensors_layout(wide_first(infos)))
     try:
@@ -60,9 +57,5 @@ class ArrayFile(Mapping[str, np.ndarray]):
 
 
 def load_arrays(path: Path) -> ArrayFile:
-    """Open a safetensors file written by :func:`save_arrays`.
-
-    Raises:
-        UserError: the file is missing, or no whole safetensors file.
-    """
+    """Open a safetensors file written by :func:`save_arrays`."""
     return ArrayFile(path)

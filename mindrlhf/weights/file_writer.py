@@ -39,11 +39,7 @@ class FileLayout:
 
 
 class TensorFileWriter:
-    """A file that appears under its name, whole, by `finish`; open only while something is written to it.
-
-    Raises:
-        OSError: the disk refuses.
-    """
+    """A file that appears under its name, whole, by `finish`; open only while something is written to it."""
 
     def __init__(self, path: Path, layout: FileLayout):
         self.path = path

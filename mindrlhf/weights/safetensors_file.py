@@ -57,11 +57,7 @@ def wide_first(infos: Iterable[TensorInfo]) -> list[TensorInfo]:
 
 
 class SafetensorsFile:
-    """One safetensors file, memory-mapped: tensors are read-only views of the file.
-
-    Raises:
-        UserError: the file is missing, truncated or not a safetensors file.
-    """
+    """One safetensors file, memory-mapped: tensors are read-only views of the file."""
 
     def __init__(self, path: str | os.PathLike, dtypes: Iterable[str] = STORAGE_DTYPES):
         self.path = Path(path)

@@ -19,9 +19,5 @@ def shard_layout(infos: Mapping[str, TensorInfo], file_format: str) -> FileLayou
 
 
 def open_shard(path: Path, file_format: str) -> SafetensorsFile | CkptFile:
-    """Open the file of a rank.
-
-    Raises:
-        UserError: it is missing or damaged.
-    """
+    """Open the file of a rank."""
     return SafetensorsFile(path, SHARD_DTYPES) if file_format == "safetensors" else CkptFile(path)

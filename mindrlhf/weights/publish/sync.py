@@ -90,11 +90,7 @@ def _cut(bounds: TensorSlice, size_bytes: int) -> list[TensorSlice]:
 
 
 def check_replicas(written: Sequence[Sums], infos: Sequence[TensorInfo]) -> None:
-    """Check that nodes that wrote the same slice wrote the same into it.
-
-    Raises:
-        RunFailure: they did not; two replicas of the model have diverged.
-    """
+    """Check that nodes that wrote the same slice wrote the same into it."""
     moduli = {info.name: 1 << (8 * info.numpy_dtype.itemsize) for info in infos}
     first: dict[tuple[str, TensorSlice], tuple[int, int]] = {}
     for node, sums in enumerate(written):

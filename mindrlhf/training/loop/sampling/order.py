@@ -15,11 +15,7 @@ ORDER_NAME = "rollout_order.jsonl"
 
 
 def read_order(run: str) -> dict[int, int] | None:
-    """Return, by step, before which round a run loaded its weights; None when there is none to replay.
-
-    Raises:
-        UserError: the run has left no order.
-    """
+    """Return, by step, before which round a run loaded its weights; None when there is none to replay."""
     if not run:
         return None
     path = Path(run) / ORDER_NAME
@@ -43,11 +39,7 @@ class LoadOrder:
         self._writer = JsonlWriter(Path(config.run.output_dir) / ORDER_NAME, first_step=state.version)
 
     def may_load(self, version: int) -> bool:
-        """Return whether weights may be loaded before the next round.
-
-        Raises:
-            UserError: the run that is repeated had loaded them before.
-        """
+        """Return whether weights may be loaded before the next round."""
         if self._replayed is None or version == self._restored_version:
             return True
         due = self._replayed.get(version - 1, self.num_rounds)
