@@ -29,6 +29,7 @@ COMMANDS = (
     "config",
     "plan",
     "strategy",
+    "completion",
 )
 _MAX_SHOWN_CHARS = 60
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
@@ -37,7 +38,7 @@ _COUNTS = ("--workers", "--world-size", "--nodes", "--node-size", "--processes",
 _COUNTS += ("--max-prompt-length", "--max-length", "--num-samples")
 _COUNTS += ("--min-pixels", "--max-pixels")
 LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys(
-    ("--port", "--seed", "--num", "--max-restarts", "--max-prompts"), 0
+    ("--port", "--seed", "--num", "--max-restarts", "--spares", "--max-prompts"), 0
 )
 _CLOSED_PIPE = 141  # of a program that SIGPIPE ends, as a shell sees it
 

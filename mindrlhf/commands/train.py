@@ -76,6 +76,13 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--master", metavar="ADDRESS:PORT", help="where the machine with --node-rank 0 listens for the others"
     )
+    parser.add_argument(
+        "--spares",
+        type=int,
+        default=0,
+        metavar="N",
+        help="machines beside those of --nodes that wait to take a lost one's place at a restart (default: 0)",
+    )
     parser.add_argument("--hostfile", metavar="FILE", help="run this command on all hosts of a file, through ssh")
     parser.add_argument(
         "--ray",
@@ -114,6 +121,7 @@ def _run(arguments: argparse.Namespace) -> int:
         final = f"{checked.config.run.output_dir}/{FINAL_NAME}"
         print(f"mindrlhf: {final} is there: the run is complete; to train longer: --resume run.max_steps=N", flush=True)
         return 0
+    _check_spare_disks(arguments, checked.config)
     return _start_checked(arguments, checked, place, overrides, wanted, starter)
 
 
@@ -191,11 +199,13 @@ def _place_of(arguments: argparse.Namespace) -> "Place | None":
 
     from mindrlhf.launch.nodes.place import find_place, is_in_kubernetes
 
+    _check_spares(arguments)
     place = find_place(
         arguments.nodes,
         arguments.node_rank,
         arguments.master,
         os.environ,
+        arguments.spares,
         is_elastic=arguments.elastic,
         is_for_rollout=arguments.role == "rollout",
     )
@@ -220,9 +230,33 @@ def _again(arguments: argparse.Namespace, overrides: list[str], place: "Place | 
     options = [] if arguments.workers == 1 else ["--workers", str(arguments.workers)]
     options += ["--oversubscribe"] * arguments.oversubscribe + ["--elastic"] * arguments.elastic
     if place:
-        options += ["--nodes", str(place.num_nodes), "--node-rank", str(place.node)]
+        options += ["--nodes", str(place.num_nodes), *_spares_option(place.num_spares), "--node-rank", str(place.node)]
         options += ["--master", arguments.master or f"{place.master}:{place.port}"]
     return shlex.join(["mindrlhf", arguments.command, arguments.config, *overrides, *options])
+
+
+def _spares_option(num_spares: int) -> list[str]:
+    return ["--spares", str(num_spares)] if num_spares else []
+
+
+def _check_spares(arguments: argparse.Namespace) -> None:
+    from mindrlhf.errors import UserError
+
+    if arguments.spares and not arguments.max_restarts:
+        raise UserError(
+            f"--spares is {arguments.spares}, but --max-restarts is 0: a spare takes a lost node's place when the run "
+            "starts again; give --max-restarts N"
+        )
+
+
+def _check_spare_disks(arguments: argparse.Namespace, config: Any) -> None:
+    from mindrlhf.errors import UserError
+
+    if arguments.spares and config.checkpoint.node_local:
+        raise UserError(
+            f"--spares is {arguments.spares}, but with checkpoint.node_local a spare has no checkpoint on its disk: "
+            "leave out --spares, or give checkpoint.save_dir a directory that all nodes share"
+        )
 
 
 @dataclass(frozen=True)
@@ -291,7 +325,7 @@ class _Run:
             lambda numbers: [*find_facts(), *self._disk_facts(numbers)],
             self.log_dir,
             limit_s=limit_s,
-            rejoins=self.max_restarts > 0 and self.advice is None,
+            rejoins=self.max_restarts > 0 and (self.advice is None or place.num_spares > 0),
         )
         if mistake is not None:
             with contextlib.suppress(RunFailure):  # node 0 does not answer
@@ -387,17 +421,19 @@ def _run_elsewhere(arguments: argparse.Namespace, overrides: list[str], wanted: 
     words = [arguments.command, arguments.config, *overrides, "--workers", str(arguments.workers)]
     words += ["--max-restarts", str(arguments.max_restarts), *_resume_option(wanted)]
     words += ["--oversubscribe"] * arguments.oversubscribe + ["--elastic"] * arguments.elastic
+    _check_spares(arguments)
     if arguments.ray:
         return run_over_ray(
             words,
             arguments.ray,
             arguments.nodes,
             arguments.workers,
+            num_spares=arguments.spares,
             master=arguments.master,
             max_restarts=arguments.max_restarts,
             may_lack_token=arguments.ray_without_token,
         )
-    return run_over_ssh(words, read_hosts(arguments.hostfile), arguments.master)
+    return run_over_ssh(words, read_hosts(arguments.hostfile), arguments.master, arguments.spares)
 
 
 def _facts_of(arguments: argparse.Namespace, config: Any, place: "Place") -> Callable[[], list]:
@@ -407,6 +443,7 @@ def _facts_of(arguments: argparse.Namespace, config: Any, place: "Place") -> Cal
     options = {
         "--workers": arguments.workers,
         "--nodes": place.num_nodes,
+        "--spares": place.num_spares,
         "--max-restarts": arguments.max_restarts,
         "--elastic": arguments.elastic,
     }

@@ -133,6 +133,40 @@ def test_train_speaks_before_it_loads_anything_that_takes_time():
     assert "commands" in packages and packages <= light
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["weigh"], ["weights"]),
+        (["weights", "me"], ["merge-adapter", "merge"]),
+        (["train", "c.yaml", "--max-r"], ["--max-restarts"]),
+        (["train", "c.yaml", "run.max_s"], ["run.max_steps="]),
+        (["dpo", "c.yaml", "dpo.be"], ["dpo.beta="]),
+    ],
+)
+def test_bash_completes(words, expected, capsys):
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    script += f'COMP_WORDS=(mindrlhf {" ".join(words)}); COMP_CWORD={len(words)}; _mindrlhf; echo "${{COMPREPLY[@]}}"'
+    finished = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert finished.stdout.split() == expected
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ((), "--spares is 1, but --max-restarts is 0"),
+        (
+            ("--max-restarts", "2", "checkpoint.node_local=true", "checkpoint.save_dir=somewhere"),
+            "--spares is 1, but with checkpoint.node_local a spare has no checkpoint on its disk",
+        ),
+    ],
+)
+def test_spares_that_could_not_help_are_refused(words, message, capsys):
+    place = ("--nodes", "2", "--spares", "1", "--node-rank", "2", "--master", "127.0.0.1:8118")
+    assert main(["train", "examples/sanity/config.yaml", *place, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
 def numeric_options() -> list[tuple[str, str, str]]:
     found = [
         (path, action.option_strings[0], "int" if action.type is int else "float")

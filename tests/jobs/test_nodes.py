@@ -174,6 +174,11 @@ train --max-restarts 1
 """
 
 
+def power_off_beside_a_spare(machines: Machines) -> None:
+    assert "is a spare: it waits" in machines.text(2) and "starting" not in machines.text(2)
+    machines.power_off(1)
+
+
 SPANNING = {"rollout__tensor_parallel": 2, "evaluation__every_steps": 0}
 
 
@@ -369,6 +374,13 @@ CASES = {
         ranks=0,
     ),
     "full disk": Case({"run__max_steps": 12, "rollout__restarts": 1} | SAVING, fill_disk_of_node_1, run=SMALL_DISK),
+    "spare": Case(
+        {"run__max_steps": 12} | SAVING,
+        power_off_beside_a_spare,
+        dict.fromkeys((0, 2), (r"node 2 \(node2, 10.77.0.3\) takes the place of node 1",)),
+        codes=(0, None, 0),
+        run="train --nodes 2 --spares 1 --max-restarts 2",
+    ),
     "checkpoints of each machine": Case(
         {"run__max_steps": 14} | SAVING,
         kill(1, "rank"),

@@ -1,4 +1,8 @@
-"""Node 0: admits the launchers of the other nodes, compares what they have, starts all ranks together and ends them."""
+"""Node 0: admits the launchers of the other nodes, compares what they have, starts all ranks together and ends them.
+
+Where there are more launchers than nodes that train, those left over are spares: each place of a node that is lost goes
+to one of them when the run starts again, and what comes back later is a spare itself.
+"""
 
 import contextlib
 import queue
@@ -34,11 +38,13 @@ _VICTIM_DELAY_S = 1.5
 _GOODBYE_LIMIT_S = 2.0
 _MAX_TURNED_AWAY_LINES = 50  # a stranger that comes again and again must not fill the disk of the log
 TELL_LIMIT_S = 30.0  # that a node with a mistake waits, to tell it to those that come
+# At the first start a machine may just be slow to come; later its place is free for a spare at once.
+_SPARE_PATIENCE_S = 60.0
 
 
 @dataclass
 class _Node:
-    """Another node as node 0 knows it."""
+    """Another node, or a spare, as node 0 knows it."""
 
     channel: Link
     host: str
@@ -57,8 +63,8 @@ class FirstNode(Peers):
         facts: about this node.
         probes: what the others look for in shared directories.
         limit_s: longest wait for a node, the first time and when all start again; 0 means any time.
-        advice: returns what to do about a node that is lost, where nothing starts its launcher again; None where it may
-            come back.
+        advice: returns what to do about a node that is lost, where nothing starts its launcher again and no spare
+            waits; None where it may come back.
     """
 
     node = 0
@@ -72,14 +78,16 @@ class FirstNode(Peers):
         limit_s: float,
         advice: Callable[[], str] | None = None,
     ) -> None:
-        self._advice = advice
+        self._advice = advice if not place.num_spares else None
         self.num_nodes = place.num_nodes
+        self._num_launchers = place.num_nodes + place.num_spares
         self._num_turned_away = 0
         self._facts = as_message(facts)
         self._probes = dict(probes)
         self._limit_s = limit_s
-        self._nodes: dict[int, _Node] = {}  # by number
-        self._has_started = False
+        self._nodes: dict[int, _Node] = {}  # by number, spares too
+        self._seats: dict[int, int] = {}  # by place among the nodes that train, who has it
+        self._has_started = self._is_over = False
         # Of each message, who has sent it: the number of a node, None for one for rollout only.
         self._news: queue.SimpleQueue[tuple[int | None, Link | None, dict[str, Any]]] = queue.SimpleQueue()
         self._problems: dict[int, str] = {}
@@ -115,9 +123,10 @@ class FirstNode(Peers):
         if self._rollout_nodes is not None:
             self.environment = self._rollout_nodes.open()
         self._ending, self._report, self._is_watched, self._has_started = None, "", True, True
-        for node in self._nodes.values():
+        for place, number in self._seats.items():
+            node = self._nodes[number]
             node.is_running, node.is_told = True, False
-            node.channel.send("go", resume=resume, port=self.scheduler_port, host=self.host)
+            node.channel.send("go", node=place, resume=resume, port=self.scheduler_port, host=self.host)
         code = RunFailure.exit_code
         try:
             code = start(resume)
@@ -130,6 +139,7 @@ class FirstNode(Peers):
 
     def close(self, code: int) -> None:
         """Tell the others that the run is over, and how it ended."""
+        self._is_over = True
         for node in self._nodes.values():
             node.channel.send("over", code=code)
         end_s = time.monotonic() + _GOODBYE_LIMIT_S
@@ -193,7 +203,7 @@ class FirstNode(Peers):
         while True:
             self._take_news()
             waited_s = time.monotonic() - start_s
-            missing = [node for node in range(1, self.num_nodes) if node not in self._nodes]
+            missing = self._fill_seats(self._has_started or waited_s > _SPARE_PATIENCE_S)
             lines = self._differences()
             refused_s = refused_s or (waited_s + _REFUSAL_DELAY_S if lines else None)
             if lines and (not missing or waited_s > refused_s):
@@ -219,6 +229,19 @@ class FirstNode(Peers):
                 self._tell_all(f"waiting: {line} to {self.host} for {waited_s:.0f} s")
             time.sleep(POLL_INTERVAL_S)
 
+    def _fill_seats(self, takes_spares: bool) -> list[int]:
+        """Give each place to the node of its number, or to a spare that is there; return the places left empty."""
+        self._seats = {place: number for place, number in self._seats.items() if number in self._nodes}
+        empty = [place for place in range(1, self.num_nodes) if place not in self._seats]
+        seated = set(self._seats.values())
+        own = {place: place for place in empty if place in self._nodes and place not in seated}
+        self._seats |= own
+        spares = sorted(self._nodes.keys() - seated - own.keys()) if takes_spares else []
+        for place, number in zip([place for place in empty if place not in own], spares):
+            self._seats[place] = number
+            self._tell_all(f"node {number} ({self._nodes[number].host}) takes the place of node {place}")
+        return [place for place in empty if place not in self._seats]
+
     def _tell_all(self, line: str) -> None:
         say(line)
         for node in self._nodes.values():
@@ -243,15 +266,24 @@ class FirstNode(Peers):
                 self._hear(node, message)
 
     def _take_in(self, node: int, channel: Link, message: dict[str, Any]) -> None:
-        if not 0 < node < self.num_nodes:
-            line = f"there is no node {node}: node 0 was started with --nodes {self.num_nodes}"
+        if not 0 < node < self._num_launchers:
+            spares = f" --spares {num_spares}" if (num_spares := self._num_launchers - self.num_nodes) else ""
+            line = f"there is no node {node}: node 0 was started with --nodes {self.num_nodes}{spares}"
             channel.send("refused", lines=[line])
         elif node in self._nodes:
             channel.send("taken", line=f"node {node} is there already ({self._nodes[node].host})")
+        elif self._is_spare(node) and (lines := self._objections(node, message)):
+            # The run does not wait for it, and need not end over it.
+            say("\n  ".join([f"node {node} ({message['host']}) cannot be a spare:", *lines]))
+            channel.send("refused", lines=lines)
         else:
             self._nodes[node] = _Node(channel, message["host"], message["facts"])
             if problem := message.get("problem"):
                 self._problems[node] = problem
+            if self._is_spare(node):
+                line = f"node {node} ({message['host']}) is a spare: it waits for a node to be lost"
+                say(line)
+                channel.send("waiting", line=line)
 
     def _hear_rollout_node(self, channel: Link, message: dict[str, Any]) -> None:
         if self._rollout_nodes is None:
@@ -264,8 +296,16 @@ class FirstNode(Peers):
         else:  # which writes nothing to shared directories
             facts = {name: fact for name, fact in self._facts.items() if name not in self._probes}
             self._rollout_nodes.accept(
-                channel, message["host"], differences({0: facts, self.num_nodes: message["facts"]})
+                channel, message["host"], differences({0: facts, self._num_launchers: message["facts"]})
             )
+
+    def _is_spare(self, node: int) -> bool:
+        return node >= self.num_nodes or self._seats.get(node, node) != node
+
+    def _objections(self, node: int, message: Mapping[str, Any]) -> list[str]:
+        if problem := message.get("problem"):
+            return [f"node {node}: {problem}"]
+        return differences({0: self._facts, node: message["facts"]})
 
     def _hear(self, node: int, message: dict[str, Any]) -> None:
         who = self._nodes[node]
@@ -280,6 +320,8 @@ class FirstNode(Peers):
             self._problems.pop(node, None)
             if who.is_running:
                 self._end_with(node, who, RunFailure.exit_code, message["how"])
+            elif node not in self._seats.values() and not self._is_over:
+                say(f"node {node} ({who.host}), a spare, {message['how']}")
 
     def _end_with(self, node: int, who: _Node, code: int, what: str) -> None:
         """Have all nodes end since one has failed, and say so."""
@@ -320,9 +362,9 @@ class FirstNode(Peers):
         codes = [code, *([self._ending.code] if self._ending else [])]
         codes += [node.code for node in self._nodes.values()]
         failed = [one for one in codes if one != 0]
-        for number, node in self._nodes.items() if failed else ():
-            line = self._cause(code)
-            if not node.is_told and not line.startswith(f"node {number} "):
+        for number in self._seats.values() if failed else ():
+            node, line = self._nodes.get(number), self._cause(code)
+            if node and not node.is_told and not line.startswith(f"node {number} "):
                 node.channel.send("waiting", line=line)  # its ranks had ended by themselves
         # A mistake of the user's and an interrupt are the cause where they are, and final.
         return next((one for one in failed if not is_worth_a_restart(one)), max(failed, default=0))
@@ -355,7 +397,7 @@ def _refuse_all(place: Place, secret: bytes, lines: Sequence[str]) -> None:
         told.release()
 
     greet_newcomers(listener, secret, refuse, lambda peer, reason: None)
-    for _ in range(1, place.num_nodes):
+    for _ in range(1, place.num_nodes + place.num_spares):
         told.acquire(timeout=max(0.0, end_s - time.monotonic()))
     listener.close()
 

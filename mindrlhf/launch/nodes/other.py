@@ -53,7 +53,7 @@ class OtherNode(Peers):
         limit_s: float,
         rejoins: bool,
     ) -> None:
-        self.node, self.num_nodes = place.node, place.num_nodes
+        self.node, self.num_nodes = place.node, place.num_nodes  # node: whose place it takes, of which node 0 tells
         self._place = place
         self._secret = secret
         self._find_facts = find_facts
@@ -84,7 +84,7 @@ class OtherNode(Peers):
             if message["kind"] == LOST:
                 self._join_again(message)
                 continue
-            self.scheduler_port, self.host = int(message["port"]), str(message["host"])
+            self.node, self.scheduler_port, self.host = int(message["node"]), int(message["port"]), str(message["host"])
             self._ending, self._report = None, ""
             code = start(bool(message["resume"]))
             self._channel.send("ended", code=code, report=self._report)

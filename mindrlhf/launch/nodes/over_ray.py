@@ -37,6 +37,7 @@ def run_over_ray(
     nodes: str | None,
     num_workers: int,
     *,
+    num_spares: int = 0,
     master: str | None = None,
     max_restarts: int = 0,
     may_lack_token: bool = False,
@@ -45,7 +46,7 @@ def run_over_ray(
 
     Args:
         address: "auto" for the cluster of this machine, or HOST:PORT of its head.
-        nodes: how many train; None or "auto" for all that have room.
+        nodes: how many train; None or "auto" for all that have room, but for the spares.
         num_workers: NPUs, or CPUs where no node has any, that each must have free.
         master: where node 0 listens; None for its address in the cluster and the default port.
         max_restarts: how often another node's agent or launcher that was killed is started again.
@@ -54,7 +55,7 @@ def run_over_ray(
     ray = _connect(address)
     try:
         run = _RayRun(ray, words, num_workers, max_restarts)
-        run.place(nodes, master)
+        run.place(nodes, num_spares, master)
         run.check_tokens(may_lack_token)
         with passing_signals(run.tell):
             return run.follow_all()
@@ -73,7 +74,7 @@ def child_environment(theirs: dict[str, str], ours: dict[str, str]) -> dict[str,
     return kept | given | {LIFELINE_VARIABLE: "ray"}
 
 
-def choose_nodes(offers: Sequence[dict[str, Any]], num_workers: int, nodes: str | None) -> list[dict]:
+def choose_nodes(offers: Sequence[dict[str, Any]], num_workers: int, nodes: str | None, num_spares: int) -> list[dict]:
     """Return the bundles of a placement group, node 0's first: it is pinned to the head, if that has room.
 
     Args:
@@ -85,11 +86,12 @@ def choose_nodes(offers: Sequence[dict[str, Any]], num_workers: int, nodes: str 
     fitting.sort(key=lambda node: (_HEAD not in node["Resources"], node["NodeManagerAddress"]))
     if nodes not in (None, "auto") and not (nodes.isascii() and nodes.isdigit() and int(nodes)):
         raise UserError(f"--nodes is {nodes}: give a number from 1 on, or auto")
-    total = len(fitting) if nodes in (None, "auto") else int(nodes)
-    if not 0 < total <= len(fitting):
+    total = len(fitting) if nodes in (None, "auto") else int(nodes) + num_spares
+    if not 0 <= num_spares < total or total > len(fitting):
         shown = ", ".join(f"{one['NodeManagerAddress']} {one['Resources'].get(kind, 0):g}" for one in alive)
+        spares = f" --spares {num_spares}" if num_spares else ""
         raise UserError(
-            f"--nodes {nodes or 'auto'} needs {max(total, 1)} nodes with {num_workers} {kind}s, "
+            f"--nodes {nodes or 'auto'}{spares} needs {max(total, num_spares + 1)} nodes with {num_workers} {kind}s, "
             f"but the Ray cluster has {len(fitting)} ({kind}s by node: {shown or 'none'}): "
             "give fewer --nodes or --workers"
         )
@@ -146,8 +148,8 @@ class _RayRun:
         self._codes: dict[int, int] = {}
         self._is_over = False
 
-    def place(self, nodes: str | None, master: str | None) -> None:
-        bundles = choose_nodes(self._ray.nodes(), self._num_workers, nodes)
+    def place(self, nodes: str | None, num_spares: int, master: str | None) -> None:
+        bundles = choose_nodes(self._ray.nodes(), self._num_workers, nodes, num_spares)
         self._bundles = bundles
         self._group = self._ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
         if not self._group.wait(_PLACE_LIMIT_S):
@@ -159,7 +161,9 @@ class _RayRun:
         self._agents = [self._new_agent(node) for node in range(len(bundles))]
         self._places = self._ray.get([agent.place.remote() for agent in self._agents], timeout=_AGENT_LIMIT_S)
         master = master or f"{self._places[0]['address']}:{DEFAULT_PORT}"
-        self._words += ["--nodes", str(len(bundles)), "--master", master] if len(bundles) > 1 else []
+        num_nodes = len(bundles) - num_spares
+        shape = ["--nodes", str(num_nodes), *(["--spares", str(num_spares)] if num_spares else []), "--master", master]
+        self._words += shape if num_nodes > 1 else []
         for node, place in enumerate(self._places):
             say(f"node {node} is {place['host']} ({place['address']})")
 

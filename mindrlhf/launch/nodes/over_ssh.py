@@ -50,16 +50,22 @@ def read_hosts(path: str) -> list[str]:
     return hosts
 
 
-def run_over_ssh(words: Sequence[str], hosts: Sequence[str], master: str | None) -> int:
+def run_over_ssh(words: Sequence[str], hosts: Sequence[str], master: str | None, num_spares: int = 0) -> int:
     """Run ``python -m mindrlhf.cli WORDS`` on all hosts, in this directory, and return node 0's exit code.
 
     Args:
         master: where node 0 listens; None for the first host and the default port.
+        num_spares: the last hosts, that wait to take the place of others.
+
+    Raises:
+        UserError: they are more than the hosts allow.
     """
+    if not 0 <= num_spares <= max(0, len(hosts) - 2):
+        raise UserError(f"--spares is {num_spares}, but --hostfile names {len(hosts)} hosts, of which 2 have to train")
     master = master or f"{hosts[0].rpartition('@')[2]}:{DEFAULT_PORT}"
     secret = os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32)
-    words = [*words, "--nodes", str(len(hosts))]
-    nodes = [_start(host, _remote_command(words, node, master), secret) for node, host in enumerate(hosts)]
+    shape = ["--nodes", str(len(hosts) - num_spares), *(["--spares", str(num_spares)] if num_spares else [])]
+    nodes = [_start(host, _remote_command([*words, *shape], node, master), secret) for node, host in enumerate(hosts)]
     readers = [
         threading.Thread(target=_show, args=(process.output, f"[node {node}] " if node else ""), daemon=True)
         for node, process in enumerate(nodes)
@@ -75,7 +81,8 @@ def run_over_ssh(words: Sequence[str], hosts: Sequence[str], master: str | None)
     for node, code in enumerate(codes):
         if code == 255:
             say(f"ssh to node {node} ({hosts[node]}) failed: try ssh -o BatchMode=yes {hosts[node]} true")
-    return codes[0] or max(codes)
+    # With spares the run may have done without some of them.
+    return codes[0] if num_spares else codes[0] or max(codes)
 
 
 def hold_on_to_lifeline() -> str:

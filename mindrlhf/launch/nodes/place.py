@@ -22,9 +22,10 @@ class Place:
     """Position of a launcher among those of a run.
 
     Attributes:
-        node: its number: the nodes that train, from 0 on; those for rollout only share the next.
+        node: its number: first the nodes that train, from 0 on, then the spares; those for rollout only share the next.
         num_nodes: how many train.
         master, port: name or address of node 0, and where it listens.
+        num_spares: how many wait to take the place of a node that is lost.
         is_elastic: nodes for rollout only may come.
         is_for_rollout: this is one.
     """
@@ -33,6 +34,7 @@ class Place:
     num_nodes: int
     master: str
     port: int
+    num_spares: int = 0
     is_elastic: bool = False
     is_for_rollout: bool = False
 
@@ -74,6 +76,7 @@ def find_place(
     node_rank: int | None,
     master: str | None,
     environment: Mapping[str, str],
+    num_spares: int = 0,
     *,
     is_elastic: bool = False,
     is_for_rollout: bool = False,
@@ -84,18 +87,21 @@ def find_place(
         nodes: ``--nodes``: a number, or "auto" for what the environment says; None for one node.
         node_rank: ``--node-rank``; None for what the environment says.
         master: ``--master``: ADDRESS or ADDRESS:PORT of node 0; None for what the environment says.
+        num_spares: ``--spares``; the environment's number of nodes has them in it, that of ``--nodes`` has not.
         is_elastic: ``--elastic``: there is a place then also where one node trains.
         is_for_rollout: ``--role rollout``.
 
     Raises:
         UserError: something is missing, or senseless.
     """
+    if num_spares < 0:
+        raise UserError(f"--spares is {num_spares}: give 0 or more")
     if is_for_rollout:
         _check_rollout_node(node_rank, is_elastic)
     if is_elastic and nodes is None:
         nodes, node_rank = "1", node_rank or 0
     if nodes is None:
-        return _check_single({"--node-rank": node_rank, "--master": master})
+        return _check_single({"--node-rank": node_rank, "--master": master, "--spares": num_spares or None})
     address, port = _split(master or "")
     is_told = address and nodes != "auto" and (node_rank is not None or is_for_rollout)
     found = {} if is_told else _ascend_operator(environment) or _slurm(environment) or _indexed_job(environment)
@@ -104,21 +110,24 @@ def find_place(
             "--nodes is auto, but no variable of Slurm or of Ascend's operator says how many there are: give --nodes N "
             "--node-rank K --master ADDRESS:PORT"
         )
-    num_nodes = int(found["num_nodes"]) if nodes == "auto" else _number(nodes)
+    num_nodes = int(found["num_nodes"]) - num_spares if nodes == "auto" else _number(nodes)
+    if num_spares and num_nodes < 2:
+        raise UserError(f"--spares is {num_spares}, but {max(0, num_nodes)} nodes train: a spare needs 2 at least")
     if num_nodes == 1 and not is_elastic:
         return None
+    total = num_nodes + num_spares
     rank = node_rank if node_rank is not None else found.get("node")
-    rank = num_nodes if is_for_rollout else rank
+    rank = total if is_for_rollout else rank
     if rank is None:
         raise UserError(f"--nodes is {nodes}, but --node-rank is missing: give each node its own, from 0 on")
     rank = int(rank)
-    if not 0 <= rank < num_nodes + is_for_rollout:
-        raise UserError(f"--node-rank is {rank}, but the {num_nodes} nodes are numbered from 0 to {num_nodes - 1}")
+    if not 0 <= rank < total + is_for_rollout:
+        raise UserError(f"--node-rank is {rank}, but the {total} nodes are numbered from 0 to {total - 1}")
     if not address:
         what = "--elastic is given" if is_elastic else f"--nodes is {nodes}"
         address, port = _found_address(found, what)
     port = port or int(found.get("port", DEFAULT_PORT))
-    return Place(rank, num_nodes, address, port, is_elastic, is_for_rollout)
+    return Place(rank, num_nodes, address, port, num_spares, is_elastic, is_for_rollout)
 
 
 def _found_address(found: Mapping[str, str | int], what: str) -> tuple[str, int]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from mindrlhf.errors import RunFailure, UserError, UserErrors
+from mindrlhf.launch.nodes import first
 from mindrlhf.launch.nodes.facts import Fact
 from mindrlhf.launch.nodes.first import FirstNode, telling_others
 from mindrlhf.launch.nodes.other import OtherNode
@@ -60,12 +61,14 @@ class Cluster:
         tmp_path: Path,
         num_nodes: int,
         *,
+        num_spares: int = 0,
         max_restarts: int = 0,
         limit_s: float = 30.0,
         advice: str = "",
     ) -> None:
         self.port = find_free_port()
         self.num_nodes = num_nodes
+        self.num_spares = num_spares
         self.tmp_path = tmp_path
         self.max_restarts = max_restarts
         self.limit_s = limit_s
@@ -76,7 +79,7 @@ class Cluster:
         self.threads: dict[int, threading.Thread] = {}
 
     def place(self, node: int) -> Place:
-        return Place(node, self.num_nodes, "127.0.0.1", self.port)
+        return Place(node, self.num_nodes, "127.0.0.1", self.port, self.num_spares)
 
     def start(self, node: int, facts: tuple[Fact, ...] = (), secret: bytes = SECRET) -> None:
         run = self._first if node == 0 else self._other
@@ -121,7 +124,7 @@ class Cluster:
         for thread in self.threads.values():
             thread.join(60)
             assert not thread.is_alive()
-        return [self.results[node] for node in range(self.num_nodes)]
+        return [self.results[node] for node in range(self.num_nodes + self.num_spares)]
 
 
 @pytest.fixture
@@ -288,6 +291,79 @@ def test_an_address_that_does_not_resolve_is_an_error_at_once_and_waited_for_in_
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
     monkeypatch.setattr("mindrlhf.launch.nodes.place.time.sleep", lambda _: None)
     assert place.check_address() == (socket.AF_INET, "10.0.0.1") and len(tries) == 3
+
+
+def wait_for_line(capfd, line: str) -> None:
+    text, end_s = "", time.monotonic() + 30
+    while line not in text:
+        assert time.monotonic() < end_s, text
+        text += capfd.readouterr().err
+        time.sleep(0.02)
+
+
+def test_a_spare_takes_the_place_of_a_lost_node_which_is_a_spare_when_it_comes_back(cluster, capfd):
+    run = cluster(3, num_spares=1, max_restarts=2)
+    run.start(3)  # the spare is first, and takes nobody's place yet
+    for node in range(3):
+        run.start(node)
+    run.wait_for_starts(1)
+    assert run.ranks[3].starts == []
+    run.nodes[1]._rejoins = False
+    run.nodes[1]._channel._connection.close()
+    run.threads[1].join(30)
+    run.wait_for_starts(1, nodes=[3])
+    run.wait_for_starts(2, nodes=[0, 2])
+    assert run.ranks[2].lines[0].startswith("node 1 (") and "has closed the connection" in run.ranks[2].lines[0]
+    assert [run.ranks[node].peers.node for node in (0, 3, 2)] == [0, 1, 2]
+    assert run.ranks[3].starts == [True], "it resumes from what the lost node had saved"
+    ports = {run.ranks[node].peers.scheduler_port for node in (0, 2, 3)}
+    assert len(ports) == 1
+    run.start(1)  # somebody has repaired it
+    wait_for_line(capfd, f"node 1 ({socket.gethostname()}, 127.0.0.1) is a spare: it waits for a node to be lost")
+    run.nodes[2]._rejoins = False
+    run.nodes[2]._channel._connection.close()
+    run.threads[2].join(30)
+    run.wait_for_starts(1, nodes=[1])
+    run.wait_for_starts(3, nodes=[0])
+    assert [run.ranks[node].peers.node for node in (1, 3)] == [2, 1]
+    for node in (0, 1, 3):
+        run.ranks[node].orders.put(0)
+    codes = run.ends()
+    assert codes[:2] + codes[3:] == [0, 0, 0] and isinstance(codes[2], RunFailure)
+
+
+def test_a_spare_stands_in_for_a_node_that_does_not_come(cluster, monkeypatch):
+    monkeypatch.setattr(first, "_SPARE_PATIENCE_S", 0.5)
+    run = cluster(3, num_spares=1, max_restarts=1)
+    for node in (3, 0, 2):
+        run.start(node)
+    run.wait_for_starts(1, nodes=[0, 2, 3])
+    assert run.ranks[3].peers.node == 1 and run.ranks[3].starts == [False]
+    for node in (0, 2, 3):
+        run.ranks[node].orders.put(0)
+    run.results[1] = None
+    assert run.ends() == [0, None, 0, 0]
+
+
+def test_a_spare_that_differs_is_refused_alone(cluster, capfd):
+    run = cluster(2, num_spares=2, max_restarts=1)
+    same, other = (Fact("mindspore", version, "install the same") for version in ("2.9.0", "2.8.0"))
+    run.start(0, (same,))
+    run.start(2, (other,))
+    run.threads[2].join(30)
+    line = 'mindspore is "2.9.0" on node 0, "2.8.0" on node 2: install the same'
+    assert isinstance(run.results[2], UserError) and line in str(run.results[2])
+    assert line in capfd.readouterr().err
+    with pytest.raises(UserError, match="node 3: there is no such file"):
+        OtherNode(run.place(3), SECRET, lambda _: [], run.tmp_path, limit_s=30, rejoins=False).tell_problem(
+            "there is no such file"
+        )
+    run.start(1, (same,))
+    run.wait_for_starts(1)
+    for node in (0, 1):
+        run.ranks[node].orders.put(0)
+    run.results[3] = None
+    assert [run.ends()[node] for node in (0, 1, 3)] == [0, 0, None]
 
 
 def test_a_silent_node_is_lost_on_both_sides(cluster, monkeypatch):

@@ -23,35 +23,37 @@ def node(address, alive=True, **resources):
 
 
 @pytest.mark.parametrize(
-    "offers, workers, nodes, expected",
+    "offers, workers, nodes, spares, expected",
     [
         # Rank 0 is on the head where that has room, else on the first address.
-        ([node("10.0.0.9"), node("10.0.0.1") | {"Resources": {"CPU": 4.0, **HEAD}}], 2, None, ("CPU", 2, *HEAD)),
-        ([node("b", NPU=8.0), node("a", NPU=8.0), node("c") | {"Resources": HEAD}], 8, "2", ("NPU", 2, "node:a")),
-        ([node("b", NPU=8.0), node("a", NPU=4.0), node("c", NPU=8.0)], 8, "auto", ("NPU", 2, "node:b")),
-        ([node("a"), node("b", alive=False), node("c")], 4, None, ("CPU", 2, "node:a")),
+        ([node("10.0.0.9"), node("10.0.0.1") | {"Resources": {"CPU": 4.0, **HEAD}}], 2, None, 0, ("CPU", 2, *HEAD)),
+        ([node("b", NPU=8.0), node("a", NPU=8.0), node("c") | {"Resources": HEAD}], 8, "2", 0, ("NPU", 2, "node:a")),
+        ([node("b", NPU=8.0), node("a", NPU=4.0), node("c", NPU=8.0)], 8, "auto", 1, ("NPU", 2, "node:b")),
+        ([node("a"), node("b", alive=False), node("c")], 4, None, 0, ("CPU", 2, "node:a")),
     ],
 )
-def test_nodes_with_room_get_a_share_each_and_rank_0_a_fixed_one(offers, workers, nodes, expected):
+def test_nodes_with_room_get_a_share_each_and_rank_0_a_fixed_one(offers, workers, nodes, spares, expected):
     kind, number, first = expected
-    bundles = choose_nodes(offers, workers, nodes)
+    bundles = choose_nodes(offers, workers, nodes, spares)
     assert bundles == [{kind: workers, first: 0.001}, *[{kind: workers}] * (number - 1)]
 
 
 @pytest.mark.parametrize(
-    "offers, workers, nodes, message",
+    "offers, workers, nodes, spares, message",
     [
-        ([node("a"), node("b")], 8, "2", r"--nodes 2 needs 2 nodes with 8 CPUs, but .* has 0 \(CPUs by"),
-        ([node("a", NPU=8.0), node("b")], 8, "2", r"has 1 \(NPUs by node: a 8, b 0\): give fewer"),
-        ([], 1, None, r"needs 1 nodes with 1 CPUs, but the Ray cluster has 0 \(CPUs by node: none\)"),
-        ([node("a")], 1, "0", r"--nodes is 0: give a number"),
-        ([node("a")], 1, "two", r"--nodes is two: give a number"),
-        ([node("a")], 1, "-1", r"--nodes is -1: give a number"),
+        ([node("a"), node("b")], 8, "2", 0, r"--nodes 2 needs 2 nodes with 8 CPUs, but .* has 0 \(CPUs by"),
+        ([node("a", NPU=8.0), node("b")], 8, "2", 0, r"has 1 \(NPUs by node: a 8, b 0\): give fewer"),
+        ([node("a"), node("b")], 1, "2", 1, r"--nodes 2 --spares 1 needs 3 nodes"),
+        ([node("a")], 1, None, 1, r"--nodes auto --spares 1 needs 2 nodes"),
+        ([], 1, None, 0, r"needs 1 nodes with 1 CPUs, but the Ray cluster has 0 \(CPUs by node: none\)"),
+        ([node("a")], 1, "0", 0, r"--nodes is 0: give a number"),
+        ([node("a")], 1, "two", 0, r"--nodes is two: give a number"),
+        ([node("a")], 1, "-1", 0, r"--nodes is -1: give a number"),
     ],
 )
-def test_too_few_nodes_are_told_with_what_there_is(offers, workers, nodes, message):
+def test_too_few_nodes_are_told_with_what_there_is(offers, workers, nodes, spares, message):
     with pytest.raises(UserError, match=message):
-        choose_nodes(offers, workers, nodes)
+        choose_nodes(offers, workers, nodes, spares)
 
 
 def test_a_launcher_gets_what_is_listed_and_nothing_of_rays():
@@ -221,6 +223,11 @@ def test_all_npus_of_a_share_are_asked_for(run):
     assert [agent.resources for agent in ray.agents] == [{"NPU": 1}] * 2
 
 
+def test_spares_are_nodes_too(run):
+    _, said, ray = run("0.1=0", offers=[node("a"), node("b"), node("c")], nodes="2", num_spares=1)
+    assert len(ray.agents) == 3 and "[node 2] train x.yaml --nodes 2 --spares 1 --master" in said.out
+
+
 @pytest.mark.parametrize("how", ["agent", "launcher"])
 def test_another_node_that_is_lost_is_started_again_as_often_as_the_run(run, how):
     deeds = "0.1=wait1,1.1=kill" if how == "launcher" else "0.1=wait1"
@@ -275,6 +282,7 @@ def test_an_interpreter_that_is_not_there_is_told(run, monkeypatch):
         (["--ray", "--hostfile", "x"], "--hostfile and --ray are both given"),
         (["--ray", "--node-rank", "0"], "--ray numbers the nodes itself: leave out --node-rank"),
         (["--ray", "--elastic", "--role", "rollout"], "--role is rollout, but --ray starts"),
+        (["--ray", "--spares", "1"], "--spares is 1, but --max-restarts is 0"),
         (["--ray"], "--ray needs the package ray: pip install"),
         (["--ray", "run.seed=3"], "--ray needs the package ray: pip install"),
     ],

@@ -48,6 +48,7 @@ def test_auto_reads_the_environment(name):
 
 def test_options_win_over_the_environment_and_fill_its_gaps():
     assert find_place("auto", None, "10.0.0.9:1", SLURM) == Place(3, 4, "10.0.0.9", 1)
+    assert find_place("auto", None, None, SLURM, 2) == Place(3, 2, "npu07", 24_567, 2)
     assert find_place("2", None, "job-0.svc:8118", {"JOB_COMPLETION_INDEX": "1"}) == Place(1, 2, "job-0.svc", 8118)
 
 
@@ -67,6 +68,11 @@ def test_options_win_over_the_environment_and_fill_its_gaps():
         (("2", 0, None, {}), "--master is missing"),
         (("2", 0, "a:b", {}), "its port is no number"),
         (("2", 0, "a:70000", {}), "its port is no number"),
+        (("2", 3, "a", {}, 1), "--node-rank is 3, but the 3 nodes are numbered from 0 to 2"),
+        (("2", 0, "a", {}, -1), "--spares is -1"),
+        (("1", 0, "a", {}, 1), "--spares is 1, but 1 nodes train: a spare needs 2 at least"),
+        (("auto", None, None, SLURM, 4), "--spares is 4, but 0 nodes train"),
+        ((None, None, None, {}, 1), "--spares is 1, but --nodes is missing"),
         ((None, 1, None, {}), "--node-rank is 1, but --nodes is missing"),
         ((None, None, "a:1", {}), "--master is a:1, but --nodes is missing"),
         (("auto", None, None, {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "8(x4)"}), "start one, srun --ntasks-per-node=1"),
@@ -83,7 +89,7 @@ def test_nodes_for_rollout_only_have_no_number_of_their_own():
     assert find_place("2", 1, "a:1", {}, **elastic) == Place(1, 2, "a", 1, is_elastic=True)
     rollout = {**elastic, "is_for_rollout": True}
     assert find_place(None, None, "a:1", {}, **rollout) == Place(1, 1, "a", 1, **rollout)
-    assert find_place("2", None, "a:1", {}, **rollout) == Place(2, 2, "a", 1, **rollout)
+    assert find_place("2", None, "a:1", {}, 1, **rollout) == Place(3, 2, "a", 1, 1, **rollout)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,66 @@
+"""`mindrlhf completion`: what a shell needs to complete commands, options and keys of the config."""
+
+import argparse
+import sys
+
+from mindrlhf.commands.vocabulary import OVERRIDES_HELP
+
+_SCRIPT = """\
+_mindrlhf() {{
+    local current="${{COMP_WORDS[COMP_CWORD]}}" path="" word words
+    for word in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
+        case "$path $word" in
+            {paths}) path="$path $word" ;;
+        esac
+    done
+    case "$path" in
+{cases}
+    esac
+    COMPREPLY=($(compgen -W "$words" -- "$current"))
+    [[ ${{#COMPREPLY[@]}} == 1 && ${{COMPREPLY[0]}} == *= ]] && compopt -o nospace 2>/dev/null
+    return 0
+}}
+complete -o default -F _mindrlhf mindrlhf
+"""
+_ZSH_HEAD = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
+
+
+def register(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser(
+        "completion", help="print a script that completes commands in a shell: source <(mindrlhf completion bash)"
+    )
+    parser.add_argument("shell", choices=("bash", "zsh"))
+    parser.set_defaults(run=lambda arguments: _print(arguments.shell, subparsers))
+
+
+def _print(shell: str, subparsers: argparse._SubParsersAction) -> int:
+    words = {"": sorted(subparsers.choices)} | _words(subparsers, "")
+    cases = "\n".join(f'        "{path}") words="{" ".join(one)}" ;;' for path, one in words.items())
+    paths = "|".join(f'"{path}"' for path in words if path)
+    sys.stdout.write((_ZSH_HEAD if shell == "zsh" else "") + _SCRIPT.format(cases=cases, paths=paths))
+    return 0
+
+
+def _words(subparsers: argparse._SubParsersAction, path: str) -> dict[str, list[str]]:
+    """Return what may follow each command: actions, options and keys of its config, by the command's words."""
+    found = {}
+    for name, parser in subparsers.choices.items():
+        here, words = f"{path} {name}", []
+        for action in parser._actions:
+            words += action.option_strings
+            if isinstance(action, argparse._SubParsersAction):
+                words += action.choices
+                found |= _words(action, here)
+            elif action.choices and not action.option_strings:
+                words += map(str, action.choices)
+        if parser.epilog == OVERRIDES_HELP:
+            words += _keys(name)
+        found[here] = words
+    return found
+
+
+def _keys(command: str) -> list[str]:
+    from mindrlhf.config.load import CONFIGS
+    from mindrlhf.config.parse import dotted_keys
+
+    return [f"{dotted}=" for dotted, _, _ in dotted_keys(CONFIGS.get(command, CONFIGS["train"]))]
