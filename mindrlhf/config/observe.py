@@ -35,6 +35,11 @@ class ObserveSection:
     groups_per_step: int = key(
         1, "prompts of which all samples are written to samples.jsonl at each step: whole groups", minimum=0
     )
+    sample_tokens: bool = key(
+        False,
+        "write the tokens of these samples too, each with its advantage and the log-probabilities of generator and "
+        "trainer, which `mindrlhf view` shades",
+    )
     sinks: tuple[str, ...] = key(
         ("tensorboard",),
         "where metrics, config, samples and report go, beside the files of `run.output_dir`; all but tensorboard are "

@@ -14,6 +14,7 @@ from mindrlhf.observe.records import JsonlWriter
 from mindrlhf.system.files import write_file
 
 IMAGES_NAME = "sample_images"
+TOKEN_VALUES = ("advantages", "rollout_logprobs", "train_logprobs")
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class SampleRecord:
     finish_reason: str  # "stop" or "length"
     images: tuple[np.ndarray, ...] = ()  # uint8 [height, width, 3] each
     extra: Mapping[str, Any] = field(default_factory=dict)  # kept columns of the prompt, JSON values by name
+    # "tokens": their texts, and by the names of TOKEN_VALUES a number for each, None where the model did not write it
+    tokens: Mapping[str, list] | None = None
     # Of an agent's episode: "role", "prompt", "completion" and, where roles have rewards, "reward" of each.
     conversations: Sequence[Mapping[str, Any]] = ()
     unscored: str = ""  # why it has no reward and was left out
@@ -107,6 +110,7 @@ class SampleWriter:
             for name in ("images", "extra", "conversations", "unscored"):
                 if not line[name]:
                     del line[name]
+            line |= line.pop("tokens") or {}
             self._writer.write(line)
 
     def _keep(self, images: Iterable[np.ndarray]) -> list[str]:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -244,6 +244,22 @@ class Sampler:
             | ({"reward": agent.rewards[one.role]} if one.role in agent.rewards else {})
             for one in (agent.sequences if agent is not None else ())
         ]
+
+    def token_values(self, sample: Sample, values: Mapping[str, np.ndarray]) -> dict[str, list]:
+        """Return the response token by token, as ``SampleRecord.tokens`` has it.
+
+        Args:
+            values: by name, a number for each token that the model wrote.
+        """
+        completion = sample.completion
+        texts = [self._tokenizer.decode([token], skip_special_tokens=False) for token in completion.token_ids.tolist()]
+        is_generated = completion.is_generated
+        written = np.ones(len(texts), bool) if is_generated is None else np.asarray(is_generated, bool)
+        found: dict[str, list] = {"tokens": texts}
+        for name, numbers in values.items():
+            rounded = iter(np.round(np.asarray(numbers, np.float64), 5).tolist())
+            found[name] = [next(rounded) if is_written else None for is_written in written]
+        return found
 
     @property
     def end_ids(self) -> tuple[int, ...]:

@@ -326,3 +326,13 @@ def test_later_rounds_number_their_groups_and_seeds_on():
     assert [request.seed for chunk in generator.chunks for request in chunk] == whole[1:]
     assert [request.request_id for chunk in generator.chunks for request in chunk] == [0, 1]
     assert [sample.prompt_text for sample in samples[::3]] == ["e", "f`g"]
+
+
+def test_tokens_of_a_sample_have_their_values_where_the_model_wrote_them():
+    sampler = Sampler.__new__(Sampler)
+    sampler._tokenizer = Letters()
+    sample = make_sample([1], [3, 1, 2], logprobs=[-0.5, -1.0], is_generated=np.array([True, False, True]))
+    found = sampler.token_values(sample, {"rollout_logprobs": sample.completion.logprobs})
+    assert found == {"tokens": ["c", "a", "b"], "rollout_logprobs": [-0.5, None, -1.0]}
+    whole = with_completion(sample, is_generated=None, logprobs=np.array([-1, -2, -3], np.float32))
+    assert sampler.token_values(whole, {"x": whole.completion.logprobs})["x"] == [-1, -2, -3]

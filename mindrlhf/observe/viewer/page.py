@@ -13,7 +13,7 @@ import mindrlhf
 from mindrlhf.errors import UserError
 from mindrlhf.observe.records import read_jsonl, replace_file
 from mindrlhf.observe.report import SAMPLES_PAGE, content_hash, package_text, shortened, write_report
-from mindrlhf.observe.samples import conversation_turns
+from mindrlhf.observe.samples import TOKEN_VALUES, conversation_turns
 
 MAX_TEXT = 20_000  # characters of a prompt or completion that the page keeps
 MAX_LINKED_BYTES = 8 << 20  # of samples, up to which a run's end writes the page that its report links to
@@ -90,7 +90,8 @@ def _sample_row(record: dict[str, Any], prompts: dict[str, int], verifiers: dict
     if record.get("conversations"):
         completion = "\n\n".join(f"{role}:\n{text}" for role, text in conversation_turns(record))
     rewards = {verifiers.setdefault(name, len(verifiers)): value for name, value in record["rewards"].items()}
-    return [
+    tokens = record.get("tokens")
+    row = [
         record["step"],
         prompts.setdefault(record["prompt"], len(prompts)),
         shortened(completion, MAX_TEXT),
@@ -98,5 +99,6 @@ def _sample_row(record: dict[str, Any], prompts: dict[str, int], verifiers: dict
         record["reward"],
         [rewards.get(index) for index in range(len(verifiers))],
         record["finish_reason"],
-        len(completion),
+        len(tokens) if tokens else len(completion),
     ]
+    return [*row, [tokens, *(record.get(name) for name in TOKEN_VALUES)]] if tokens else row

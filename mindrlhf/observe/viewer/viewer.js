@@ -1,6 +1,6 @@
 "use strict";
 (async () => {
-  const [STEP, PROMPT, COMPLETION, ANSWER, REWARD, REWARDS, ENDING, LENGTH] = [0, 1, 2, 3, 4, 5, 6, 7];
+  const [STEP, PROMPT, COMPLETION, ANSWER, REWARD, REWARDS, ENDING, LENGTH, TOKENS] = [0, 1, 2, 3, 4, 5, 6, 7, 8];
   const ROW_HEIGHT = 54;
   const $ = (id) => document.getElementById(id);
   const number = (value) => value === null || value === undefined ? "–" : +(+value).toPrecision(4) + "";
@@ -112,16 +112,50 @@
     return box;
   }
 
+  function shaded(row) {
+    const [tokens, advantages, generator, trainer] = row[TOKENS];
+    const box = make("div");
+    const difference = generator && trainer ? generator.map((value, i) => trainer[i] - value) : null;
+    const kinds = [["advantage", advantages], ["log-prob of the generator", generator],
+      ["log-prob of the trainer", trainer], ["trainer less generator", difference]].filter((kind) => kind[1]);
+    const text = make("div", "text");
+    const legend = make("div", "legend quiet");
+    const choice = make("select");
+    choice.setAttribute("aria-label", "What the shades mean");
+    kinds.forEach(([name], index) => choice.append(new Option(name, index)));
+    const words = make("span");
+    legend.append(choice, words);
+    const paint = () => {
+      const values = kinds[+choice.value][1];
+      const largest = Math.max(1e-12, ...values.map((value) => Math.abs(value ?? 0)));
+      words.textContent = `green above 0, red below; the deepest is ${number(largest)}`;
+      text.replaceChildren(...tokens.map((token, index) => {
+        const value = values[index];
+        const span = make("span", "token", token);
+        if (value === null || value === undefined) return span;
+        const shade = 0.55 * Math.abs(value) / largest;
+        span.style.background = `rgb(var(--${value < 0 ? "bad" : "good"}) / ${shade.toFixed(3)})`;
+        span.title = kinds.map(([name, all]) => `${name} ${number(all[index])}`).join("\n");
+        return span;
+      }));
+    };
+    if (!kinds.length) { text.textContent = row[COMPLETION]; box.append(text); return box; }
+    choice.addEventListener("change", paint);
+    paint();
+    box.append(legend, text);
+    return box;
+  }
+
   function sample(owner, row) {
     const box = make("div");
     box.append(make("h2", "", `${runs.length > 1 ? owner.name + ", completion" : "Completion"} at step ${row[STEP]}`));
-    box.append(make("div", "text", row[COMPLETION]));
+    box.append(row[TOKENS] ? shaded(row) : make("div", "text", row[COMPLETION]));
     const facts = make("div", "facts");
     const fact = (name, value) => { const one = make("span", "quiet", `${name} `); one.append(make("b", "", value)); facts.append(one); };
     fact("reward", number(row[REWARD]));
     owner.verifiers.forEach((name, index) => fact(name, number(row[REWARDS][index])));
     fact("ended by", row[ENDING] === "stop" ? "its end token" : "the limit");
-    fact("characters", row[LENGTH].toLocaleString());
+    fact(row[TOKENS] ? "tokens" : "characters", row[LENGTH].toLocaleString());
     box.append(facts);
     return box;
   }

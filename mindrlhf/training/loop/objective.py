@@ -76,6 +76,9 @@ class Objective:
         step.computed = np.ones(len(samples), bool)
         if skips_zero_advantages(self._config):
             step.computed = self.have_gradient(samples, step.advantages)
+        if self._config.observe.sample_tokens:  # these are shown with what the ranks computed
+            num_shown = self._config.observe.num_samples(self._config.algorithm.num_generations)
+            step.computed[:num_shown] = True
         for part in np.array_split(np.arange(len(samples)), self._config.training.num_minibatches):
             if len(part):
                 step.computed[part[0]] |= not step.computed[part].any()

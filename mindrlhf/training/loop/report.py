@@ -11,7 +11,7 @@ from mindrlhf.checkpoint.algorithm_state import KlState, SampleTotals
 from mindrlhf.config.derived import has_older_samples
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.observe import metrics as measure
-from mindrlhf.observe.samples import SampleRecord
+from mindrlhf.observe.samples import TOKEN_VALUES, SampleRecord
 from mindrlhf.observe.sinks import StepDetails
 from mindrlhf.observe.timing import throughput
 from mindrlhf.rollout.samples import (
@@ -61,11 +61,17 @@ class StepReport:
         self._slow_rewards = SlowRewards(config.reward.num_workers)
 
     def write(self, step: Step, timings: Mapping[str, float], busy: Mapping[str, float]) -> dict[str, float]:
-        """Have a step that is done written down and reviewed; return its metrics, with those that it has already."""
+        """Have a step that is done written down and reviewed; return its metrics, with those that it has already.
+
+        Args:
+            timings: seconds of the stages of the step.
+            busy: metrics of how busy ranks and servers were.
+        """
         config, samples, guards = self._config, step.samples, self._observers.guards
         shown = samples.used[: config.observe.num_samples(config.algorithm.num_generations)]
         unscored = [sample for sample in samples.generated if not sample.is_scored][: len(shown)]
-        self._observers.samples.write(self._sample_record(sample, step) for sample in (*shown, *unscored))
+        more = [self._sample_record(sample, step) for sample in unscored]
+        self._observers.samples.write([*self._sample_records(step, shown), *more])
         self.details = StepDetails(
             rewards=np.array([sample.reward.total for sample in samples.used], np.float64),
             lengths=np.array([len(sample.completion.token_ids) for sample in samples.used]),
@@ -95,7 +101,11 @@ class StepReport:
         return metrics
 
     def write_fingerprint(self, weights: str, step: Step | None = None, metrics: Mapping[str, float] = {}) -> None:
-        """Write the line of the step that is done, or with None that of the start."""
+        """Write the line of the step that is done, or with None that of the start.
+
+        Args:
+            weights: digest of the weights that were published last.
+        """
         parts = sample_parts(step.samples.used) if step else {}
         parts |= {name: metrics[name] for name in ("loss", "grad_norm") if name in metrics}
         state = self._progress.algorithm
@@ -107,9 +117,24 @@ class StepReport:
             sample_record(sample, step.number), conversations=self._sampler.conversations(sample)
         )
 
+    def _sample_records(self, step: Step, shown: Sequence[Sample]) -> list[SampleRecord]:
+        records = [self._sample_record(sample, step) for sample in shown]
+        if not self._config.observe.sample_tokens or len(step.train_logprobs) < len(shown):
+            return records
+        with_tokens = []
+        for record, sample, advantages, logprobs in zip(records, shown, step.advantages, step.train_logprobs):
+            numbers = (advantages, sample.completion.logprobs, logprobs)
+            tokens = self._sampler.token_values(sample, dict(zip(TOKEN_VALUES, numbers, strict=True)))
+            with_tokens.append(dataclasses.replace(record, tokens=tokens))
+        return with_tokens
+
 
 class SampleLedger:
-    """Accounts for every sample of a run: what was generated has been used, is left over, or was dropped."""
+    """Accounts for every sample of a run: what was generated has been used, is left over, or was dropped.
+
+    Args:
+        state: what :meth:`state` returned at the checkpoint that the run goes on from.
+    """
 
     def __init__(self, state: SampleTotals | None = None):
         self._totals = state or SampleTotals()

@@ -124,6 +124,15 @@ def test_text_of_samples_is_never_markup(make_run, tmp_path):
 
 
 @needs_browser
+def test_tokens_are_shaded_by_their_values(make_run, tmp_path):
+    tokens = {"tokens": ["a", "b", "c"], "advantages": [1.0, -0.5, 0.0], "rollout_logprobs": [-1.0, -2.0, -0.1]}
+    text = dom(write_page([make_run("run", [record(1, "p", "abc", 1.0, **tokens)])], tmp_path / "page.html"))
+    shades = re.findall(r'style="background: rgb\(var\(--(good|bad)\) / ([\d.]+)\);?"[^>]*>(.)</span>', text)
+    assert shades == [("good", "0.550", "a"), ("bad", "0.275", "b"), ("good", "0.000", "c")]
+    assert "the deepest is 1" in text
+
+
+@needs_browser
 def test_two_runs_stand_side_by_side(make_run, tmp_path):
     one = make_run("one", [record(1, "p", "first", 0.0), record(5, "p", "later", 1.0)])
     two = make_run("two", [record(4, "p", "the other", 0.5)])

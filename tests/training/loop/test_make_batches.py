@@ -82,6 +82,11 @@ def test_each_update_computes_a_sample():
     np.testing.assert_array_equal(np.flatnonzero(rows_of(config_with(), alike).computed), [0])
 
 
+def test_samples_that_are_shown_with_their_tokens_are_computed():
+    rows = rows_of(config_with(observe={"sample_tokens": True, "groups_per_step": 1}))
+    np.testing.assert_array_equal(np.flatnonzero(rows.computed), [*range(8), 9, 10])
+
+
 def test_responses_that_were_cut_are_left_out_where_they_are_filtered():
     rows = rows_of(config_with(overlong_filter=True))
     np.testing.assert_array_equal(np.flatnonzero(rows.computed), [3, 4, 10])
