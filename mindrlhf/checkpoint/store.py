@@ -25,6 +25,9 @@ class CheckpointStore:
         save_dir: where the checkpoints lie.
         keep_last: newest checkpoints kept, at least 1.
         only_reads: of a process that may not be the run: nothing is made or removed.
+
+    Raises:
+        UserError: the directory cannot be made or read.
     """
 
     def __init__(self, save_dir: str | os.PathLike, keep_last: int, *, only_reads: bool = False):

@@ -43,6 +43,9 @@ def commands_of(text: str) -> list[list[str]]:
 
     The script starts without arguments. Variables that it neither sets nor asks for stand for themselves (``$HOME``),
     programs within words by name (``$(date)``).
+
+    Raises:
+        UserError: the sandbox cannot hold a stranger's script on this machine, or the script does not end.
     """
     if not is_strong(active_layers()):
         raise UserError(

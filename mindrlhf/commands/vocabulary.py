@@ -80,7 +80,11 @@ def template_option(text: str) -> tuple[str, Any]:
 
 
 def write_text(path: str, text: str, *, overwrite: bool = True) -> None:
-    """Write a result to a file, whole or not at all, or to standard output when ``path`` is ``-``."""
+    """Write a result to a file, whole or not at all, or to standard output when ``path`` is ``-``.
+
+    Raises:
+        UserError: the file is there and may not be overwritten, or cannot be written.
+    """
     from mindrlhf.errors import UserError
     from mindrlhf.system.files import write_file
 

@@ -44,6 +44,9 @@ def read_config(task: str, path: str | Path, overrides: Iterable[str] = (), *, w
     Args:
         task: one of ``CONFIGS``.
         world_size: number of ranks; None leaves out what depends on it (`train` only).
+
+    Raises:
+        UserError: the file cannot be read, or is the config of another task.
     """
     content = read_yaml(path)
     _check_task(task, content, path)

@@ -107,7 +107,11 @@ def memory_rules(
 
 
 def check_num_layers(memory: MemorySection, num_layers: int, has_dense_mlps: bool = True) -> None:
-    """Check that the model has what is named: layers, and MLPs that are no routed experts."""
+    """Check that the model has what is named: layers, and MLPs that are no routed experts.
+
+    Raises:
+        UserError: it does not.
+    """
     if ACTIVATION in memory.recompute_operators and not has_dense_mlps:
         raise UserError(
             "'memory.recompute_operators' has activation, but the model has routed experts only: take mlp, or leave it "

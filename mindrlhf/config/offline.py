@@ -77,7 +77,11 @@ def supervised_rules(given: frozenset[str]) -> Rules:
 
 
 def supervised_batch_rules(config: RunConfig, world_size: int) -> Rules:
-    """Rules of a batch of `mindrlhf sft` on ``world_size`` ranks."""
+    """Rules of a batch of `mindrlhf sft` on ``world_size`` ranks.
+
+    Raises:
+        UserError: the layout does not use exactly these ranks.
+    """
     training = config.training
     unit = training.micro_batch_size * resolve_data_parallel(config.parallel_config, world_size)
     yield training.rows_per_step % unit, (

@@ -29,7 +29,11 @@ _ENTRIES = {str: "text", float: "numbers", Any: "anything"}
 
 
 def read_yaml(path: str | Path) -> dict:
-    """Read a YAML mapping."""
+    """Read a YAML mapping.
+
+    Raises:
+        UserError: the file is missing, is not YAML, or is not a mapping.
+    """
     path = Path(path)
     if path.is_dir():
         raise UserError(f"config file '{path}' is a directory: name the YAML file in it")
@@ -98,6 +102,9 @@ def load(cls: type[Config], path: str | Path, overrides: Iterable[str] = ()) -> 
 
     Returns:
         The config, and the dotted names of the keys that were given explicitly.
+
+    Raises:
+        UserError: an unknown key, a wrong type, a value out of range, or a missing required key.
     """
     reading = read(cls, read_yaml(path), overrides)
     reading.mistakes.raise_if_any()
@@ -145,7 +152,11 @@ def _empty(hint: Any, *, is_entry: bool) -> str | dict | None:
 
 
 def build(cls: type[Config], content: Mapping[str, Any], where: str = "") -> Config:
-    """Build one (nested) section from a mapping; ``where`` is its dotted prefix in messages."""
+    """Build one (nested) section from a mapping; ``where`` is its dotted prefix in messages.
+
+    Raises:
+        UserError: as ``load``.
+    """
     mistakes = Mistakes()
     config = _build(cls, content, where, set(), mistakes)
     mistakes.raise_if_any()

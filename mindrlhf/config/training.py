@@ -92,7 +92,11 @@ class ParallelSection:
 
 
 def resolve_data_parallel(parallel: ParallelSection, world_size: int) -> int:
-    """Return data_parallel, filled from the world size when it is 0."""
+    """Return data_parallel, filled from the world size when it is 0.
+
+    Raises:
+        UserError: the layout does not use exactly ``world_size`` ranks.
+    """
     fixed = parallel.model_parallel * parallel.pipeline_stage * parallel.context_parallel
     parts = "model_parallel * pipeline_stage * context_parallel"
     if world_size % fixed:

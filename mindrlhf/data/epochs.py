@@ -44,5 +44,9 @@ class EpochSteps:
         return {name: getattr(self, name) for name in names}
 
     def restore(self, state: Mapping) -> None:
-        """Check that ``state`` is that of the same order."""
+        """Check that ``state`` is that of the same order.
+
+        Raises:
+            UserError: it is not, as when the data file has changed.
+        """
         check_same_order(state, self.state())

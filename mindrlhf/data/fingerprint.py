@@ -18,7 +18,11 @@ FIXED_KEYS = (TRAIN_FILE, TOKENIZER_DIR)
 
 
 def data_fingerprint(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the fingerprint of a run's data."""
+    """Return the fingerprint of a run's data.
+
+    Raises:
+        UserError: a file is missing, or its header damaged; whether its records are is not looked at.
+    """
     found = {key: _file_fingerprint(data[key]) for key in (TRAIN_FILE, EVAL_FILE) if data[key]}
     return found | {TOKENIZER_DIR: {"tokenizer": load_tokenizer(data[TOKENIZER_DIR]).fingerprint}}
 

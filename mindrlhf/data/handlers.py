@@ -122,6 +122,9 @@ def load_handler(name: str, key_map: Mapping[str, str] | None = None) -> Handler
             the response (for pairs: the preferred one, and ``rejected``), and the verifiers it chooses
             (``verifier``), its images, and its ``source``. A dotted key (``reward_model.ground_truth``) reaches into
             nested records.
+
+    Raises:
+        UserError: unknown name, or a key map that is missing, wrong or not wanted.
     """
     key_map = dict(key_map or {})
     if name == "map_keys":

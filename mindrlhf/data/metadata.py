@@ -34,7 +34,11 @@ class Fact:
 
 
 def read_metadata(directory: str | Path) -> list[Fact]:
-    """Return what the files of a model's directory say."""
+    """Return what the files of a model's directory say.
+
+    Raises:
+        UserError: there is no such directory, or one of its files is damaged.
+    """
     directory = Path(directory)
     if not directory.is_dir():
         raise UserError(no_directory(str(directory)))

@@ -109,6 +109,9 @@ def write_prompt_file(
     Args:
         schema: the columns, see ``columns``.
         header: called once all records are written, when what it counts is known.
+
+    Raises:
+        UserError: MindRecord takes no such name, or cannot write there.
     """
     check_output_path(path)
     with scratch_directory(path.parent, ".mindrecord-") as directory:
@@ -233,6 +236,9 @@ class PromptFile:
         Args:
             path: the MindRecord file; its ``.db`` must lie beside it.
             tokenizer_fingerprint: of the tokenizer that will read the ids; None skips the comparison.
+
+        Raises:
+            UserError: absent, empty, truncated, damaged, renamed or foreign file, or another tokenizer's.
         """
         path = Path(path)
         description, header_size_bytes = _read_description(path)
@@ -255,6 +261,9 @@ class PromptFile:
         """Return the records at ``indices``, in that order; an index may come more than once.
 
         One call costs about 10 ms whatever the number of records, so read a batch at a time.
+
+        Raises:
+            UserError: MindRecord cannot read the file.
         """
         wanted = [int(index) for index in indices]
         for index in wanted:
@@ -289,7 +298,11 @@ class PromptFile:
 
 
 def read_identity(path: Path) -> tuple[PromptFileHeader, str]:
-    """Return the header of a prompt file and the checksum in it (hex), which ``PromptFile.open`` verifies."""
+    """Return the header of a prompt file and the checksum in it (hex), which ``PromptFile.open`` verifies.
+
+    Raises:
+        UserError: absent, empty, truncated or foreign file, or one of another version.
+    """
     description, header_size_bytes = _read_description(path)
     with path.open("rb") as file:
         file.seek(header_size_bytes - SLOT.size)
@@ -297,7 +310,11 @@ def read_identity(path: Path) -> tuple[PromptFileHeader, str]:
 
 
 def _read_description(path: Path) -> tuple[dict[str, Any], int]:
-    """Return our header, and the size in bytes of the page that holds it, without MindSpore; see ``_write_header``."""
+    """Return our header, and the size in bytes of the page that holds it, without MindSpore; see ``_write_header``.
+
+    Raises:
+        UserError: absent, empty, truncated or foreign file, or one of another version.
+    """
     if not path.is_file():
         raise NotThere(f"no prompt file at {path}: build one with 'mindrlhf data build'")
     size_bytes = path.stat().st_size

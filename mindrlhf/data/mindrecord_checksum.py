@@ -24,7 +24,11 @@ def checksums(path: Path, index: Path, header_size_bytes: int) -> bytes:
 
 
 def verify_checksums(path: Path, index: Path, header_size_bytes: int) -> None:
-    """Compare a file and its index with the checksums."""
+    """Compare a file and its index with the checksums.
+
+    Raises:
+        UserError: either is damaged, or they are not of one build.
+    """
     try:
         with path.open("rb") as file:
             file.seek(header_size_bytes - SLOT.size)

@@ -31,6 +31,9 @@ def choose_row_length(
     that the samples of a prompt meet in it, and one that is an eighth shorter, for what does not fill the other. Where
     samples may be long, that would cost more attention, which is quadratic, than it saves of padding: then one length
     is for the longest, and one for a quarter of it, as most samples are shorter by far.
+
+    Raises:
+        UserError: no row is long enough for ``longest``; ``what`` says what is that long.
     """
     if not row_lengths:
         multiple = ROW_MULTIPLES[device]

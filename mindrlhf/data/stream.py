@@ -76,7 +76,11 @@ class PromptStream:
         }
 
     def restore(self, state: Mapping) -> None:
-        """Continue from ``state``; ``num_epochs`` may differ from the run that saved it."""
+        """Continue from ``state``; ``num_epochs`` may differ from the run that saved it.
+
+        Raises:
+            UserError: the state is of another data set, seed or order, or is not a position in one.
+        """
         check_same_order(state, {name: getattr(self, name) for name in ("num_records", "seed", "shuffle")})
         epoch, position = state.get("epoch"), state.get("position")
         is_position = isinstance(epoch, int) and isinstance(position, int)

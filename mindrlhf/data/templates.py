@@ -300,7 +300,11 @@ def _is_named(name: str, tokenizer: Tokenizer) -> bool:
 
 
 def checked_options(options: Options) -> dict[str, Any]:
-    """Return the values of a template's variables that a user gives."""
+    """Return the values of a template's variables that a user gives.
+
+    Raises:
+        UserError: one that is not the user's to give, or a date that is none.
+    """
     for name in options.keys() & _RESERVED:
         raise UserError(f"{name!r} is no option of a template: the record and the command set it")
     if CLOCK in options:
@@ -330,7 +334,11 @@ def record_options(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def response_end_id(template: PromptTemplate, tokenizer: Tokenizer) -> int:
-    """Return the id that ends a response: the chat end token after a chat prompt, else eos."""
+    """Return the id that ends a response: the chat end token after a chat prompt, else eos.
+
+    Raises:
+        UserError: the tokenizer has neither.
+    """
     if not tokenizer.eos_token_ids:
         raise UserError("the tokenizer has no end token, so responses would never end: set eos_token in its config")
     own = tokenizer.turn_end_id if template.ends_turns else tokenizer.eos_token_id

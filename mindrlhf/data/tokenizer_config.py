@@ -55,6 +55,9 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
 
     Where the first has ``added_tokens_decoder``, its special tokens come before those of the second; in older files it
     is the other way round, as in transformers.
+
+    Raises:
+        UserError: a file is damaged or an entry has the wrong form.
     """
     path = directory / TOKENIZER_CONFIG_NAME
     fields = read_if_there(directory, TOKENIZER_CONFIG_NAME)
@@ -77,7 +80,11 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
 
 
 def read_if_there(directory: Path, name: str) -> dict[str, Any]:
-    """Return the JSON object in a file of a directory, {} where there is no such file."""
+    """Return the JSON object in a file of a directory, {} where there is no such file.
+
+    Raises:
+        UserError: the file holds something else.
+    """
     path = directory / name
     return read_json_object(path) if path.is_file() else {}
 
@@ -92,6 +99,9 @@ def end_ids(directory: str | Path) -> tuple[int, ...]:
     """Return the ids at which generation_config.json and config.json end a response.
 
     Ids that the model has no row for can never be sampled, and are left out.
+
+    Raises:
+        UserError: a file is damaged, or an id is no whole number.
     """
     directory, found = Path(directory), []
     for name in (GENERATION_NAME, CONFIG_NAME):
@@ -102,7 +112,11 @@ def end_ids(directory: str | Path) -> tuple[int, ...]:
 
 
 def ids_of(value: Any, path: Path, key: str = "eos_token_id") -> list[int]:
-    """Return the ids that the ``key`` of a file stands for: one, a list, or nothing."""
+    """Return the ids that the ``key`` of a file stands for: one, a list, or nothing.
+
+    Raises:
+        UserError: it is something else.
+    """
     ids = [] if value is None else list(value) if isinstance(value, list) else [value]
     for one in ids:
         if type(one) is not int or not 0 <= one < 2**31:

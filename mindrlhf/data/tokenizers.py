@@ -175,6 +175,9 @@ def load_tokenizer(path: str | Path, merges_path: str | Path | None = None) -> T
         path: a directory with tokenizer.json; with vocab.json and merges.txt, or with tokenizer.model, of a class of
             transformers that tokenizer_config.json names; or, with ``merges_path``, a vocab.json file.
         merges_path: merges.txt of a vocabulary file that may lie anywhere.
+
+    Raises:
+        UserError: there is no tokenizer, or a file of it or of the configs is damaged.
     """
     path = Path(path)
     directory = path.parent if merges_path else path

@@ -34,7 +34,11 @@ def default_num_workers(input_size_bytes: int) -> int:
 def encode_in_order(
     encoder: RecordEncoder, settings: EncoderSettings, chunks: Iterable[Chunk], num_workers: int
 ) -> Iterator[EncodedChunk]:
-    """Yield the encoded form of each chunk, in order."""
+    """Yield the encoded form of each chunk, in order.
+
+    Raises:
+        RunFailure: a worker process died.
+    """
     if num_workers == 1:
         yield from map(encoder.encode, chunks)
         return

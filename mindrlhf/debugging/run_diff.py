@@ -44,7 +44,11 @@ class RunDifference:
 
 
 def compare_runs(first: Path, second: Path) -> RunDifference:
-    """Compare two run directories by their ``trajectory.jsonl``, then say more from the other files of both."""
+    """Compare two run directories by their ``trajectory.jsonl``, then say more from the other files of both.
+
+    Raises:
+        UserError: a directory has no fingerprint, the two have no step in common, or a file is damaged.
+    """
     one, other = _read_fingerprint(first), _read_fingerprint(second)
     common = sorted(one.keys() & other.keys())
     if not common:

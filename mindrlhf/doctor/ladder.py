@@ -44,7 +44,11 @@ class Climbed:
 
 
 def choose_rungs(text: str) -> list[str]:
-    """Return the names of ``text``, such as ``1,4-6`` or ``graph,train``; all when it is empty."""
+    """Return the names of ``text``, such as ``1,4-6`` or ``graph,train``; all when it is empty.
+
+    Raises:
+        UserError: there is no such rung.
+    """
     names, chosen = list(RUNGS), set()
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, _, last = part.partition("-")
@@ -123,7 +127,11 @@ def _shown(value: Any) -> str:
 
 
 def count_devices(device: str, wanted: int) -> int:
-    """Return how many devices to try: ``wanted``, or when it is 0 all NPUs of this machine, or two ranks on a CPU."""
+    """Return how many devices to try: ``wanted``, or when it is 0 all NPUs of this machine, or two ranks on a CPU.
+
+    Raises:
+        UserError: there are not so many.
+    """
     if device == "cpu":
         return wanted or 2
     there = len(list(Path("/dev").glob("davinci[0-9]*")))

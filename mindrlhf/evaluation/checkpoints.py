@@ -27,7 +27,11 @@ _STEP_NAME = re.compile(r"step_(\d{8})")
 
 
 def find_checkpoints(save_dir: Path) -> dict[int, Path]:
-    """Return the model directories of a run's checkpoints by step, ascending."""
+    """Return the model directories of a run's checkpoints by step, ascending.
+
+    Raises:
+        UserError: there are none.
+    """
     found = {int(match[1]): path for path in save_dir.glob("step_*") if (match := _STEP_NAME.fullmatch(path.name))}
     models = {step: found[step] / MODEL_NAME for step in sorted(found) if (found[step] / MODEL_NAME).is_dir()}
     if not models:
@@ -40,6 +44,9 @@ def evaluate_checkpoints(job: EvaluationJob, save_dir: Path, out_dir: Path) -> l
 
     Writes samples into a directory for each, ``metrics.jsonl`` with the accuracies, and ``curve.svg``, into
     ``out_dir``.
+
+    Raises:
+        UserError: there are no checkpoints, or one cannot be evaluated.
     """
     evaluations = []
     for step, model_dir in find_checkpoints(save_dir).items():
@@ -56,6 +63,9 @@ def evaluate_checkpoints(job: EvaluationJob, save_dir: Path, out_dir: Path) -> l
 def whole_model(model_dir: Path, scratch_parent: Path) -> Iterator[Path]:
     """Give a Hugging Face directory of a checkpoint's model: itself, or for the time of the block one that is made of
     shards, or of an adapter and the model that it was trained on.
+
+    Raises:
+        UserError: the files are damaged, or the adapter's model is not where it was.
     """
     is_adapter = (model_dir / CONFIG_NAME).is_file()
     if not (is_adapter or is_sharded(model_dir)):

@@ -38,7 +38,11 @@ class Evaluation:
 
     @classmethod
     def of(cls, step: int, verifier: str, samples: Sequence[Sample], num_samples: int) -> "Evaluation":
-        """Summarise samples that are ordered by prompt."""
+        """Summarise samples that are ordered by prompt.
+
+        Raises:
+            RunFailure: none of them is scored.
+        """
         unscored = [sample.reward.unscored for sample in samples if not sample.is_scored]
         if len(unscored) == len(samples):
             raise RunFailure(f"none of {len(samples)} held-out samples could be scored ({unscored[0]}): fix that first")

@@ -39,7 +39,11 @@ class EvaluationJob:
     set_name: str = ""  # of evaluation.sets, whose verifier then counts as accuracy
 
     def held_out(self) -> tuple[HeldOut, Tokenizer, PromptFile]:
-        """Open the prompts; return them, the tokenizer and the file."""
+        """Open the prompts; return them, the tokenizer and the file.
+
+        Raises:
+            UserError: the file is missing, empty or built with another tokenizer; or sampling contradicts itself.
+        """
         if self.num_samples < 1 or self.temperature < 0 or self.max_prompts < 0:
             raise UserError(
                 f"{self.num_samples} samples of {self.max_prompts} prompts at temperature {self.temperature:g}: "
@@ -78,6 +82,9 @@ def evaluate_models(job: EvaluationJob, model_dirs: Sequence[str], out_dir: Path
     """Sample every model on the same prompts with the same random streams, one model after the other.
 
     Writes ``samples_<number>.jsonl`` for each model into ``out_dir``.
+
+    Raises:
+        UserError: the system gives the sandbox too little for programs of the models.
     """
     held_out, tokenizer, file = job.held_out()
     reward, tools = job.config.reward, job.config.tools

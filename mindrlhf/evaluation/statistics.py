@@ -34,6 +34,9 @@ def pass_at_k(correct: ArrayLike, k: int) -> np.ndarray:
     The unbiased estimator ``1 - C(n - c, k) / C(n, k)`` from ``c`` right ones among ``n`` samples (Chen et al.
     2021, arXiv:2107.03374, equation 1), as the product of ``(n - c - i) / (n - i)`` for ``i < k``, whose factors
     lie in [0, 1]: nothing overflows.
+
+    Raises:
+        UserError: ``correct`` holds other values than 0 and 1, or ``k`` is not in ``1..n``.
     """
     values = _checked(correct, "correct", num_dimensions=2)
     if not np.isin(values, (0.0, 1.0)).all():
@@ -55,6 +58,9 @@ def bootstrap_interval(
 
     Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), section 14.3. Of equal values the interval
     is that value alone; of a single one it is infinite.
+
+    Raises:
+        UserError: no values, values that are not finite, or ``confidence`` not between 0 and 1.
     """
     from scipy.stats import bootstrap
 
@@ -87,6 +93,9 @@ def accuracy_interval(per_prompt_values: ArrayLike, confidence: float = 0.95) ->
     ``per_prompt_values`` is ``[prompts]``. Of n prompts all alike the bootstrap knows nothing; the score interval
     (Wilson 1927, Journal of the American Statistical Association 22, p. 209) is then 0 to ``z^2 / (n + z^2)``, or its
     mirror image: with 0 right of 200 prompts 0 to 1.9 %.
+
+    Raises:
+        UserError: as ``bootstrap_interval``.
     """
     values = _checked(per_prompt_values, "per_prompt_values", num_dimensions=1)
     if values.min() != values.max() or values[0] not in (0.0, 1.0) or not 0.0 < confidence < 1.0:
@@ -104,6 +113,9 @@ def paired_difference(
 
     ``a`` is better than ``b`` at this confidence when ``low > 0``. What makes a prompt easy or hard for both
     cancels, so the interval is narrower than those of the two means suggest.
+
+    Raises:
+        UserError: as ``bootstrap_interval``, and when the numbers of prompts differ.
     """
     a, b = _checked(a, "a", num_dimensions=1), _checked(b, "b", num_dimensions=1)
     if a.shape != b.shape:

@@ -45,7 +45,11 @@ class VisionGeometry:
 
 @dataclass(frozen=True)
 class PixelLimits:
-    """The least and most pixels that an image has once it is resized; its sides are multiples of ``side``."""
+    """The least and most pixels that an image has once it is resized; its sides are multiples of ``side``.
+
+    Raises:
+        UserError: limits that no size meets.
+    """
 
     min_pixels: int = DEFAULT_MIN_PIXELS
     max_pixels: int = DEFAULT_MAX_PIXELS

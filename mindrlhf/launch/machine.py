@@ -20,6 +20,9 @@ def check_ranks(device: str, num_ranks: int, *, oversubscribe: bool = False) -> 
         device: `run.device`.
         num_ranks: to be started on this machine.
         oversubscribe: start any number of ranks on the cores there are.
+
+    Raises:
+        UserError: no NPU, fewer NPUs than ranks, or far fewer cores than ranks.
     """
     if num_ranks < 1:
         raise UserError(f"--workers is {num_ranks}: give at least 1")
@@ -37,7 +40,11 @@ def check_ranks(device: str, num_ranks: int, *, oversubscribe: bool = False) -> 
 
 
 def check_launcher(num_ranks: int) -> None:
-    """Check that this environment has what starts several ranks."""
+    """Check that this environment has what starts several ranks.
+
+    Raises:
+        UserError: it has no ``msrun``, or no ``python`` beside it.
+    """
     bin_dir = Path(sys.executable).parent
     for name in ("msrun", "python") if num_ranks > 1 else ():
         if not (bin_dir / name).exists():
@@ -45,7 +52,11 @@ def check_launcher(num_ranks: int) -> None:
 
 
 def msrun_argv(command: Sequence[str], num_workers: int, log_dir: Path, master_port: int, peers: Peers) -> list[str]:
-    """Return the command line of msrun for the ranks of this machine."""
+    """Return the command line of msrun for the ranks of this machine.
+
+    Raises:
+        UserError: this environment has no ``msrun``.
+    """
     check_launcher(num_workers)
     return [
         sys.executable,

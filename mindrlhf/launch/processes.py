@@ -78,6 +78,9 @@ class RunProcesses:
 
         Args:
             wait: called while processes may end by themselves; False means that the user is out of patience.
+
+        Raises:
+            RunFailure: processes could not be killed.
         """
         if self._root.pid not in self._names and self._root.poll() is None:
             # msrun would answer the end of one worker by killing the others before they could clean up.

@@ -88,6 +88,9 @@ def check_rows(parallel: ParallelSection, row_lengths: tuple[int, ...], micro_ba
 
     Args:
         micro_batch_size: rows per micro-batch and replica.
+
+    Raises:
+        UserError: they do not.
     """
     num_parts = parallel.micro_batch_num
     if micro_batch_size % num_parts:
@@ -107,7 +110,11 @@ def check_rows(parallel: ParallelSection, row_lengths: tuple[int, ...], micro_ba
 
 
 def check_pipeline(layout: Layout, batch: BatchPlan) -> None:
-    """Check that the pipeline has a micro-batch for every stage."""
+    """Check that the pipeline has a micro-batch for every stage.
+
+    Raises:
+        UserError: it has not.
+    """
     if batch.num_pipeline_micro_batches < layout.pipeline_stage:
         raise UserError(
             f"'parallel_config.micro_batch_num' is {batch.num_pipeline_micro_batches}, but a pipeline of "

@@ -83,7 +83,11 @@ class Layout:
 
     @classmethod
     def from_config(cls, parallel: ParallelSection, world_size: int) -> "Layout":
-        """The layout of a run's `parallel_config`."""
+        """The layout of a run's `parallel_config`.
+
+        Raises:
+            UserError: it does not use exactly ``world_size`` ranks.
+        """
         shard = -1 if parallel.enable_parallel_optimizer else 1
         return cls(
             data_parallel=resolve_data_parallel(parallel, world_size),
@@ -174,6 +178,9 @@ class Layout:
 
         The remainder goes to the stages before the last, which has the output layer, counted from the back: early
         stages keep more micro-batches in memory.
+
+        Raises:
+            UserError: fewer layers than stages.
         """
         if num_layers < self.pipeline_stage:
             raise UserError(
@@ -227,7 +234,11 @@ def parameter_layouts(
 
 
 def check_divisible(dims: "ModelDims", layout: Layout) -> None:
-    """Check that every size that is split divides."""
+    """Check that every size that is split divides.
+
+    Raises:
+        UserError: naming the size, the split and the values that would do.
+    """
     parts = layout.model_parallel
     sizes = {
         "query heads": dims.num_heads,

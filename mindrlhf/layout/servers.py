@@ -11,6 +11,9 @@ def place_servers(rollout: RolloutSection, num_nodes: int, node_size: int) -> Pl
 
     A server of more devices than a node has lies over whole nodes that follow each other. All others lie within a node,
     and every node has equally many, at least one.
+
+    Raises:
+        UserError: the numbers do not divide, or there are more servers than nodes for them.
     """
     count, width = rollout.num_replicas, rollout.tensor_parallel
     if not spans_nodes(rollout, num_nodes, node_size):

@@ -48,7 +48,11 @@ def import_mindspore() -> types.ModuleType:
 
 
 def import_mindformers() -> types.ModuleType:
-    """Import MindFormers without warnings, and without what no rank uses of it."""
+    """Import MindFormers without warnings, and without what no rank uses of it.
+
+    Raises:
+        UserError: it is not installed.
+    """
     if importlib.util.find_spec("mindformers") is None:
         raise UserError(f"MindFormers is missing in {sys.prefix}: {INSTALL_MINDFORMERS}")
     with warnings.catch_warnings(), quick_imports(UNUSED_PACKAGES):
@@ -66,6 +70,9 @@ def prepare_mindformers(device: str, log_dir: str | os.PathLike) -> None:
     Args:
         device: `cpu` or `ascend`.
         log_dir: directory for MindFormers' own log files; made when missing.
+
+    Raises:
+        UserError: unknown device.
     """
     if device not in DEVICE_TARGETS:
         raise UserError(f"device={device!r}: use one of {', '.join(DEVICE_TARGETS)}")

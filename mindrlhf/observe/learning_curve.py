@@ -29,6 +29,10 @@ def write_learning_curve(run_dir: Path, out_file: Path) -> Path:
     """Write held-out accuracy (with intervals) and mean reward over the steps of a run as a stand-alone SVG file.
 
     A run without one of them shows the other, or its loss. The picture follows the reader's light or dark mode.
+
+    Raises:
+        UserError: the directory has no metrics, or none of these.
+        RunFailure: the file cannot be written.
     """
     replace_file(Path(out_file), learning_curve_svg([read_run(run_dir)]))
     return Path(out_file)

@@ -31,7 +31,12 @@ class JsonlWriter:
     """
 
     def __init__(self, path: Path, *, first_step: int) -> None:
-        """Open ``path``, whose directory is made if needed."""
+        """Open ``path``, whose directory is made if needed.
+
+        Raises:
+            UserError: a line that goes, and is not the last, is not a record.
+            RunFailure: the file cannot be written.
+        """
         self._path = Path(path)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,6 +105,9 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a JSON lines file, one at a time.
 
     A last line without an end is what a killed writer leaves: it is skipped when it is not a whole record.
+
+    Raises:
+        UserError: any other line is not a JSON object with an integer ``step``.
     """
     for line in read_json_lines(Path(path)):
         reason = line.error
@@ -112,7 +120,11 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a text file so that readers see the old content or the whole new one, never a part."""
+    """Write a text file so that readers see the old content or the whole new one, never a part.
+
+    Raises:
+        RunFailure: the file cannot be written.
+    """
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,12 @@ MAX_PICTURE_BYTES = 4 << 20
 
 
 def write_report(run_dir: Path, out_file: Path | None = None, *, is_running: bool = False) -> Path:
-    """Write the report of a run and return its path (``REPORT_NAME`` in ``run_dir`` when ``out_file`` is None)."""
+    """Write the report of a run and return its path (``REPORT_NAME`` in ``run_dir`` when ``out_file`` is None).
+
+    Raises:
+        UserError: the directory has no metrics, or one of its files is broken.
+        RunFailure: the report cannot be written.
+    """
     path = Path(run_dir) / REPORT_NAME if out_file is None else Path(out_file)
     replace_file(path, render_report([read_run(run_dir)], is_running=is_running))
     return path

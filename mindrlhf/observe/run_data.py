@@ -45,7 +45,11 @@ class RunData:
 
 
 def read_run(run_dir: Path) -> RunData:
-    """Read ``metrics.jsonl`` and, where they exist, ``samples.jsonl``, ``summary.json`` and ``config.yaml``."""
+    """Read ``metrics.jsonl`` and, where they exist, ``samples.jsonl``, ``summary.json`` and ``config.yaml``.
+
+    Raises:
+        UserError: no such directory, no metrics in it, or a file that is not what it should be.
+    """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise UserError(f"no run directory {run_dir}: give the directory that `mindrlhf train` wrote")

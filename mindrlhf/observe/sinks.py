@@ -33,6 +33,9 @@ class Sink(Protocol):
         """Record the metrics of a step (0 is before training); they are safe from a kill when it returns.
 
         A step may be written in parts, for example its evaluation apart from its training.
+
+        Raises:
+            RunFailure: the destination cannot be written.
         """
 
     def close(self) -> None:

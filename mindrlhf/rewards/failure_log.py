@@ -15,7 +15,11 @@ MAX_TEXT_CHARS = 4000
 
 
 class FailureLog:
-    """Appends one JSON line per failure; after ``MAX_RECORDS`` of one process they are only counted elsewhere."""
+    """Appends one JSON line per failure; after ``MAX_RECORDS`` of one process they are only counted elsewhere.
+
+    Raises:
+        UserError: the file cannot be opened.
+    """
 
     def __init__(self, path: Path):
         try:
@@ -27,7 +31,11 @@ class FailureLog:
         self._num_records = 0
 
     def write(self, sample: RewardInput, failures: dict[str, str]) -> None:
-        """Append the failures (reason, by verifier) of one sample; long texts keep their beginning and end."""
+        """Append the failures (reason, by verifier) of one sample; long texts keep their beginning and end.
+
+        Raises:
+            RunFailure: the disk is full, or the like.
+        """
         for verifier, reason in failures.items():
             if self._num_records >= MAX_RECORDS:
                 return

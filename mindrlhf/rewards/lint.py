@@ -28,6 +28,9 @@ def lint(verifier: str, samples: Sequence[RewardInput], options: dict[str, str],
     """Score ``samples`` twice, in two processes and two orders, then hostile texts; return what was found.
 
     Samples with the same prompt and answer are one group.
+
+    Raises:
+        UserError: the verifier cannot be loaded.
     """
     selection = Selection((verifier,), (1.0,), options=options)
     with RewardPool(selection, timeout_s=timeout_s) as pool:

@@ -108,7 +108,11 @@ class RewardPool:
         return any(name in reads.context for reads in self._reads for name in STEP_TEXTS)
 
     def admit(self, connection: SignedConnection, node: str) -> None:
-        """Have the verifiers of another node take part; its process has the same ``pool_arguments``."""
+        """Have the verifiers of another node take part; its process has the same ``pool_arguments``.
+
+        Raises:
+            UserError, RunFailure: they cannot start there.
+        """
         self._pool.admit(connection, node)
 
     def take_counts(self) -> dict[str, float]:

@@ -151,13 +151,21 @@ def resolve(specification: str, options: Mapping[str, str] | None = None) -> Ver
 
 
 def built_in(name: str) -> Callable[..., float]:
-    """Return the built-in verifier called ``name``."""
+    """Return the built-in verifier called ``name``.
+
+    Raises:
+        UserError: there is none.
+    """
     check(name)
     return _registered[name]
 
 
 def parse_verifiers(names: str, weights: str) -> tuple[list[str], list[float]]:
-    """Split ``"a,b"`` and ``"1.0,0.5"`` into verifier names and weights."""
+    """Split ``"a,b"`` and ``"1.0,0.5"`` into verifier names and weights.
+
+    Raises:
+        UserError: an empty name, a weight that is not a finite number, or counts that differ.
+    """
     parsed_names = [name.strip() for name in names.split(",")]
     parsed_weights = []
     for text in weights.split(","):
@@ -170,7 +178,11 @@ def parse_verifiers(names: str, weights: str) -> tuple[list[str], list[float]]:
 
 
 def check_selection(names: Sequence[str], weights: Sequence[float]) -> None:
-    """Check that names and weights belong together."""
+    """Check that names and weights belong together.
+
+    Raises:
+        UserError: no verifier, an empty or repeated name, weights not finite, or counts that differ.
+    """
     if not names or not all(names):
         raise UserError(f"verifiers {list(names)}: give at least one verifier name, and no empty ones")
     if len(names) != len(weights):
@@ -211,7 +223,11 @@ def options_of(function: Callable[..., float]) -> dict[str, inspect.Parameter]:
 
 
 def parse_options(specification: str, function: Callable[..., float], texts: Mapping[str, str]) -> dict[str, Any]:
-    """Convert the options of one verifier from text, each to the type of its default or annotation."""
+    """Convert the options of one verifier from text, each to the type of its default or annotation.
+
+    Raises:
+        UserError: an unknown option, a missing one that has no default, or one of the wrong type.
+    """
     parameters = options_of(function)
     for name in texts:
         if name not in parameters:
@@ -293,7 +309,11 @@ def needs_answer(name: str) -> bool:
 
 
 def check_columns(specification: str, reads: Reads, columns: Collection[str], where: str) -> None:
-    """Check that a verifier gets a value for each parameter from ``columns``, which ``where`` have."""
+    """Check that a verifier gets a value for each parameter from ``columns``, which ``where`` have.
+
+    Raises:
+        UserError: one has none, and no default.
+    """
     missing = [name for name in reads.required if name not in columns]
     if missing:
         name, part = missing[0], part_name(specification)

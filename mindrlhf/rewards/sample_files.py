@@ -50,6 +50,9 @@ def read_samples(path: Path, needed: Container[str] = ()) -> Iterator[SampleLine
     Args:
         path: the file.
         needed: optional fields that the verifiers do need.
+
+    Raises:
+        UserError: the file cannot be read.
     """
     try:
         for line in read_json_lines(path):
@@ -102,6 +105,9 @@ class ScoreWriter:
     """Writes scored lines to a file, or to standard output, and counts them.
 
     The file gets its name when it is whole: an error leaves what was there before.
+
+    Raises:
+        UserError: the file cannot be written there.
     """
 
     def __init__(self, path: Path | None):

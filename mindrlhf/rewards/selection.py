@@ -48,7 +48,11 @@ class Selection:
         return [registry.part_name(verifier) for verifier in self.verifiers]
 
     def check(self) -> None:
-        """Check all that can be known without running a user's file."""
+        """Check all that can be known without running a user's file.
+
+        Raises:
+            UserError: an unknown verifier, choice or option, a weight or value that makes no sense.
+        """
         if self.python and shutil.which(self.python) is None:
             raise UserError(f"'reward.python' is {self.python}: there is no such program; give the path of a Python")
         registry.check_selection(self.verifiers, self.weights)
@@ -67,7 +71,11 @@ class Selection:
                 registry.parse_options(specification, function, self.options_for(specification))
 
     def check_choices(self, chosen: Sequence[str], where: str) -> None:
-        """Check that each of the ``chosen`` verifiers may be chosen; ``where`` names who did."""
+        """Check that each of the ``chosen`` verifiers may be chosen; ``where`` names who did.
+
+        Raises:
+            UserError: it is not one of ``by_choice``; or nothing is chosen though every verifier is by choice.
+        """
         allowed = [registry.part_name(name) for name in self.by_choice]
         for name in chosen:
             if name not in allowed:
@@ -86,6 +94,9 @@ class Selection:
 
         A user's verifier is read, not run; what that does not tell is found with the first sample. The mean of
         ``accuracy_verifier`` is called accuracy; it must apply to at least one prompt.
+
+        Raises:
+            UserError: see ``check_choices``; accuracy has no prompts; or a verifier needs a column that is not there.
         """
         choices, where = file.header.verifier_choices, f"prompts of {file.path}"
         for choice in choices or ("",):

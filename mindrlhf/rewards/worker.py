@@ -24,6 +24,9 @@ def setup(settings: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Callable[[
 
     Args:
         settings: "verifiers", and "options" by position of the verifier.
+
+    Raises:
+        UserError: one does not load.
     """
     verifiers = [resolve(name, options) for name, options in zip(settings["verifiers"], settings["options"])]
 

@@ -182,6 +182,9 @@ class Questions:
     def generate(self, generator: CompletionSource, questions: Sequence[Question]) -> None:
         """Answer questions, those of one way of sampling together. Those that have segments, and of which something is
         missing after this one, wait again.
+
+        Raises:
+            RunFailure: the generator failed; whoever asked is told, but where questions wait again.
         """
         try:
             for sampling in dict.fromkeys(question.sampling for question in questions):
@@ -224,6 +227,9 @@ class HttpServer:
         find: returns who has a key, None where nobody has.
         name: of the model, as replies give it; requests may name any.
         port: of 127.0.0.1; 0 takes any that is free, of `run.ports` in a run.
+
+    Raises:
+        UserError: the port is taken.
     """
 
     def __init__(self, find: Callable[[str], Caller | None], name: str, port: int = 0):
@@ -472,6 +478,9 @@ class ChatServer:
         api_key: what requests must bear; "" lets every process of this machine ask.
         template_options: values of variables of the chat template; a request's ``chat_template_kwargs``, as vLLM's
             server takes them, come before them.
+
+    Raises:
+        UserError: the tokenizer has no chat template, that reads no such variable, or the port is taken.
     """
 
     def __init__(
@@ -494,7 +503,11 @@ class ChatServer:
         self.url = self._http.url
 
     def run(self) -> None:
-        """Answer questions until ``close`` is called, from another thread."""
+        """Answer questions until ``close`` is called, from another thread.
+
+        Raises:
+            RunFailure: the generator is gone for good; what waits is answered with the reason.
+        """
         while not self._is_closed:
             with self._questions.news:
                 self._questions.news.wait_for(lambda: self._questions.waiting or self._is_closed, _POLL_S)

@@ -404,6 +404,9 @@ def with_tools(
 
     Args:
         files: of all prompts that will be sampled.
+
+    Raises:
+        UserError: see ``conversation_template``.
     """
     if not (tools.environment or tools.names or tools.agent):
         return generator
@@ -434,6 +437,9 @@ def conversation_template(
 ) -> PromptTemplate | None:
     """Return the chat template that made the prompts of files, None when none did or there are no tools; for an agent
     then the tokenizer's.
+
+    Raises:
+        UserError: they were made by different ones, so that a later turn could be of either; an agent has none.
     """
     if not files or tokenizer is None or not (tools.environment or tools.names or tools.agent):
         return None

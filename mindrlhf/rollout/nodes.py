@@ -100,6 +100,9 @@ class OtherNode:
 
     def send_weights(self, version: int, buffer: WeightBuffer) -> None:
         """Bring a version into the weight buffer of a node for rollout only, which has none of the ranks to write it.
+
+        Raises:
+            RunFailure: the node is lost, or cannot take it.
         """
         if self._transport is None:
             infos = [[info.name, info.dtype, list(info.shape)] for info in buffer.infos]

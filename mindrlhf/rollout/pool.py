@@ -225,7 +225,11 @@ class ServerPool:
         _on_all(act, servers)
 
     def _mend(self, server: Server, failure: RunFailure) -> bool:
-        """Start a server that has failed again; return False where the run does without its node."""
+        """Start a server that has failed again; return False where the run does without its node.
+
+        Raises:
+            RunFailure: the one given, where no restarts are left, or the node is lost with it.
+        """
         node = server.node
         with self._mending:
             if node.may_leave and (node.lost or not self._num_restarts):
@@ -286,6 +290,9 @@ def server_options(
         profile_dir: where the servers' profilers write, each into a directory of its own; None leaves them out.
         num_nodes: that a server lies over.
         tokenizer_dir: of the model, where texts may end a response; "" where none does.
+
+    Raises:
+        UserError: there are too few devices.
     """
     devices = devices_of(rollout, index, os.environ, num_nodes) if device == "ascend" else {}
     return VllmOptions(

@@ -26,7 +26,11 @@ _GOODBYE_LIMIT_S = 2.0
 
 
 def serve(servers: NodeServers, address: ListenerAddress, ending: Callable[[], object | None]) -> None:
-    """Lend the servers of this node to rank 0, whenever it listens, until ``ending`` says something."""
+    """Lend the servers of this node to rank 0, whenever it listens, until ``ending`` says something.
+
+    Raises:
+        RunFailure: the servers have failed for good.
+    """
     service = _Service(servers, address)
     thread = threading.Thread(target=service.work, daemon=True)
     thread.start()
@@ -68,7 +72,11 @@ class _Service:
             rpc.leave("leaves", _GOODBYE_LIMIT_S)
 
     def _serve_once(self) -> bool:
-        """Serve rank 0 until it has gone; return False where it does not listen yet, or no more."""
+        """Serve rank 0 until it has gone; return False where it does not listen yet, or no more.
+
+        Raises:
+            RunFailure: rank 0 does without this node, for what it says.
+        """
         try:
             connection = socket.create_connection((self._address.host, self._address.port), timeout=_CONNECT_TIMEOUT_S)
             connection.settimeout(None)

@@ -133,6 +133,9 @@ class Sampler:
         Args:
             found: all completions of all prompts, in any order; ``request_id`` is the place of the prompt. Each is
                 verified while the next are awaited.
+
+        Raises:
+            RunFailure: a response without any token.
         """
         prompts = [self._prompt_text(record) for record in records]
         images = [record.images for record in records]  # unpacked once for all samples of a prompt
@@ -183,7 +186,11 @@ class Sampler:
         return self.add_model_rewards(samples)
 
     def _check_finite(self, completion: Completion, prompt: str) -> None:
-        """Say so where the generator gave a log-probability that is not finite."""
+        """Say so where the generator gave a log-probability that is not finite.
+
+        Raises:
+            RunFailure: it is the third time.
+        """
         if np.isfinite(completion.logprobs).all():
             return
         self._num_not_finite += 1

@@ -56,7 +56,11 @@ class Server:
 
     @classmethod
     def start(cls, options: VllmOptions, buffer_path: str = "") -> "Server":
-        """Start a server of this process's own in the background, which loads weights from that buffer."""
+        """Start a server of this process's own in the background, which loads weights from that buffer.
+
+        Raises:
+            UserError: the interpreter or the model's config.json is missing, or a number is out of range.
+        """
         servers = NodeServers([options])
         servers.buffer_path = buffer_path
         server = cls(options, [OwnNode(servers)])
@@ -82,7 +86,11 @@ class Server:
             raise
 
     def wait_ready(self) -> None:
-        """Block until the server can answer."""
+        """Block until the server can answer.
+
+        Raises:
+            RunFailure: it died or did not come up within ``start_timeout_s``.
+        """
         if not self._is_ready:
             self._guard(self._become_ready)
 

@@ -248,6 +248,9 @@ def devices_of(
         num_nodes: that the server lies over; of each it has as many devices.
         environment: of this process. It, or else `rollout.env`, may say which devices of the node are there for
             servers; they are all otherwise.
+
+    Raises:
+        UserError: there are too few of them.
     """
     size = rollout.tensor_parallel // num_nodes
     first = server * size

@@ -19,7 +19,11 @@ _READY_LIMIT_S = 150.0
 
 
 class RemoteWorkers:
-    """The workers of another node: one that takes several tasks at a time."""
+    """The workers of another node: one that takes several tasks at a time.
+
+    Raises:
+        UserError, RunFailure: the workers cannot start there.
+    """
 
     suspect = None
 

@@ -151,6 +151,9 @@ def active_layers() -> frozenset[str]:
 
 def check_for(names: Collection[str], allow_weak: bool, switch: str = "sandbox.allow_weak=true") -> str:
     """Return what ``check_strong`` does when one of these verifiers and tools runs the model's programs, else nothing.
+
+    Raises:
+        UserError: as ``check_strong``.
     """
     return "" if RUN_PROGRAMS.isdisjoint(names) else check_strong(allow_weak, switch)
 
@@ -160,6 +163,9 @@ def check_strong(allow_weak: bool, switch: str = "sandbox.allow_weak=true") -> s
 
     Args:
         switch: what to write to set ``allow_weak``.
+
+    Raises:
+        UserError: too few for programs that nobody trusts, and ``allow_weak`` is not set.
     """
     layers = active_layers()
     if not is_strong(layers) and not allow_weak:

@@ -55,6 +55,9 @@ def load_named(path: Path, name: str, kind: str = "tool") -> Callable[..., Any]:
 
     Args:
         kind: what it is for, to be named in errors.
+
+    Raises:
+        UserError: the file does not load, or has no such function or class.
     """
     module = _load(path, kind)
     function = getattr(module, name, None)

@@ -21,7 +21,11 @@ from mindrlhf.weights.open import is_sharded
 def open_adapter_source(
     directory: str | os.PathLike, adapted: AdaptedRules, dims: ModelDims
 ) -> "AdapterSource | ShardedSource":
-    """Open an adapter in PEFT's format, or the shards of one and of its optimiser state."""
+    """Open an adapter in PEFT's format, or the shards of one and of its optimiser state.
+
+    Raises:
+        UserError: it is damaged, or no adapter of this model and the same targets.
+    """
     if is_sharded(directory):
         source: AdapterSource | ShardedSource = ShardedSource(directory, is_partial=True)
     else:
@@ -34,7 +38,11 @@ def open_adapter_source(
 
 
 class AdapterSource:
-    """An adapter in PEFT's format, fused as MindFormers wants it, as the part of an `ArraySource` that ranks read."""
+    """An adapter in PEFT's format, fused as MindFormers wants it, as the part of an `ArraySource` that ranks read.
+
+    Raises:
+        UserError: it is damaged, or the adapter is another one.
+    """
 
     def __init__(self, directory: str | os.PathLike, adapted: AdaptedRules, dims: ModelDims):
         self.directory = Path(directory)

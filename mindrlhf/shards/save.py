@@ -93,6 +93,9 @@ def write_rank(
     Returns:
         The checksum of its file, XXH3-64 in hex, by path below ``directory``; empty unless the shards came in the
         order of ``manifest.infos_of_rank``.
+
+    Raises:
+        OSError: the disk refuses.
     """
     infos = manifest.infos_of_rank(rank)
     path = rank_file(directory, rank, manifest.file_format)
@@ -125,7 +128,11 @@ def finish_saving(
     layout: Layout,
     adapter_config: dict | None = None,
 ) -> None:
-    """Make a directory whole that all ranks have written to: config.json, strategy files, and last its manifest."""
+    """Make a directory whole that all ranks have written to: config.json, strategy files, and last its manifest.
+
+    Raises:
+        UserError, OSError: the disk refuses.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / "config.json", without_drafts(hf_config))
     if adapter_config is not None:

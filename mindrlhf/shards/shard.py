@@ -73,6 +73,9 @@ def shard_directory(
         optimizer_file: optimiser state to shard along with such.
         num_workers: threads; each holds about one tensor.
         report: gets a line for each batch of ranks.
+
+    Raises:
+        UserError: source, layout and model do not fit, `out_dir` holds something else, or the disk is too small.
     """
     source: ArraySource
     if not is_sharded(model_dir):

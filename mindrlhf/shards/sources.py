@@ -65,6 +65,9 @@ def open_source(directory: str | os.PathLike, *, is_partial: bool = False) -> Ar
 
     Args:
         is_partial: shards of ranks that hold others than are read may be elsewhere.
+
+    Raises:
+        UserError: see :class:`HuggingFaceSource` and :class:`mindrlhf.weights.sharded.ShardedDirectory`.
     """
     if is_sharded(directory):
         return ShardedSource(directory, is_partial=is_partial)
@@ -72,7 +75,11 @@ def open_source(directory: str | os.PathLike, *, is_partial: bool = False) -> Ar
 
 
 class HuggingFaceSource:
-    """The parameters of a Hugging Face directory, fused as MindFormers wants them, and optimiser state."""
+    """The parameters of a Hugging Face directory, fused as MindFormers wants them, and optimiser state.
+
+    Raises:
+        UserError: the directory does not fit its config.json, or the optimiser state does not fit the model.
+    """
 
     def __init__(self, hf_dir: str | os.PathLike, dtype: str | None = None, optimizer_file: str | os.PathLike = ""):
         self.directory = Path(hf_dir)
@@ -157,7 +164,11 @@ def states_of(rules: Iterable[ParameterRule], dims: ModelDims, optimizer: Optimi
 
 
 def open_scorer_source(directory: str | os.PathLike) -> ArraySource:
-    """Open a scoring model (reward model, critic), or a language model as one: then the score's weight is 0."""
+    """Open a scoring model (reward model, critic), or a language model as one: then the score's weight is 0.
+
+    Raises:
+        UserError: see :func:`open_source`.
+    """
     source = open_source(directory)
     return source if source.spec.is_scorer else ScorerSource(source)
 

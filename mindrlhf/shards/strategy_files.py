@@ -64,6 +64,9 @@ def write_strategy_directory(
     Args:
         layout: None when it is not known, because the parameter layouts were read from foreign files; then there is no
             strategy.json.
+
+    Raises:
+        UserError: the disk refuses.
     """
     try:
         (Path(directory) / STAGES_NAME).mkdir(parents=True, exist_ok=True)
@@ -111,7 +114,11 @@ def merge_stages(directory: str | os.PathLike) -> None:
 
 
 def write_strategy_file(path: Path, layouts: Iterable[ParameterLayout], stage: int) -> None:
-    """Write the strategy file of one pipeline stage; it appears whole or not at all."""
+    """Write the strategy file of one pipeline stage; it appears whole or not at all.
+
+    Raises:
+        OSError: the disk refuses.
+    """
     from mindspore.train.node_strategy_pb2 import ParallelStrategyMap
 
     message = ParallelStrategyMap()
@@ -164,6 +171,9 @@ def read_strategy(
 
 def check_strategy_directory(path: str | os.PathLike, dims: "ModelDims", layout: Layout | None = None) -> Layout:
     """Check that a strategy directory is whole and made for a model, and for ``layout`` when given; return its layout.
+
+    Raises:
+        UserError: naming what differs.
     """
     path = Path(path)
     description = read_json_object(path / DESCRIPTION_NAME)

@@ -114,6 +114,9 @@ def check_coverage(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> i
 
     Returns:
         How many ranks hold each element, the same for all.
+
+    Raises:
+        UserError: some elements are held by fewer or more ranks than others, or by none; or boxes overlap in part.
     """
     counts = Counter(boxes)
     edges = [sorted({0, size, *(edge for box in counts for edge in box[axis])}) for axis, size in enumerate(shape)]

@@ -54,7 +54,11 @@ SPECS = {spec.hf_architecture: spec for spec in (*_LANGUAGE_MODELS, *map(scorer_
 
 
 def find_spec(hf_config: dict) -> ModelSpec:
-    """Return the spec that serves `architectures[0]` of a config.json."""
+    """Return the spec that serves `architectures[0]` of a config.json.
+
+    Raises:
+        UserError: the architecture is missing or unknown.
+    """
     architectures = hf_config.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     if not isinstance(architecture, str) or architecture not in SPECS:

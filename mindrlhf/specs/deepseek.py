@@ -59,7 +59,11 @@ def _check_variant(hf_config: dict) -> None:
 
 
 def sigmoid_experts(hf_config: dict) -> ExpertDims:
-    """Experts that are chosen by biased sigmoids, beside shared ones, in all layers but the first few."""
+    """Experts that are chosen by biased sigmoids, beside shared ones, in all layers but the first few.
+
+    Raises:
+        UserError: the numbers contradict each other, or MindFormers has no such router.
+    """
     num_layers = positive_int(hf_config, "num_hidden_layers")
     num_dense = hf_config.get("first_k_dense_replace", 0)
     num_experts, num_active = (positive_int(hf_config, key) for key in ("n_routed_experts", "num_experts_per_tok"))

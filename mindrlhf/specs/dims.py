@@ -358,7 +358,11 @@ class ModelDims:
 
 
 def positive_int(hf_config: dict, key: str) -> int:
-    """Read a positive integer."""
+    """Read a positive integer.
+
+    Raises:
+        UserError: it is missing or something else.
+    """
     value = hf_config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
         raise UserError(f"config.json has {key}={value!r}: give a positive integer")
@@ -366,7 +370,11 @@ def positive_int(hf_config: dict, key: str) -> int:
 
 
 def check_sizes(dims: Any) -> None:
-    """Check that every whole number of dimensions is one, those of parts included."""
+    """Check that every whole number of dimensions is one, those of parts included.
+
+    Raises:
+        UserError: naming one that is not.
+    """
     for known in fields(dims):
         value = getattr(dims, known.name)
         is_optional = known.type == int | None
@@ -390,6 +398,9 @@ def rope_extension(hf_config: dict, supported: tuple[str, ...], *, gives_mscale:
         supported: transformers' names of the kinds that the model may have; Llama 3.1's is left to its spec.
         gives_mscale: whether its scores are scaled by what the config calls mscale_all_dim; else its tables of cosines
             and sines are, by transformers' default, which comes to the same where whole heads are rotated.
+
+    Raises:
+        UserError: a kind that is not ``supported``, or variants of YaRN that MindFormers lacks.
     """
     options = rope_options(hf_config)
     kind = options.get("rope_type", options.get("type", "default"))

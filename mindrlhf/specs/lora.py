@@ -63,7 +63,11 @@ class Adapter:
 
 
 def adapters(spec: ModelSpec, dims: ModelDims, options: LoraOptions) -> list[Adapter]:
-    """Return the adapters of a model, in the order of the forward pass."""
+    """Return the adapters of a model, in the order of the forward pass.
+
+    Raises:
+        UserError: the model has no matrix of a role that ``targets`` names.
+    """
     rules = [(role_of(rule, dims), rule) for rule in spec.rules(dims)]
     present = {role for role, _ in rules if role in ROLES}
     for role in options.targets:

@@ -49,7 +49,12 @@ class ModelSpec:
     vision_rules: tuple[ParameterRule, ...] = ()
 
     def dims(self, hf_config: dict) -> ModelDims:
-        """Read the sizes from config.json."""
+        """Read the sizes from config.json.
+
+        Raises:
+            UserError: a size is missing, contradictory or of the wrong type, or the config asks for an unsupported
+                variant.
+        """
         hf_config = self.text_config(hf_config)
         if positive_int(hf_config, "num_hidden_layers") > _MAX_LAYERS:
             raise UserError(f"config.json has num_hidden_layers={hf_config['num_hidden_layers']}: it is damaged")

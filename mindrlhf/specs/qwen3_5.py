@@ -33,7 +33,11 @@ _KINDS = ("full_attention", "linear_attention")
 
 
 def text_config_of(hf_config: dict) -> dict:
-    """config.json of the text model in one with a vision tower."""
+    """config.json of the text model in one with a vision tower.
+
+    Raises:
+        UserError: there is none.
+    """
     text = hf_config.get("text_config")
     if not isinstance(text, dict):
         raise UserError(f"config.json has text_config={text!r}: give the sizes of the decoder")

@@ -45,6 +45,9 @@ class Child:
         mark: unique text that it and all it starts have in their environment, by which ``kill`` finds what has left
             its tree; "" for none.
         prepare: called in the child before the program; only where this process has no other threads.
+
+    Raises:
+        OSError: it cannot be started.
     """
 
     def __init__(

@@ -41,7 +41,11 @@ def partial_path(path: Path) -> Path:
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
-    """Force a finished file to the disk and give it its name; ``temporary`` is gone afterwards, also after an error."""
+    """Force a finished file to the disk and give it its name; ``temporary`` is gone afterwards, also after an error.
+
+    Raises:
+        OSError: the disk refuses.
+    """
     try:
         sync(temporary)
         os.replace(temporary, path)
@@ -57,6 +61,9 @@ def whole_file(path: Path, mode: str = "wb", **options: Any) -> Iterator[IO]:
     Args:
         mode: "wb", or "w" for UTF-8 text.
         options: of ``open``.
+
+    Raises:
+        OSError: the disk refuses.
     """
     if "b" not in mode:
         options = {"encoding": "utf-8", **options}
@@ -92,6 +99,9 @@ def whole_directory(path: Path, *, temporary: Path | None = None, replace: bool 
     Args:
         temporary: its name during the block; None for a random one beside ``path``.
         replace: whether what lies at ``path`` goes; if not, it must be nothing or an empty directory.
+
+    Raises:
+        OSError: the disk refuses, or something lies at ``path``.
     """
     temporary = temporary or unused_name(path)
     try:
@@ -124,7 +134,11 @@ def remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def scratch_directory(parent: Path, prefix: str) -> Iterator[Path]:
-    """Make a private directory for the time of the block; remove those of the same prefix that a kill has left."""
+    """Make a private directory for the time of the block; remove those of the same prefix that a kill has left.
+
+    Raises:
+        OSError: the disk refuses.
+    """
     path, lock = take_directory(parent, prefix)
     try:
         yield path
@@ -152,6 +166,9 @@ def take_directory(parent: Path, prefix: str) -> tuple[Path, int]:
 
     Returns:
         The directory, and a descriptor that holds its lock until it and all copies of it are closed.
+
+    Raises:
+        OSError: the disk refuses.
     """
     remove_unheld(parent, prefix)
     while True:

@@ -303,6 +303,9 @@ def accept_nodes(
 
     Args:
         check: called twice a second; what it raises ends the wait.
+
+    Raises:
+        RunFailure: one did not connect in time.
     """
     end_s = time.monotonic() + timeout_s  # for all of them: unauthenticated peers may come without end
     connections: dict[int, SignedConnection] = {}

@@ -16,7 +16,11 @@ LEAST_PORTS = 16  # of a node: the launcher's, the scheduler's, ranks', and a fe
 
 
 def parse_ports(text: str) -> range:
-    """Return the ports that a text such as "20000-20100" means, both ends included."""
+    """Return the ports that a text such as "20000-20100" means, both ends included.
+
+    Raises:
+        UserError: it means none, or too few.
+    """
     match = re.fullmatch(r"([0-9]{1,5})-([0-9]{1,5})", text.strip())
     first, last = (int(match[1]), int(match[2])) if match else (0, -1)
     if not 1024 <= first <= last < 1 << 16:
@@ -47,7 +51,11 @@ def candidates() -> Iterator[int]:
 
 
 def find_free_port(host: str = "127.0.0.1") -> int:
-    """Return a TCP port of ``host`` that is free now and that the kernel gives to no outgoing connection."""
+    """Return a TCP port of ``host`` that is free now and that the kernel gives to no outgoing connection.
+
+    Raises:
+        RunFailure: there is none.
+    """
     for port in candidates():
         with socket.socket(family_of(host), socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
@@ -60,6 +68,9 @@ def listen(host: str, *, backlog: int | None = None) -> socket.socket:
 
     Args:
         backlog: of ``socket.listen``.
+
+    Raises:
+        RunFailure: there is none.
     """
     family = family_of(host)
     if PORTS_VARIABLE not in os.environ:

@@ -195,7 +195,11 @@ def say_ready(connection: Connection, failure: Exception | None, **values: Any) 
 
 
 def await_ready(connection: Connection, name: str, limit_s: float) -> Message:
-    """Return what the other side is ready with, as :func:`say_ready` says it."""
+    """Return what the other side is ready with, as :func:`say_ready` says it.
+
+    Raises:
+        UserError, RunFailure: it is not.
+    """
     try:
         said = _read_message(connection, limit_s)
     except (ConnectionClosed, ProtocolError, TimeoutError) as error:

@@ -32,6 +32,9 @@ def holding(directory: Path, purpose: str) -> Iterator[None]:
     Args:
         directory: of a run.
         purpose: what the owner is, as others read it: "mindrlhf train".
+
+    Raises:
+        UserError: somebody else holds it, or the directory cannot be written.
     """
     path, is_new = directory / LOCK_NAME, not directory.exists()
     try:

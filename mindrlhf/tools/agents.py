@@ -47,7 +47,11 @@ def is_function(agent: str) -> bool:
 
 
 def command_words(agent: str) -> list[str]:
-    """Return the words of a command; those that are files are named whole, since agents are not run where they lie."""
+    """Return the words of a command; those that are files are named whole, since agents are not run where they lie.
+
+    Raises:
+        UserError: quotes that do not match, or nothing.
+    """
     try:
         words = shlex.split(agent)
     except ValueError as error:
@@ -60,6 +64,9 @@ def command_words(agent: str) -> list[str]:
 def check_agent(agent: str, python: str = "") -> None:
     """Check what can be known without running anything; ``agent`` is empty where there is none, ``python`` where it is
     run by this interpreter.
+
+    Raises:
+        UserError: no such file, function, program or interpreter, or a function that cannot be called as agents are.
     """
     if not agent:
         return

@@ -36,7 +36,12 @@ def split_names(names: str) -> dict[str, str]:
 
 
 def check_environment(names: str, verifiers: Sequence[str] = ()) -> None:
-    """Check what can be known without running a user's file; ``names`` is empty where there is no environment."""
+    """Check what can be known without running a user's file; ``names`` is empty where there is no environment.
+
+    Raises:
+        UserError: no such file, two are called the same, or a verifier needs an environment
+            and there is none.
+    """
     if not names and "environment_reward" in verifiers:
         raise UserError("verifier environment_reward needs 'tools.environment': set it, or leave the verifier out")
     found = split_names(names)
@@ -55,7 +60,11 @@ def _check_one(name: str) -> None:
 
 
 def check_columns(names: str, columns: Collection[str], where: str) -> None:
-    """Check that ``reset`` of users' environments gets a value for each parameter; the files are read, not run."""
+    """Check that ``reset`` of users' environments gets a value for each parameter; the files are read, not run.
+
+    Raises:
+        UserError: one has none, and no default; or there are several, and nothing chooses.
+    """
     found = split_names(names)
     if len(found) > 1 and CHOICE not in columns:
         raise UserError(
@@ -80,7 +89,11 @@ def _check_reset(name: str, columns: Collection[str], where: str) -> None:
 
 
 def episode_tools(names: str) -> dict[str, Callable[..., Any]]:
-    """Return the functions by which a tool process runs episodes of environments: reset, step and end."""
+    """Return the functions by which a tool process runs episodes of environments: reset, step and end.
+
+    Raises:
+        UserError: as ``check_environment``; a file that does not load, or a class without the methods.
+    """
     check_environment(names)
     episodes = _Episodes({label: _load(name) for label, name in split_names(names).items()})
     return {"reset": episodes.reset, "step": episodes.step, "end": episodes.end}

@@ -28,6 +28,9 @@ class Step:
 class EpisodePool:
     """Runs episodes in ``num_workers`` processes under the limits of ``ToolPool``; one that hangs or dies takes the
     episodes of its process with it.
+
+    Raises:
+        UserError: the environment does not load, or limits that make no sense.
     """
 
     def __init__(self, environment: str, num_workers: int, timeout_s: float, memory_limit_mib: int):

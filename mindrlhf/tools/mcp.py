@@ -33,7 +33,11 @@ class ServerError(RuntimeError):
 
 
 def check_command(specification: str) -> list[str]:
-    """Return the command of ``mcp:COMMAND ARGUMENTS``; of ``mcp:http://...`` the URL alone."""
+    """Return the command of ``mcp:COMMAND ARGUMENTS``; of ``mcp:http://...`` the URL alone.
+
+    Raises:
+        UserError: there is none, or no such program.
+    """
     try:
         command = shlex.split(specification.removeprefix(PREFIX))
     except ValueError as error:

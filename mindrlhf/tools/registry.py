@@ -49,7 +49,11 @@ def tool_name(specification: str) -> str:
 
 
 def check(specifications: Sequence[str]) -> None:
-    """Check what can be known without running a user's file."""
+    """Check what can be known without running a user's file.
+
+    Raises:
+        UserError: an unknown tool, no such file or program, or two tools of one name.
+    """
     functions = [one for one in specifications if not one.startswith((PREFIX, ENVIRONMENT_PREFIX))]
     for specification in specifications:
         if specification.startswith(PREFIX):
@@ -71,7 +75,11 @@ def check(specifications: Sequence[str]) -> None:
 
 
 def resolve(specifications: Sequence[str]) -> dict[str, Tool]:
-    """Return the tools by name. A user's file or server is run: only tool workers and `mindrlhf tools` do that."""
+    """Return the tools by name. A user's file or server is run: only tool workers and `mindrlhf tools` do that.
+
+    Raises:
+        UserError: as ``check``; a file that does not load, or has no such function; a server that does not start.
+    """
     check(specifications)
     found: list[tuple[str, Tool]] = []
     for specification in specifications:

@@ -17,7 +17,11 @@ _encode = private_json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 
 def setup(names: Sequence[str]) -> tuple[list[str], Callable[[int, Sequence[Any]], list[Any]]]:
-    """Load tools; return their names, and the function that answers calls."""
+    """Load tools; return their names, and the function that answers calls.
+
+    Raises:
+        UserError: one does not load.
+    """
     tools = resolve(names)
     return list(tools), lambda _, call: list(answer_call(tools, *call))
 

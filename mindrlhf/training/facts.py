@@ -43,7 +43,11 @@ _SAME_FILES = "copy the files of one node to the others, or use a directory that
 
 
 def run_facts(command: str, config: AnyConfig, options: Mapping[str, Any]) -> list[Fact]:
-    """Return what has to be the same on all nodes."""
+    """Return what has to be the same on all nodes.
+
+    Raises:
+        UserError: a file of the data is missing or damaged.
+    """
     values = _flatten(dataclasses.asdict(config))
     return [
         *_software(values),
@@ -78,7 +82,11 @@ def graph_facts(config: AnyConfig) -> list[str]:
 
 
 def check_resumes(config: AnyConfig) -> None:
-    """Refuse to continue a checkpoint with another config or other data, before anything starts."""
+    """Refuse to continue a checkpoint with another config or other data, before anything starts.
+
+    Raises:
+        UserError: they differ; or a file of the data is missing or damaged.
+    """
     check_continues(config, data_fingerprint(vars(config.data)))
 
 

@@ -45,6 +45,9 @@ def connect_servers(team: Team, nodes: Nodes, own: NodeServers, places: Places, 
     Args:
         own: the servers of rank 0's.
         places: the nodes of each server; the first server's begin with rank 0's.
+
+    Raises:
+        RunFailure: the ranks are on other nodes than their launchers said, or a server could not be started.
     """
     if (last := places[-1][-1]) >= len(nodes):
         raise RunFailure(
@@ -65,7 +68,11 @@ def connect_servers(team: Team, nodes: Nodes, own: NodeServers, places: Places, 
 
 
 def connect_verifiers(team: Team, nodes: Nodes, rewards: RewardPool | None, reward: RewardSection) -> None:
-    """Have the verifier workers of all nodes score samples."""
+    """Have the verifier workers of all nodes score samples.
+
+    Raises:
+        UserError, RunFailure: they cannot start on one.
+    """
     if rewards is None or len(nodes) == 1:
         return
     if reason := reason_to_stay(reward):
@@ -91,7 +98,11 @@ def start_helpers(config: GrpoConfig, stack: ExitStack) -> tuple[NodeHelper | No
 
 
 def connect_agents(team: Team, nodes: Nodes, source: CompletionSource, tools: ToolSection) -> None:
-    """Have agents, of which ``source`` is where there are any, run on all nodes."""
+    """Have agents, of which ``source`` is where there are any, run on all nodes.
+
+    Raises:
+        UserError, RunFailure: they cannot start on one.
+    """
     if not tools.agent or len(nodes) == 1:
         return
     for node, connection in sorted(_connect(_workers(team).run_agents_for_node, range(1, len(nodes))).items()):

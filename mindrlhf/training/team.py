@@ -125,7 +125,11 @@ class Team:
 
 
 def serve(worker: Any, connection: socket.socket) -> None:
-    """Do what rank 0 asks until it closes the team; the loop of every other rank."""
+    """Do what rank 0 asks until it closes the team; the loop of every other rank.
+
+    Raises:
+        RunFailure: rank 0 died.
+    """
     while True:
         heartbeat.enter("waiting for rank 0")
         header, arrays = _with_rank_0(receive_message, connection)

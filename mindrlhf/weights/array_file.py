@@ -21,6 +21,9 @@ def save_arrays(path: Path, arrays: Iterable[tuple[str, np.ndarray]], infos: Ite
     Returns:
         The file's checksum, XXH3-64 in hex; None if the arrays did not come in the order of the file, which is that
         of ``infos`` with wider elements first.
+
+    Raises:
+        OSError: the disk refuses.
     """
     writer = TensorFileWriter(path, safetensors_layout(wide_first(infos)))
     try:
@@ -57,5 +60,9 @@ class ArrayFile(Mapping[str, np.ndarray]):
 
 
 def load_arrays(path: Path) -> ArrayFile:
-    """Open a safetensors file written by :func:`save_arrays`."""
+    """Open a safetensors file written by :func:`save_arrays`.
+
+    Raises:
+        UserError: the file is missing, or no whole safetensors file.
+    """
     return ArrayFile(path)

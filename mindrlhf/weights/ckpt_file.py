@@ -24,7 +24,11 @@ _FIELD_1, _FIELD_2, _FIELD_3, _DIMS = 0x0A, 0x12, 0x1A, 0x08
 
 
 class CkptFile:
-    """A MindSpore ckpt file, memory-mapped; the same methods as `SafetensorsFile`."""
+    """A MindSpore ckpt file, memory-mapped; the same methods as `SafetensorsFile`.
+
+    Raises:
+        UserError: the file is missing, truncated or no ckpt file.
+    """
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)

@@ -17,7 +17,11 @@ _logger = logging.getLogger(__name__)
 
 
 def check_tied(source: TensorDirectory) -> None:
-    """Check that the head of a model whose config ties it to the embedding is that embedding, where it is stored."""
+    """Check that the head of a model whose config ties it to the embedding is that embedding, where it is stored.
+
+    Raises:
+        UserError: it is another matrix.
+    """
     if OUTPUT_NAME not in source.names():
         return
     embedding = next(name for name in source.names() if name.endswith(_EMBEDDING_END))

@@ -54,7 +54,11 @@ def ignored_names(dims: ModelDims) -> IgnoredNames:
 
 
 def check_checkpoint(source: TensorDirectory, spec: ModelSpec, dims: ModelDims) -> None:
-    """Compare a Hugging Face checkpoint with what the model needs; ignored tensors are counted in the log."""
+    """Compare a Hugging Face checkpoint with what the model needs; ignored tensors are counted in the log.
+
+    Raises:
+        UserError: a tensor is missing, unexpected or has the wrong shape, or a tied head is none.
+    """
     source.check_coverage(hf_shapes(spec, dims), ignored_names(dims))
     if dims.tied:
         check_tied(source)
@@ -120,6 +124,9 @@ def export_hf(
 
     Returns:
         Checksums; see `write_model_directory`.
+
+    Raises:
+        UserError: `out_dir` is in use, the dtype is unknown, or the disk refuses.
     """
     if dtype not in STORAGE_DTYPES:
         raise UserError(f"dtype={dtype!r}: use one of {', '.join(STORAGE_DTYPES)}")

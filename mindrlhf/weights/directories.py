@@ -29,7 +29,11 @@ MINDFORMERS_FORMAT = "mindformers"
 
 
 def import_directory(hf_dir: str | os.PathLike, out_dir: str | os.PathLike, dtype: str | None = None) -> None:
-    """Convert a Hugging Face directory to MindFormers names and layouts, bit-exact unless `dtype` is given."""
+    """Convert a Hugging Face directory to MindFormers names and layouts, bit-exact unless `dtype` is given.
+
+    Raises:
+        UserError: the source does not fit its config.json, or `out_dir` is in use.
+    """
     hf_config, spec, dims = _read_config(hf_dir)
     source = SafetensorsDirectory(hf_dir)
     check_checkpoint(source, spec, dims)
@@ -45,7 +49,11 @@ def import_directory(hf_dir: str | os.PathLike, out_dir: str | os.PathLike, dtyp
 
 
 def export_directory(mf_dir: str | os.PathLike, out_dir: str | os.PathLike, dtype: str | None = None) -> None:
-    """Convert what `import_directory` wrote back to a Hugging Face directory, bit-exact unless `dtype` is given."""
+    """Convert what `import_directory` wrote back to a Hugging Face directory, bit-exact unless `dtype` is given.
+
+    Raises:
+        UserError: the source does not fit its config.json, or `out_dir` is in use.
+    """
     hf_config, spec, dims = _read_config(mf_dir)
     source = SafetensorsDirectory(mf_dir)
     rules = spec.rules(dims)
@@ -68,7 +76,11 @@ def _converting_reader(source: TensorDirectory, dtype: str) -> Callable[[str], n
 
 
 def describe_directory(model_dir: str | os.PathLike) -> str:
-    """A short text about a model directory in either layout; its files are checked against its config.json."""
+    """A short text about a model directory in either layout; its files are checked against its config.json.
+
+    Raises:
+        UserError: the files do not fit config.json.
+    """
     _, spec, dims = _read_config(model_dir)
     source = open_tensors(model_dir)
     mf_shapes = {rule.mf_name: rule.mf_shape(dims) for rule in spec.rules(dims)}

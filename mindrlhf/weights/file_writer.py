@@ -39,7 +39,11 @@ class FileLayout:
 
 
 class TensorFileWriter:
-    """A file that appears under its name, whole, by `finish`; open only while something is written to it."""
+    """A file that appears under its name, whole, by `finish`; open only while something is written to it.
+
+    Raises:
+        OSError: the disk refuses.
+    """
 
     def __init__(self, path: Path, layout: FileLayout):
         self.path = path

@@ -54,7 +54,11 @@ def dequantise(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int]) ->
 
 
 class Fp8Directory(SafetensorsDirectory):
-    """A directory of block-scaled 8-bit weights, seen as float32 ones; other tensors are as they are."""
+    """A directory of block-scaled 8-bit weights, seen as float32 ones; other tensors are as they are.
+
+    Raises:
+        UserError: it is no such directory, or its scales do not fit its weights.
+    """
 
     def __init__(self, model_dir: str | os.PathLike, block: tuple[int, int]):
         super().__init__(model_dir, dtypes=(*STORAGE_DTYPES, FLOAT8))
@@ -86,7 +90,11 @@ class Fp8Directory(SafetensorsDirectory):
         return info._replace(dtype="float32") if info.dtype == FLOAT8 else info
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor; one in 8 bits as its values."""
+        """The tensor; one in 8 bits as its values.
+
+        Raises:
+            UserError: it holds the code of no number.
+        """
         array = super().read(name)
         if super().info(name).dtype != FLOAT8:
             return array
@@ -104,6 +112,9 @@ def convert_directory(hf_dir: str | os.PathLike, out_dir: str | os.PathLike, dty
 
     Args:
         dtype: of the files; None keeps each tensor's, and makes bfloat16 of a directory of 8 bits.
+
+    Raises:
+        UserError: the source does not fit its config.json, or `out_dir` is in use.
     """
     hf_config = read_hf_config(hf_dir)
     if hf_config.get("architectures") == [WITH_VISION]:
@@ -131,6 +142,9 @@ def write_converted(
     Args:
         dtype: of the files; None keeps each tensor's.
         tokenizer_dir: where the tokenizer and generation files are copied from.
+
+    Raises:
+        UserError: the tensors do not fit ``hf_config``, or ``out_dir`` is in use.
     """
     spec = find_spec(hf_config)
     dims = spec.dims(hf_config)

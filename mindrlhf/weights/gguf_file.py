@@ -22,6 +22,9 @@ class GgufFile:
         path: the file.
         metadata: value by name.
         tensors: by name; dtype is that in which :meth:`read` returns them.
+
+    Raises:
+        UserError: the file is missing, no GGUF, or damaged.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -45,7 +48,11 @@ class GgufFile:
             raise UserError(f"{self.path} cannot be read as GGUF ({reason}): download it again") from error
 
     def read(self, name: str) -> np.ndarray:
-        """Return the tensor: of stored numbers a read-only view, bfloat16 as uint16 bit patterns."""
+        """Return the tensor: of stored numbers a read-only view, bfloat16 as uint16 bit patterns.
+
+        Raises:
+            UserError: it holds what is no number, or is of a type that the package cannot undo.
+        """
         import gguf
 
         tensor, info = self._tensors[name], self.tensors[name]

@@ -40,6 +40,9 @@ class GgufModel(TensorDirectory):
 
     Attributes:
         hf_config: the config.json that the file's metadata amounts to.
+
+    Raises:
+        UserError: the file is damaged, or of an architecture or variant that is not supported.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -87,6 +90,9 @@ def convert_gguf(path: str | os.PathLike, out_dir: str | os.PathLike, dtype: str
 
     Args:
         dtype: of the files; None keeps that of stored numbers, and makes float32, exactly, of quantised ones.
+
+    Raises:
+        UserError: the file is damaged or not supported, or ``out_dir`` is in use.
     """
     model = GgufModel(path)
     files = tokenizer_files(model.file)

@@ -37,7 +37,11 @@ _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_t
 
 
 def tokenizer_files(file: GgufFile) -> dict[str, str]:
-    """Return the contents of tokenizer.json, tokenizer_config.json and generation_config.json by their names."""
+    """Return the contents of tokenizer.json, tokenizer_config.json and generation_config.json by their names.
+
+    Raises:
+        UserError: the file has no tokenizer, one of a kind that is not read, or a damaged one.
+    """
     try:
         return _files(file)
     except UserError:

@@ -23,7 +23,11 @@ SHARDED_NAME = "sharded.json"
 
 
 def read_hf_config(model_dir: str | os.PathLike) -> dict:
-    """Read `config.json` of a Hugging Face directory."""
+    """Read `config.json` of a Hugging Face directory.
+
+    Raises:
+        UserError: the directory or file is missing, or the file is not a JSON object.
+    """
     path = Path(model_dir) / "config.json"
     if not Path(model_dir).is_dir():
         name = str(model_dir)
@@ -71,7 +75,11 @@ class TensorDirectory(ABC):
         return convert_dtype(self.read(name), self.info(name).dtype, "float32")
 
     def check_coverage(self, shapes: dict[str, tuple[int, ...]], ignored: Container[str] = frozenset()) -> None:
-        """Compare names and shapes with what the model needs, both ways."""
+        """Compare names and shapes with what the model needs, both ways.
+
+        Raises:
+            UserError: a tensor is missing, unexpected (and not `ignored`) or has the wrong shape.
+        """
         present = set(self.names())
         missing = [name for name in shapes if name not in present]
         if missing:
@@ -152,7 +160,11 @@ class SafetensorsDirectory(TensorDirectory):
 
 
 def _check_one_model(directory: Path) -> None:
-    """Check that a directory of safetensors holds one model, before any of it is read."""
+    """Check that a directory of safetensors holds one model, before any of it is read.
+
+    Raises:
+        UserError: it has weights in one file and, by its index, in others; or an adapter beside a whole model.
+    """
     has_model = [name for name in (SINGLE_NAME, INDEX_NAME) if (directory / name).is_file()]
     if has_model and (directory / SHARDED_NAME).is_file():
         raise UserError(f"{directory} holds two models, {has_model[0]} and the shards of {SHARDED_NAME}: remove one")
@@ -164,7 +176,11 @@ def _check_one_model(directory: Path) -> None:
 
 
 def _check_index(directory: Path, file_of: Mapping[str, str]) -> None:
-    """Check that no file of weights lies beside those of an index."""
+    """Check that no file of weights lies beside those of an index.
+
+    Raises:
+        UserError: ``model.safetensors`` does.
+    """
     if SINGLE_NAME not in file_of.values() and (directory / SINGLE_NAME).is_file():
         raise UserError(
             f"{directory} holds two models: {SINGLE_NAME}, and {len(set(file_of.values()))} files of {INDEX_NAME}; "

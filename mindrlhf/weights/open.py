@@ -13,5 +13,9 @@ def is_sharded(model_dir: str | os.PathLike) -> bool:
 
 
 def open_tensors(model_dir: str | os.PathLike) -> TensorDirectory:
-    """Open a Hugging Face directory, or one that `mindrlhf weights shard` made from such."""
+    """Open a Hugging Face directory, or one that `mindrlhf weights shard` made from such.
+
+    Raises:
+        UserError: it is neither, or is damaged.
+    """
     return ShardedDirectory(model_dir) if is_sharded(model_dir) else SafetensorsDirectory(model_dir)

@@ -57,7 +57,11 @@ def wide_first(infos: Iterable[TensorInfo]) -> list[TensorInfo]:
 
 
 class SafetensorsFile:
-    """One safetensors file, memory-mapped: tensors are read-only views of the file."""
+    """One safetensors file, memory-mapped: tensors are read-only views of the file.
+
+    Raises:
+        UserError: the file is missing, truncated or not a safetensors file.
+    """
 
     def __init__(self, path: str | os.PathLike, dtypes: Iterable[str] = STORAGE_DTYPES):
         self.path = Path(path)

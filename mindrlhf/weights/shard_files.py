@@ -19,5 +19,9 @@ def shard_layout(infos: Mapping[str, TensorInfo], file_format: str) -> FileLayou
 
 
 def open_shard(path: Path, file_format: str) -> SafetensorsFile | CkptFile:
-    """Open the file of a rank."""
+    """Open the file of a rank.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
     return SafetensorsFile(path, SHARD_DTYPES) if file_format == "safetensors" else CkptFile(path)

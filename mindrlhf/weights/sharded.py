@@ -114,7 +114,11 @@ class ShardedManifest:
 
     @classmethod
     def read(cls, path: Path) -> "ShardedManifest":
-        """Read sharded.json."""
+        """Read sharded.json.
+
+        Raises:
+            UserError: it is missing, damaged or of another release.
+        """
         value = read_json_object(path)
         if value.get("format_version") != FORMAT_VERSION:
             raise UserError(
@@ -263,7 +267,11 @@ class ShardedDirectory(TensorDirectory):
         return self._last[1][name]
 
     def read_tensors(self, rule) -> dict[str, np.ndarray]:
-        """The Hugging Face tensors of one parameter, by name, in their own dtypes."""
+        """The Hugging Face tensors of one parameter, by name, in their own dtypes.
+
+        Raises:
+            UserError: a shard is damaged, or the shards do not make the tensors of the original.
+        """
         return self.split(rule, self._assemble(rule.mf_name))
 
     def split(self, rule, whole: np.ndarray) -> dict[str, np.ndarray]:
@@ -282,7 +290,11 @@ class ShardedDirectory(TensorDirectory):
         return whole
 
     def check_array(self, name: str, whole: np.ndarray) -> None:
-        """Compare an array that was put together with the original, by the checksum of its tensors or its own."""
+        """Compare an array that was put together with the original, by the checksum of its tensors or its own.
+
+        Raises:
+            UserError: they differ.
+        """
         if name in self._rule_of_parameter:
             self.split(self._rule_of_parameter[name], whole)
         else:
@@ -305,7 +317,11 @@ class ShardedDirectory(TensorDirectory):
             )
 
     def read_shard(self, rank: int, name: str) -> np.ndarray:
-        """Return a rank's shard of an array; for safetensors a view of the mapped file."""
+        """Return a rank's shard of an array; for safetensors a view of the mapped file.
+
+        Raises:
+            UserError: it differs from its checksum, or the rank's directory is elsewhere.
+        """
         if rank not in self._files:
             missing = rank_file(self.directory, rank, self.manifest.file_format).parent
             raise UserError(f"{missing} is missing, and {name} is read from it: copy it from the node that holds it")

@@ -57,6 +57,9 @@ def write_model_directory(
 
     Returns:
         By file name the checksums, XXH3-64 in hex, of the safetensors files whose tensors came in the order of `infos`.
+
+    Raises:
+        UserError: `out_dir` is in use or cannot be written.
     """
     with model_directory(infos, config, out_dir, **options) as files:
         for name, content in counted(tensors, len(infos), "tensors"):
@@ -85,6 +88,9 @@ def model_directory(
         max_shard_bytes: start another file when the next tensor would exceed this.
         tokenizer_dir: copy tokenizer and generation files from here.
         generation: becomes generation_config.json in the place of what is copied.
+
+    Raises:
+        UserError: `out_dir` is in use or cannot be written.
     """
     out_dir = Path(out_dir)
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):

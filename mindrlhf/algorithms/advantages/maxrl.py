@@ -19,7 +19,11 @@ PER_TOKEN = "never"
 
 
 def estimate(batch: RewardBatch) -> list[np.ndarray]:
-    """Return the advantages, float64 [response] for each sample, constant within a response."""
+    """Return the advantages, float64 [response] for each sample, constant within a response.
+
+    Raises:
+        UserError: a reward is below 0, and a mean would say nothing about successes.
+    """
     totals, advantages = batch.totals(), centred(batch)
     if totals.min() < 0:
         raise UserError(

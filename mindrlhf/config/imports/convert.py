@@ -42,6 +42,9 @@ def convert(
         arguments: further keys as on their command line, which win.
         run_script: returns the words of the commands of a script's text.
         num_processes: ranks that the run had; the batches of TRL count by process. 0: what the script says.
+
+    Raises:
+        UserError: the file cannot be read, or has no key of that stack.
     """
     module = STACKS[stack]
     keys = read(path, run_script, lambda name: find(module, name) is not None) if path else {}

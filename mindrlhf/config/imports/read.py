@@ -25,6 +25,9 @@ def read(path: Path, run_script: RunScript, is_known: Callable[[str], bool]) -> 
         path: the file.
         run_script: returns the words of the commands of a script's text.
         is_known: tells a key of the stack; of several commands the one with most of them counts.
+
+    Raises:
+        UserError: it cannot be read.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")

@@ -27,7 +27,11 @@ class ImageProcessor:
 def read_image_processor(
     directory: str | Path, min_pixels: int | None = None, max_pixels: int | None = None
 ) -> ImageProcessor | None:
-    """Return the image processor of a checkpoint's directory, or None where there is none: its model sees no images."""
+    """Return the image processor of a checkpoint's directory, or None where there is none: its model sees no images.
+
+    Raises:
+        UserError: a damaged file, an unknown processor, or limits that no image meets.
+    """
     path = Path(directory) / FILE_NAME
     if not path.is_file():
         return None

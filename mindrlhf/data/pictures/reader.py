@@ -37,6 +37,9 @@ class PictureReader:
         tokenizer: of that directory.
         min_pixels, max_pixels: in place of that config's.
         root: where image files lie; None means the folder of the data file.
+
+    Raises:
+        UserError: a config that cannot be used, or limits for a model without vision.
     """
 
     def __init__(

@@ -83,6 +83,9 @@ def activate(rank: int, world_size: int, level: int) -> bool:
 
     Returns:
         Whether CANN is simulated; False when the machine has CANN.
+
+    Raises:
+        UserError: neither CANN nor its simulation can be used here.
     """
     assert "mindspore" not in sys.modules, "the stand-ins must be loaded before mindspore"
     set_rank(rank, world_size)
@@ -108,7 +111,11 @@ def find_cann() -> Path | None:
 
 
 def stand_ins() -> Path:
-    """Return the directory of the stand-in libraries for the installed wheel, written if need be."""
+    """Return the directory of the stand-in libraries for the installed wheel, written if need be.
+
+    Raises:
+        UserError: the machine, MindSpore's version or the cache directory does not allow it.
+    """
     library_dir = _check_supported()
     wheel = os.stat(library_dir / _PLUGINS[0])
     key = hashlib.sha256(f"{library_dir}\0{wheel.st_size}\0{wheel.st_mtime_ns}".encode()).hexdigest()[:16]

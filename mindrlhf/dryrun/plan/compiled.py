@@ -50,6 +50,9 @@ def compile_plan(plan: Plan) -> list[PlannedStage]:
     """Compile the calls of an update for one rank of every distinct stage and ask for its memory plan.
 
     First, second and last stage stand for all: the stages between are alike.
+
+    Raises:
+        UserError, RunFailure: this machine cannot compile, or a compilation failed.
     """
     num_stages = plan.layout.pipeline_stage
     stages = sorted({0, min(1, num_stages - 1), num_stages - 1})

@@ -71,6 +71,10 @@ class OtherNode(Peers):
 
         Args:
             start: starts them, resuming if told so, and returns how they ended.
+
+        Raises:
+            UserError: the nodes differ, or the secrets.
+            RunFailure: node 0 cannot be reached, or is lost.
         """
         code = 0
         self._join()
@@ -118,7 +122,12 @@ class OtherNode(Peers):
         return f"node 0 ({self._place.master}) {message.get('how', 'has ended the run')}"
 
     def _wait_for_order(self) -> dict[str, Any]:
-        """Return the next message that says what to do; the others are said or forgotten."""
+        """Return the next message that says what to do; the others are said or forgotten.
+
+        Raises:
+            UserError: node 0 refuses this node, or all.
+            RunFailure: it has given up.
+        """
         while True:
             message = self._news.get()
             if message["kind"] in self.orders:

@@ -51,6 +51,9 @@ def run_over_ray(
         master: where node 0 listens; None for its address in the cluster and the default port.
         max_restarts: how often another node's agent or launcher that was killed is started again.
         may_lack_token: also where whoever reaches the cluster's ports may run code.
+
+    Raises:
+        UserError: Ray is not installed, there is no such cluster, or no room, or it has no token.
     """
     ray = _connect(address)
     try:
@@ -79,6 +82,9 @@ def choose_nodes(offers: Sequence[dict[str, Any]], num_workers: int, nodes: str 
 
     Args:
         offers: ``ray.nodes()``.
+
+    Raises:
+        UserError: too few nodes have room.
     """
     alive = [node for node in offers if node["Alive"]]
     kind = _NPU if any(node["Resources"].get(_NPU) for node in alive) else "CPU"

@@ -30,7 +30,11 @@ _POLL_INTERVAL_S = 0.2
 
 
 def read_hosts(path: str) -> list[str]:
-    """Return the hosts of a file, one to a line; what follows a # is a comment."""
+    """Return the hosts of a file, one to a line; what follows a # is a comment.
+
+    Raises:
+        UserError: it cannot be read, or holds something else.
+    """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -21,7 +21,11 @@ FIRST_NEWS_S = 10.0  # after which a node that waits says for whom
 
 
 def make_secret(output_dir: Path) -> bytes:
-    """Return the secret on node 0: that of the environment, or of a file that is made when missing."""
+    """Return the secret on node 0: that of the environment, or of a file that is made when missing.
+
+    Raises:
+        UserError: it is short, or the file is open to others.
+    """
     if (secret := _from_environment()) is not None:
         return secret
     path = output_dir / SECRET_NAME
@@ -38,7 +42,11 @@ def make_secret(output_dir: Path) -> bytes:
 
 
 def wait_for_secret(output_dir: Path, limit_s: float, node_0: str = "node 0") -> bytes:
-    """Return the secret on another node, when ``node_0`` has made its file."""
+    """Return the secret on another node, when ``node_0`` has made its file.
+
+    Raises:
+        UserError: there is none within ``limit_s``, or as for :func:`make_secret`.
+    """
     if (secret := _from_environment()) is not None:
         return secret
     path, start_s, has_said = output_dir / SECRET_NAME, time.monotonic(), False

@@ -103,7 +103,11 @@ class AdaptedLinear(nn.Cell):
 
 
 def attach(parent: nn.Cell, name: str, adapter: Adapter, dims: ModelDims, scale: Parameter) -> AdaptedLinear:
-    """Put an adapter into the product ``name`` of a cell."""
+    """Put an adapter into the product ``name`` of a cell.
+
+    Raises:
+        UserError: it is of a kind that has no adapters here.
+    """
     layer = getattr(parent, name)
     if not isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
         raise UserError(

@@ -55,7 +55,11 @@ class Tracker(Protocol):
 
 
 def check_trackers(sinks: Sequence[str]) -> None:
-    """Check that the trackers among ``observe.sinks`` are installed."""
+    """Check that the trackers among ``observe.sinks`` are installed.
+
+    Raises:
+        UserError: some are not.
+    """
     missing = [name for name in sinks if name in PACKAGES and not _is_installed(PACKAGES[name])]
     if missing:
         are = "which is" if len(missing) == 1 else "which are"

@@ -25,6 +25,9 @@ def write_pages(run_dir: Path) -> Path:
 
     Returns:
         The path of the report.
+
+    Raises:
+        UserError, RunFailure: see :func:`mindrlhf.observe.report.write_report`.
     """
     samples = Path(run_dir) / "samples.jsonl"
     if samples.is_file() and 0 < samples.stat().st_size <= MAX_LINKED_BYTES:
@@ -37,6 +40,9 @@ def render_page(run_dirs: list[Path], steps: tuple[int, int] = (0, 1 << 62)) -> 
 
     The samples are in it, compressed; its content security policy forbids it to load anything, or to run any script
     but its own, whatever the samples contain.
+
+    Raises:
+        UserError: a directory has no samples in these steps or too many for a page, or its file is broken.
     """
     data = {"runs": [_read_run(path, steps) for path in run_dirs]}
     packed = base64.b64encode(gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)).decode()

@@ -37,7 +37,11 @@ def plain_width(text: str) -> str:
 
 @functools.cache
 def extend(path: str) -> None:
-    """Add the languages of a JSON file, ``{"Italian": {"answer": "risposta|risultato", "equals": "è"}}``."""
+    """Add the languages of a JSON file, ``{"Italian": {"answer": "risposta|risultato", "equals": "è"}}``.
+
+    Raises:
+        UserError: the file cannot be read, or is not such a table.
+    """
     try:
         languages = json.loads(Path(path).read_text(encoding="utf-8"))
         pairs = [pair for words in languages.values() for pair in words.items()]

@@ -148,6 +148,9 @@ class RemoteAgents:
         name: of the node, for messages.
         find: returns the caller behind a key.
         forget: called, in the loop, with this when the node is lost.
+
+    Raises:
+        UserError, RunFailure: the agent cannot be started there.
     """
 
     def __init__(

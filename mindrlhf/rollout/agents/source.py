@@ -54,6 +54,9 @@ class AgentEpisodes:
         tools: the section of the config.
         longest_prompt: of the data, in tokens: with the longest response it bounds a prompt and its reply.
         runner: runs agents in place of ``AgentRunner``.
+
+    Raises:
+        UserError: the agent cannot be started.
     """
 
     continues = True  # episodes that a request of partial rollout has begun

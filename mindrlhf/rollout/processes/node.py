@@ -87,6 +87,9 @@ class NodeServers:
 
         Args:
             span: of a server over several nodes, the place of the process; its own address is filled in here.
+
+        Raises:
+            RunFailure: it cannot be started.
         """
         with self._lock:
             if index not in self._running:
@@ -132,7 +135,11 @@ class NodeServers:
         return num_samples
 
     def wait_ready(self) -> None:
-        """Block until every server can answer."""
+        """Block until every server can answer.
+
+        Raises:
+            RunFailure: one has ended.
+        """
         for index in self._running:
             try:
                 self._link(index).call("ready")

@@ -56,7 +56,11 @@ class VisionModel:
 
     @classmethod
     def of(cls, model_dir: str) -> "VisionModel | None":
-        """Return what config.json says, or None when the model sees nothing."""
+        """Return what config.json says, or None when the model sees nothing.
+
+        Raises:
+            UserError: a vision-language model, of an unknown architecture.
+        """
         hf_config = hf_config_of(model_dir)
         if hf_config.get("vision_config") is None:
             return None

@@ -28,6 +28,9 @@ def load(placement: Placement, source: ArraySource) -> None:
     """Take this rank's shard of every parameter, one after the other, converted to the parameters' dtypes.
 
     The graphs must have been compiled: it is then that a parameter gets the shape of its shard.
+
+    Raises:
+        UserError: the source is damaged.
     """
     if placement.network.images is not None and placement.stage == 0:
         placement.network.images.place(())
@@ -41,7 +44,11 @@ def load(placement: Placement, source: ArraySource) -> None:
 
 
 def begin_adapters(placement: Placement, seed: int, directory: str) -> None:
-    """Give the adapters what they begin with: those of a directory, or when it is "", new ones of a seed."""
+    """Give the adapters what they begin with: those of a directory, or when it is "", new ones of a seed.
+
+    Raises:
+        UserError: the adapter is of another model.
+    """
     if directory:
         restore(placement, directory)
         return

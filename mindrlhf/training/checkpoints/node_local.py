@@ -56,7 +56,11 @@ class NodeCheckpoints(ShardCheckpoints):
         self._held = [store.steps(), *(held[rank].steps for rank in self._firsts[1:])]
 
     def latest(self) -> Path:
-        """Return the newest checkpoint of which every node holds its part whole; damaged ones are warnings."""
+        """Return the newest checkpoint of which every node holds its part whole; damaged ones are warnings.
+
+        Raises:
+            UserError: there is none; or it is of another layout, and files have to be copied first: which, and where.
+        """
         for step in sorted(set.intersection(*map(set, self._held)), reverse=True):
             states = self._workers.check_part(step=step)
             states = [part_state(self._store.path(step)), *(states[rank] for rank in self._firsts[1:])]

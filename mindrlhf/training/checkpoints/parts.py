@@ -29,7 +29,11 @@ class KeepsPart:
         return NodePart(steps=tuple(self._part_store.steps()))
 
     def open_part(self, step: int, size_bytes: int, best_step: int | None) -> NodePart:
-        """Return the path at which this node's part of a checkpoint is to be written; empty on other ranks."""
+        """Return the path at which this node's part of a checkpoint is to be written; empty on other ranks.
+
+        Raises:
+            UserError: the disk has too little room.
+        """
         if self._part_store is None:
             return NodePart()
         stack, checksums = contextlib.ExitStack(), {}

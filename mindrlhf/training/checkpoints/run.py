@@ -103,7 +103,11 @@ class RunCheckpoints:
         self._saved_step: int | None = None
 
     def begin_step(self, progress: Progress) -> None:
-        """Remember where the run is, for a step that is broken off."""
+        """Remember where the run is, for a step that is broken off.
+
+        Raises:
+            UserError: the last checkpoint could not be written.
+        """
         self._shards.settle(wait=False)
         self._writer.check()
         self._begun = self._state(progress), list(progress.leftover)
@@ -128,6 +132,9 @@ class RunCheckpoints:
         """Write a checkpoint of the whole run; it appears whole or not at all.
 
         This returns when the state is copied, and an earlier write has ended.
+
+        Raises:
+            UserError: the disk has too little room, or an earlier checkpoint could not be written.
         """
         self._write(self._state(progress), progress.leftover, progress.evaluations)
         if self._requests.save:
@@ -145,7 +152,11 @@ class RunCheckpoints:
         self._end_on_request(state.step)
 
     def wait(self) -> None:
-        """Return when nothing is being written."""
+        """Return when nothing is being written.
+
+        Raises:
+            UserError: the last checkpoint could not be written.
+        """
         self._shards.settle(wait=True)
         self._writer.wait()
 

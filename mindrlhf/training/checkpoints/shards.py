@@ -51,6 +51,9 @@ class SavesState(KeepsPart):
             directory: of the checkpoint, the same on all ranks of a node; empty where this rank writes nothing.
             copies: write a copy, in a thread, so that the weights may change meanwhile; it is valid until the next
                 one. Without, all is written when this returns.
+
+        Raises:
+            UserError: the disk refused, now or when the part before was written.
         """
         if not directory:
             self._checksums = {}
@@ -65,7 +68,11 @@ class SavesState(KeepsPart):
         return SavingState(self._shard_writer.is_running)
 
     def end_saving(self) -> SavedShards:
-        """Return the checksums of what was written, when it is."""
+        """Return the checksums of what was written, when it is.
+
+        Raises:
+            UserError: the disk refused.
+        """
         self._shard_writer.wait()
         return SavedShards(self._checksums)
 
@@ -117,6 +124,9 @@ class ShardCheckpoints:
             checksums: gets those of the shards.
             write_rest: writes what rank 0 adds.
             part: "step", "size_bytes" and "best_step", for nodes that keep a part of their own.
+
+        Raises:
+            UserError, RunFailure: the disk refuses, or a rank died.
         """
         assert self._pending is None, "a checkpoint is being written"
         with contextlib.ExitStack() as stack:
@@ -170,6 +180,9 @@ def export_adapters(team: ReplicaTeam | Team, models: Mapping[str, Path]) -> Non
     """Write the adapters whose shards the ranks hold in PEFT's format, beside the places of exported models.
 
     One that is there already is that of a run that was killed before it exported the model.
+
+    Raises:
+        UserError, RunFailure: the disk refuses, or a rank died.
     """
     with scratch_directory(next(iter(models.values())).parent, ".adapter-shards-") as shards:
         savers: SavesState = Workers(savers_of(team).call)

@@ -44,6 +44,9 @@ def build_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: Rank) ->
     """Build what a rank does in reinforcement learning: its part of every model of the run, and their graphs.
 
     Where the model is sharded, MindSpore shards every graph that this process compiles from here on.
+
+    Raises:
+        UserError: a model cannot be placed this way, or its weights do not fit.
     """
     kernel_dump = None
     if config.msprobe.config_path:

@@ -143,7 +143,11 @@ def _square_sum(gradient):
 
 
 def check_finite(norm: float) -> float:
-    """Return a gradient norm that is finite."""
+    """Return a gradient norm that is finite.
+
+    Raises:
+        RunFailure: it is not.
+    """
     if not math.isfinite(norm):
         raise RunFailure(
             f"the gradient norm is {norm}, not finite: the weights were not updated; lower optimizer.start_lr, or look "

@@ -42,7 +42,11 @@ def build_policy(
     memory: MemorySection = WHOLE,
     **options: Any,
 ) -> PolicyLogProbs:
-    """Return the log-probabilities of a model without data: its parameters get shards once a graph is compiled."""
+    """Return the log-probabilities of a model without data: its parameters get shards once a graph is compiled.
+
+    Raises:
+        UserError: the model is unknown, or cannot be sharded this way.
+    """
     with no_init_parameters():  # they would take the memory of the whole model
         network = _build_network(hf_config, model, parallel, memory, **options)
         policy = PolicyLogProbs(network, temperature, "ascend", memory.logit_tile)

@@ -137,7 +137,11 @@ class Guards:
         return GuardsState(self._skipped.num_in_a_row)
 
     def check_scored(self, step: int, samples: StepSamples) -> None:
-        """Say which samples of a step, from 1, are left out as nothing could score them."""
+        """Say which samples of a step, from 1, are left out as nothing could score them.
+
+        Raises:
+            RunFailure: they are more than ``guard.max_unscored``, or leave nothing to train on.
+        """
         unscored = [sample.reward.unscored for sample in samples.generated if not sample.is_scored]
         if not unscored:
             return
@@ -199,7 +203,11 @@ class Guards:
         yield Condition("max_rollout_diff", is_over, lambda _: limit, 1, stop_after=1, remedy=remedy)
 
     def check(self) -> None:
-        """Stop the run if the steps so far demand it; call it when their metrics are written."""
+        """Stop the run if the steps so far demand it; call it when their metrics are written.
+
+        Raises:
+            RunFailure: they do.
+        """
         if failure := self._skipped.failure or self._alarms.failure:
             raise RunFailure(failure)
 

@@ -36,7 +36,11 @@ def reward_parts(samples: Sequence[Sample], config: GrpoConfig) -> list[tuple[fl
 
 
 def steps_of(samples: Sequence[Sample], config: GrpoConfig) -> list[tuple[np.ndarray, np.ndarray]] | None:
-    """Return what of the rewards was given on the way, see ``step_rewards``; None where nothing was."""
+    """Return what of the rewards was given on the way, see ``step_rewards``; None where nothing was.
+
+    Raises:
+        UserError: the loss has one advantage for a whole response.
+    """
     weights, loss = part_weights(config.reward), config.algorithm.loss
     found = [step_rewards(sample, weights) for sample in samples]
     if not any(len(ends) for ends, _ in found):
@@ -97,6 +101,9 @@ def each_role(
 
     Returns:
         float64 [generated tokens] for each of ``samples``.
+
+    Raises:
+        UserError: the estimator compares with greedy responses, which have no rewards of roles.
     """
     agents = [sample.completion.agent for sample in samples]
     if not any(agent is not None and agent.rewards for agent in agents):

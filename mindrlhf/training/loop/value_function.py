@@ -43,7 +43,11 @@ class ValueFunction:
         step.values = [part.astype(np.float64) for part in values]
 
     def update(self, step: Step, returns: Sequence[np.ndarray]) -> None:
-        """Make the critic's updates of a step, for which the ranks have values and ``returns``; add its metrics."""
+        """Make the critic's updates of a step, for which the ranks have values and ``returns``; add its metrics.
+
+        Raises:
+            RunFailure: an update's loss or gradients are not finite.
+        """
         losses, clip_fractions, norms = [], [], []
         update = (step.number - 1) * self._updates_per_step
         with self._timer.stage("update_critic"):

@@ -60,7 +60,11 @@ class RunInputs:
 
 
 def check_sandbox(config: GrpoConfig) -> str:
-    """Return a line for the log on what keeps programs of the model in; empty when the run has none."""
+    """Return a line for the log on what keeps programs of the model in; empty when the run has none.
+
+    Raises:
+        UserError: the system allows too little, and `sandbox.allow_weak` is not set.
+    """
     names = (*config.reward.verifier_function, *config.tools.names)
     layers = check_for(names, config.sandbox.allow_weak)
     return layers and f"sandbox of programs that the model writes: {layers}"

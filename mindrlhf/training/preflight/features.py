@@ -99,7 +99,11 @@ def model_dims(path: str, *, as_scorer: bool = False) -> ModelDims:
 
 
 def image_tokens(path: str) -> ImageTokens | None:
-    """Return the image tokens of the model in a directory; None when it reads text only, or has no config.json."""
+    """Return the image tokens of the model in a directory; None when it reads text only, or has no config.json.
+
+    Raises:
+        UserError: its config.json is damaged, or of an unknown model.
+    """
     return ImageTokens.of(model_dims(path)) if Path(path, "config.json").is_file() else None
 
 

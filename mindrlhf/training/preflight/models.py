@@ -68,7 +68,11 @@ def _roles(config: AnyConfig) -> Iterator[Role]:
 
 
 def check_role(config: AnyConfig, role: Role, tokenizer: Tokenizer | None) -> None:
-    """Check the directory of a model: its kind, its vocabulary, its weights, and the adapters that it is to have."""
+    """Check the directory of a model: its kind, its vocabulary, its weights, and the adapters that it is to have.
+
+    Raises:
+        UserError: something is wrong with one.
+    """
     hf_config = read_hf_config(role.path)
     spec = find_spec(hf_config)
     dims = spec.dims(hf_config)
@@ -122,7 +126,11 @@ def check_layers(memory: MemorySection, path: str) -> None:
 
 
 def check_training_of_actor(config: GrpoConfig, num_steps: int) -> None:
-    """Check that the actor is trained at all, and that a reference model that follows it has its shape."""
+    """Check that the actor is trained at all, and that a reference model that follows it has its shape.
+
+    Raises:
+        UserError: one is not so.
+    """
     warmup, paths = config.critic.warmup_steps, (config.model.path, config.model.reference_path)
     if needs_critic(config) and 0 < num_steps <= warmup:
         raise UserError(

@@ -29,7 +29,11 @@ def save_dir(config: AnyConfig) -> Path:
 
 @contextlib.contextmanager
 def holding_directories(config: AnyConfig, purpose: str) -> Iterator[None]:
-    """Keep other runs out of this one's directories while the body runs; see :mod:`mindrlhf.system.run_lock`."""
+    """Keep other runs out of this one's directories while the body runs; see :mod:`mindrlhf.system.run_lock`.
+
+    Raises:
+        UserError: another run that is going on has one of them.
+    """
     with contextlib.ExitStack() as stack:
         # Also the one within the other: a third run may be told to save there.
         for directory in dict.fromkeys((Path(config.run.output_dir).resolve(), save_dir(config).resolve())):
@@ -94,7 +98,11 @@ def check_output(config: AnyConfig, *, resume: bool) -> None:
 
 
 def refuse_taken(config: AnyConfig, *, resume: bool) -> None:
-    """Refuse to write over an earlier run, or where nothing can be written; changes nothing."""
+    """Refuse to write over an earlier run, or where nothing can be written; changes nothing.
+
+    Raises:
+        UserError: as ``check_output``; or something on the way to the output directory is no directory.
+    """
     output_dir, directory = Path(config.run.output_dir), save_dir(config)
     _check_writable("run.output_dir", output_dir)
     _check_writable("checkpoint.save_dir", directory)

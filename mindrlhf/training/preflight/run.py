@@ -81,6 +81,9 @@ def check_run(
         resume: whether the run is to be continued; see :func:`mindrlhf.training.preflight.output.resumes`.
         oversubscribe: see :func:`mindrlhf.launch.machine.check_ranks`.
         is_elastic: nodes for rollout only may join.
+
+    Raises:
+        UserError: the file cannot be read, or is the config of another task.
     """
     reading = read_config(task, path, overrides, world_size=num_ranks)
     config, mistakes = reading.config, reading.mistakes
@@ -131,6 +134,9 @@ def _call_verifiers(reward: RewardSection, inputs: RunInputs) -> str:
 
     Returns:
         A line where one raised or took too long, which such a response may well cause; "" otherwise.
+
+    Raises:
+        UserError: one does not load, cannot be called, or returns no number.
     """
     names = tuple(name for name in reward.verifier_function if ":" in name)
     if not names:
@@ -170,7 +176,11 @@ def _is_prepared(config: AnyConfig) -> bool:
 
 
 def _check_room(config: AnyConfig) -> str:
-    """Return a line where the disk has room for a checkpoint, but not for as many as are kept; empty otherwise."""
+    """Return a line where the disk has room for a checkpoint, but not for as many as are kept; empty otherwise.
+
+    Raises:
+        UserError: it has no room for one.
+    """
     if config.checkpoint.node_local or _is_prepared(config):  # a node's part is for the node to look at
         return ""
     size_bytes, directory = checkpoint_bytes(config), save_dir(config)

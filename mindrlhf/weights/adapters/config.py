@@ -46,7 +46,11 @@ _logger = logging.getLogger(__name__)
 
 
 def read_options(path: Path) -> LoraOptions:
-    """Return rank, alpha and scaling of an adapter; what is targeted shows in the names of its tensors."""
+    """Return rank, alpha and scaling of an adapter; what is targeted shows in the names of its tensors.
+
+    Raises:
+        UserError: the file is damaged, or the adapter computes something else than W + s B A.
+    """
     config = read_json_object(path)
     if config.get("peft_type") != "LORA":
         raise UserError(f"{path} has peft_type={config.get('peft_type')!r}: only 'LORA' is read")
@@ -69,7 +73,11 @@ def read_options(path: Path) -> LoraOptions:
 
 
 def _check_start(path: Path, start: object) -> None:
-    """Check that what an adapter began with has left the base model as it was."""
+    """Check that what an adapter began with has left the base model as it was.
+
+    Raises:
+        UserError: it has not, or it is not known whether.
+    """
     name = start.lower() if isinstance(start, str) else start
     if isinstance(name, str) and name.startswith(_MOVING_STARTS):
         raise UserError(

@@ -27,6 +27,9 @@ def merge_adapter(
         adapter_dir: in PEFT's format, or the shards of one.
         out_dir: must not exist yet.
         dtype: of the files; None keeps the base's.
+
+    Raises:
+        UserError: the directories do not fit each other, or ``out_dir`` is in use.
     """
     hf_config = read_hf_config(base_dir)
     spec = find_spec(hf_config)

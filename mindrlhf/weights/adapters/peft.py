@@ -87,6 +87,9 @@ def write_adapter(
 
     Returns:
         Checksums, XXH3-64 in hex, by file name.
+
+    Raises:
+        UserError: the disk refuses.
     """
     infos = [TensorInfo(name, "float32", shape) for name, shape in shapes.items()]
     try:
@@ -109,6 +112,9 @@ class AdapterDirectory(TensorDirectory):
 
     Attributes:
         lora: rank, alpha and scaling; what is targeted shows in the names of the tensors.
+
+    Raises:
+        UserError: it is no such directory, is damaged, or computes something else than W + s B A.
     """
 
     def __init__(self, directory: str | os.PathLike):
@@ -133,7 +139,11 @@ class AdapterDirectory(TensorDirectory):
 
 
 def open_adapter(directory: str | os.PathLike) -> AdapterDirectory | ShardedDirectory:
-    """Open an adapter in PEFT's format, or the shards of one, which have the same names."""
+    """Open an adapter in PEFT's format, or the shards of one, which have the same names.
+
+    Raises:
+        UserError: it is neither, or is damaged.
+    """
     if not is_sharded(directory):
         return AdapterDirectory(directory)
     shards = ShardedDirectory(directory)
@@ -145,7 +155,11 @@ def open_adapter(directory: str | os.PathLike) -> AdapterDirectory | ShardedDire
 def check_adapter(
     directory: str | os.PathLike, hf_config: dict, options: LoraOptions
 ) -> AdapterDirectory | ShardedDirectory:
-    """Open an adapter that is to go on in a model with adapters of ``options``."""
+    """Open an adapter that is to go on in a model with adapters of ``options``.
+
+    Raises:
+        UserError: it is of another rank, scale or model.
+    """
     source = open_adapter(directory)
     for key in ("rank", "alpha", "rank_stabilised"):
         found, wanted = getattr(source.lora, key), getattr(options, key)

@@ -249,6 +249,9 @@ class WeightPublisher:
 
         Args:
             load: called with the version and a bucket, from 0, as soon as that is there; the next takes its place.
+
+        Raises:
+            RunFailure: the buffers of two nodes differ, or one lacks something.
         """
         written: list[WrittenSlice] = []
         for bucket in range(self._buffer.num_buckets):

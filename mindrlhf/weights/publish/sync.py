@@ -90,7 +90,11 @@ def _cut(bounds: TensorSlice, size_bytes: int) -> list[TensorSlice]:
 
 
 def check_replicas(written: Sequence[Sums], infos: Sequence[TensorInfo]) -> None:
-    """Check that nodes that wrote the same slice wrote the same into it."""
+    """Check that nodes that wrote the same slice wrote the same into it.
+
+    Raises:
+        RunFailure: they did not; two replicas of the model have diverged.
+    """
     moduli = {info.name: 1 << (8 * info.numpy_dtype.itemsize) for info in infos}
     first: dict[tuple[str, TensorSlice], tuple[int, int]] = {}
     for node, sums in enumerate(written):

@@ -50,7 +50,11 @@ class TcpTransport:
     def connect(
         self, transfers: Sequence[Transfer], addresses: Mapping[int, Address], token: bytes, bucket: int = 0
     ) -> None:
-        """Make ready for some transfers, in place of others; all nodes do it at the same time."""
+        """Make ready for some transfers, in place of others; all nodes do it at the same time.
+
+        Raises:
+            RunFailure: a node cannot be reached, or does not come.
+        """
         self._transfers[bucket] = transfers
         wanted = {each.origin for each in transfers if self._node in each.nodes} - self._incoming.keys()
         targets = {node for each in transfers if each.origin == self._node for node in each.nodes}
@@ -65,6 +69,9 @@ class TcpTransport:
         """Send what other nodes lack of ``version`` and receive what this one lacks, into the memory of its buffer.
 
         All nodes do it at the same time, after all ranks have written.
+
+        Raises:
+            RunFailure: a node cannot be reached any more, or something arrived that was not sent.
         """
         threads = []
         for connections, move in ((self._outgoing, self._send), (self._incoming, self._receive)):

@@ -15,7 +15,11 @@ ORDER_NAME = "rollout_order.jsonl"
 
 
 def read_order(run: str) -> dict[int, int] | None:
-    """Return, by step, before which round a run loaded its weights; None when there is none to replay."""
+    """Return, by step, before which round a run loaded its weights; None when there is none to replay.
+
+    Raises:
+        UserError: the run has left no order.
+    """
     if not run:
         return None
     path = Path(run) / ORDER_NAME
@@ -39,7 +43,11 @@ class LoadOrder:
         self._writer = JsonlWriter(Path(config.run.output_dir) / ORDER_NAME, first_step=state.version)
 
     def may_load(self, version: int) -> bool:
-        """Return whether weights may be loaded before the next round."""
+        """Return whether weights may be loaded before the next round.
+
+        Raises:
+            UserError: the run that is repeated had loaded them before.
+        """
         if self._replayed is None or version == self._restored_version:
             return True
         due = self._replayed.get(version - 1, self.num_rounds)
