@@ -16,9 +16,10 @@ class KlState:
 @record
 @dataclass(frozen=True)
 class GuardsState:
-    """Of the guards of a run."""
+    """Of the guards of a run: one field each."""
 
     num_skipped: int = 0  # updates in a row
+    norms: list[float] = field(default_factory=list)  # gradient norms of the last updates
 
 
 @record

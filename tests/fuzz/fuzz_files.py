@@ -144,7 +144,7 @@ def make_checkpoint(directory: Path) -> Path:
         seed=1,
         prompt_stream=PromptStream(100, 1).state(),
         config={"run": {"max_steps": 10}, "optimizer": {"start_lr": 1e-6, "lr_schedule": "constant"}},
-        algorithm=AlgorithmState(kl=KlState(0.1), guards=GuardsState(1)),
+        algorithm=AlgorithmState(kl=KlState(0.1), guards=GuardsState(norms=[0.5])),
     )
     store = CheckpointStore(directory / "checkpoints", keep_last=2)
     with store.writing(4, 1000) as temporary:

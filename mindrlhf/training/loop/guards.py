@@ -1,10 +1,11 @@
 """The guards of a run's numbers, on rank 0: they look at each step, warn, and stop the run."""
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,12 @@ from mindrlhf.training.loop.alarms import Condition, Events, LearningAlarm, warn
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.step import Step, StepSamples
 
-WARNING_SHARE = 0.1  # of guard.max_rollout_diff
+
+def describe(sample: Sample) -> dict[str, Any]:
+    """Return what identifies a sample, as JSON values."""
+    return {"prompt": sample.prompt_text, "completion": sample.response_text, "reward": sample.reward.total}
+
+
 MAX_FAILED_STEPS = 5  # in a row in which a verifier failed on every sample
 SKIPPED_NAME = "skipped"
 MAX_SKIPPED_UPDATES = 3  # in a row
@@ -34,6 +40,8 @@ class SkippedUpdates:
         num_in_a_row: skipped updates since the last that was made.
         failure: why the run must stop, "" while it may go on.
     """
+
+    METRIC = "guard/skipped_updates"
 
     def __init__(self, config: GrpoConfig, policy: Policy, events: Events, num_in_a_row: int):
         self.num_in_a_row = num_in_a_row
@@ -104,6 +112,70 @@ def _row_arrays(
     return arrays
 
 
+_MEDIAN_WINDOW, _MEDIAN_MINIMUM = 64, 8  # updates
+SPIKE_FACTOR = 5.0  # times the median of the gradient norms
+WARNING_SHARE = 0.1  # of guard.max_rollout_diff
+_SAMPLES_PER_REPORT = 3  # of each kind
+
+
+class GradientSpikes:
+    """Reports the samples of an update whose norm is ``SPIKE_FACTOR`` times the median; stops no run.
+
+    Attributes:
+        norms: of the last updates that were made.
+    """
+
+    METRIC = "guard/grad_spikes"
+
+    def __init__(self, policy: Policy, events: Events, norms: Sequence[float]):
+        self.norms = deque(norms, maxlen=_MEDIAN_WINDOW)
+        self._policy = policy
+        self._events = events
+
+    def review_update(self, step: Step, number: int) -> bool:
+        """Report the update if its norm is a spike."""
+        norm = step.updates[number].grad_norm
+        # Where all samples are filtered out, or earned the same, there is no gradient and nothing to compare with.
+        if not math.isfinite(norm) or norm == 0:
+            return False
+        median = float(np.median(self.norms)) if len(self.norms) >= _MEDIAN_MINIMUM else math.inf
+        is_spike = norm > SPIKE_FACTOR * median
+        if is_spike:
+            self._report(step, number, norm, median)
+        self.norms.append(norm)
+        return is_spike
+
+    def _report(self, step: Step, number: int, norm: float, median: float) -> None:
+        self._events.write(
+            step.number,
+            "grad_spike",
+            f"step {step.number}, update {number + 1}: the gradient norm is {norm:.3g}, {norm / median:.3g} times its "
+            f"running median; its samples are in {self._events.path}",
+            update=number + 1,
+            grad_norm=norm,
+            median=median,
+            samples=self._suspects(step, number),
+        )
+
+    def _suspects(self, step: Step, number: int) -> list[dict[str, Any]]:
+        """Return the samples of an update with the largest advantages and those with the least likely tokens."""
+        position = number % len(step.batches)
+        batch, samples = step.batches[position], step.samples_of(position)
+        given = [rows.tokens["advantages"] for rows in self._policy.held_rows(position, batch)]
+        advantages = np.array([np.abs(values).max() for values in batch.responses(given)])
+        logprobs = np.array([values.min() for values in batch.responses(step.updates[number].logprobs)])
+        return [
+            {
+                "chosen_for": reason,
+                **describe(samples[index]),
+                "max_abs_advantage": float(advantages[index]),
+                "min_logprob": float(logprobs[index]),
+            }
+            for reason, order in (("advantage", -advantages), ("logprob", logprobs))
+            for index in np.argsort(order, kind="stable")[:_SAMPLES_PER_REPORT]
+        ]
+
+
 @dataclass(frozen=True)
 class Observers:
     """Post-step observers: guards, sample writer, fingerprint writer."""
@@ -114,7 +186,16 @@ class Observers:
 
 
 class Guards:
-    """The guards of a run: skipped updates and alarms."""
+    """The guards of a run: skipped updates, gradient spikes, alarms.
+
+    Args:
+        config: of the run; its section ``guard`` holds the limits.
+        policy: keeps the batches of a step until the next one.
+        first_step: see :class:`mindrlhf.observe.records.JsonlWriter`.
+        state: what :meth:`state` returned at the checkpoint that the run goes on from.
+        learning: state of the alarms, which change it in place.
+        num_steps: of the run; 0 when unknown.
+    """
 
     def __init__(
         self,
@@ -130,11 +211,12 @@ class Guards:
         self._limits = config.guard
         self._events = Events(Path(config.run.output_dir), first_step=first_step)
         self._skipped = SkippedUpdates(config, policy, self._events, state.num_skipped)
+        self._spikes = GradientSpikes(policy, self._events, state.norms)
         self._alarms = LearningAlarm(config, self._events, learning or LearningState(), num_steps)
 
     def state(self) -> GuardsState:
         """Return what a resumed run needs beside the state of the alarms."""
-        return GuardsState(self._skipped.num_in_a_row)
+        return GuardsState(self._skipped.num_in_a_row, list(self._spikes.norms))
 
     def check_scored(self, step: int, samples: StepSamples) -> None:
         """Say which samples of a step, from 1, are left out as nothing could score them.
@@ -165,13 +247,16 @@ class Guards:
             step: when its updates are done.
             rollout_diff: its ``rollout_diff/mean_abs``, in nats; None where all samples are of older weights.
         """
-        num_skipped = sum(self._skipped.review_update(step, number) for number in range(len(step.updates)))
+        counts = {
+            guard.METRIC: sum(guard.review_update(step, number) for number in range(len(step.updates)))
+            for guard in (self._skipped, self._spikes)
+        }
         if step.updates:
             self._alarms.review_losses(step.number, [(update.loss, update.grad_norm) for update in step.updates])
         if rollout_diff is not None:
             for condition in self._drift(rollout_diff):
                 self._alarms.watch(step.number, condition)
-        return {"guard/skipped_updates": num_skipped}
+        return counts
 
     def review_evaluations(self, evaluations: Sequence[Evaluation]) -> None:
         """Look at all evaluations of the run, when a new one is among them."""

@@ -109,16 +109,16 @@ def events(directory) -> list[dict]:
 
 def test_a_plain_step_is_left_alone(open_guards, step, tmp_path, capsys):
     guards = open_guards()
-    assert guards.review(step.record(1, 1.0, 2.0), 1e-5) == {"guard/skipped_updates": 0}
+    assert guards.review(step.record(1, 1.0, 2.0), 1e-5) == {"guard/skipped_updates": 0, "guard/grad_spikes": 0}
     guards.check()
-    assert guards.state() == GuardsState(num_skipped=0)
+    assert guards.state() == GuardsState(num_skipped=0, norms=[1.0, 2.0])
     assert events(tmp_path) == [] and capsys.readouterr().err == "" and not (tmp_path / "skipped").exists()
 
 
 def test_a_skipped_update_is_counted_and_its_batch_saved(open_guards, step, tmp_path, capsys):
     guards = open_guards()
     counts = guards.review(step.record(7, 1.0, np.nan, losses=(np.inf, 0.5)), 1e-5)
-    assert counts == {"guard/skipped_updates": 1}
+    assert counts == {"guard/skipped_updates": 1, "guard/grad_spikes": 0}
     guards.check()
     path = tmp_path / "skipped" / "step_00000007_update_2.npz"
     assert f"its batch is in {path}" in capsys.readouterr().err
@@ -167,6 +167,38 @@ def test_a_disk_that_refuses_the_batch_does_not_end_the_run(open_guards, step, t
     assert guards.review(step.record(1, np.nan), 0.0)["guard/skipped_updates"] == 1
     guards.check()
     assert "cannot be saved" in capsys.readouterr().err
+
+
+def test_a_spike_is_reported_with_its_samples(open_guards, step, tmp_path, capsys):
+    guards = open_guards()
+    for number in range(1, 5):
+        assert guards.review(step.record(number, 1.0, 2.0), 0.0)["guard/grad_spikes"] == 0
+    # The median of four 1.0 and four 2.0 is 1.5; after 7.5, which does not exceed five times that, it is 2.
+    assert guards.review(step.record(5, 7.5, 10.5), 0.0)["guard/grad_spikes"] == 1
+    guards.check()
+    (event,) = events(tmp_path)
+    assert (event["step"], event["update"], event["grad_norm"], event["median"]) == (5, 2, 10.5, 2.0)
+    chosen = [(item["chosen_for"], item["prompt"]) for item in event["samples"]]
+    assert chosen == [
+        ("advantage", "prompt 3"),
+        ("advantage", "prompt 2"),
+        ("logprob", "prompt 2"),
+        ("logprob", "prompt 3"),
+    ]
+    assert event["samples"][2]["min_logprob"] == -30.0 and event["samples"][0]["max_abs_advantage"] == 2.0
+    assert "5.25 times" in capsys.readouterr().err
+
+
+def test_updates_without_gradient_are_no_measure_of_spikes(open_guards, step):
+    guards = open_guards()
+    assert guards.review(step.record(1, *[0.0] * 20, 1.0), 0.0)["guard/grad_spikes"] == 0
+    assert guards.state().norms == [1.0]
+    assert guards.review(step.record(2, *[1.0] * 7, 0.0, 1e6), 0.0)["guard/grad_spikes"] == 1
+
+
+def test_spikes_wait_for_a_median(open_guards, step):
+    assert open_guards().review(step.record(1, *[1.0] * 7, 1e6), 0.0)["guard/grad_spikes"] == 0
+    assert open_guards().review(step.record(1, *[1.0] * 8, 1e6), 0.0)["guard/grad_spikes"] == 1
 
 
 def test_drift_warns_once_and_stops_beyond_the_limit(open_guards, step, tmp_path, capsys):
