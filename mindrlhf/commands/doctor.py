@@ -67,12 +67,10 @@ def _try(arguments: argparse.Namespace) -> int:
 
 
 def _compare(ground, model_dir: str) -> int:
-    from pathlib import Path
-
     from mindrlhf.doctor.layers import LIMITS, compare_cells, record_server
 
     record_server(ground, model_dir)
-    found = compare_cells(Path(ground.directory), model_dir, ground.device)
+    found = compare_cells(ground, model_dir)
     apart = [one.name for one in found if one.median > LIMITS[ground.device]]
     print("distance of each layer's output, both given the same:")
     for one in found:

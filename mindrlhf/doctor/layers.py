@@ -1,18 +1,17 @@
 """`mindrlhf doctor --compare-layers`: the layers by which a rollout server and the trainer's cells part.
 
-``python -m mindrlhf.doctor.layers DIRECTORY MODEL DEVICE`` is the process of the cells. Each of them is given what the
-server's layer was given, so that a layer shows its own distance alone, and those behind a wrong one are near as ever.
+Each cell is given what the server's layer was given, so that a layer shows its own distance alone, and those behind a
+wrong one are near as ever.
 """
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from mindrlhf.doctor.rungs import DTYPES, Ground
+from mindrlhf.doctor.rungs import DTYPES, Ground, launch_part
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.training.preflight.features import model_dims
 from mindrlhf.weights.hf import read_hf_config
@@ -58,18 +57,17 @@ def record_server(ground: Ground, model_dir: str) -> None:
         list(server.generate([request], SamplingParams(max_tokens=1)))
 
 
-def compare_cells(directory: Path, model_dir: str, device: str) -> list[Distance]:
-    """Return how far our cells on a device, with the weights of a directory, are from what the server wrote.
+def compare_cells(ground: Ground, model_dir: str) -> list[Distance]:
+    """Return how far our cells, with the weights of a directory, are from what the server wrote.
 
     Raises:
         RunFailure: the cells failed.
     """
-    from mindrlhf.launch.launch import launch
-
-    command = ["-m", "mindrlhf.doctor.layers", str(directory), model_dir, device]
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        if launch(command, 1, directory / "cells", out=nowhere, joins_alone=device == "ascend"):
-            raise RunFailure(f"our cells cannot run {model_dir} on one device ({device}); logs: {directory / 'cells'}")
+    directory = Path(ground.directory)
+    if launch_part("cells", ground, model_dir, directory / "cells", 1, joins_alone=ground.device == "ascend"):
+        raise RunFailure(
+            f"our cells cannot run {model_dir} on one device ({ground.device}); logs: {directory / 'cells'}"
+        )
     return distances(np.load(directory / _SERVERS), np.load(directory / _CELLS))
 
 
@@ -88,11 +86,12 @@ def distances(server: Mapping[str, np.ndarray], cells: Mapping[str, np.ndarray])
     return found
 
 
-def run_cells(directory: Path, model_dir: str, device: str) -> None:
-    """Write what our cells make of what the server's layers were given."""
+def run_cells(ground: Ground, model_dir: str) -> None:
+    """Write what our cells make of what the server's layers were given; a process of its own."""
     from mindrlhf.config.run import RunSection
     from mindrlhf.training.runtime import start_runtime
 
+    directory, device = Path(ground.directory), ground.device
     rank = start_runtime(RunSection(device=device), directory)
     import mindspore as ms
 
@@ -115,7 +114,3 @@ def run_cells(directory: Path, model_dir: str, device: str) -> None:
 
 def _prompt(model_dir: str) -> np.ndarray:
     return np.random.default_rng(0).integers(0, min(model_dims(model_dir).vocab_size, 1000), _NUM_TOKENS)
-
-
-if __name__ == "__main__":
-    run_cells(Path(sys.argv[1]), *sys.argv[2:])

@@ -100,10 +100,8 @@ def collectives(ground: Ground) -> dict[str, Any]:
     """All devices add up."""
     if ground.num_devices == 1:
         return {"skipped": "one device has no collectives"}
-    log_dir = Path(ground.directory) / "collectives"
-    command = ["-m", "mindrlhf.doctor.rungs", "all-reduce-rank", json.dumps(asdict(ground)), str(log_dir)]
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        code = launch(command, ground.num_devices, log_dir, out=nowhere, computes_on_cpu=ground.device == "cpu")
+    log_dir, on_cpu = Path(ground.directory) / "collectives", ground.device == "cpu"
+    code = launch_part("sum", ground, str(log_dir), log_dir, ground.num_devices, computes_on_cpu=on_cpu)
     if code or not (log_dir / "found.json").exists():
         raise RungFailed(
             f"{ground.num_devices} ranks cannot add up; logs: {log_dir}",
@@ -337,6 +335,13 @@ def _memory_of(log: Path) -> list[tuple[str, list[float]]]:
     return [(state, [float(part.split()[0]) for part in parts.split(", ")]) for state, parts in found]
 
 
+def launch_part(name: str, ground: Ground, given: str, log_dir: Path, ranks: int, **options: bool) -> int:
+    """Run a part of ``main`` on ranks, and return their exit code."""
+    command = ["-m", "mindrlhf.doctor.rungs", name, json.dumps(asdict(ground)), given]
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        return launch(command, ranks, log_dir, out=nowhere, **options)
+
+
 def _run(ground: Ground, task: str, config: dict[str, Any], workers: int) -> None:
     """Run a task of `mindrlhf` to its end."""
     import yaml
@@ -369,13 +374,15 @@ def _last_line(text: str) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Do a rung and print what it found as one line of JSON."""
-    name, ground, *more = argv
-    if name == "all-reduce-rank":
-        all_reduce_rank(Ground(**json.loads(ground)), *more)
+    """Do a rung and print what it found as one line of JSON, or be a rank of one, or of the cells that are compared."""
+    name, ground, *more = argv[0], Ground(**json.loads(argv[1])), *argv[2:]
+    if more:
+        from mindrlhf.doctor.layers import run_cells
+
+        {"sum": all_reduce_rank, "cells": run_cells}[name](ground, *more)
         return 0
     try:
-        found = {"found": RUNGS[name](Ground(**json.loads(ground)))}
+        found = {"found": RUNGS[name](ground)}
     except RungFailed as failure:
         found = dict(zip(("cause", "fix"), failure.args))
     except Exception as failure:
