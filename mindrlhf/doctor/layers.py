@@ -65,9 +65,7 @@ def compare_cells(ground: Ground, model_dir: str) -> list[Distance]:
     """
     directory = Path(ground.directory)
     if launch_part("cells", ground, model_dir, directory / "cells", 1, joins_alone=ground.device == "ascend"):
-        raise RunFailure(
-            f"our cells cannot run {model_dir} on one device ({ground.device}); logs: {directory / 'cells'}"
-        )
+        raise RunFailure(f"our cells cannot run {model_dir} ({ground.device}); logs: {directory / 'cells'}")
     return distances(np.load(directory / _SERVERS), np.load(directory / _CELLS))
 
 

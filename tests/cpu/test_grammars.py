@@ -33,4 +33,5 @@ def test_samples_keep_to_a_grammar_and_its_tokens_are_not_the_policys(rollout_py
         kept += is_policys
     assert 0 < sum(kept) < len(kept)
     assert all(reason.startswith("the form cannot be followed: ") for reason in found["refused"]), found["refused"]
+    assert all("install xgrammar 0.2.4" in reason for reason in found["of an old xgrammar"])
     assert found["plain"]

@@ -4,8 +4,8 @@ usage: python tests/helpers/grammar_probe.py < JSON of (config of an engine, {"e
 
 Prints "probe" and JSON: "samples", of [text, finish reason, tokens, whether each is the policy's, log-probabilities];
 of these tokens "policy", log-probabilities in float64 of a pass without a grammar, and "masses", the probability of all
-tokens that the pattern, by the package regex, allows; "refused", why a form was not followed, and "plain", whether
-samples without one are those of before.
+tokens that the pattern, by the package regex, allows; "refused" and "of an old xgrammar", why a form was not followed,
+and "plain", whether samples without one are those of before.
 """
 
 import json
@@ -17,8 +17,10 @@ import torch
 from stop_probe import SAMPLING, sample
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
+from xgrammar.structural_tag import JSONSchemaFormat
 
 from mindrlhf.rollout.server import cpu_engine as engines
+from mindrlhf.rollout.server import grammars
 
 TEMPERATURE, END = 0.8, SAMPLING["stop_token_ids"][0]
 
@@ -63,6 +65,9 @@ def probe(config, given) -> dict:
             masses[-1].append(float(row.softmax(0)[torch.tensor(allowed)].sum()))
     refused = constrained({"type": "json_schema", "json_schema": {"$ref": "#/nowhere"}})
     found = {"samples": samples, "policy": policy, "masses": masses, "refused": [one.unscored for one in refused]}
+    JSONSchemaFormat.model_fields.pop("max_whitespace_cnt")
+    grammars._compiler.cache_clear()
+    found["of an old xgrammar"] = [one.unscored for one in constrained({"type": "any_text"})]
     return found | {"plain": sample(engine, prompts, 12) == before}
 
 

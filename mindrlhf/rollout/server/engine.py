@@ -175,7 +175,7 @@ class VllmEngine:
                 if self._stopping.stops is not None:
                     self._stopping.add(name, prompt, num_begun)
                 if self._grammar:
-                    told = grammars.arguments(name, self._grammar, self._tokenizer_dir)
+                    told = {"name": name, "grammar": self._grammar, "tokenizer_dir": self._tokenizer_dir}
                     own_sampling = {**own_sampling, "extra_args": told}
                 self._add(name, list(prompt), stream_key(seed, sample_index), own_sampling, features)
 

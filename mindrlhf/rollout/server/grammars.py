@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor
+from xgrammar.structural_tag import JSONSchemaFormat
 
 PROCESSOR = f"{__name__}:GrammarProcessor"
 MIN_ALLOWED = math.log(0.5)
@@ -42,13 +43,10 @@ def take_allowed(name: str) -> tuple[str, list[float]]:
     return found.failure, [found.masses[place] for place in sorted(found.masses)]
 
 
-def arguments(name: str, grammar: str, tokenizer_dir: str) -> dict[str, str]:
-    """Return ``extra_args`` of the sampling parameters of a sample."""
-    return {"name": name, "grammar": grammar, "tokenizer_dir": tokenizer_dir}
-
-
 @functools.cache
 def _compiler(tokenizer_dir: str, vocab_size: int) -> xgrammar.GrammarCompiler:
+    if "max_whitespace_cnt" not in JSONSchemaFormat.model_fields:  # it would be passed over without a word
+        raise ValueError("this xgrammar sets no limit to spaces: install xgrammar 0.2.4 or newer for rollout")
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(Path(tokenizer_dir) / "tokenizer.json"))
     return xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size))
 
@@ -71,10 +69,9 @@ class _Sample:
 
     def mask(self, logits: torch.Tensor) -> None:
         """Lay the mask on the logits [vocab] of the next token."""
-        scores = logits.float() / self._temperature
-        before = torch.logsumexp(scores, dim=-1)
+        before = torch.logsumexp(logits.float() / self._temperature, dim=-1)
         allowed = self._may_follow(len(logits))
-        logits[~torch.from_numpy(allowed).to(logits.device)] = -math.inf
+        logits.masked_fill_(~torch.from_numpy(allowed).to(logits.device), -math.inf)
         after = torch.logsumexp(logits.float() / self._temperature, dim=-1)
         self._allowed.masses[len(self._token_ids)] = min(0.0, float(after - before))
 
