@@ -60,7 +60,7 @@ _SCRIPT = """#!/usr/bin/env bash
 # What CANN's set_env.sh sets, and the packages that are not the interpreter's own.
 export ASCEND_HOME_PATH={cann} ASCEND_OPP_PATH={cann}/opp
 export LD_LIBRARY_PATH={cann}/lib64:{packages}/torch_npu/lib${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}
-export PYTHONPATH=${{PYTHONPATH:+$PYTHONPATH:}}{packages}
+export PYTHONPATH={packages}${{PYTHONPATH:+:$PYTHONPATH}}
 exec {python} "$@"
 """
 
@@ -94,8 +94,8 @@ def _build_cann(torch_npu: Path, torch_lib: Path, target: Path) -> None:
     source = target / "returns_0.c"
     source.write_text("".join(f"long {name}(void) {{ return 0; }}\n" for name in names))
     _compile(first, HERE / "cann.c", source, "-fno-builtin", "-w")
-    for name in set().union(*(one.needed for one in symbols)):
-        if name.startswith(("libhccl", "libacl_", "libge_", "libgraph")):
+    for name in {"libatb.so"}.union(*(one.needed for one in symbols)):
+        if name.startswith(("libatb", "libhccl", "libacl_", "libge_", "libgraph")):
             (target / name).symlink_to(first.name)
 
 
