@@ -35,7 +35,7 @@ MOST = {
     "mindrlhf/algorithms": 2095,
     "mindrlhf/checkpoint": 692,
     "mindrlhf/cli.py": 197,
-    "mindrlhf/commands": 2253,
+    "mindrlhf/commands": 2251,
     "mindrlhf/config": 4130,
     "mindrlhf/cpu": 1086,
     "mindrlhf/data": 4202,
@@ -51,7 +51,7 @@ MOST = {
     "mindrlhf/models": 3686,
     "mindrlhf/observe": 2629,
     "mindrlhf/rewards": 5978,
-    "mindrlhf/rollout": 7110,  # the engine of a CPU, which left mindrlhf/cpu (2,805 before, 1,105 now)
+    "mindrlhf/rollout": 7107,  # the engine of a CPU, which left mindrlhf/cpu (2,805 before, 1,105 now)
     "mindrlhf/sandbox": 5110,
     "mindrlhf/shards": 1455,
     "mindrlhf/specs": 2424,
@@ -59,9 +59,9 @@ MOST = {
     "mindrlhf/tools": 1774,
     "mindrlhf/training": 10324,
     "mindrlhf/weights": 4112,
-    "tests": 71917,
+    "tests": 71904,
     "scripts": 1843,
-    "docs": 32659,
+    "docs": 32657,
 }
 # Modules of these are found by the name of their file.
 FOUND_BY_NAME = tuple(

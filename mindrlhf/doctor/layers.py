@@ -4,14 +4,15 @@ Each cell is given what the server's layer was given, so that a layer shows its 
 wrong one are near as ever.
 """
 
+import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from mindrlhf.doctor.rungs import DTYPES, Ground, launch_part
+from mindrlhf.doctor.toy import DTYPES, Ground
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.training.preflight.features import model_dims
 from mindrlhf.weights.hf import read_hf_config
@@ -63,9 +64,13 @@ def compare_cells(ground: Ground, model_dir: str) -> list[Distance]:
     Raises:
         RunFailure: the cells failed.
     """
+    from mindrlhf.launch.launch import launch
+
     directory = Path(ground.directory)
-    if launch_part("cells", ground, model_dir, directory / "cells", 1, joins_alone=ground.device == "ascend"):
-        raise RunFailure(f"our cells cannot run {model_dir} ({ground.device}); logs: {directory / 'cells'}")
+    command = ["-m", "mindrlhf.doctor.rungs", "cells", json.dumps(asdict(ground)), model_dir]
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        if launch(command, 1, directory / "cells", out=nowhere, joins_alone=ground.device == "ascend"):
+            raise RunFailure(f"our cells cannot run {model_dir} ({ground.device}); logs: {directory / 'cells'}")
     return distances(np.load(directory / _SERVERS), np.load(directory / _CELLS))
 
 

@@ -10,18 +10,19 @@ import re
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mindrlhf.doctor import toy
+from mindrlhf.doctor.toy import DTYPES, Ground
 from mindrlhf.launch.launch import launch
 
 FOUND_MARK = "mindrlhf-rung:"
-DTYPES = {"cpu": "float32", "ascend": "bfloat16"}  # of a generator: attention on an NPU takes no float32
 # Mean distance of vLLM's log-probabilities at temperature 1 from transformers' in float32, on the same weights. Logits
 # are divided by the temperature, and so are their errors. With bfloat16, where operators run on a host: 0.006, and
 # 0.017 with experts, of which a token that is between two may get the other; of the wrong temperature 0.7.
@@ -36,16 +37,6 @@ _GIB = 1 << 30
 
 class RungFailed(Exception):
     """Failure of a rung; the arguments are the cause and what to do, a line each."""
-
-
-@dataclass(frozen=True)
-class Ground:
-    """Inputs of all rungs: their directory, "ascend" or "cpu", devices of this machine, vLLM's interpreter."""
-
-    directory: str
-    device: str
-    num_devices: int
-    python: str
 
 
 def environment(ground: Ground) -> dict[str, Any]:
@@ -100,14 +91,16 @@ def collectives(ground: Ground) -> dict[str, Any]:
     """All devices add up."""
     if ground.num_devices == 1:
         return {"skipped": "one device has no collectives"}
-    log_dir, on_cpu = Path(ground.directory) / "collectives", ground.device == "cpu"
-    code = launch_part("sum", ground, str(log_dir), log_dir, ground.num_devices, computes_on_cpu=on_cpu)
-    if code or not (log_dir / "found.json").exists():
+    log_dir = Path(ground.directory) / "collectives"
+    command = ["-m", "mindrlhf.doctor.rungs", "sum", json.dumps(asdict(ground)), str(log_dir)]
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        code = launch(command, ground.num_devices, log_dir, out=nowhere, computes_on_cpu=ground.device == "cpu")
+    if code or not (log_dir / "speed").exists():
         raise RungFailed(
             f"{ground.num_devices} ranks cannot add up; logs: {log_dir}",
             "look for HCCL's error code there; are HCCL_HOST_SOCKET_PORT_RANGE and HCCL_NPU_SOCKET_PORT_RANGE unset?",
         )
-    return {"all-reduce": f"{json.loads((log_dir / 'found.json').read_text(encoding='utf-8'))['gb_per_s']:.2f} GB/s"}
+    return {"all-reduce": (log_dir / "speed").read_text(encoding="utf-8")}
 
 
 def all_reduce_rank(ground: Ground, log_dir: str) -> None:
@@ -130,8 +123,7 @@ def all_reduce_rank(ground: Ground, log_dir: str) -> None:
     total.asnumpy()
     seconds = (time.perf_counter() - start) / rounds
     if get_rank() == 0:
-        found = json.dumps({"gb_per_s": value.nbytes / seconds / 1e9})
-        (Path(log_dir) / "found.json").write_text(found, encoding="utf-8")
+        (Path(log_dir) / "speed").write_text(f"{value.nbytes / seconds / 1e9:.2f} GB/s", encoding="utf-8")
 
 
 def server(ground: Ground) -> dict[str, Any]:
@@ -335,13 +327,6 @@ def _memory_of(log: Path) -> list[tuple[str, list[float]]]:
     return [(state, [float(part.split()[0]) for part in parts.split(", ")]) for state, parts in found]
 
 
-def launch_part(name: str, ground: Ground, given: str, log_dir: Path, ranks: int, **options: bool) -> int:
-    """Run a part of ``main`` on ranks, and return their exit code."""
-    command = ["-m", "mindrlhf.doctor.rungs", name, json.dumps(asdict(ground)), given]
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        return launch(command, ranks, log_dir, out=nowhere, **options)
-
-
 def _run(ground: Ground, task: str, config: dict[str, Any], workers: int) -> None:
     """Run a task of `mindrlhf` to its end."""
     import yaml
@@ -386,8 +371,6 @@ def main(argv: list[str]) -> int:
     except RungFailed as failure:
         found = dict(zip(("cause", "fix"), failure.args))
     except Exception as failure:
-        import traceback
-
         traceback.print_exc()
         found = {"cause": f"{type(failure).__name__}: {failure}".splitlines()[0], "fix": "see the log of this rung"}
     print(FOUND_MARK + json.dumps(found), flush=True)

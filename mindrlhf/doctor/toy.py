@@ -3,11 +3,13 @@
 import json
 import random
 import string
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mindrlhf.weights.convert import export_hf, random_hf_weights
 
+DTYPES = {"cpu": "float32", "ascend": "bfloat16"}  # of a generator: attention on an NPU takes no float32
 VOCABULARY, PROMPT_TOKENS, RESPONSE_TOKENS = 512, 8, 24
 # Heads of 128 channels, which every attention kernel has; two key-value heads, for servers of two devices.
 _DENSE = {
@@ -28,6 +30,16 @@ _REWARD = '''"""The share of lower-case letters, which a random model learns to 
 def lowercase_share(response: str, answer: str) -> float:
     return sum(map(str.islower, response)) / max(1, len(response))
 '''
+
+
+@dataclass(frozen=True)
+class Ground:
+    """Inputs of all rungs: their directory, "ascend" or "cpu", devices of this machine, vLLM's interpreter."""
+
+    directory: str
+    device: str
+    num_devices: int
+    python: str
 
 
 def write_weights(name: str, seed: int, directory: Path, dtype: str = "float32") -> None:
