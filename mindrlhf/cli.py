@@ -6,12 +6,13 @@ import difflib
 import errno
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
 import mindrlhf
 from mindrlhf.config.keys import MAX_INTEGER, MAX_NUMBER, nearest_choice
-from mindrlhf.errors import RunFailure, UserError, messages_of
+from mindrlhf.errors import STOPPED, RunFailure, UserError, messages_of
 from mindrlhf.system.processes import prepare_children
 from mindrlhf.system.terminal import RED, coloured, visible
 
@@ -40,6 +41,7 @@ _COUNTS += ("--min-pixels", "--max-pixels")
 LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys(
     ("--port", "--seed", "--num", "--max-restarts", "--spares", "--max-prompts"), 0
 )
+_RUNS = ("train", "sft", "dpo", "reward-model")
 _CLOSED_PIPE = 141  # of a program that SIGPIPE ends, as a shell sees it
 
 
@@ -98,6 +100,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; expected failures print one line each, not a traceback."""
     if argv is None:
         _begin_in_utf8()
+        if sys.argv[1:2] and sys.argv[1] in _RUNS:
+            signal.signal(signal.SIGTERM, _stop)
     prepare_children()
     try:
         arguments = _parse(argv)
@@ -135,6 +139,13 @@ def main(argv: list[str] | None = None) -> int:
             where, what = f"{where[:80]}... ({len(where)} characters)", "is no path that can be used"
         print(f"mindrlhf {arguments.command}: error: {where} {what}: {error.strerror}", file=sys.stderr)
         return UserError.exit_code
+
+
+def _stop(number: int, _: object) -> None:
+    """End a run that has no ranks yet, or no more: it is not done."""
+    signal.signal(number, signal.SIG_IGN)  # schedulers signal a job and its step
+    print("mindrlhf: SIGTERM received: the run ends", file=sys.stderr, flush=True)
+    sys.exit(STOPPED)
 
 
 def _drop_output() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
-STOPPED = 75  # exit code of a run that saved and ended on SIGTERM: EX_TEMPFAIL of sysexits.h
+STOPPED = 75  # exit code of a run that ended on SIGTERM before it was done: EX_TEMPFAIL of sysexits.h
 Rules = Iterable[tuple[Any, str]]  # each: whether it is broken, and what is said then
 
 

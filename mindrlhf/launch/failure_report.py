@@ -6,7 +6,7 @@ import time
 from collections.abc import Container, Mapping
 from pathlib import Path
 
-from mindrlhf.errors import UserError
+from mindrlhf.errors import STOPPED, UserError
 from mindrlhf.launch.logs import HARMLESS_LINES
 from mindrlhf.launch.processes import SCHEDULER, UNNAMED
 from mindrlhf.system.files import last_lines
@@ -65,7 +65,7 @@ def exit_code(returncode: int) -> int:
 def is_worth_a_restart(code: int) -> bool:
     """Return False for exit codes that a restart cannot improve: those of a mistake or an interrupt."""
     stopped = {128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    return code not in {0, UserError.exit_code, *stopped}
+    return code not in {0, UserError.exit_code, STOPPED, *stopped}
 
 
 def log_name(name: str) -> str:

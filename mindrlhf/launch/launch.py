@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.errors import STOPPED, RunFailure, UserError
 from mindrlhf.launch.failure_report import describe_end, exit_code, failure_report, log_name, say
 from mindrlhf.launch.health import HealthMonitor
 from mindrlhf.launch.joining import JoiningWatch, may_be_a_foreign_connections_doing
@@ -88,7 +88,8 @@ def launch(
 
     Returns:
         0 when every rank here ended with 0; the exit code of the first that failed on any node (128 + signal number if
-        a signal killed it), 1 for one that hung; 128 + signal number when interrupted. Standard error has the cause.
+        a signal killed it), 1 for one that hung; 128 + signal number when interrupted, STOPPED by a SIGTERM that is for
+        rank 0. Standard error has the cause.
 
     Raises:
         UserError, RunFailure: ``num_workers`` is below 1, or there is no ``msrun``; processes could not be killed.
@@ -254,14 +255,14 @@ class _Watch:
                     say(f"{signal.Signals(number).name} received: stopping all processes")
                     if advice := self._advice():
                         print(f"  {advice}", file=sys.stderr, flush=True)
-                    return 128 + number
+                    return self._code(128 + number)
             for number in self._peers.asked_signals():
                 if not self._handle(number):
                     say(f"{signal.Signals(number).name} received by another node: stopping all processes")
-                    return 128 + number
+                    return self._code(128 + number)
             if self._is_ending and self._health.is_deaf_before_first_step():
                 say("SIGTERM received, but rank 0 takes no notice in its first step: stopping all processes")
-                return 128 + signal.SIGTERM
+                return STOPPED
             if (self._run.msrun_returncode or 0) < 0:
                 self._tell(f"msrun {describe_end(self._run.msrun_returncode)}; logs: {self._log_dir}")
                 return exit_code(self._run.msrun_returncode)
@@ -335,8 +336,12 @@ class _Watch:
         with contextlib.suppress(OSError, ValueError):
             self._follower.poll(final=final)
 
+    def _code(self, code: int) -> int:
+        """Return an exit code, STOPPED for that of a SIGTERM which asks a run to end."""
+        return STOPPED if code == 128 + signal.SIGTERM and signal.SIGTERM in self._rank_0_signals else code
+
     def _report_end(self, name: str, returncode: int) -> int:
-        if self._is_ending and returncode == 128 + signal.SIGTERM:
+        if (code := self._code(exit_code(returncode))) == STOPPED:
             say("SIGTERM ended the run before it had anything to save")
         else:
             # The last lines of a failing rank may still be on their way to its log.
@@ -346,7 +351,7 @@ class _Watch:
             advice = self._advice_after_mistake if is_mistake else self._advice
             shows_log = not is_mistake and not self._follower.shows_all_of(name)
             self._report(name, describe_end(returncode), advice(), shows_log=shows_log)
-        return exit_code(returncode)
+        return code
 
     def _report_hang(self, name: str, how: str) -> int:
         self._report(name, how, self._advice(), shows_log=False)

@@ -6,10 +6,11 @@ import signal
 import sys
 from collections.abc import Callable
 
-from mindrlhf.errors import RunFailure, UserError, messages_of
+from mindrlhf.errors import STOPPED, RunFailure, UserError, messages_of
 from mindrlhf.system import heartbeat
 from mindrlhf.system.processes import die_with_launcher, has_launcher, prepare_children
 from mindrlhf.system.terminal import visible
+from mindrlhf.training.checkpoints.requests import StopRequested
 
 TASKS = ("train", "sft", "dpo", "reward-model")
 
@@ -31,8 +32,9 @@ def guarded(program: str, run: Callable[[], None]) -> int:
     prepare_children()
     # Each must unwind the stack, so that the rollout server, sockets and files are closed in order. The launcher
     # sends SIGHUP to have a rank end at once; to SIGTERM rank 0 may later give another meaning.
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))
     if has_launcher() and os.environ.get("RANK_ID", "0") != "0":
         # To all processes of a job: rank 0 saves, and then ends this one. Not ignored, which children would inherit.
         signal.signal(signal.SIGTERM, lambda *_: None)
@@ -46,6 +48,8 @@ def guarded(program: str, run: Callable[[], None]) -> int:
         for line in messages_of(failure):
             print(f"{program}: error: {visible(line)}", file=sys.stderr, flush=True)
         return failure.exit_code
+    except StopRequested:  # in the evaluation before training
+        return STOPPED
     return 0
 
 

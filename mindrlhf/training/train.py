@@ -126,12 +126,18 @@ def run_steps(
 
     Returns:
         False if the run was asked to end before its last step.
+
+    Raises:
+        StopRequested: it was, before the first.
     """
     progress = steps.progress
     steps.begin()
-    if progress.step == 0 and (metrics := steps.evaluate()):
-        sinks.write(0, metrics)
-        _write_page(output_dir)
+    if progress.step == 0:
+        with checkpoints.interruptible():  # there is nothing to save
+            metrics = steps.evaluate()
+        if metrics:
+            sinks.write(0, metrics)
+            _write_page(output_dir)
     while progress.step < steps.num_steps:
         with profiled(progress.step + 1):
             checkpoints.begin_step(progress)

@@ -36,6 +36,8 @@ from slow_tests import SLOW
 
 from mindrlhf.checkpoint.manifest import verify
 from mindrlhf.errors import STOPPED
+from mindrlhf.system import heartbeat
+from mindrlhf.system.heartbeat import Beat
 from mindrlhf.system.processes import descendants, state
 
 pytestmark = pytest.mark.timeout(1800)
@@ -314,6 +316,23 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(start_job, undisturbed_run, t
         assert line["loss"] == pytest.approx(expected["loss"], abs=1e-5)
         assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
         assert (line["reward/mean"], line["lr"]) == (expected["reward/mean"], expected["lr"])
+
+
+# By what its launcher has said, and by what rank 0 does; it may have come farther when the signal does.
+STAGES = ("", "starting", "loading MindSpore", heartbeat.JOINING, heartbeat.JOINED, "reading the data")
+STAGES += ("waiting for vLLM", "compiling the training graphs", "loading the weights into vLLM", "step 1: evaluation")
+MOMENTS = [pytest.param("mindrlhf: checking", 0), pytest.param("mindrlhf: starting 2 ranks", 0, marks=SLOW)]
+MOMENTS += [pytest.param("", number, marks=() if number == 6 else SLOW) for number in range(1, len(STAGES))]
+
+
+@pytest.mark.parametrize(("said", "stage"), MOMENTS)
+def test_sigterm_before_training_ends_a_run_as_not_done(start_job, tmp_path, said, stage):
+    job = start_job(tmp_path / "run", "--workers", 2, "--resume", "auto")
+    job.wait_until(lambda: said in job.text() and ((job.beat() or Beat(0, 0, "")).activity not in STAGES[:stage]))
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait(TIMEOUT_S) == STOPPED, job.text()
+    assert "Traceback" not in job.text() and not (job.output_dir / "final").exists()
+    assert job.leftovers() == []
 
 
 @SLOW

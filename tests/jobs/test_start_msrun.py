@@ -11,6 +11,7 @@ import pytest
 from launch_jobs import Job
 from slow_tests import SLOW
 
+from mindrlhf.errors import STOPPED
 from mindrlhf.launch.health import NOTICE_LIMIT_S
 from mindrlhf.system.heartbeat import JOINING, heartbeat_path, read_beat
 from mindrlhf.system.ports import find_free_port
@@ -204,7 +205,7 @@ def test_sigterm_ends_a_start_in_which_mindspore_waits_for_a_rank(start):
     wait_for_activity(job, 0, JOINING)
     time.sleep(3)
     job.launcher.send_signal(signal.SIGTERM)
-    assert job.wait(TIMEOUT_S) == 128 + signal.SIGTERM
+    assert job.wait(TIMEOUT_S) == STOPPED
     assert job.running() == []
 
 
@@ -226,6 +227,6 @@ def test_sigterm_ends_a_run_that_hears_no_signal_before_its_first_step_is_done(s
     wait_for_activity(job, 1, activity)
     time.sleep(1.5)  # the launcher looks once a second
     job.launcher.send_signal(signal.SIGTERM)
-    assert job.wait(NOTICE_LIMIT_S + TIMEOUT_S) == 128 + signal.SIGTERM
+    assert job.wait(NOTICE_LIMIT_S + TIMEOUT_S) == STOPPED
     assert "SIGTERM received, but rank 0 takes no notice in its first step" in job.errors()
     assert job.running() == []

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mindrlhf.errors import UserError
+from mindrlhf.errors import STOPPED, UserError
 from mindrlhf.launch.launch import launch, worker_environment
 from mindrlhf.launch.logs import LogFollower
 from mindrlhf.system import processes
@@ -208,7 +208,7 @@ def test_a_lead_that_does_not_listen_yet_is_stopped_and_not_asked_to_save(tmp_pa
     launcher.send_signal(signal.SIGUSR1)  # would kill a process without a handler
     launcher.send_signal(signal.SIGTERM)
     _, errors = launcher.communicate(timeout=30)
-    assert launcher.returncode == 143
+    assert launcher.returncode == STOPPED
     assert errors.startswith("mindrlhf: SIGTERM received: stopping all processes")
 
 

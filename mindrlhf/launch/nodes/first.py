@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindrlhf.errors import RunFailure, UserError, messages_of
+from mindrlhf.errors import STOPPED, RunFailure, UserError, messages_of
 from mindrlhf.launch.failure_report import is_worth_a_restart, say
 from mindrlhf.launch.launch import find_free_port
 from mindrlhf.launch.nodes.facts import Fact, as_message, differences, name_nodes
@@ -104,8 +104,8 @@ class FirstNode(Peers):
     def __enter__(self) -> "FirstNode":
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close(RunFailure.exit_code)
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self.close(STOPPED if isinstance(error, SystemExit) else RunFailure.exit_code)
 
     def attempt(self, resume: bool, start: Callable[[bool], int]) -> int:
         """Start the ranks of all nodes, when all are there, and return how the run ended.
