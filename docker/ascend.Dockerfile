@@ -14,7 +14,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends iproute2 procps
 WORKDIR /workspace/mindrlhf
 RUN chown trainer /workspace/mindrlhf
 USER trainer
-ENV PIP_DEFAULT_TIMEOUT=15 PIP_RETRIES=2 PIP_NO_CACHE_DIR=1
+ENV PIP_DEFAULT_TIMEOUT=15 PIP_RETRIES=1 PIP_NO_CACHE_DIR=1
 COPY --chown=trainer setup.py ./
 COPY --chown=trainer mindrlhf/__init__.py mindrlhf/
 RUN python3 -m venv .venv \

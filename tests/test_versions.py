@@ -41,14 +41,15 @@ def test_a_name_is_looked_up_in_its_module(module, name, is_there):
     assert check_versions.has_name(SOURCES, module, name) is is_there
 
 
-@pytest.fixture(scope="session")
-def wheels(tmp_path_factory):
+@pytest.fixture(scope="session", params=range(2))
+def wheels(request, tmp_path_factory):
     if os.environ.get(WHEELS_VARIABLE):
         return Path(os.environ[WHEELS_VARIABLE])
     if not RUNS_SLOW_TESTS:
         pytest.skip(f"{WHEELS_VARIABLE} names no directory with the wheels, and MINDRLHF_SLOW_TESTS is not set")
     directory = tmp_path_factory.mktemp("wheels")
-    names = [f"{name.replace('_', '-')}=={version}" for name, version in check_versions.VERSIONS.items()]
+    pairs = check_versions.VERSIONS.items()
+    names = [f"{name.replace('_', '-')}=={versions[request.param]}" for name, versions in pairs]
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "-d", str(directory), *names]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if finished.returncode:

