@@ -23,6 +23,7 @@ Usage: bash scripts/setup.sh [--train-only | --rollout-only]
   --train-only    make .venv only
   --rollout-only  make .venv-rollout only
 PYTHON=/path/to/python3.12 chooses the interpreter: 3.11, 3.12, or 3.10 with --train-only (vLLM needs 3.11).
+EXTRAS=cpu leaves out what tests and debugging need (setup.py).
 USAGE
 }
 
@@ -34,6 +35,7 @@ fail() {
   printf 'setup: error: %s\n' "$*" >&2
   kill "${FOLLOWER:-}" 2>/dev/null || true
   rm -rf "${SCRATCH:-}"
+  [[ $BASHPID == $$ ]] || kill -USR1 $$
   exit 1
 }
 
@@ -157,14 +159,14 @@ make_venv() {
 
 setup_train() {
   local stamp started=$SECONDS
-  stamp="$(fingerprint train)"
+  stamp="$(fingerprint "train ${EXTRAS:-}")"
   if is_current .venv "$stamp" && [[ -x .venv/bin/mindrlhf ]]; then
     say ".venv is up to date"
     return
   fi
   say "making .venv (MindSpore, MindFormers): a few minutes, about 3 GB; log: ${TRAIN_LOG##*/}"
   make_venv .venv "$TRAIN_LOG"
-  run "$TRAIN_LOG" .venv/bin/python -m pip install -e ".[cpu,dev,debug]"
+  run "$TRAIN_LOG" .venv/bin/python -m pip install -e ".[${EXTRAS:-cpu,dev,debug}]"
   run "$TRAIN_LOG" .venv/bin/python -m pip install --no-deps "$MINDFORMERS"
   run "$TRAIN_LOG" .venv/bin/python -c "import mindrlhf"
   write_stamp .venv "$stamp"
@@ -258,24 +260,26 @@ setup_rollout() {
 
 # Side by side: each spends half of its time waiting for the network or for one core.
 setup_both() {
+  local job status=0 jobs_started=()
   setup_rollout &
-  JOBS=($!)
+  jobs_started+=($!)
   setup_train &
-  JOBS+=($!)
-  # What runs in the background does not hear Ctrl-C.
+  jobs_started+=($!)
+  end_both() {
+    for job in "${jobs_started[@]}"; do
+      pkill -TERM -P "$job" || true
+      kill "$job" 2>/dev/null || true
+    done
+    exit "$1"
+  }
+  # What runs in the background does not hear Ctrl-C; USR1 is the failure of one.
   trap 'end_both 130' INT TERM
-  { wait -n && wait -n; } || end_both 1
-  trap - INT TERM
-}
-
-# end_both CODE: what one has done so far stays, for the next time.
-end_both() {
-  for job in "${JOBS[@]}"; do
-    pkill -TERM -P "$job" || true
-    kill "$job" 2>/dev/null || true
+  trap 'end_both 1' USR1
+  for job in "${jobs_started[@]}"; do
+    wait "$job" || status=1
   done
-  wait
-  exit "$1"
+  trap - INT TERM USR1
+  ((status == 0)) || exit "$status"
 }
 
 if command -v flock >/dev/null; then

@@ -3,7 +3,7 @@
 import pytest
 
 from mindrlhf.errors import UserError
-from mindrlhf.launch.nodes.place import Place, expand_hosts, find_place
+from mindrlhf.launch.nodes.place import Place, find_place, first_host
 
 
 def test_one_node_needs_nothing():
@@ -118,4 +118,4 @@ def test_what_is_senseless_for_nodes_for_rollout_only_is_named(arguments, option
     ],
 )
 def test_the_first_host_of_a_list_of_slurm(hosts, first):
-    assert next(iter(expand_hosts(hosts)), "") == first
+    assert first_host(hosts) == first

@@ -1,6 +1,5 @@
 """Environments of job schedulers as they are found: odd forms, leftovers, contradictions; generated as well."""
 
-import contextlib
 import re
 import string
 
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from mindrlhf.errors import UserError
 from mindrlhf.launch import machine
 from mindrlhf.launch.machine import check_ranks
-from mindrlhf.launch.nodes.place import Place, expand_hosts, find_place
+from mindrlhf.launch.nodes.place import Place, find_place, first_host
 
 SLURM = {
     "SLURM_NODEID": "1",
@@ -37,8 +36,7 @@ def place(environment, nodes="auto", node_rank=None, master=None, **more):
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1,2(x3)"}, "SLURM_STEP_TASKS_PER_NODE is 1,2(x3): Slurm starts"),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2,1"}, "SLURM_STEP_TASKS_PER_NODE is 2,1: "),
         (SLURM | {"SLURM_STEP_NODELIST": "a[1-"}, "SLURM_STEP_NODELIST is a[1-, which is no list of nodes"),
-        (SLURM | {"SLURM_STEP_NODELIST": "a[3-1]"}, "'3-1' is no range"),
-        (SLURM | {"SLURM_STEP_NODELIST": "a[1-99999][1-99999]"}, "more than 100000 hosts"),
+        (SLURM | {"SLURM_STEP_NODELIST": "a[b-c]"}, "SLURM_STEP_NODELIST is a[b-c], which is no list of nodes"),
         (ASCEND | {"MS_LOCAL_WORKER": "5"}, "MS_WORKER_NUM is 16, but MS_LOCAL_WORKER is 5, which does not divide it"),
         (ASCEND | {"MS_LOCAL_WORKER": "0"}, "MS_WORKER_NUM is 16, but MS_LOCAL_WORKER is 0"),
         (ASCEND | {"MS_NODE_RANK": "-1"}, "MS_NODE_RANK is -1, which is no number"),
@@ -93,39 +91,28 @@ def test_any_environment_gives_a_place_or_a_line(base, changes, nodes):
     assert found is None or (0 <= found.node < found.num_nodes and found.master and 0 < found.port < 65_536)
 
 
-# A list of hosts as Slurm compresses them, and the hosts that it stands for, made side by side.
+# A list of hosts as Slurm compresses them, and the first that it stands for, made side by side.
 @st.composite
 def host_lists(draw):
-    items, hosts = [], []
-    for _ in range(draw(st.integers(1, 4))):
-        written, names = "", [""]
-        for _ in range(draw(st.integers(1, 3))):
-            text = draw(st.text("abz-.", min_size=1, max_size=3))
-            written, names = written + text, [name + text for name in names]
-            width = draw(st.integers(1, 3))
-            ranges, numbers = [], []
-            for _ in range(draw(st.integers(1, 3))):
-                first, more = draw(st.integers(0, 90)), draw(st.integers(0, 3))
-                ranges.append(f"{first:0{width}}" + (f"-{first + more:0{width}}" if more else ""))
-                numbers += [f"{number:0{width}}" for number in range(first, first + more + 1)]
-            written, names = f"{written}[{','.join(ranges)}]", [name + number for name in names for number in numbers]
-        items.append(written)
-        hosts += names
-    return ",".join(items), hosts
+    written, first = "", ""
+    for _ in range(draw(st.integers(1, 3))):
+        text, number = draw(st.text("abz-.", min_size=1, max_size=3)), draw(st.sampled_from(["7", "07", "100"]))
+        written += f"{text}[{number}{draw(st.sampled_from(['', '-200', ',250', '-110,300-301']))}]"
+        first += text + number
+    return written + draw(st.sampled_from(["", ",c", ",c[1-2]"])), first
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(host_lists())
-def test_lists_of_hosts_are_expanded_as_slurm_does(pair):
-    written, hosts = pair
-    assert expand_hosts(written) == hosts
+def test_the_first_host_is_that_of_slurm(pair):
+    written, first = pair
+    assert first_host(written) == first
 
 
 @settings(max_examples=500, deadline=None)
 @given(st.text("a1[]-,0 9x", max_size=30))
-def test_any_list_of_hosts_is_expanded_or_refused(text):
-    with contextlib.suppress(ValueError):
-        assert all(re.fullmatch(r"[A-Za-z0-9._:-]+", host) for host in expand_hosts(text))
+def test_any_list_of_hosts_gives_a_host_or_none(text):
+    assert re.fullmatch(r"[A-Za-z0-9._:-]*", first_host(text))
 
 
 @pytest.mark.parametrize(
