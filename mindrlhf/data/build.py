@@ -187,7 +187,8 @@ def _next_chunk(records: Iterator[RawRecord | BadRecord]) -> list[RawRecord | Ba
 def _kept(chunks: Iterable[EncodedChunk], totals: BuildTotals, skip_bad: bool) -> Iterator[list[Prompt]]:
     for chunk in chunks:
         if chunk.bad_records and not skip_bad:
-            raise UserError(f"{chunk.bad_records[0]} (--skip-bad counts such records and goes on)")
+            hint = " (--skip-bad counts such records and goes on)" if chunk.records else ""
+            raise UserError(f"{chunk.bad_records[0]}{hint}")
         yield totals.add(chunk).records
 
 

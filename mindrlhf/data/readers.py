@@ -109,7 +109,7 @@ def _read_json_lines(path: Path) -> Iterator[RawRecord | BadRecord]:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
-        return f"not UTF-8 at byte {error.start} of the line"
+        return f"not UTF-8 at byte {error.start} of the line: iconv -t UTF-8 makes it so"
     if isinstance(error, json.JSONDecodeError):
         return f"not valid JSON: {error.msg} at column {error.colno}"
     return f"not usable JSON: {error}"
@@ -118,7 +118,8 @@ def _reason(error: Exception) -> str:
 def _checked(path: Path, number: int, fields: object, position_bytes: int) -> RawRecord | BadRecord:
     if isinstance(fields, dict):
         return RawRecord(path, number, fields, position_bytes)
-    return BadRecord(path, number, f"expected a JSON object, found {type(fields).__name__}", position_bytes)
+    fix = "; a list of records is a file that ends in .json" if isinstance(fields, list) else ""
+    return BadRecord(path, number, f"expected a JSON object, found {type(fields).__name__}{fix}", position_bytes)
 
 
 def _first_character(path: Path) -> str:

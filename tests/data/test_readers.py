@@ -42,7 +42,7 @@ def test_json_lines_byte_order_mark_is_not_data(tmp_path):
     [
         (b'{"q": 1', "not valid JSON: Expecting ',' delimiter at column 8"),
         (b'{"q": "\xff"}', "not UTF-8 at byte 7"),
-        (b"[1, 2]", "expected a JSON object, found list"),
+        (b"[1, 2]", "expected a JSON object, found list; a list of records is a file that ends in .json"),
         (b"[" * 100_000, "not usable JSON: maximum recursion depth"),
         (b'{"q": ' + b"9" * 5000 + b"}", "not usable JSON: Exceeds the limit"),
     ],

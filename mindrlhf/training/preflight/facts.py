@@ -41,7 +41,7 @@ def read_facts(task: str, model_dir: str, train_file: str, eval_file: str = "") 
         UserError: the model is of no family that can be trained, or the data cannot be read, or is of another task.
     """
     facts: dict = {"num_cores": len(os.sched_getaffinity(0))}
-    if Path(model_dir, "config.json").is_file():
+    if Path(model_dir).exists():
         spec, dims = _model(model_dir)
         hf_config = read_hf_config(model_dir)
         facts["num_parameters"] = _size(hf_shapes(spec, dims).values())
