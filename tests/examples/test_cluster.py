@@ -49,10 +49,11 @@ def test_the_job_of_kubernetes_is_a_node_of_the_run(monkeypatch):
     assert arguments.resume == "auto" and pod["terminationGracePeriodSeconds"] >= 600
     # The only policy that pods which are replaced may have; a mistake is not tried again.
     assert pod["restartPolicy"] == "Never"
-    ignored, final = job["spec"]["podFailurePolicy"]["rules"]
-    assert (ignored["action"], ignored["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
-    codes = {"containerName": container["name"], "operator": "In", "values": [UserError.exit_code]}
-    assert (final["action"], final["onExitCodes"]) == ("FailJob", codes)
+    evicted, stopped, final = job["spec"]["podFailurePolicy"]["rules"]
+    assert (evicted["action"], evicted["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
+    for rule, action, code in ((stopped, "Ignore", STOPPED), (final, "FailJob", UserError.exit_code)):
+        codes = {"containerName": container["name"], "operator": "In", "values": [code]}
+        assert (rule["action"], rule["onExitCodes"]) == (action, codes)
     mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounted["memory"] == "/dev/shm" and mounted.keys() == {volume["name"] for volume in pod["volumes"]}
 
