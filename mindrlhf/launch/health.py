@@ -98,6 +98,10 @@ class HealthMonitor:
         self._beats[name] = beat
         return beat.pid
 
+    def saves(self) -> bool:
+        """Return whether rank 0, which listens, has begun what SIGTERM has it save."""
+        return self._beats["rank 0"].saves
+
     def activities(self) -> dict[str, str]:
         """Return what each rank said last, by name."""
         return {name: (self._read(name) or beat).activity for name, beat in self._beats.items()}

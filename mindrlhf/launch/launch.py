@@ -81,7 +81,7 @@ def launch(
         hang_timeout_s, start_timeout_s: longest time without progress of rank 0, and until all ranks met; 0: no limit.
         computes_on_cpu: the ranks meet as MindSpore's do on a CPU; see :class:`mindrlhf.launch.joining.Rouser`.
         rank_0_signals: of SIGTERM and SIGUSR1, those that rank 0 gets, once it listens, instead of ending the run;
-            SIGTERM has it end the run in its own time, and another one changes nothing.
+            SIGTERM has it end the run in its own time, once it has begun to train, and another one changes nothing.
         advice, advice_after_mistake: last line of a failure's report, or of one with ``UserError.exit_code``.
         says_stages: tell what rank 0 does (:mod:`mindrlhf.launch.stages`).
         peers: launchers of the run's other nodes, each of which starts as many ranks.
@@ -229,6 +229,7 @@ class _Watch:
         self._peers = peers
         self._num_handled_signals = 0
         self._is_ending = False  # rank 0 was asked to end the run
+        self._is_stopped = False  # a signal ends all
         self._start_s = time.monotonic()
 
     def watch_to_the_end(self, grace_s: float, *, may_repeat: bool) -> int | None:
@@ -324,14 +325,18 @@ class _Watch:
             self._peers.pass_on(number)
             return True
         pid = self._health.listening_pid("rank 0", self._run.rank_pids())
-        if number in self._rank_0_signals and pid is not None and not self._is_ending:
+        is_heard = pid is not None and (number != signal.SIGTERM or self._health.saves())
+        if number in self._rank_0_signals and is_heard and not self._is_ending:
             self._is_ending = number == signal.SIGTERM
             self._health.expect_notice()
             processes.signal_all([pid], number)
             return True
-        return number == signal.SIGUSR1
+        self._is_stopped = number != signal.SIGUSR1
+        return not self._is_stopped
 
     def _follow_if_possible(self, *, final: bool = False) -> None:
+        if self._is_stopped:  # what ranks say that are ended in the middle of an import is no news
+            return
         # A closed terminal or pipe must not keep the processes alive.
         with contextlib.suppress(OSError, ValueError):
             self._follower.poll(final=final)

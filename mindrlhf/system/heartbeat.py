@@ -37,6 +37,7 @@ class Beat:
     num_ticks: int  # grows with every piece of work done
     activity: str
     progress: str = ""  # "12 of 128 samples"; see :mod:`mindrlhf.system.progress`
+    saves: bool = False  # SIGTERM asks it for a checkpoint
 
 
 class _Heartbeat:
@@ -45,6 +46,7 @@ class _Heartbeat:
         self._lock = threading.Lock()
         self._num_ticks = 0
         self._activity = STARTING
+        self.saves = False
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         self.write()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
@@ -66,7 +68,7 @@ class _Heartbeat:
     def write(self) -> None:
         with self._lock:
             activity = self._activity.encode("ascii", "replace").decode()[:_MAX_ACTIVITY_CHARS]
-            record = json.dumps(asdict(Beat(os.getpid(), self._num_ticks, activity, progress.now())))
+            record = json.dumps(asdict(Beat(os.getpid(), self._num_ticks, activity, progress.now(), self.saves)))
             with contextlib.suppress(OSError):  # a full disk must not end a run that a missed beat would not
                 os.pwrite(self._file, record.ljust(_RECORD_BYTES - 1).encode() + b"\n", 0)
 
@@ -97,6 +99,13 @@ def tick() -> None:
     """Say that this process has moved on with what it does."""
     if _current is not None:
         _current.tick()
+
+
+def takes_requests() -> None:
+    """Say that this process gives SIGTERM the meaning of a request."""
+    if _current is not None:
+        _current.saves = True
+        _current.write()
 
 
 def own_path() -> Path | None:

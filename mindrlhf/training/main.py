@@ -10,7 +10,6 @@ from mindrlhf.errors import STOPPED, RunFailure, UserError, messages_of
 from mindrlhf.system import heartbeat
 from mindrlhf.system.processes import die_with_launcher, has_launcher, prepare_children
 from mindrlhf.system.terminal import visible
-from mindrlhf.training.checkpoints.requests import StopRequested
 
 TASKS = ("train", "sft", "dpo", "reward-model")
 
@@ -32,11 +31,17 @@ def guarded(program: str, run: Callable[[], None]) -> int:
     prepare_children()
     # Each must unwind the stack, so that the rollout server, sockets and files are closed in order. The launcher
     # sends SIGHUP to have a rank end at once; to SIGTERM rank 0 may later give another meaning.
-    for number in (signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))
-    if has_launcher() and os.environ.get("RANK_ID", "0") != "0":
-        # To all processes of a job: rank 0 saves, and then ends this one. Not ignored, which children would inherit.
+    ended: list[int] = []
+
+    def end(number: int, _: object) -> None:
+        ended.append(STOPPED if number == signal.SIGTERM else 128 + number)
+        sys.exit(ended[0])
+
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+    if has_launcher():
+        # To all processes of a job: the launcher hears it too, and ends this one. Not ignored, which children would
+        # inherit.
         signal.signal(signal.SIGTERM, lambda *_: None)
     if has_launcher() and os.environ.get("MS_ROLE") == "MS_SCHED":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # MindSpore puts a handler of its own in its way
@@ -48,9 +53,12 @@ def guarded(program: str, run: Callable[[], None]) -> int:
         for line in messages_of(failure):
             print(f"{program}: error: {visible(line)}", file=sys.stderr, flush=True)
         return failure.exit_code
-    except StopRequested:  # in the evaluation before training
-        return STOPPED
-    return 0
+    except Exception:
+        if not ended:  # an import in C that is broken off may raise anything
+            raise
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # there is nothing left to clean up
+    return ended[0] if ended else 0
 
 
 def _run(arguments: argparse.Namespace) -> None:

@@ -126,15 +126,16 @@ def run_steps(
 
     Returns:
         False if the run was asked to end before its last step.
-
-    Raises:
-        StopRequested: it was, before the first.
     """
     progress = steps.progress
     steps.begin()
     if progress.step == 0:
-        with checkpoints.interruptible():  # there is nothing to save
-            metrics = steps.evaluate()
+        try:
+            with checkpoints.interruptible():
+                metrics = steps.evaluate()
+        except StopRequested:
+            print("mindrlhf: SIGTERM: ended in the evaluation before training: there is nothing to save", flush=True)
+            return False
         if metrics:
             sinks.write(0, metrics)
             _write_page(output_dir)

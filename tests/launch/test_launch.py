@@ -180,6 +180,7 @@ LISTENING_WORKER = """
     signal.signal(signal.SIGUSR1, lambda *_: (here / "saved").write_text("yes"))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     heartbeat.start()
+    heartbeat.takes_requests()
     (here / "ready").write_text("yes")
     while True:
         time.sleep(0.05)

@@ -35,6 +35,7 @@ class SaveRequests:
         """Handle SIGUSR1 and SIGTERM from now on; call it in the main thread."""
         signal.signal(signal.SIGUSR1, self._on_save)
         signal.signal(signal.SIGTERM, self._on_stop)
+        heartbeat.takes_requests()
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
