@@ -10,7 +10,7 @@ from slow_tests import RUNS_SLOW_TESTS, SLOW
 from test_multi_step import QWEN, VOCABULARY
 
 NUM_DISTURBANCES = 6 if RUNS_SLOW_TESTS else 1  # at a time
-NUM_ROUNDS, BLOCK = 4, 32
+NUM_ROUNDS, BLOCK = 4 if RUNS_SLOW_TESTS else 3, 32
 
 
 def prompts(count: int, lengths: tuple[int, ...], seed: int) -> list[list[int]]:

@@ -276,14 +276,14 @@ def test_a_constant_is_seen_also_where_the_test_takes_its_time(value, slow):
 
 
 def test_a_sample_whose_tests_leave_no_time_for_constants_is_not_scored_until_they_are_tried():
-    test = "import time\nend = time.monotonic() + 1.4\nwhile time.monotonic() < end:\n    pass\nassert solve(3) == 9"
+    test = "import time\nend = time.monotonic() + 0.7\nwhile time.monotonic() < end:\n    pass\nassert solve(3) == 9"
     scored = []
     while not scored or scored[-1] is None:
         try:
-            scored.append(reward(fenced("def solve(x): return x * x"), [test], time_limit_s=12))
+            scored.append(reward(fenced("def solve(x): return x * x"), [test], time_limit_s=6))
         except Unavailable as error:
             assert "constants" in str(error)
             scored.append(None)
         assert len(scored) < 12
-    assert scored[-1] == 1.0
-    assert reward(fenced("def solve(x): return 7919"), [test], time_limit_s=12) == 0.0
+    assert scored[0] is None and scored[-1] == 1.0
+    assert reward(fenced("def solve(x): return 7919"), [test], time_limit_s=6) == 0.0
