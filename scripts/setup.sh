@@ -84,28 +84,26 @@ find_python() {
   fail "no Python 3.11 or 3.12 was found; install one or name it: PYTHON=/path/to/python3.12 bash scripts/setup.sh"
 }
 
-# progress_of LOG DIR...: what pip does, as its log says it, which of how many files it is, and how large the
-# environment and what is being downloaded have become.
+# progress_of LOG DIR SCRATCH: what pip does, as its log says it, and how much of it is done.
 progress_of() {
-  local line files size total
+  local line total
   line="$(grep -aoE '^ *(Collecting|Downloading|Using cached|Building|Preparing|Installing collected packages)[^(:]*(\([0-9.]+ [kMG]?B\))?' \
     "$1" 2>/dev/null | tail -n 1 | tr -s ' ' | sed -E 's/-(cp|py)[0-9][^ ]*//' | cut -c 1-70)" || true
-  [[ -n "$line" ]] || return 0
-  files="$(grep -acE '^ *(Downloading|Using cached) ' "$1")" || true
-  total="$(grep -aoE '^[0-9]+ packages to install' "$1" | tail -n 1 | cut -d ' ' -f 1)" || true
-  size="$(du -sm "${@:2}" 2>/dev/null | awk '{ sum += $1 } END { print sum }')" || true
-  printf '%s file%s, %s MB: %s' "$files${total:+ of $total}" "$([[ $files == 1 ]] || echo s)" "${size:-0}" "${line# }"
+  if [[ "$line" == Installing* ]]; then
+    total="$(grep -a '^Installing collected packages' "$1" | tail -n 1 | tr -cd , | wc -c)"
+    line="Installing $((total + 1)) packages; $(find "$2/lib" -name '*.dist-info' -prune | wc -l) are there"
+  fi
+  printf '%s' "${line:+$(du -sm "$3" 2>/dev/null | cut -f 1) MB downloaded: ${line# }}"
 }
 
-# Says every few seconds how far it is, where that has changed.
+# Says now and then how far it is, where that has changed; seldom to a log that nobody watches.
 follow() {
-  local log="$1" dir="$2" parent="$3" scratch="$4" started=$SECONDS now last=""
-  while sleep "${SETUP_NEWS_S:-5}" && kill -0 "$parent" 2>/dev/null; do
+  local log="$1" dir="$2" parent="$3" scratch="$4" started=$SECONDS now last="" pause=30
+  [[ -t 1 ]] && pause=10
+  while sleep "$pause" && kill -0 "$parent" 2>/dev/null; do
     now="$(progress_of "$log" "$dir" "$scratch")"
-    if [[ -n "$now" && "$now" != "$last" ]]; then
-      say "$dir, $((SECONDS - started)) s: $now"
-      last="$now"
-    fi
+    [[ -z "$now" || "$now" == "$last" ]] || say "$dir, $((SECONDS - started)) s: $now"
+    last="$now"
   done
 }
 

@@ -57,10 +57,10 @@ MOST = {
     "mindrlhf/specs": 2424,
     "mindrlhf/system": 2900,  # rpc and accept_nodes, in place of the talks of rollout (500 lines)
     "mindrlhf/tools": 1774,
-    "mindrlhf/training": 10344,
+    "mindrlhf/training": 10345,
     "mindrlhf/weights": 4112,
-    "tests": 71923,
-    "scripts": 1859,
+    "tests": 71927,
+    "scripts": 1857,
     "docs": 32689,
 }
 # Modules of these are found by the name of their file.

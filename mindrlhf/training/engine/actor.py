@@ -112,7 +112,8 @@ class Actor(SavesState, ServingWorker):
         if not self.engine.returns_outputs and batch not in self._old_logprobs:
             self._old_logprobs[batch] = [self.model.logprobs(rows) for rows in own.micro_batches]
         done = self.engine.update(own, lr, kl_coefficient)
-        logprobs = done.logprobs or tuple(self._old_logprobs[batch])
+        # Also of a rank that has no rows: what it returns is empty, and what it computed before nothing.
+        logprobs = done.logprobs if self.engine.returns_outputs else tuple(self._old_logprobs[batch])
         return replace(done, process=self.process_statistics(), logprobs=logprobs)
 
     def process_statistics(self) -> ProcessStatistics:
