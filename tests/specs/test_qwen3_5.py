@@ -130,16 +130,17 @@ def test_sharded_use_is_refused_in_one_line():
         check_model(QWEN3_5.dims({**CONFIG, "num_key_value_heads": 4}), Layout(model_parallel=4), is_sharded=False)
 
 
-def test_a_model_that_sees_is_refused_and_its_text_part_converted(tmp_path, caplog):
-    text = tmp_path / "text"
-    export_hf(random_hf_weights(CONFIG, 0), CONFIG, text, dtype="float16")
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_that_sees_is_refused_and_its_text_part_converted(tmp_path, caplog, tied):
+    text, text_config = tmp_path / "text", {**CONFIG, "tie_word_embeddings": tied}
+    export_hf(random_hf_weights(text_config, 0), text_config, text, dtype="float16")
     whole = tmp_path / "whole"
     whole.mkdir()
     inner = {key: value for key, value in CONFIG.items() if key not in ("architectures", "tie_word_embeddings")}
     config = {
         "architectures": ["Qwen3_5ForConditionalGeneration"],
         "model_type": "qwen3_5",
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": tied,
         "text_config": {**inner, "mtp_num_hidden_layers": 1},
         "vision_config": {"depth": 1},
     }
@@ -161,3 +162,4 @@ def test_a_model_that_sees_is_refused_and_its_text_part_converted(tmp_path, capl
         np.testing.assert_array_equal(found.read(name), expected.read(name))
     written = read_hf_config(tmp_path / "out")
     assert written["architectures"] == ["Qwen3_5ForCausalLM"] and written["mtp_num_hidden_layers"] == 0
+    assert written["tie_word_embeddings"] is tied and ("lm_head.weight" in found.names()) is not tied
