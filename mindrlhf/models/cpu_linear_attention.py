@@ -7,7 +7,7 @@ from mindspore import Parameter, nn, ops
 from mindspore.common.initializer import initializer
 
 from mindrlhf.models.cpu_cells import Gated, RmsNorm, SelfAttention, Weights
-from mindrlhf.models.gated_delta import CausalConvolution, GatedDeltaRule
+from mindrlhf.models.gated_delta import CausalConvolution, GatedDeltaRule, softplus
 from mindrlhf.specs import LinearDims
 
 # Beside the squares of a query or key, whose root it is divided by: transformers' l2norm.
@@ -70,8 +70,7 @@ class LinearAttention(nn.Cell):
         """The rate of learning each token, from 0 to 1, and the logarithm of what stays before it, at most 0."""
         rate, slope = self.split(ops.reshape(self._product(rows, self.gates), (*shape, 2)), (1, 1), 3)
         slope = ops.reshape(slope, shape) + self.dt_bias
-        softplus = ops.relu(slope) + ops.log1p(ops.exp(-ops.abs(slope)))
-        return ops.sigmoid(ops.reshape(rate, shape)), -ops.exp(self.A_log) * softplus
+        return ops.sigmoid(ops.reshape(rate, shape)), -ops.exp(self.A_log) * softplus(slope)
 
     def _unit(self, heads):
         return heads * ops.rsqrt(self.sum(heads * heads, -1) + _EPSILON)
