@@ -48,7 +48,7 @@ MOST = {
     "mindrlhf/images": 368,
     "mindrlhf/launch": 3089,
     "mindrlhf/layout": 1247,
-    "mindrlhf/models": 3686,
+    "mindrlhf/models": 3695,
     "mindrlhf/observe": 2629,
     "mindrlhf/rewards": 5978,
     "mindrlhf/rollout": 7107,  # the engine of a CPU, which left mindrlhf/cpu (2,805 before, 1,105 now)
@@ -59,9 +59,9 @@ MOST = {
     "mindrlhf/tools": 1774,
     "mindrlhf/training": 10345,
     "mindrlhf/weights": 4112,
-    "tests": 71927,
+    "tests": 72132,
     "scripts": 1857,
-    "docs": 32689,
+    "docs": 32698,
 }
 # Modules of these are found by the name of their file.
 FOUND_BY_NAME = tuple(

@@ -27,9 +27,21 @@ SIZES = {
 QWEN2 = {**SIZES, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {**SIZES, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
 LLAMA = {**SIZES, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+LINEAR = {
+    **SIZES,
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
 CASES = {
     "all matrices": (QWEN2, LoraOptions(4, 8.0)),
     "llama": (LLAMA, LoraOptions(4, 8.0)),
+    "linear attention": (LINEAR, LoraOptions(4, 8.0)),
     "attention, rank-stabilised": (QWEN3, LoraOptions(3, 5.0, ("attention",), rank_stabilised=True)),
 }
 
