@@ -10,7 +10,7 @@ data=runs/agents/$name
 case $name in
     verifiers) package='verifiers>=0.4,<0.5' environment=$recipe/problems_taskset.py ;;
     openenv) package='openenv>=0.10,<0.11' environment=$recipe/problems_openenv.py:app ;;
-    textarena) package='textarena>=0.7.4,<0.8 httpx' environment=GuessTheNumber-v0 ;;
+    textarena) package='textarena>=0.7.4,<0.8 httpx' environment=Blackjack-v0 ;;
     *) echo "there are verifiers, openenv and textarena, not $name" >&2; exit 2 ;;
 esac
 python=.venv-$name/bin/python
@@ -26,24 +26,24 @@ keep_run "$data"
 mkdir -p "$data"
 if [ "$name" = textarena ]; then
     play=("$python" "$recipe/self_play.py" "$environment" 1)
-    "${play[@]}" 100 > "$data/test.jsonl"
-    "${play[@]}" 600 1000 > "$data/train.jsonl"
-    "${play[@]}" 1000 10000 1-20 > "$data/warm_up.jsonl"
+    "${play[@]}" 200 > "$data/test.jsonl"
+    "${play[@]}" 1000 1000 > "$data/train.jsonl"
+    "${play[@]}" 250 10000 Hit,Stand > "$data/warm_up.jsonl"
     for split in train test; do
-        "${build[@]}" --input "$data/$split.jsonl" --output "$data/$split.mindrecord" --max-prompt-length 512
+        "${build[@]}" --input "$data/$split.jsonl" --output "$data/$split.mindrecord" --max-prompt-length 256
     done
     .venv/bin/mindrlhf data build --handler trl --template chat --tokenizer examples/quickstart/checkpoint --task sft \
-        --input "$data/warm_up.jsonl" --output "$data/warm_up.mindrecord" --max-prompt-length 480 --max-length 512
-    # The quickstart's model takes 512 tokens, and a game needs more; it guesses blindly after the warm-up.
+        --input "$data/warm_up.jsonl" --output "$data/warm_up.mindrecord" --max-prompt-length 1100 --max-length 1120
+    # The quickstart's model takes 512 tokens, and a game needs more; after the warm-up it plays blindly.
     cp -r examples/quickstart/checkpoint "$data/model"
     sed -i 's/"max_position_embeddings": 512/"max_position_embeddings": 2048/' "$data/model/config.json"
     .venv/bin/mindrlhf sft examples/tools/sft.yaml run.output_dir="$data/warm_up" model.path="$data/model" \
-        data.train_file="$data/warm_up.mindrecord" run.max_steps=40 training.rows_per_step=8 \
-        training.micro_batch_size=8 training.sequence_lengths='[512]'
-    set -- model.path="$data/warm_up/final" data.eval_file="$data/test.mindrecord" run.max_steps=16 \
-        tools.agent="$recipe/self_play.py:agent" tools.max_turns=12 tools.agent_tokens=100 \
-        rollout.max_response_length=300 training.sequence_lengths='[640]' training.micro_batch_size=4 \
-        training.chunk_size=4 optimizer.start_lr=5e-4 "$@"
+        data.train_file="$data/warm_up.mindrecord" run.max_steps=70 training.rows_per_step=8 \
+        training.micro_batch_size=4 training.sequence_lengths='[1120]'
+    set -- model.path="$data/warm_up/final" data.eval_file="$data/test.mindrecord" run.max_steps=30 \
+        tools.agent="$recipe/self_play.py:agent" tools.max_turns=20 tools.agent_tokens=120 \
+        rollout.max_response_length=900 training.sequence_lengths='[1152]' training.micro_batch_size=4 \
+        evaluation.max_prompts=200 "$@"
 else
     [ -f runs/quickstart/train.jsonl ] || bash examples/quickstart/make_data.sh
     for split in train test; do

@@ -1,11 +1,11 @@
 """Games of `textarena` 0.7 with its own scores: one policy plays all players of a game, each for its own reward.
 
-    .venv-textarena/bin/python examples/agents/self_play.py GuessTheNumber-v0 1 COUNT [FIRST] > train.jsonl
+    .venv-textarena/bin/python examples/agents/self_play.py Blackjack-v0 1 COUNT [FIRST] > train.jsonl
     .venv-textarena/bin/python examples/agents/self_play.py TicTacToe-v0 2 COUNT [FIRST] > train.jsonl
-    .venv-textarena/bin/python examples/agents/self_play.py GuessTheNumber-v0 1 COUNT FIRST 1-20 > warm_up.jsonl
+    .venv-textarena/bin/python examples/agents/self_play.py Blackjack-v0 1 COUNT FIRST Hit,Stand > warm_up.jsonl
 
 prints records, `question` and `answer`, of games of so many players, with the seeds from FIRST (0) on; the first player
-reads the question; with a range, in TRL's form, the turns of one who guesses a number of it each time. As
+reads the question; with actions, in TRL's form, the turns of one who draws one of them each time. As
 `tools.agent: examples/agents/self_play.py:agent`, with `tools.agent_python`, it plays a record's game. Each player is a
 role (`model` in its calls) with a conversation of its own, and is trained against its own reward, compared with
 those of the same player in the other games of the prompt. Of a reply without square brackets the last word is the
@@ -60,22 +60,21 @@ def agent(record: dict, base_url: str, api_key: str) -> dict:
 
 
 def main() -> None:
-    """Print records of a game, or of the turns of one who guesses."""
-    game, *numbers = sys.argv[1:]
-    guesses = numbers.pop() if numbers[-1].startswith("1-") else ""
-    num_players, count, first = map(int, [*numbers, "0"][:3])
+    """Print records of a game, or the turns of one who draws actions."""
+    game, players, count, *rest = sys.argv[1:]
+    first, actions = int([*rest, "0"][0]), "".join(rest[1:]).split(",")
     draw = random.Random(first)
-    for seed in range(first, first + count):
+    for seed in range(first, first + int(count)):
         turns: list[dict] = []
 
         def ask(role, messages, turns=turns):
-            guess = f"[{draw.randint(1, int(guesses[2:]))}]" if guesses else ""
-            turns.append({"prompt": [*messages], "completion": [{"role": "assistant", "content": guess}]})
-            return guess
+            action = f"[{draw.choice(actions)}]"
+            turns.append({"prompt": [*messages], "completion": [{"role": "assistant", "content": action}]})
+            return action
 
-        play(game, num_players, seed, ask)
-        answer = json.dumps({"id": game, "players": num_players, "seed": seed})
-        records = turns if guesses else [{"question": turns[0]["prompt"][0]["content"], "answer": answer}]
+        play(game, int(players), seed, ask)
+        answer = json.dumps({"id": game, "players": int(players), "seed": seed})
+        records = turns if rest[1:] else [{"question": turns[0]["prompt"][0]["content"], "answer": answer}]
         print("\n".join(map(json.dumps, records)))
 
 

@@ -124,7 +124,7 @@ def test_episodes_earn_what_the_package_says(package, problems):
 def test_training_learns_from_the_environments_of_a_package(package, problems, tmp_path):
     name, python = package
     prompts = built(tmp_path, records(package, problems), 96)
-    for line in trained(tmp_path, prompts, f"{name}_agent.py", python):
+    for line in trained_by(f"{name}_agent.py", python, tmp_path, prompts):
         assert line["agents/sequences"] == 1 and 1 <= line["turns/mean"] <= 2
         assert 0 <= line["reward/mean"] <= 1
 
@@ -149,15 +149,8 @@ def model_for_long(tmp_path):
     return model
 
 
-def steps_of(run):
+def trained(tmp_path, config, prompts, **more):
     """Return the metrics of the two steps of a run, without the evaluation before them."""
-    evaluation, *steps = sanity_inputs.read_lines(run / "metrics.jsonl")
-    assert evaluation["step"] == 0 and [one["step"] for one in steps] == [1, 2]
-    return steps
-
-
-def trained(tmp_path, prompts, agent, python, **more):
-    """Return the metrics of the steps of a run, after what holds for all."""
     values = {
         "run.output_dir": tmp_path / "run",
         "run.max_steps": 2,
@@ -165,21 +158,27 @@ def trained(tmp_path, prompts, agent, python, **more):
         "data.eval_file": prompts,
         "evaluation.every_steps": 0,
         "evaluation.max_prompts": 2,
-        "tools.agent": f"{AGENTS / agent}:agent",
-        "tools.agent_python": python,
-        "tools.agent_sees": "[answer]",
         "training.chunk_size": 2,
+        "checkpoint.every_steps": 0,
         **more,
     }
-    config = [f"{key}={value}" for key, value in values.items()]
-    finished = sanity_inputs.run("train", AGENTS / "packages.yaml", *config, timeout_s=900)
+    words = [f"{key}={value}" for key, value in values.items()]
+    finished = sanity_inputs.run("train", ROOT / "examples" / config, *words, timeout_s=900)
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    lines = steps_of(tmp_path / "run")
+    evaluation, *steps = sanity_inputs.read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [one["step"] for one in (evaluation, *steps)] == [0, 1, 2]
+    assert all(math.isfinite(one["loss"]) for one in steps)
+    return steps
+
+
+def trained_by(agent, python, tmp_path, prompts, **more):
+    """Return the metrics of the steps of a run with an agent."""
+    agent = {"tools.agent": f"{AGENTS / agent}:agent", "tools.agent_python": python}
+    lines = trained(tmp_path, "agents/packages.yaml", prompts, **agent, **more)
     for line in lines:
-        assert line["agents/failures"] == line["agents/rewritten"] == 0, finished.stderr
+        assert line["agents/failures"] == line["agents/rewritten"] == 0
         # Float32; games go beyond the lengths that the model was trained for, where it rounds ten times as much.
         assert line["rollout_diff/max_abs"] < 1e-3 and line["rollout_diff/mean_abs"] < (1e-4 if more else 1e-5)
-        assert math.isfinite(line["loss"])
     return lines
 
 
@@ -200,13 +199,26 @@ def test_both_players_of_a_game_are_roles_with_their_own_rewards(games):
             assert f"You are Player {player} in Tic Tac Toe" in TOKENIZER.decode(own.prompt_ids.tolist())
 
 
-def test_training_by_self_play(games, tmp_path):
-    _, python = games
-    prompts = built(tmp_path, printed(python, "self_play.py", "TicTacToe-v0", "2", "8"), 512)
+def test_a_game_for_one_earns_what_its_hands_say(games):
+    """Never a further card: the share of hands won, counted in what the game tells."""
+    made = printed(games[1], "self_play.py", "Blackjack-v0", "1", "4")
+    found = played("self_play.py", games[1], made, lambda text: "[Stand]", max_turns=5)
+    for one in found:
+        (own,) = one.agent.sequences
+        told = TOKENIZER.decode(own.token_ids.tolist())
+        scores = re.findall(r"Your final (\d+), Dealer (\d+)", told)
+        won = sum(int(dealer) > 21 or int(mine) > int(dealer) for mine, dealer in scores)
+        assert len(scores) == 4 and one.num_turns == 5
+        assert one.episode_return * 5 - won in (0, 1)  # of the last hand nobody is told
+
+
+@pytest.mark.parametrize(("game", "players"), [("TicTacToe-v0", 2), ("Blackjack-v0", 1)])
+def test_training_by_self_play(games, tmp_path, game, players):
+    prompts = built(tmp_path, printed(games[1], "self_play.py", game, str(players), "8"), 512)
     sizes = {"tools.max_turns": 10, "rollout.max_response_length": 1024, "training.sequence_lengths": "[1536]"}
     sizes |= {"model.path": model_for_long(tmp_path), "training.micro_batch_size": 2}
-    for line in trained(tmp_path, prompts, "self_play.py", python, **sizes):
-        assert 1 <= line["agents/sequences"] <= 2 and -1 <= line["reward/mean"] <= 1
+    for line in trained_by("self_play.py", games[1], tmp_path, prompts, **sizes):
+        assert 1 <= line["agents/sequences"] <= players and -1 <= line["reward/mean"] <= 1
 
 
 @pytest.fixture(scope="module")
@@ -248,22 +260,7 @@ def test_training_on_tasks_of_a_package(tasks, tmp_path, monkeypatch, name, veri
         program = [sys.executable, TEXTARENA.rpartition(":")[0], name, "8"]
         lines = subprocess.run(program, check=True, capture_output=True, text=True, timeout=120).stdout.splitlines()
     prompts = built(tmp_path, map(json.loads, lines), 512)
-    values = {
-        "run.output_dir": tmp_path / "run",
-        "run.max_steps": 2,
-        "model.path": model_for_long(tmp_path),
-        "data.train_file": prompts,
-        "data.eval_file": prompts,
-        "evaluation.every_steps": 0,
-        "evaluation.max_prompts": 2,
-        "reward.verifier_function": verifier,
-        "training.chunk_size": 2,
-        "checkpoint.every_steps": 0,
-        **values,
-    }
-    config = [f"{key}={value}" for key, value in values.items()]
-    finished = sanity_inputs.run("train", ROOT / "examples" / "quickstart" / "config.yaml", *config, timeout_s=900)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    for line in steps_of(tmp_path / "run"):
-        assert line["rollout_diff/max_abs"] < 1e-4 and math.isfinite(line["loss"])
+    values = {"model.path": model_for_long(tmp_path), "reward.verifier_function": verifier, **values}
+    for line in trained(tmp_path, "quickstart/config.yaml", prompts, **values):
+        assert line["rollout_diff/max_abs"] < 1e-4
         assert line["reward/failures"] == 0
