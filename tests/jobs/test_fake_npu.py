@@ -69,8 +69,7 @@ MODELS |= VISION
 # Of log-probabilities at temperature 1 from transformers' in float32, servers computing in bfloat16: the mean, and the
 # largest; a token that is between two experts may get the other.
 MEAN_GAP, LARGEST_GAP, LARGEST_OF_EXPERTS = 0.01, 0.03, 0.3
-MIB = 1 << 20
-NPU_BYTES = 2048 * MIB
+NPU_BYTES = 2 << 30
 RESERVED = NPU_BYTES // 2  # of the server's share; the cache takes the rest
 PROMPTS = [list(range(5, 5 + length)) for length in (3, 17, 130)]
 # A token for each byte, and pairs of letters; and a form that the model nearly keeps to, up to its end.
@@ -167,19 +166,18 @@ def reference(model_dir: Path, tensors: dict, cases: list, temperature: float) -
 class Server:
     """A server on the fake NPU, and the buffer that it takes weights from."""
 
-    def __init__(self, name: str, fake_npu: Path, directory: Path, num_devices=1, **env: str):
+    def __init__(self, name: str, fake_npu: Path, directory: Path, num_devices: int, engine_args: dict, **env: str):
         self.config, self.directory, self.log = MODELS[name], directory, directory / "server.log"
         (directory / "config.json").write_text(json.dumps(self.config))
         TOKENIZER.save(str(directory / "tokenizer.json"))
         infos = [TensorInfo(name, "bfloat16", bits.shape) for name, bits in weights(self.config, 0).items()]
         self.buffer = WeightBuffer.create(infos)
-        env |= {"FAKE_NPU_BYTES": str(NPU_BYTES), "FAKE_NPUS": "2", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-        env["FAKE_NPU_LEDGER"] = str(directory / "ledger")
         given = VllmOptions(
             str(fake_npu / "python"), str(directory), str(self.log), device="ascend", dtype="bfloat16",
             max_model_len=256, max_num_seqs=8, gpu_memory_utilization=0.6, kv_cache_gib=None, reserved_bytes=RESERVED,
             tensor_parallel_size=num_devices, enable_sleep=True, env=env, record_routing=name == "experts",
             start_timeout_s=500, stall_timeout_s=120, tokenizer_dir=str(directory),
+            engine_args=engine_args,
         )  # fmt: skip
         self.generator = servers.Server.start(given)
         self.generator.node.servers.buffer_path = self.buffer.path
@@ -248,9 +246,9 @@ class Server:
 
 
 CASES = [
-    ("dense", 1, "eager"), ("dense", 2, "eager"), ("dense", 1, "graphs"),
-    ("experts", 1, "eager"), ("experts", 2, "eager"), ("experts", 1, "graphs"),
-    ("dense", 2, "graphs"), ("latent attention", 1, "eager"), ("latent attention", 1, "graphs"),
+    ("dense", 1, "eager"), ("dense", 2, "eager"), ("dense", 1, "compiled"), ("dense", 1, "pieces"),
+    ("experts", 1, "eager"), ("experts", 2, "eager"), ("experts", 1, "launches"),
+    ("dense", 2, "launches"), ("latent attention", 1, "eager"), ("latent attention", 1, "launches"),
     ("qwen2_vl", 1, "eager"), ("qwen2_5_vl", 1, "eager"), ("qwen3_vl", 1, "eager"),
 ]  # fmt: skip
 
@@ -258,12 +256,13 @@ CASES = [
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name, num_devices, decoding", CASES)
 def test_three_rounds_of_sleep_and_new_weights(name, num_devices, decoding, fake_npu, tmp_path, monkeypatch):
-    monkeypatch.setenv("ASCEND_HOME_PATH", str(fake_npu / "cann"))
-    monkeypatch.setenv("PYTHONPATH", str(fake_npu / "cann" / "python"))
+    on_fake_npus(monkeypatch, fake_npu, tmp_path)
     has_graphs = decoding != "eager"
-    env = {"FAKE_NPU_GRAPHS": "1"} if has_graphs else {}
+    graphs = "launches" if decoding == "launches" else "compiled"
+    env = {"FAKE_NPU_GRAPHS": graphs, "VLLM_DISABLE_COMPILE_CACHE": "1"} if has_graphs else {}
+    pieces = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}} if decoding == "pieces" else {}
     largest = LARGEST_OF_EXPERTS if name in ("experts", "latent attention") else LARGEST_GAP
-    with Server(name, fake_npu, tmp_path, num_devices=num_devices, **env) as server:
+    with Server(name, fake_npu, tmp_path, num_devices=num_devices, engine_args=pieces, **env) as server:
         server.generator.wait_ready()
         said = re.findall(r"mindrlhf: KV cache ([\d.]+) GiB of each NPU's ([\d.]+)", server.log.read_text())
         assert said == [(f"{(0.6 * NPU_BYTES - RESERVED) / 2**30:.2f}", "2.00")], "share less what else is there"
@@ -283,7 +282,8 @@ def test_three_rounds_of_sleep_and_new_weights(name, num_devices, decoding, fake
         log = server.log.read_text()
         assert bool(re.search("fake NPU: a graph of [0-9]+ launches is replayed", log)) == has_graphs
         captured = len(re.findall("fake NPU: a graph of [0-9]+ launches\n", log))
-        assert captured == (4 * num_devices if has_graphs else 0), "once"
+        num_pieces = 3 if pieces else int(has_graphs)  # before, between and behind the attention of two layers
+        assert captured == 4 * num_pieces * num_devices, "once for each size"
 
 
 BESIDE = """

@@ -128,8 +128,8 @@ def install() -> int:
     return num
 
 
-def refuse_others() -> None:
-    """Have torch-npu's own operators of which there is no host version say so: what they call does nothing here."""
+def refuse_others() -> torch.library.Library:
+    """Have torch-npu's own operators say that there is no host version, unless the library that is returned has one."""
     global _refused
     _refused = torch.library.Library("npu", "IMPL")
     for name in torch._C._dispatch_get_all_op_names():
@@ -138,6 +138,7 @@ def refuse_others() -> None:
             continue
         if torch._C._dispatch_has_kernel_for_dispatch_key(name, "PrivateUse1"):
             _refused.impl(rest, functools.partial(_refuse, name), "PrivateUse1", allow_override=True)
+    return _refused
 
 
 def _refuse(name: str, *_: Any, **__: Any) -> None:

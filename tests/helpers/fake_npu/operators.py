@@ -9,15 +9,15 @@ from fake_npu_kernels import on_host, on_npu
 from fake_npu_rules import checked
 
 
-def install(torch_npu: Any) -> None:
-    """Put them in the place of torch_npu's."""
+def install(torch_npu: Any, library: torch.library.Library) -> None:
+    """Put them in the place of torch_npu's; shapes without data, which compilers ask for, stay its own."""
     for function in (
         npu_rms_norm, npu_add_rms_norm, npu_swiglu, npu_fused_infer_attention_score, npu_top_k_top_p,
         npu_grouped_matmul, npu_moe_token_unpermute, npu_interleave_rope, npu_kv_rmsnorm_rope_cache,
         npu_fused_infer_attention_score_v2, npu_attention_update, npu_transpose_batchmatmul, npu_fast_gelu, npu_mrope,
         npu_rotary_mul,
     ):  # fmt: skip
-        setattr(torch_npu, function.__name__, launched(checked(function)))
+        library.impl(function.__name__, launched(checked(function)), "PrivateUse1", allow_override=True)
     torch_npu._npu_rotary_embedding = launched(rotary_embedding)
     torch_npu._npu_reshape_and_cache = launched(reshape_and_cache)
     torch_npu.npu_format_cast = lambda tensor, acl_format: tensor
@@ -73,10 +73,10 @@ def npu_mrope(positions, query, key, cos_sin_cache, head_size, *, mrope_section,
         angles = angles_of_sections(angles, mrope_section, is_interleaved=False)
     turned = [on_npu(on_host(one), one.device) for one in (query, key)]
     rotate_heads(turned, angles, head_size)
-    return turned
+    return tuple(turned)
 
 
-def npu_rotary_mul(x, cos, sin):
+def npu_rotary_mul(x, cos, sin, *_):
     """Rotate [batch, tokens, heads, channels] by [1, tokens, 1, channels], first against second half."""
     wide = on_host(x).float()
     first, second = wide.chunk(2, -1)
@@ -241,7 +241,7 @@ def npu_attention_update(sums, parts, _):
     """Put attention over parts of the keys together: results [rows, channels] and the logarithms of their sums."""
     weights = torch.stack([on_host(one).float() for one in sums]).softmax(0)
     total = sum(weight[:, None] * on_host(part).float() for weight, part in zip(weights, parts))
-    return on_npu(total, parts[0].device), None
+    return on_npu(total, parts[0].device), sums[0]
 
 
 def npu_interleave_rope(x, cos, sin):
@@ -280,7 +280,7 @@ def kv_cache_load(cache_latent, cache_rotated, block_table, lengths, starts, key
             place += length
 
 
-def npu_transpose_batchmatmul(x, weight, *, perm_y):
+def npu_transpose_batchmatmul(x, weight, *, perm_y, **_):
     """Multiply [heads, tokens, in] with [heads, in, out], tokens before heads."""
     return on_npu((on_host(x) @ on_host(weight)).permute(*perm_y).contiguous(), x.device)
 

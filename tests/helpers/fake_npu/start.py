@@ -76,8 +76,7 @@ def _torch_npu(module: types.ModuleType) -> None:
 
     fake_npu_kernels.install()
     fake_npu_kernels.install_collectives()
-    fake_npu_kernels.refuse_others()
-    fake_npu_operators.install(module)
+    fake_npu_operators.install(module, fake_npu_kernels.refuse_others())
     fake_npu_graphs.install(module.npu)
 
 
@@ -119,12 +118,12 @@ def _qwen3_vl(module: types.ModuleType) -> None:
     torch.ops.vllm.triton_split_qkv_rmsnorm_mrope = launched(split_qkv_rmsnorm_mrope)
 
 
-_WITH_GRAPHS = "FAKE_NPU_GRAPHS" in os.environ
+_GRAPHS = os.environ.get("FAKE_NPU_GRAPHS")  # "compiled", as the product has them, or of "launches" alone
 
 
 @after("vllm_ascend.worker.model_runner_v1")
 def _model_runner(module: types.ModuleType) -> None:
-    if _WITH_GRAPHS:  # which it makes of compiled models alone
+    if _GRAPHS == "launches":  # it makes graphs of compiled models alone
         module.NPUModelRunner._use_aclgraph = lambda runner: True
 
 
@@ -134,9 +133,11 @@ def _engine(module: types.ModuleType) -> None:
 
     def engine_arguments(*given):
         found = arguments(*given)
-        if not _WITH_GRAPHS:
-            return found | {"enforce_eager": True}
-        return found | {"compilation_config": found["compilation_config"] | {"mode": 0}}  # nothing is compiled here
+        if _GRAPHS == "compiled":
+            passes = {"fuse_norm_quant": False, "fuse_allreduce_rms": False, "fuse_muls_add": False}  # no host versions
+            return found | {"additional_config": found["additional_config"] | {"ascend_compilation_config": passes}}
+        without = {"compilation_config": found["compilation_config"] | {"mode": 0}}
+        return found | (without if _GRAPHS else {"enforce_eager": True})
 
     module.engine_arguments = engine_arguments
 

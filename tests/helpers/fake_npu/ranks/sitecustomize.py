@@ -3,7 +3,6 @@
 No config says so: `run.device` is one for both. The doctor's rungs, told of NPUs, are changed likewise.
 """
 
-import functools
 import os
 
 if "MINDRLHF_TEST_SERVERS_ON" in os.environ:
@@ -11,9 +10,7 @@ if "MINDRLHF_TEST_SERVERS_ON" in os.environ:
     from mindrlhf.models import context
     from mindrlhf.rollout import pool
 
-    def _with_device(make):
-        device = os.environ["MINDRLHF_TEST_SERVERS_ON"]
-        return functools.wraps(make)(lambda *given, **settings: make(*given, **settings | {"device": device}))
+    device, options_of = os.environ["MINDRLHF_TEST_SERVERS_ON"], pool.server_options
 
     def _on_cpu(make):
         def made(*given):
@@ -27,6 +24,6 @@ if "MINDRLHF_TEST_SERVERS_ON" in os.environ:
 
         return made
 
-    pool.server_options = _with_device(pool.server_options)
+    pool.server_options = lambda *given, **settings: options_of(*given, **settings | {"device": device})
     toy.run_config, toy.supervised_config = _on_cpu(toy.run_config), _on_cpu(toy.supervised_config)
     context.DEVICE_TARGETS["ascend"] = "CPU"
