@@ -59,8 +59,8 @@ MOST = {
     "mindrlhf/tools": 1774,
     "mindrlhf/training": 10345,
     "mindrlhf/weights": 4112,
-    "tests": 72128,
-    "scripts": 1857,
+    "tests": 72112,
+    "scripts": 1864,
     "docs": 32698,
 }
 # Modules of these are found by the name of their file.

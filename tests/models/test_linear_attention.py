@@ -8,27 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from slow_tests import RUNS_SLOW_TESTS, SLOW
+from test_causal_lm import CASES
 
 pytestmark = pytest.mark.usefixtures("mindformers")
 
-CONFIG = {
-    "model_type": "qwen3_5_text",
-    "tie_word_embeddings": True,
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "head_dim": 16,
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 30.0, "partial_rotary_factor": 0.5},
-}
+CONFIG = {**CASES["qwen3_5"], "max_position_embeddings": 2048}
 # Rows of (tokens of a prompt, those of the responses that go on from it): one sequence, several, and shared prompts.
 ROWS = {
     "1": [(1, ())],
@@ -73,7 +57,7 @@ def references_dir(tmp_path_factory, rollout_python):
         np.savez(out_dir / f"{name}.rows.npz", tokens=tokens, sequences=sequences)
     command = [rollout_python, str(Path(__file__).with_name("transformers_rows.py")), str(out_dir), json.dumps(CONFIG)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    subprocess.run(command, check=True, timeout=180, capture_output=True, env=environment)
+    subprocess.run(command, check=True, timeout=600, capture_output=True, env=environment)
     return out_dir
 
 
