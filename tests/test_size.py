@@ -61,7 +61,7 @@ MOST = {
     "mindrlhf/weights": 4112,
     "tests": 72112,
     "scripts": 1864,
-    "docs": 32698,
+    "docs": 32694,
 }
 # Modules of these are found by the name of their file.
 FOUND_BY_NAME = tuple(
