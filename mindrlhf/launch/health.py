@@ -18,8 +18,6 @@ from mindrlhf.system.clock import WatchedTime
 from mindrlhf.system.heartbeat import Beat, heartbeat_path, read_beat
 
 STOPPED_LIMIT_S = 8.0
-# To a signal Python reacts at once, but not while MindSpore joins or compiles.
-NOTICE_LIMIT_S = 15.0
 _CHECK_INTERVAL_S = 1.0
 _STOPPED = "T"
 
@@ -38,8 +36,6 @@ class HealthMonitor:
         self._stopped: dict[int, float] = {}
         self._last_progress: Beat | None = None
         self._progress_s = 0.0
-        self._first_step: str | None = None  # that rank 0 was first seen in
-        self._asked: tuple[int, float] | None = None  # how much it had done when it was sent a signal, and when
         self._time = WatchedTime()
         self._next_check_s = 0.0
 
@@ -62,8 +58,6 @@ class HealthMonitor:
         beat = self._beats.get("rank 0")
         if beat is None:
             return None
-        if self._first_step is None and beat.activity.startswith("step "):
-            self._first_step = _step(beat)
         if self._last_progress != beat:
             self._last_progress, self._progress_s = beat, now_s
             return None
@@ -72,22 +66,6 @@ class HealthMonitor:
             limit = f"run.hang_timeout_s is {self._hang_timeout_s:g}"
             return "rank 0", f"has made no progress for {elapsed_s:.0f} s ({limit})"
         return None
-
-    def expect_notice(self) -> None:
-        """Note that rank 0 is sent a signal; its handler lets the heartbeat tick."""
-        beat = self._read("rank 0")
-        self._asked = (beat.num_ticks if beat else 0), self._time.now_s()
-
-    def is_deaf_before_first_step(self) -> bool:
-        """Return True if rank 0 has ignored ``expect_notice`` for too long before the end of its first step.
-
-        What it holds in memory is then what it began with: nothing is lost if it is killed.
-        """
-        beat = self._read("rank 0")
-        if self._asked is None or beat is None or (self._first_step is not None and _step(beat) != self._first_step):
-            return False
-        num_ticks, since_s = self._asked
-        return beat.num_ticks == num_ticks and self._time.now_s() - since_s > NOTICE_LIMIT_S
 
     def listening_pid(self, name: str, ranks: Mapping[str, int]) -> int | None:
         """Return the pid of a running rank that has begun to beat, and so is prepared for our signals."""
@@ -99,7 +77,7 @@ class HealthMonitor:
         return beat.pid
 
     def saves(self) -> bool:
-        """Return whether rank 0, which listens, has begun what SIGTERM has it save."""
+        """Return whether rank 0, which listens, has something that SIGTERM would have it save."""
         return self._beats["rank 0"].saves
 
     def activities(self) -> dict[str, str]:
@@ -113,7 +91,3 @@ class HealthMonitor:
 
     def _read(self, name: str) -> Beat | None:
         return read_beat(heartbeat_path(self._directory, int(name.removeprefix("rank "))))
-
-
-def _step(beat: Beat) -> str:
-    return beat.activity.split(":")[0]

@@ -81,7 +81,7 @@ def launch(
         hang_timeout_s, start_timeout_s: longest time without progress of rank 0, and until all ranks met; 0: no limit.
         computes_on_cpu: the ranks meet as MindSpore's do on a CPU; see :class:`mindrlhf.launch.joining.Rouser`.
         rank_0_signals: of SIGTERM and SIGUSR1, those that rank 0 gets, once it listens, instead of ending the run;
-            SIGTERM has it end the run in its own time, once it has begun to train, and another one changes nothing.
+            SIGTERM has it end the run in its own time, once it has trained a step, and another one changes nothing.
         advice, advice_after_mistake: last line of a failure's report, or of one with ``UserError.exit_code``.
         says_stages: tell what rank 0 does (:mod:`mindrlhf.launch.stages`).
         peers: launchers of the run's other nodes, each of which starts as many ranks.
@@ -261,9 +261,6 @@ class _Watch:
                 if not self._handle(number):
                     say(f"{signal.Signals(number).name} received by another node: stopping all processes")
                     return self._code(128 + number)
-            if self._is_ending and self._health.is_deaf_before_first_step():
-                say("SIGTERM received, but rank 0 takes no notice in its first step: stopping all processes")
-                return STOPPED
             if (self._run.msrun_returncode or 0) < 0:
                 self._tell(f"msrun {describe_end(self._run.msrun_returncode)}; logs: {self._log_dir}")
                 return exit_code(self._run.msrun_returncode)
@@ -328,7 +325,6 @@ class _Watch:
         is_heard = pid is not None and (number != signal.SIGTERM or self._health.saves())
         if number in self._rank_0_signals and is_heard and not self._is_ending:
             self._is_ending = number == signal.SIGTERM
-            self._health.expect_notice()
             processes.signal_all([pid], number)
             return True
         self._is_stopped = number != signal.SIGUSR1

@@ -37,7 +37,7 @@ class Beat:
     num_ticks: int  # grows with every piece of work done
     activity: str
     progress: str = ""  # "12 of 128 samples"; see :mod:`mindrlhf.system.progress`
-    saves: bool = False  # SIGTERM asks it for a checkpoint
+    saves: bool = False  # it has trained a step, and SIGTERM asks it for a checkpoint
 
 
 class _Heartbeat:
@@ -102,7 +102,7 @@ def tick() -> None:
 
 
 def takes_requests() -> None:
-    """Say that this process gives SIGTERM the meaning of a request."""
+    """Say that this process has something to save, for which SIGTERM asks."""
     if _current is not None:
         _current.saves = True
         _current.write()

@@ -129,16 +129,9 @@ def run_steps(
     """
     progress = steps.progress
     steps.begin()
-    if progress.step == 0:
-        try:
-            with checkpoints.interruptible():
-                metrics = steps.evaluate()
-        except StopRequested:
-            print("mindrlhf: SIGTERM: ended in the evaluation before training: there is nothing to save", flush=True)
-            return False
-        if metrics:
-            sinks.write(0, metrics)
-            _write_page(output_dir)
+    if progress.step == 0 and (metrics := steps.evaluate()):
+        sinks.write(0, metrics)
+        _write_page(output_dir)
     while progress.step < steps.num_steps:
         with profiled(progress.step + 1):
             checkpoints.begin_step(progress)
@@ -147,6 +140,7 @@ def run_steps(
             except StopRequested:  # the step has changed nothing yet
                 checkpoints.save_broken_off(progress)
                 return False
+            heartbeat.takes_requests()
             evaluated = steps.evaluate()
             sinks.write(progress.step, metrics | evaluated)
             if details := steps.details():

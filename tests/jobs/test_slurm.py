@@ -110,7 +110,7 @@ def lose_node(job: Job) -> None:
 # Slurm's tracking of processes, options of sbatch, steps from one checkpoint to the next, lines of metrics at which the
 # run is held, what befalls it there, and what the next attempt says.
 CASES: dict[str, tuple[str, tuple[str, ...], int, int, Callable[[Job], None], str]] = {
-    "requeue before a checkpoint": ("linuxproc", (), 100, 1, requeue, "resumed after step 0"),
+    "requeue before a checkpoint": ("linuxproc", (), 100, 1, requeue, "evaluating before training"),
     "requeue": ("linuxproc", (), 100, 3, requeue, "resumed after step 2"),
     "requeue, the task is signalled": ("pgid", (), 100, 3, requeue, "resumed after step 2"),
     "time is up": ("linuxproc", ("--signal=TERM@60",), 100, 3, let_time_pass, "resumed after step 2"),

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import os
 import signal
 from types import SimpleNamespace
 
@@ -62,9 +61,6 @@ class Fake(SavesState):
         return {"loss": 0.5}
 
     def evaluate(self):
-        if self.ends_at == "evaluation":
-            os.kill(os.getpid(), signal.SIGTERM)
-            self.note("evaluated")
         return {"eval/loss": 0.25} if self.progress.step in (0, NUM_STEPS) else {}
 
     def details(self):
@@ -136,12 +132,6 @@ def test_a_whole_run_in_order(run):
         {"step": 2, "loss": 0.5},
         {"step": 3, "loss": 0.5, "eval/loss": 0.25},
     ]
-
-
-def test_sigterm_breaks_off_the_evaluation_before_training(run, tmp_path):
-    training, checkpoint = run(ends_at="evaluation")
-    assert training.journal[-2:] == ["begin", "closed"] and checkpoint is None
-    assert not (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
 def test_a_run_that_used_up_its_data_before_max_steps_says_so_at_its_end(run, capsys):

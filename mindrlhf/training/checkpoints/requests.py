@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
-from mindrlhf.system import heartbeat
 from mindrlhf.system.processes import has_launcher
 
 
@@ -35,7 +34,6 @@ class SaveRequests:
         """Handle SIGUSR1 and SIGTERM from now on; call it in the main thread."""
         signal.signal(signal.SIGUSR1, self._on_save)
         signal.signal(signal.SIGTERM, self._on_stop)
-        heartbeat.takes_requests()
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -69,7 +67,6 @@ class SaveRequests:
         self.save = True
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        heartbeat.tick()  # the launcher waits for a sign that somebody listens
         if self.stop:
             if has_launcher():
                 return
