@@ -41,6 +41,7 @@ LARGE_PARAMETERS = {
     "llama3_1_70b": 70_553_706_496,
     # By hand, of the sizes alone, without the multi-token prediction module.
     "glm4_9b": 9_400_279_040,
+    "qwen3_5_9b": 8_953_803_264,
     "gemma3_1b": 999_885_952,
     "glm4_5_air": 106_852_251_264,
     "glm4_5": 352_797_829_024,

@@ -41,14 +41,14 @@ MOST = {
     "mindrlhf/data": 4204,
     "mindrlhf/debugging": 201,
     "mindrlhf/doctor": 1277,
-    "mindrlhf/dryrun": 3575,
+    "mindrlhf/dryrun": 3625,
     "mindrlhf/errors.py": 126,
     "mindrlhf/evaluation": 666,
     "mindrlhf/hub": 70,
     "mindrlhf/images": 368,
     "mindrlhf/launch": 3059,
-    "mindrlhf/layout": 1247,
-    "mindrlhf/models": 3695,
+    "mindrlhf/layout": 1250,
+    "mindrlhf/models": 3885,
     "mindrlhf/observe": 2629,
     "mindrlhf/rewards": 5978,
     "mindrlhf/rollout": 7107,  # the engine of a CPU, which left mindrlhf/cpu (2,805 before, 1,105 now)
@@ -59,9 +59,9 @@ MOST = {
     "mindrlhf/tools": 1774,
     "mindrlhf/training": 10336,
     "mindrlhf/weights": 4112,
-    "tests": 72069,
+    "tests": 72144,
     "scripts": 1864,
-    "docs": 32718,
+    "docs": 32812,
 }
 # Modules of these are found by the name of their file.
 FOUND_BY_NAME = tuple(

@@ -4,16 +4,10 @@ from mindrlhf.algorithms import policy_losses
 from mindrlhf.config.derived import correction_weight
 from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.training import trains_sharded
 from mindrlhf.errors import UserError, refuse
 from mindrlhf.layout.batch import BatchPlan, check_pipeline, plan_batch
 from mindrlhf.layout.layout import Layout, check_divisible
 from mindrlhf.specs import ModelDims
-
-NO_LINEAR_CELLS = (
-    "the model has layers of linear attention (Qwen3.5), which are trained whole, on a CPU: set run.device to cpu and "
-    "split nothing in parallel_config"
-)
 
 
 def check_tokens_only(config: GrpoConfig, context_parallel: int) -> None:
@@ -52,22 +46,25 @@ def check_feasible(config: GrpoConfig, dims: ModelDims, layout: Layout) -> Batch
     batch = plan_batch(config, layout.data_parallel)
     dims.check_window(batch.row_length)
     check_pipeline(layout, batch)
-    check_model(dims, layout, is_sharded=trains_sharded(config))
+    check_model(dims, layout)
     if layout.context_parallel > 1:
         check_tokens_only(config, layout.context_parallel)
     return batch
 
 
-def check_model(dims: ModelDims, layout: Layout, *, is_sharded: bool = True) -> None:
-    """Check that a model can be sharded; with ``is_sharded`` false, that it is one of those that a CPU trains whole.
+def check_model(dims: ModelDims, layout: Layout) -> None:
+    """Check that a model can be sharded.
 
     Raises:
-        UserError: heads, layers, vocabulary or experts do not divide, a pipeline would share the embedding, or its
-            layers have no cells for Ascend.
+        UserError: heads, layers, vocabulary or experts do not divide, a pipeline would share the embedding, or rows
+            would be cut whose state goes from token to token.
     """
     check_divisible(dims, layout)
-    if dims.linear and is_sharded:
-        raise UserError(NO_LINEAR_CELLS)
+    if dims.linear and layout.context_parallel > 1:
+        raise UserError(
+            f"'parallel_config.context_parallel' is {layout.context_parallel}, but the model has layers of linear "
+            "attention (Qwen3.5), whose state a rank would have to wait for: set it to 1, and raise model_parallel"
+        )
     if dims.tied and layout.pipeline_stage > 1:
         raise UserError(
             f"'parallel_config.pipeline_stage' is {layout.pipeline_stage}, but the model's output layer is its "

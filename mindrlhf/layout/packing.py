@@ -32,7 +32,11 @@ class RowCost:
 def row_cost(dims: ModelDims) -> RowCost:
     """Return the multiplications of a forward pass; experts that are not asked count nothing."""
     attention = dims.num_heads * dims.head_dim
-    projections = dims.hidden_size * (2 * attention + 2 * dims.num_kv_heads * dims.head_dim)
+    projections = dims.hidden_size * (attention + dims.num_kv_heads * (dims.query_rows + 2 * dims.head_dim))
+    num_full, linear = dims.num_layers, 0
+    if dims.linear:
+        num_full -= sum(dims.linear.layers)
+        linear = dims.hidden_size * (dims.linear.conv_size + 2 * dims.linear.value_size)
     widths = [
         dims.experts.num_active * dims.experts.intermediate_size + dims.experts.shared_size
         if dims.has_experts(layer)
@@ -40,8 +44,10 @@ def row_cost(dims: ModelDims) -> RowCost:
         for layer in range(dims.num_layers)
     ]
     return RowCost(
-        per_position=float(dims.num_layers * projections + 3 * dims.hidden_size * sum(widths)),
-        per_pair=float(dims.num_layers * 2 * attention),
+        per_position=float(
+            num_full * projections + (dims.num_layers - num_full) * linear + 3 * dims.hidden_size * sum(widths)
+        ),
+        per_pair=float(num_full * 2 * attention),
         per_label=float(dims.hidden_size * dims.vocab_size),
     )
 

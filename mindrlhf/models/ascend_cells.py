@@ -21,8 +21,10 @@ from mindspore.ops.auto_generate import Muls
 from mindspore.ops.auto_generate.gen_ops_prim import EmbeddingDenseBackward
 from mindspore.ops.operations import Morph
 
-from mindrlhf.models.ascend_layers import RMSNorm, with_fused_kernels
+from mindrlhf.models.ascend_layers import RMSNorm, on_each_rank, with_fused_kernels
+from mindrlhf.models.ascend_linear_attention import AncestorsOfRows, LinearAttention
 from mindrlhf.models.layers import layer_class
+from mindrlhf.models.linear_attention import Gated
 from mindrlhf.models.rotary import embedding_scale, rotary_frequencies, score_scale
 from mindrlhf.models.vision.deepstack import NUM_ASCEND_TABLES, DeepstackLayer
 
@@ -42,6 +44,8 @@ def decoder_spec(config, dims):
         attention = layer.submodules.self_attention
         if dims.rotates_neighbours:
             attention.module = SelfAttentionOfNeighbours
+        elif dims.gates_output:
+            attention.module = GatedSelfAttention
         elif dims.latent is None and dims.hidden_size % dims.num_heads:
             attention.module = SelfAttentionOfAnyWidth
         if extends_whole_heads(dims) or dims.score_divisor:
@@ -49,13 +53,12 @@ def decoder_spec(config, dims):
         submodules = layer.submodules
         if dims.zero_centred_norms:
             heads = replace(attention.submodules, q_layernorm=ZeroCentredNorm, k_layernorm=ZeroCentredNorm)
-            submodules = replace(
-                submodules,
-                input_layernorm=ZeroCentredNorm,
-                pre_mlp_layernorm=ZeroCentredNorm,
-                self_attention=replace(attention, submodules=heads),
-            )
+            attention = replace(attention, submodules=heads)
+            submodules = replace(submodules, input_layernorm=ZeroCentredNorm, pre_mlp_layernorm=ZeroCentredNorm)
             spec.layer_norm = ZeroCentredNorm
+        if dims.is_linear(number):
+            attention = ModuleSpec(module=LinearAttention, params={"linear": dims.linear})
+        submodules = replace(submodules, self_attention=attention)
         spec.layer_specs[number] = replace(layer, module=module, params=params, submodules=submodules)
     return spec
 
@@ -122,6 +125,43 @@ class SelfAttentionOfNeighbours(SelfAttentionOfAnyWidth):
         return rotate(query, rotary_pos_emb, False, True), rotate(key, rotary_pos_emb, False, True)
 
 
+class GatedSelfAttention(SelfAttentionOfAnyWidth):
+    """MindFormers' cell with a gate behind each head's query, whose sigmoid the head's output is times.
+
+    The first of its masks is its own; the others are of layers with linear attention.
+    """
+
+    def __init__(self, config, submodules, layer_number: int):
+        super().__init__(config, submodules, layer_number)
+        size = 2 * self.q_hidden_size + 2 * self.kv_hidden_size
+        self.linear_qkv = submodules.linear_qkv(
+            config.hidden_size, size, config=config, init_method=self.init_method, bias=config.add_qkv_bias
+        )
+        self.gated, rows = Gated(is_silu=False), ("cp", "dp", "tp")
+        self.gate_rows = on_each_rank(self._gate_rows, _first_shape, [rows, rows], rows)
+
+    def construct(
+        self, hidden_states, attention_mask, rotary_pos_emb=None, prefix_keys_values=None, actual_seq_len=None
+    ):
+        length, batch, _ = hidden_states.shape
+        groups, size = self.kv_num_heads, self.head_dim
+        mixed = self.reshape(self.linear_qkv(hidden_states)[0], (length, batch, groups, -1))
+        query, key, value = self.split_qkv(mixed, (2 * self.n_rep * size, size, size), 3)
+        query, gate = self.split_qkv(self.reshape(query, (length, batch, self.num_heads, 2 * size)), (size, size), 3)
+        query, key = self._apply_rotary_pos_emb(self.q_layernorm(query), self.k_layernorm(key), rotary_pos_emb)
+        dtype = self.compute_dtype if self.compute_dtype == ms.bfloat16 else ms.float16  # as MindFormers' cell
+        query, key, value = (self.cast(one, dtype) for one in (query, key, value))
+        rows = self.cast(self.core_attention(query, key, value, attention_mask[0]), self.compute_dtype)
+        return self.linear_proj(self.gate_rows(rows, self.reshape(gate, rows.shape)))
+
+    def _gate_rows(self, rows, gate):
+        return self.gated(rows, gate)
+
+
+def _first_shape(first, second):
+    return first
+
+
 class DecoderInputs(nn.Cell):
     """Embedded tokens `[S, B, H]`, the mask `[B, 1, S, S]` uint8 (1 = hidden), and the rotary tables.
 
@@ -137,6 +177,7 @@ class DecoderInputs(nn.Cell):
         if dims.local:
             self.local_rotary = RotaryEmbedding(dims.head_dim, rotary_base=dims.local.rope_theta)
             self.local_rotary.shard(config)
+        self.ancestors = AncestorsOfRows(dims.linear) if dims.linear else None
         # Small constants: a square one would be as large as the mask, on every rank.
         places = np.arange(max_length, dtype=np.int32)
         self.row_places, self.column_places = Tensor(places.reshape(1, -1, 1)), Tensor(places.reshape(1, 1, -1))
@@ -166,7 +207,7 @@ class DecoderInputs(nn.Cell):
     def construct(self, input_ids, segment_ids):
         length = segment_ids.shape[1]
         other_segment = self.not_equal(self.as_column(segment_ids, 2), self.as_row(segment_ids, 1))
-        positions = None
+        positions = prefix_ids = None
         if input_ids.ndim == 3:
             prefix_ids, positions = self._channel(input_ids, 1), self._channel(input_ids, 2)
             input_ids = self._channel(input_ids, 0)
@@ -185,6 +226,8 @@ class DecoderInputs(nn.Cell):
                 back = self.between_positions(self.as_column(positions, 2), self.as_row(positions, 1))
             mask = mask, self._as_mask(self.either(hidden, self.no_less_than(back, self.window)))
             rotary = rotary, self._angles(self.local_rotary, length, positions)
+        if self.ancestors is not None:
+            mask = (mask, *self.ancestors(segment_ids, prefix_ids))
         embedded = self.embedding(input_ids, None)
         if self.embedding_scale is not None:
             embedded = self.multiply(embedded, self.embedding_scale)

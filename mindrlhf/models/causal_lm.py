@@ -10,7 +10,6 @@ from mindspore.common.initializer import Normal
 
 from mindrlhf.config.memory import ACTIVATION, ATTENTION, MLP, NORMS, WHOLE, MemorySection
 from mindrlhf.errors import UserError
-from mindrlhf.layout.feasibility import NO_LINEAR_CELLS
 from mindrlhf.layout.layout import Layout
 from mindrlhf.specs import ModelDims, ModelSpec, find_spec
 from mindrlhf.specs.scoring import SCORE_NAME
@@ -191,8 +190,6 @@ def build_model(
     if device == "cpu":
         _check_cpu(compute_dtype, param_dtype, parallel_config)
         parallel_config = {}
-    elif dims.linear:
-        raise UserError(NO_LINEAR_CELLS)
     config = _transformer_config(
         spec,
         dims,
@@ -287,7 +284,7 @@ def _decoder_inputs(cells, model, config, dims: ModelDims, num_image_rows: int, 
         from mindrlhf.models.cpu_mixed_inputs import WindowDecoderInputs
 
         return (WindowDecoderInputs(model, config, config.seq_length, dims),)
-    if dims.linear:
+    if dims.linear and device == "cpu":
         from mindrlhf.models.cpu_mixed_inputs import LinearDecoderInputs
 
         return (LinearDecoderInputs(model, config, config.seq_length, dims),)

@@ -15,6 +15,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import initializer
 
+from mindrlhf.models.linear_attention import Gated
+
 
 @ops.constexpr
 def _exchanged_rows(blocks: int, rows: int, columns: int) -> Tensor:
@@ -192,29 +194,6 @@ class Rotate(nn.Cell):
     def construct(self, heads, cos, sin, turn):
         turned = ops.reshape(self.matmul(ops.reshape(heads, (-1, self.dim)), turn), heads.shape)
         return heads * cos + turned * sin
-
-
-class Gated(nn.Cell):
-    """rows * sigmoid(gate), or rows * silu(gate), and its gradient, without which layers cannot be recomputed.
-
-    MindSpore orders the operators of a recomputed layer by whole paths, and these are two that meet.
-    """
-
-    def __init__(self, is_silu: bool):
-        super().__init__()
-        self.is_silu = is_silu
-
-    def construct(self, rows, gate):
-        share = ops.sigmoid(gate)
-        return rows * (gate * share if self.is_silu else share)
-
-    def bprop(self, rows, gate, out, dout):
-        share = ops.sigmoid(gate)
-        if self.is_silu:
-            factor, slope = gate * share, share + gate * share * (1.0 - share)
-        else:
-            factor, slope = share, share * (1.0 - share)
-        return dout * factor, dout * rows * slope
 
 
 class SelfAttention(nn.Cell):

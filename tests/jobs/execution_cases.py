@@ -129,7 +129,7 @@ def batches() -> list[list[np.ndarray]]:
         logprobs = (-4.85 + 0.2 * random.standard_normal((3, *mask.shape))).astype(np.float32) * mask
         result.append([*rows, mask, advantages, mask.copy(), *logprobs])
     _spoil(result[NOT_FINITE], 4)
-    return _with_scalars(result)
+    return with_scalars(result)
 
 
 def critic_batches() -> list[list[np.ndarray]]:
@@ -140,7 +140,7 @@ def critic_batches() -> list[list[np.ndarray]]:
         returns = random.standard_normal(mask.shape).astype(np.float32) * mask
         result.append([*rows, mask, mask * 0.0, returns])
     _spoil(result[NOT_FINITE], 5)
-    return _with_scalars(result)
+    return with_scalars(result)
 
 
 def _rows(call: int) -> tuple[np.random.Generator, list[np.ndarray]]:
@@ -158,7 +158,8 @@ def _spoil(inputs: list[np.ndarray], index: int) -> None:
     inputs[index][2] = np.where(inputs[3][2] > 0, np.nan, 0.0)
 
 
-def _with_scalars(calls: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
+def with_scalars(calls: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
+    """The same inputs with the KL coefficient and the tokens of the update behind them."""
     first = 0
     for call, is_last in enumerate(IS_LAST):
         if is_last:
@@ -170,7 +171,7 @@ def _with_scalars(calls: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
     return calls
 
 
-def plain_network(log_dir: Path, model: dict = MODEL, num_image_rows: int = 0):
+def plain_network(log_dir: Path, model: dict = MODEL, num_image_rows: int = 0, row_length: int = ROW_LENGTH):
     """Return the model on CPU cells, whole, with the weights that the ranks begin with."""
     import mindspore as ms
 
@@ -179,7 +180,7 @@ def plain_network(log_dir: Path, model: dict = MODEL, num_image_rows: int = 0):
 
     prepare_mindformers("cpu", log_dir)
     options = {"num_image_rows": num_image_rows} if num_image_rows else {}
-    network = build_model(model, seq_length=ROW_LENGTH, **options)
+    network = build_model(model, seq_length=row_length, **options)
     parameters = {parameter.name: parameter for parameter in network.get_parameters()}
     for name, value in mf_weights(model).items():
         parameters[name].set_data(ms.Tensor(value))

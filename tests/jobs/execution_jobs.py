@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import numpy as np
 import sanity_inputs
-from execution_cases import EPSILON, IS_LAST, KL_COEFFICIENT, LEARNING_RATE, NUM_ROWS, ROW_LENGTH, hf_weights
+from execution_cases import EPSILON, IS_LAST, KL_COEFFICIENT, LEARNING_RATE, NUM_ROWS, hf_weights
 from graph_on_cpu.run import ENDED_PREFIX, ExecutionJob, ExecutionResult, execute
 from machines import Machines
 
@@ -53,7 +53,7 @@ def compile_and_execute(
     """
     compiled = (*cells, GRADIENTS) if cells[0] == UPDATE else cells
     own = {"shared_prompts": shared_prompts, "lora": lora, "optimizer": optimizer, "memory": dict(memory)}
-    own["replays_routing"] = replays_routing
+    own |= {"replays_routing": replays_routing, "seq_length": batches[0][1].shape[1]}
     requests = {
         (name, cell, rank): replace(_request(model, name, parallel, rank, cell, root), **own)
         for size, layouts in all_layouts.items()
@@ -144,7 +144,6 @@ def _request(model: dict, name: str, parallel: dict, rank: int, cell: str, root:
         model,
         parallel,
         rank=rank,
-        seq_length=ROW_LENGTH,
         micro_batch_size=NUM_ROWS // num_cuts,
         compute_dtype="float32",
         epsilon=EPSILON,

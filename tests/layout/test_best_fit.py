@@ -180,6 +180,14 @@ def test_the_cost_of_a_row_counts_multiplications():
     assert cost.per_pair == 2 * (6 + 6)
     assert cost.per_label == 66
     assert cost.of(4, 3) == 4 * cost.per_position + 16 * cost.per_pair + 3 * 66
+    linear = {"key_heads": 1, "value_heads": 2, "key_head_dim": 5, "value_head_dim": 4}
+    linear = {f"linear_num_{key}" if key.endswith("s") else f"linear_{key}": size for key, size in linear.items()}
+    hybrid = {**config, **linear, "architectures": ["Qwen3_5ForCausalLM"], "head_dim": 2, "partial_rotary_factor": 1.0}
+    hybrid["full_attention_interval"] = 2
+    cost = row_cost(find_spec(hybrid).dims(hybrid))
+    # Of one layer, which has gates as wide as its queries; of the other 2 x 5 + 8 channels, gates and outputs of 8.
+    assert cost.per_position == 6 * (3 * 6 + 2 * 2) + 6 * (18 + 2 * 8) + 2 * 3 * 42
+    assert cost.per_pair == 6 + 6
 
 
 @settings(max_examples=250, deadline=None)

@@ -121,13 +121,13 @@ def test_hidden_matrices_have_adapters_and_orthogonal_updates():
     assert by_name["decoder.layers.3.self_attention.linear_qkv.weight"].matrices(dims).shapes[0] == (64, 8)
 
 
-def test_sharded_use_is_refused_in_one_line():
+def test_heads_that_do_not_divide_and_rows_that_are_cut_are_refused():
     dims, _ = rules()
-    with pytest.raises(UserError, match="linear attention .* set run.device to cpu"):
-        check_model(dims, Layout())
-    check_model(dims, Layout(), is_sharded=False)
+    check_model(dims, Layout(model_parallel=2))
+    with pytest.raises(UserError, match="'parallel_config.context_parallel' is 2.*set it to 1"):
+        check_model(dims, Layout(context_parallel=2))
     with pytest.raises(UserError, match="2 key heads of linear attention"):
-        check_model(QWEN3_5.dims({**CONFIG, "num_key_value_heads": 4}), Layout(model_parallel=4), is_sharded=False)
+        check_model(QWEN3_5.dims({**CONFIG, "num_key_value_heads": 4}), Layout(model_parallel=4))
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -11,6 +11,7 @@ from mindrlhf.config.load import load_layout_config
 from mindrlhf.dryrun.compile.collectives import summarize
 from mindrlhf.dryrun.compile.strategy import ALL_LAYERS, ROLLOUT_NAME, CompiledStrategy, compile_strategy
 from mindrlhf.layout.layout import Layout
+from mindrlhf.specs import has_linear_attention
 from mindrlhf.system.sizes import format_size
 from mindrlhf.weights.hf import read_hf_config
 
@@ -82,8 +83,8 @@ def report_strategy(
     config = load_layout_config(config_path, overrides)
     layout = Layout.from_config(config.parallel_config, world_size)
     hf_config = read_hf_config(config.model.path)
-    # A model whose first layers are dense and the others not needs two to show both kinds.
-    one_of_each = 2 if hf_config.get("first_k_dense_replace") else 1
+    # A model whose first layers are dense and the others not needs two to show both kinds; so does linear attention.
+    one_of_each = 2 if hf_config.get("first_k_dense_replace") or has_linear_attention(hf_config) else 1
     per_stage = {"all": ALL_LAYERS, "auto": one_of_each}.get(layers_per_stage, layers_per_stage)
     directory = Path(directory)
     tell = partial(print, file=sys.stderr, flush=True)

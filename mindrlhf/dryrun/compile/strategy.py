@@ -1,8 +1,9 @@
 """Strategy files by compilation: one rank of each distinct pipeline stage, extended by name to all stages and layers.
 
-Layers of a kind (dense, or with experts) are cut alike, and so are the stages between the first and the last. So it is
-enough to compile a few layers in a pipeline of three stages, of as many ranks each (or a few stages more, where
-MindSpore does not take the number of ranks); a graph of all stages, layers and micro-batches takes many times as long.
+Layers of a kind (dense, with experts, with linear attention) are cut alike, and so are the stages between the first and
+the last. So it is enough to compile a few layers in a pipeline of three stages, of as many ranks each (or a few stages
+more, where MindSpore does not take the number of ranks); a graph of all stages, layers and micro-batches takes many
+times as long.
 :func:`compile_strategy` compiles everything when asked to.
 """
 
@@ -31,7 +32,7 @@ from mindrlhf.shards.strategy_files import (
     stage_path,
     write_strategy_directory,
 )
-from mindrlhf.specs import ModelDims, ModelSpec, find_spec, with_num_layers
+from mindrlhf.specs import ModelDims, ModelSpec, find_spec, has_linear_attention, with_num_layers
 from mindrlhf.specs.lora import SCALE_NAME
 from mindrlhf.specs.rules import IMAGE_ROWS_NAME, VISION_PREFIX
 from mindrlhf.system.files import sync
@@ -161,6 +162,8 @@ def shorten(hf_config: dict, num_layers: int) -> dict:
     shortened = with_num_layers(hf_config, num_layers)
     if shortened.get("first_k_dense_replace"):
         shortened["first_k_dense_replace"] = 1
+    if has_linear_attention(hf_config) and not all(find_spec(hf_config).dims(hf_config).linear.layers):
+        shortened |= {"layer_types": None, "full_attention_interval": 2}  # by turns
     return shortened
 
 

@@ -13,6 +13,8 @@ terms, equation (2), sequence parallelism the rest, equation (4). Here it is car
 - RMSNorm runs in float32: its input is kept with 4 bytes;
 - with sequence parallelism MindSpore keeps the gathered inputs of the column-parallel projections (the paper gathers
   them anew), so these are not divided;
+- linear attention by the gated delta rule: projections in the compute dtype; rows of the convolution, unit queries and
+  keys, values, outputs and gates in float32; a state for each head and chunk of tokens, and no scores;
 - experts: each token is held once per expert that it is sent to; tokens are spread evenly, but for
   ``EXPERT_IMBALANCE``.
 """
@@ -22,13 +24,16 @@ from dataclasses import dataclass, replace
 
 from mindrlhf.config.memory import ACTIVATION, ATTENTION, NORMS
 from mindrlhf.layout.layout import Layout
-from mindrlhf.specs import ModelDims, ModelSpec
+from mindrlhf.specs import LinearDims, ModelDims, ModelSpec
 
 # The fullest rank's tokens over the mean one's. The router balances over a batch, not over a micro-batch.
 EXPERT_IMBALANCE = 1.5
 # FlashAttention on Ascend keeps maximum and sum of the softmax, each as 8 float32 values per head and token.
 SOFTMAX_STATISTICS_BYTES = 2 * 8 * 4
 NORM_BYTES = 4
+# Of mindrlhf/models/gated_delta.py, which needs MindSpore: tokens of a chunk, and arrays of maps that live at a time.
+CHUNK_TOKENS, MAP_COPIES = 64, 6
+_NO_SOFTMAX = dict.fromkeys(("num_heads", "query", "key", "value", "context", "normed_heads"), 0)
 # Of every logit, in float32: the logit, its log-softmax, its probability and their product (for the entropy) or the
 # gradient; besides the projection's result in the compute dtype.
 LOGIT_FLOAT32_COPIES = 4
@@ -45,6 +50,10 @@ class LayerWidths:
         latents: of compressed projections that every tensor-parallel rank holds whole (latent attention).
         normed_heads: of queries and keys that are normalised per head.
         normed_outputs: of the results of attention and MLP where they are normalised.
+        projected: of linear attention's projections; 0 in a layer of softmax attention, which has those above.
+        delta: of what linear attention keeps in float32.
+        states: numbers for each token of the states that go from chunk to chunk.
+        maps: numbers for each token of what a chunk does to states.
         mlp: of the dense gated MLP; 0 without one.
         shared: of the expert that sees every token, whole on every rank; 0 without one.
         expert: of one routed expert; 0 in dense layers.
@@ -61,6 +70,10 @@ class LayerWidths:
     latents: int = 0
     normed_heads: int = 0
     normed_outputs: int = 0
+    projected: int = 0
+    delta: int = 0
+    states: int = 0
+    maps: int = 0
     mlp: int = 0
     shared: int = 0
     expert: int = 0
@@ -68,8 +81,8 @@ class LayerWidths:
     num_experts: int = 0
 
 
-def model_widths(spec: ModelSpec, dims: ModelDims) -> list[LayerWidths]:
-    """Return the widths of every decoder layer."""
+def model_widths(spec: ModelSpec, dims: ModelDims, *, shares_prompts: bool = False) -> list[LayerWidths]:
+    """Return the widths of every decoder layer; with ``shares_prompts`` linear attention has a prompt's state too."""
     query, key = dims.num_heads * dims.head_dim, dims.num_kv_heads * dims.head_dim
     value, latents = key, 0
     normed_heads = query + key if spec.mcore_config(dims)["qk_layernorm"] else 0
@@ -90,6 +103,9 @@ def model_widths(spec: ModelSpec, dims: ModelDims) -> list[LayerWidths]:
         normed_outputs=2 * dims.hidden_size if dims.norms_outputs else 0,
     )
     dense = replace(attention, mlp=dims.intermediate_size)
+    if dims.linear is not None:
+        linear = replace(dense, **_NO_SOFTMAX, **_delta_widths(dims.linear, 2 if shares_prompts else 1))
+        return [linear if dims.is_linear(layer) else dense for layer in range(dims.num_layers)]
     if dims.experts is None:
         return [dense] * dims.num_layers
     routed = replace(
@@ -100,6 +116,26 @@ def model_widths(spec: ModelSpec, dims: ModelDims) -> list[LayerWidths]:
         num_experts=dims.experts.num_experts,
     )
     return [routed if dims.has_experts(layer) else dense for layer in range(dims.num_layers)]
+
+
+def _delta_widths(linear: LinearDims, num_states: int) -> dict[str, int]:
+    """Return the widths that layers of linear attention alone have.
+
+    Kept in float32 are the rows of the convolution before and after, queries and keys of length 1, values, outputs
+    before and after their norm, and the gate.
+    """
+    heads, size = linear.value_heads, num_states * linear.key_dim
+    return {
+        "projected": linear.conv_size + 2 * linear.value_size + 2 * heads,
+        "delta": 2 * linear.conv_size + 3 * linear.key_size + 3 * linear.value_size + 4 * heads,
+        "states": heads * size * linear.value_dim // CHUNK_TOKENS,
+        "maps": heads * size * size // CHUNK_TOKENS,
+    }
+
+
+def work_bytes(widths: LayerWidths, layout: Layout, num_tokens: int) -> int:
+    """Return what the maps of chunks take while they are composed: they are kept by no layer."""
+    return MAP_COPIES * 4 * widths.maps * num_tokens // layout.model_parallel
 
 
 def layer_bytes(
@@ -122,6 +158,7 @@ def layer_bytes(
     attention = 2 * (widths.query + widths.key) + widths.value + widths.context
     per_token += (attention * element_bytes + widths.normed_heads * NORM_BYTES) / tensor
     per_token += widths.num_heads * SOFTMAX_STATISTICS_BYTES / tensor
+    per_token += (widths.projected * element_bytes + 4 * (widths.delta + widths.states)) / tensor
     # Both first projections, the activation of one, the product of both.
     per_token += 4 * widths.mlp * element_bytes / tensor
     per_token += _expert_bytes(widths, element_bytes) / sequence

@@ -254,8 +254,12 @@ def _copied_weights(inputs: MemoryInputs, stage: int, keeps_all: bool) -> Memory
 
 
 def _largest_layer(inputs: MemoryInputs, stage: int) -> int:
-    arguments = (inputs.layout, inputs.num_tokens, inputs.element_bytes)
-    return max(activations.layer_bytes(widths, *arguments) for widths in inputs.stage_widths(stage))
+    layout, num_tokens = inputs.layout, inputs.num_tokens
+    return max(
+        activations.layer_bytes(widths, layout, num_tokens, inputs.element_bytes)
+        + activations.work_bytes(widths, layout, num_tokens)
+        for widths in inputs.stage_widths(stage)
+    )
 
 
 def _logits(inputs: MemoryInputs, stage: int) -> MemoryItem:

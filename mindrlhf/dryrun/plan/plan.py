@@ -14,7 +14,7 @@ from mindrlhf.config.derived import is_base, reference_path
 from mindrlhf.config.memory import check_num_layers
 from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.training import ParallelSection, trains_sharded
+from mindrlhf.config.training import SHARED_PROMPTS, ParallelSection, trains_sharded
 from mindrlhf.dryrun.plan.activations import LayerWidths, model_widths
 from mindrlhf.dryrun.plan.memory import MemoryInputs, PhaseMemory, plan_memory
 from mindrlhf.dryrun.plan.parameters import (
@@ -78,6 +78,11 @@ class Model:
     def widths(self) -> list[LayerWidths]:
         """Widths of every decoder layer."""
         return model_widths(self.spec, self.dims)
+
+    @cached_property
+    def widths_with_prompts(self) -> list[LayerWidths]:
+        """The same where samples of a row share prompts."""
+        return model_widths(self.spec, self.dims, shares_prompts=True)
 
     @cached_property
     def known(self) -> KnownRules:
@@ -200,7 +205,7 @@ def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryI
         config=config,
         layout=layout,
         dims=model.dims,
-        widths=model.widths,
+        widths=model.widths_with_prompts if config.training.packing == SHARED_PROMPTS else model.widths,
         layer_stages=layout.layer_stages(model.dims.num_layers),
         states=states,
         batch=batch,

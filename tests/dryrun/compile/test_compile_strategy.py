@@ -12,6 +12,7 @@ from mindrlhf.layout.feasibility import check_num_ranks
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.shards.strategy_files import finish_strategy_directory, read_strategy, stage_path, write_strategy_file
 from mindrlhf.specs import find_spec
+from mindrlhf.weights.hf import read_hf_config
 
 CONFIG = """
 run: {device: ascend}
@@ -98,6 +99,8 @@ def test_a_shortened_model_keeps_a_layer_of_each_kind():
         "first_k_dense_replace": 1,
     }
     assert shorten({"num_hidden_layers": 28}, 2) == {"num_hidden_layers": 2}
+    linear = shorten(read_hf_config("model_configs/qwen3_5/qwen3_5_9b"), 4)
+    assert find_spec(linear).dims(linear).linear.layers == (True, False, True, False)
 
 
 @pytest.mark.parametrize("num_layers", [6, 7, 11])

@@ -6,10 +6,11 @@ import pytest
 from plan_cases import DEVICE_BYTES, LAYOUTS, ROOT, example, plan_of
 
 from mindrlhf.config.load import load_grpo_config
-from mindrlhf.dryrun.plan.activations import checkpoint_bytes, layer_bytes, logit_bytes
+from mindrlhf.dryrun.plan.activations import checkpoint_bytes, layer_bytes, logit_bytes, work_bytes
 from mindrlhf.dryrun.plan.compiled import step_estimate
 from mindrlhf.dryrun.plan.plan import Machine, make_plan, read_model
 from mindrlhf.errors import UserError
+from mindrlhf.layout.layout import Layout
 from mindrlhf.system.sizes import format_size, parse_size
 
 TOKENS = 4096
@@ -56,6 +57,23 @@ def test_activations_of_a_dense_layer_term_by_term():
     saved = (2 * 4 * h + 2 * 2 * h) * (1 - 1 / t)
     assert layer_bytes(widths, parallel, TOKENS, 2) == (by_hand - saved) * TOKENS
     assert checkpoint_bytes(widths, parallel, TOKENS, 2) == TOKENS * h * 2 / t
+
+
+def test_linear_attention_keeps_states_in_place_of_scores():
+    model = read_model(str(ROOT / "model_configs" / "qwen3_5" / "qwen3_5_9b"))
+    linear, full = model.widths[2], model.widths[3]
+    layout, h, mlp = Layout(model_parallel=2), 4096, 12_288
+    around = 2 * 4 * h + 4 * 2 * h + 4 * 2 * mlp / 2  # norms, what they give, results; the MLP
+    queries, keys, values = 16 * 128, 16 * 128, 32 * 128
+    kept = 2 * (queries + keys + values) + 2 * 2 * values + 2 * 2 * 32  # projections, and the output's rows
+    # In float32 rows of the convolution and its result; unit queries, scaled ones, keys; values, outputs, gates.
+    kept += 4 * (2 * (queries + keys + values) + 2 * queries + keys + 3 * values + 4 * 32)
+    states = 4 * 32 * 128 * 128 / 64  # one for each chunk of 64 tokens
+    assert layer_bytes(linear, layout, TOKENS, 2) == (around + (kept + states) / 2) * TOKENS
+    both = model.widths_with_prompts[2]
+    assert layer_bytes(both, layout, TOKENS, 2) == (around + (kept + 2 * states) / 2) * TOKENS
+    assert work_bytes(both, layout, TOKENS) == 4 * work_bytes(linear, layout, TOKENS) > 0
+    assert work_bytes(full, layout, TOKENS) == 0 and full.query == 16 * 256
 
 
 def test_activations_of_experts_and_latents():
