@@ -616,6 +616,18 @@ FAMILIES = {
         spoils=False,
     ),
 }
+FAMILIES["qwen3_5_adapters"] = replace(
+    FAMILIES["qwen3_5"],
+    layouts={2: {"qwen3_5_adapters_tp2": _SPLIT_WORDS}},
+    options={"lora": LORA},
+    checks=_RESUMES | {"norms", "adapters"},
+)
+FAMILIES["qwen3_5_muon"] = replace(
+    FAMILIES["qwen3_5"],
+    layouts={2: {"qwen3_5_muon_dp2": _OPTIMIZER}},
+    engine=partial(cases.plain_engine, optimizer="muon"),
+    options={"optimizer": "muon"},
+)
 for _kind, _model, _cells, _inputs, _made_by, _whole, _of_adapters in (
     ("sft", MODEL, (SUPERVISED_UPDATE, LOGPROBS), (), supervised_engine, _SEQUENCE, _PIPELINE),
     ("dpo", MODEL, (PAIR_UPDATE, LOGPROBS), ("coefficients",), preference_engine, _PIPELINE, _SEQUENCE),
