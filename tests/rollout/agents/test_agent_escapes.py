@@ -115,7 +115,8 @@ def kill_all():
 def links_of_its_own():
     for number, target in enumerate(("..", "/proc/1/root", "/proc/1/cwd", *glob.glob("/tmp/*"))):
         os.symlink(target, f"link{number}")
-    return [(read(f"{one}/record.json"), opened(f"{one}/new", os.O_CREAT | os.O_WRONLY)) for one in glob.glob("link*")]
+    found = {(read(f"{one}/record.json"), opened(f"{one}/new", os.O_CREAT | os.O_WRONLY)) for one in glob.glob("link*")}
+    return sorted(found)  # a machine may have thousands of files in /tmp
 
 ATTACKS = {
     "ptrace": lambda r, u, k: [libc("ptrace", 16, pid, 0, 0) for pid in (1, os.getppid())],
