@@ -59,9 +59,9 @@ MOST = {
     "mindrlhf/tools": 1774,
     "mindrlhf/training": 10336,
     "mindrlhf/weights": 4112,
-    "tests": 72159,
+    "tests": 72160,
     "scripts": 1864,
-    "docs": 32812,
+    "docs": 32817,
 }
 # Modules of these are found by the name of their file.
 FOUND_BY_NAME = tuple(

@@ -108,10 +108,11 @@ class Slurm:
         return job
 
     def go_on(self, number: str) -> None:
-        """Have a job that was queued again begin at once, unless it has begun, and take as long as it needs."""
+        """Have a job that was queued again begin soon, unless it has begun, and take as long as it needs."""
         self.call("scontrol", "update", f"jobid={number}", "TimeLimit=UNLIMITED")
         self.wait_until(lambda: self.job(number)["JobState"] != "PENDING" or self.is_idle())
-        self.call("scontrol", "update", f"jobid={number}", "StartTime=now", check=False)
+        # Not in the second of its end: slurmd takes no credential that is as old as what it has revoked.
+        self.call("scontrol", "update", f"jobid={number}", "StartTime=now+5", check=False)
 
     def lose_power(self, node: int) -> None:
         """Kill everything on a machine, but for what starts slurmd where the file ``power`` is there."""
