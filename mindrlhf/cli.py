@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import mindrlhf
-from mindrlhf.config.keys import MAX_INTEGER, MAX_NUMBER, nearest_choice
+from mindrlhf.config.keys import MAX_INTEGER, MAX_NUMBER, TASKS, nearest_choice
 from mindrlhf.errors import STOPPED, RunFailure, UserError, messages_of
 from mindrlhf.system.processes import prepare_children
 from mindrlhf.system.terminal import RED, coloured, visible
@@ -41,7 +41,6 @@ _COUNTS += ("--min-pixels", "--max-pixels")
 LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys(
     ("--port", "--seed", "--num", "--max-restarts", "--spares", "--max-prompts"), 0
 )
-_RUNS = ("train", "sft", "dpo", "reward-model")
 _CLOSED_PIPE = 141  # of a program that SIGPIPE ends, as a shell sees it
 
 
@@ -100,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; expected failures print one line each, not a traceback."""
     if argv is None:
         _begin_in_utf8()
-        if sys.argv[1:2] and sys.argv[1] in _RUNS:
+        if sys.argv[1:2] and sys.argv[1] in TASKS:
             signal.signal(signal.SIGTERM, _stop)
     prepare_children()
     try:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mindrlhf.commands.vocabulary import add_overrides, add_ranks, allow_json, write_text
+from mindrlhf.config.keys import TASKS
 
-TASKS = ("train", "sft", "dpo", "reward-model")
 STACK_NAMES = ("mindspeed-rl", "mindrlhf", "verl", "trl")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 REQUIRED = dataclasses.MISSING
+TASKS = ("train", "sft", "dpo", "reward-model")  # commands that train
 # What holds for every key with numbers, where it has no closer bounds: what 32 bits hold, and what the arithmetic of
 # single precision and the timers of the operating system take.
 _MAX_MEANT_CHARS = 64  # a comparison takes the product of the lengths

@@ -21,7 +21,7 @@ from mindspore.ops.auto_generate import Muls
 from mindspore.ops.auto_generate.gen_ops_prim import EmbeddingDenseBackward
 from mindspore.ops.operations import Morph
 
-from mindrlhf.models.ascend_layers import RMSNorm, on_each_rank, with_fused_kernels
+from mindrlhf.models.ascend_layers import RMSNorm, as_first, on_each_rank, with_fused_kernels
 from mindrlhf.models.ascend_linear_attention import AncestorsOfRows, LinearAttention
 from mindrlhf.models.layers import layer_class
 from mindrlhf.models.linear_attention import Gated
@@ -138,7 +138,7 @@ class GatedSelfAttention(SelfAttentionOfAnyWidth):
             config.hidden_size, size, config=config, init_method=self.init_method, bias=config.add_qkv_bias
         )
         self.gated, rows = Gated(is_silu=False), ("cp", "dp", "tp")
-        self.gate_rows = on_each_rank(self._gate_rows, _first_shape, [rows, rows], rows)
+        self.gate_rows = on_each_rank(self._gate_rows, as_first, [rows, rows], rows)
 
     def construct(
         self, hidden_states, attention_mask, rotary_pos_emb=None, prefix_keys_values=None, actual_seq_len=None
@@ -156,10 +156,6 @@ class GatedSelfAttention(SelfAttentionOfAnyWidth):
 
     def _gate_rows(self, rows, gate):
         return self.gated(rows, gate)
-
-
-def _first_shape(first, second):
-    return first
 
 
 class DecoderInputs(nn.Cell):

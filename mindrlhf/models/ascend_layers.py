@@ -57,7 +57,7 @@ class GatedMLP(MLP):
         super().__init__(config, submodules, **options)
         self.cast, self.after, self.transpose, self.swiglu = ops.Cast(), ops.Depend(), ops.Transpose(), Swiglu()
         self.gelu = ops.GeLU() if config.hidden_act == "gelu" else None  # by its tanh approximation
-        self.in_order = on_each_rank(self._in_order, _first, [self.weight_axes], self.weight_axes)
+        self.in_order = on_each_rank(self._in_order, as_first, [self.weight_axes], self.weight_axes)
         self.activate = on_each_rank(self._activate, _half, [self.channel_axes], self.channel_axes)
 
     def construct(self, hidden_states, per_token_scale=None, extra_loss=0.0):
@@ -183,7 +183,7 @@ class RotaryTables(nn.Cell):
 
 def on_each_rank(function, infer_shape, inputs, output) -> Morph:
     """Return the operator that runs ``function`` on the shards of each rank; ``inputs`` and ``output`` name axes."""
-    return _sharded(Morph(function, infer_shape, _first), inputs, output)
+    return _sharded(Morph(function, infer_shape, as_first), inputs, output)
 
 
 def _sharded(operator, inputs, output):
@@ -191,7 +191,8 @@ def _sharded(operator, inputs, output):
     return operator.shard(in_strategy=tuple(layout(*axes) for axes in inputs), out_strategy=(layout(*output),))
 
 
-def _first(first, *others):
+def as_first(first, *others):
+    """Shape or dtype of an operator's output that is its first input's."""
     return first
 
 

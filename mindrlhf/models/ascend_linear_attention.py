@@ -7,7 +7,7 @@ from mindspore import Parameter, nn, ops
 from mindspore.common.initializer import initializer
 from mindspore.ops.operations import Morph
 
-from mindrlhf.models.ascend_layers import on_each_rank
+from mindrlhf.models.ascend_layers import as_first, on_each_rank
 from mindrlhf.models.gated_delta import CHUNK, Ancestors
 from mindrlhf.models.linear_attention import Gated, GatedDeltaHeads, Weight
 from mindrlhf.specs import LinearDims
@@ -38,7 +38,7 @@ class LinearAttention(nn.Cell):
         self.normed = ops.RmsNorm(config.layernorm_epsilon)
         weights = (("tp", "None", "None"), ("tp",), ("tp",), ("None",))
         axes = [*[_ROWS] * 3, *weights, *[_CHUNKS] * 4, _ROWS_OF_IDS]
-        self.mix = on_each_rank(self._mix, _first_shape, axes, _ROWS)
+        self.mix = on_each_rank(self._mix, as_first, axes, _ROWS)
 
     def construct(
         self, hidden_states, attention_mask, rotary_pos_emb=None, prefix_keys_values=None, actual_seq_len=None
@@ -114,7 +114,3 @@ class AncestorsOfRows(nn.Cell):
 
 def _dtypes(*_):
     return (ms.float32,) * 4 + (ms.int32,)
-
-
-def _first_shape(first, *others):
-    return first

@@ -6,12 +6,11 @@ import signal
 import sys
 from collections.abc import Callable
 
+from mindrlhf.config.keys import TASKS
 from mindrlhf.errors import STOPPED, RunFailure, UserError, messages_of
 from mindrlhf.system import heartbeat
 from mindrlhf.system.processes import die_with_launcher, has_launcher, prepare_children
 from mindrlhf.system.terminal import visible
-
-TASKS = ("train", "sft", "dpo", "reward-model")
 
 
 def main(argv: list[str] | None = None) -> int:
