@@ -28,6 +28,7 @@ from mindrlhf.training.preflight.output import check_no_file, refuse_taken, resu
 
 # A function that takes longer for its first call is told of, and the run begins all the same.
 _CALL_LIMIT_S = 10.0
+_CAUSED_BY_NO_RESPONSE = ("ImportError", "ModuleNotFoundError", "NameError")
 
 
 @dataclass(frozen=True)
@@ -133,10 +134,11 @@ def _call_verifiers(reward: RewardSection, inputs: RunInputs) -> str:
     """Load the user's reward functions as the run does and call each once, with an answer of the data as response.
 
     Returns:
-        A line where one raised or took too long, which such a response may well cause; "" otherwise.
+        A line where one raised or took too long, which such a response may well cause, and what the run would make
+        of it; "" otherwise.
 
     Raises:
-        UserError: one does not load, cannot be called, or returns no number.
+        UserError: one does not load, cannot be called, returns no number, or raises what no response causes.
     """
     names = tuple(name for name in reward.verifier_function if ":" in name)
     if not names:
@@ -165,9 +167,13 @@ def _call_verifiers(reward: RewardSection, inputs: RunInputs) -> str:
     for name, reason in result.failures.items():
         if reason.startswith("returned "):
             raise UserError(f"verifier '{name}' {reason}: a reward function returns a float")
+        if reason.partition(":")[0] in _CAUSED_BY_NO_RESPONSE:
+            raise UserError(f"verifier '{name}' raises {reason}: so it would for each response; fix the function")
     failed = [f"{name}: {reason}" for name, reason in result.failures.items()]
-    failed = [result.unscored] if result.unscored else failed
-    return f"called with the answer of the first prompt as response, {'; '.join(failed)}" if failed else ""
+    outcome = f"such a response is worth reward.failure_value, {reward.failure_value:g}"
+    if result.unscored:
+        failed, outcome = [result.unscored], "such samples are left out; above guard.max_unscored of a step the run ends"
+    return f"called with the answer of the first prompt as response, {'; '.join(failed)} ({outcome})" if failed else ""
 
 
 def _is_prepared(config: AnyConfig) -> bool:
