@@ -16,8 +16,9 @@ shift
 code=0
 srun --kill-on-bad-exit=0 \
   .venv/bin/mindrlhf train "$config" --workers 8 --nodes auto --max-restarts 3 --resume auto "$@" || code=$?
-# 75: saved and ended on SIGTERM, two minutes before its time was up, or preempted: it is queued again and goes on.
-if [[ "$code" == 75 ]]; then
+# 75: saved and ended on SIGTERM, two minutes before its time was up, or preempted: it is queued again and goes on. 143:
+# SIGTERM came before the command had begun.
+if [[ "$code" == 75 || "$code" == 143 ]]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

@@ -1,6 +1,7 @@
 """The script of docs/cluster.md under a real Slurm: a job's weights are those of an undisturbed one."""
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable
@@ -108,22 +109,22 @@ def lose_node(job: Job) -> None:
 
 
 # Slurm's tracking of processes, options of sbatch, steps from one checkpoint to the next, lines of metrics at which the
-# run is held, what befalls it there, and what the next attempt says.
-CASES: dict[str, tuple[str, tuple[str, ...], int, int, Callable[[Job], None], str]] = {
-    "requeue before a checkpoint": ("linuxproc", (), 100, 1, requeue, "evaluating before training"),
-    "requeue": ("linuxproc", (), 100, 3, requeue, "resumed after step 2"),
-    "requeue, the task is signalled": ("pgid", (), 100, 3, requeue, "resumed after step 2"),
-    "time is up": ("linuxproc", ("--signal=TERM@60",), 100, 3, let_time_pass, "resumed after step 2"),
-    "time is up, the task is signalled": ("pgid", ("--signal=TERM@60",), 100, 3, let_time_pass, "resumed after step 2"),
-    "preempted": ("linuxproc", (), 100, 3, preempt, "resumed after step 2"),
-    "preempted with grace": ("linuxproc", ("-pgrace",), 100, 3, preempt, "resumed after step 2"),
-    "a node dies": ("linuxproc", (), 1, 3, lose_node, "resumed after step 2"),
+# run is held, what befalls it there, and after which step the next attempt goes on: 0 is one that begins anew.
+CASES: dict[str, tuple[str, tuple[str, ...], int, int, Callable[[Job], None], int]] = {
+    "requeue before a checkpoint": ("linuxproc", (), 100, 1, requeue, 0),
+    "requeue": ("linuxproc", (), 100, 3, requeue, 2),
+    "requeue, the task is signalled": ("pgid", (), 100, 3, requeue, 2),
+    "time is up": ("linuxproc", ("--signal=TERM@60",), 100, 3, let_time_pass, 2),
+    "time is up, the task is signalled": ("pgid", ("--signal=TERM@60",), 100, 3, let_time_pass, 2),
+    "preempted": ("linuxproc", (), 100, 3, preempt, 2),
+    "preempted with grace": ("linuxproc", ("-pgrace",), 100, 3, preempt, 2),
+    "a node dies": ("linuxproc", (), 1, 3, lose_node, 2),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_job_goes_on_to_the_weights_of_the_undisturbed(start_slurm, one_machine, name):
-    tracking, options, checkpoint_every, held_at, befall, said = CASES[name]
+    tracking, options, checkpoint_every, held_at, befall, step = CASES[name]
     job = start_slurm(tracking, checkpoint_every)
     job.hold_at(held_at)
     job.submit(*options)
@@ -132,7 +133,8 @@ def test_a_job_goes_on_to_the_weights_of_the_undisturbed(start_slurm, one_machin
     job.slurm.wait_for(job.number, "PENDING")
     first = job.text()
     job.finish()
-    assert job.slurm.job(job.number)["Restarts"] == "1" and said in job.text().removeprefix(first), job.text()
+    resumed = re.findall(r"resumed after step (\d+)", job.text().removeprefix(first))
+    assert job.slurm.job(job.number)["Restarts"] == "1" and int((*resumed, 0)[0]) == step, job.text()
     assert job.weights() == (one_machine(2, **STEPS) / "final" / "model.safetensors").read_bytes()
 
 
