@@ -57,11 +57,11 @@ MOST = {
     "mindrlhf/specs": 2424,
     "mindrlhf/system": 2900,  # rpc and accept_nodes, in place of the talks of rollout (500 lines)
     "mindrlhf/tools": 1774,
-    "mindrlhf/training": 10335,
+    "mindrlhf/training": 10327,
     "mindrlhf/weights": 4112,
     "tests": 72160,
     "scripts": 1864,
-    "docs": 32817,
+    "docs": 32816,
 }
 # Modules of these are found by the name of their file.
 FOUND_BY_NAME = tuple(

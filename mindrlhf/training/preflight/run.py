@@ -92,7 +92,8 @@ def check_run(
     with contextlib.suppress(UserError):  # it raises what it has noted
         if isinstance(config, GrpoConfig):
             inputs = check_grpo_inputs(config, num_ranks, mistakes, num_nodes=num_nodes)
-            remarks = (too_short(config, inputs.num_steps), _called(config, inputs, mistakes, node))
+            judged = Mistakes() if node or _is_prepared(config) else mistakes  # of other machines nothing is said here
+            remarks = (too_short(config, inputs.num_steps), judged.check(_call_verifiers, config.reward, inputs))
             outlook = (*grpo_outlook(config, inputs), *filter(None, remarks))
             if config.run.device == "cpu":
                 memory = host_memory(config, inputs.row_lengths[-1], inputs.max_model_len, num_ranks)
@@ -116,18 +117,11 @@ def check_run(
         obstacles.check(check_trackers, config.observe.sinks)
         obstacles.check(_refuse_taken, config, resumes(config, resume))
         remarks += (obstacles.check(_check_room, config),) if not mistakes.messages else ()
-    remarks = tuple(filter(None, remarks))
-    return CheckedRun(config, mistakes, obstacles, remarks, memory, outlook)
+    return CheckedRun(config, mistakes, obstacles, tuple(filter(None, remarks)), memory, outlook)
 
 
 def _check_rollout_python(rollout: RolloutSection) -> None:
     check_python(find_rollout_python(rollout.python), rollout.engine, rollout.engine_args)
-
-
-def _called(config: GrpoConfig, inputs: RunInputs, mistakes: Mistakes, node: int) -> str | None:
-    """Call the reward functions where the run will call them: of another machine nothing is said here."""
-    judged = mistakes if node == 0 and not _is_prepared(config) else Mistakes()
-    return judged.check(_call_verifiers, config.reward, inputs)
 
 
 def _call_verifiers(reward: RewardSection, inputs: RunInputs) -> str:
@@ -146,17 +140,9 @@ def _call_verifiers(reward: RewardSection, inputs: RunInputs) -> str:
     parts = {part_name(name) for name in names}
     options = {name: text for name, text in reward.options.items() if part_name(name.rpartition(".")[0]) in parts}
     (record,) = inputs.prompts.read([0])
-    texts, prompt = (record.answer,), inputs.tokenizer.decode(record.prompt_ids.tolist(), skip_special_tokens=False)
-    sample = RewardInput(
-        0,
-        record.answer,
-        record.answer,
-        prompt,
-        completions=texts,
-        turn_texts=texts,
-        token_texts=texts,
-        extra=record.extra,
-    )
+    prompt = inputs.tokenizer.decode(record.prompt_ids.tolist(), skip_special_tokens=False)
+    texts = dict.fromkeys(("completions", "turn_texts", "token_texts"), (record.answer,))
+    sample = RewardInput(0, record.answer, record.answer, prompt, extra=record.extra, **texts)
     try:
         selection = Selection(names, (1.0,) * len(names), options=options, python=reward.python)
         limit_s = min(reward.timeout_s, _CALL_LIMIT_S)
@@ -172,7 +158,7 @@ def _call_verifiers(reward: RewardSection, inputs: RunInputs) -> str:
     failed = [f"{name}: {reason}" for name, reason in result.failures.items()]
     outcome = f"such a response is worth reward.failure_value, {reward.failure_value:g}"
     if result.unscored:
-        failed, outcome = [result.unscored], "such samples are left out; above guard.max_unscored of a step the run ends"
+        failed, outcome = [result.unscored], "such samples are left out, and the run ends above guard.max_unscored"
     return f"called with the answer of the first prompt as response, {'; '.join(failed)} ({outcome})" if failed else ""
 
 
