@@ -59,9 +59,9 @@ MOST = {
     "mindrlhf/tools": 1774,
     "mindrlhf/training": 10327,
     "mindrlhf/weights": 4112,
-    "tests": 72160,
+    "tests": 72061,
     "scripts": 1864,
-    "docs": 32816,
+    "docs": 32815,
 }
 # Modules of these are found by the name of their file.
 FOUND_BY_NAME = tuple(

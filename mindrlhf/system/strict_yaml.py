@@ -77,4 +77,4 @@ def load_yaml(source: str | IO[str]) -> Any:
         UserError: a key is given twice or is no text, or a number is another in YAML 1.1 than in 1.2.
         yaml.YAMLError: it is not YAML; for values of a type that they do not fit, also what its constructors raise.
     """
-    return yaml.load(source, Loader=_StrictLoader)
+    return yaml.load(source, Loader=_StrictLoader)  # noqa: TID251
