@@ -53,6 +53,7 @@ LAYOUTS = {
 }
 # The calls of an update before its last.
 LAYOUTS["dp8 gradients"] = LAYOUTS["dp8"]
+LAYOUTS["experts replayed"] = LAYOUTS["experts"]  # with the routing that the server returned
 BUDGET: dict[str, dict[str, float]] = {
     "dp8": {
         "forward": 29.0,
@@ -116,6 +117,7 @@ BUDGET: dict[str, dict[str, float]] = {
     },
 }
 BUDGET["mp4dp2"] = BUDGET["dp8"]
+BUDGET["experts replayed"] = BUDGET["experts"] | {"forward": 79.0, "recompute": 42.0, "backward": 64.0}
 
 
 def request(name: str) -> CompileRequest:
@@ -130,6 +132,7 @@ def request(name: str) -> CompileRequest:
         recompute=True,
         beta=0.0,
         cell=GRADIENTS if name.endswith(GRADIENTS) else UPDATE,
+        replays_routing=name.endswith("replayed"),
     )
 
 
