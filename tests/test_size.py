@@ -59,9 +59,9 @@ MOST = {
     "mindrlhf/tools": 1774,
     "mindrlhf/training": 10327,
     "mindrlhf/weights": 4112,
-    "tests": 72061,
+    "tests": 72064,
     "scripts": 1864,
-    "docs": 32815,
+    "docs": 32820,
 }
 # Modules of these are found by the name of their file.
 FOUND_BY_NAME = tuple(
