@@ -59,7 +59,7 @@ MOST = {
     "mindrlhf/tools": 1774,
     "mindrlhf/training": 10327,
     "mindrlhf/weights": 4112,
-    "tests": 72064,
+    "tests": 71434,
     "scripts": 1864,
     "docs": 32820,
 }

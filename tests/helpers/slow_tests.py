@@ -49,7 +49,6 @@ THINNED = {
     "rollout/agents/test_agent_nodes.py::test_a_bad_agent_on_another_node_costs_its_own_sample": 2,
     "rollout/test_ascend_worker.py::test_rows_are_sampled_at_once_each_by_its_own_seed": 0,
     "test_locales.py::test_commands_run_on_paths_that_are_not_ascii": 6,
-    "training/engine/test_critic.py::test_the_cutting_of_a_batch_changes_nothing": 2,
     "training/loop/test_loop_features.py::test_a_resumed_run_is_the_run_that_was_not_broken_off": 3,
     "training/loop/test_loop_features.py::test_nodes_that_come_and_are_lost_change_nothing": 3,
     "training/loop/test_loop_features.py::test_what_is_trained_on_is_what_was_told": 3,

@@ -13,6 +13,18 @@ from mindrlhf.training.preflight import check_grpo_inputs, check_offline_inputs
 from mindrlhf.training.preflight.output import check_free
 from mindrlhf.weights.convert import export_hf, random_hf_weights
 
+PPO = {"algorithm": {"name": "ppo", "advantage": "gae"}}
+DISTILL = {"algorithm": {"name": "distill", "advantage": "distill", "beta": 1.0, "kl_in": "reward"}}
+KL = {"algorithm": {"beta": 0.1}}
+
+
+def with_changes(config, inputs_dir, changes: dict):
+    """Return a config with other values, by section and key; {} stands for the directory of inputs."""
+    for section, values in changes.items():
+        given = {name: v.format(inputs_dir) if isinstance(v, str) else v for name, v in values.items()}
+        config = changed(config, section, **given)
+    return config
+
 
 @pytest.fixture
 def sft_config(inputs_dir) -> SftConfig:
@@ -60,11 +72,6 @@ def test_steps_are_counted(config, training, max_steps, num_steps):
     assert check_grpo_inputs(config).num_steps == num_steps
 
 
-def test_a_row_too_short_for_prompt_and_response(config):
-    short = changed(config, "training", sequence_lengths=(24, 31))
-    assert_refused(short, "sequence_lengths ends at 31", "12 tokens", "max_response_length = 20", "32")
-
-
 def test_held_out_prompts_must_fit_too(config, inputs_dir):
     """The server is started for the longest row: a longer held-out prompt would end the run at its first evaluation."""
     config = changed(config, "data", eval_file=str(inputs_dir / "long.mindrecord"))
@@ -74,19 +81,55 @@ def test_held_out_prompts_must_fit_too(config, inputs_dir):
 
 
 @pytest.mark.parametrize(
-    ("section", "values", "words"),
+    ("changes", "words"),
     [
-        ("data", {"eval_file": "nowhere.mindrecord"}, ["nowhere.mindrecord"]),
-        ("data", {"train_file": "{}/model/config.json"}, ["config.json", "not a prompt file"]),
-        ("model", {"path": "{}/bare"}, ["bare"]),
-        ("model", {"path": "{}/small_vocabulary"}, ["512", "500", "small_vocabulary"]),
-        ("reward", {"verifier_function": ("format_reward", "format_reward")}, ["format_reward"]),
-        ("reward", {"verifier_weight": (float("nan"),)}, ["nan"]),
+        ({"data": {"eval_file": "nowhere.mindrecord"}}, ["nowhere.mindrecord"]),
+        ({"data": {"train_file": "{}/model/config.json"}}, ["config.json", "not a prompt file"]),
+        ({"model": {"path": "{}/bare"}}, ["bare"]),
+        ({"model": {"path": "{}/small_vocabulary"}}, ["512", "500", "small_vocabulary"]),
+        ({"reward": {"verifier_function": ("format_reward", "format_reward")}}, ["format_reward"]),
+        ({"reward": {"verifier_weight": (float("nan"),)}}, ["nan"]),
+        ({"reward": {"model_path": "nowhere"}}, ["nowhere"]),
+        ({"reward": {"model_path": "{}/wide"}}, ["'reward.model_path'", "Qwen2ForCausalLM", "tokens, not scores"]),
+        (
+            {"training": {"sequence_lengths": (24, 31)}},
+            ["sequence_lengths ends at 31", "12 tokens", "max_response_length = 20", "32"],
+        ),
+        ({**PPO, "critic": {"path": "nowhere"}}, ["nowhere"]),
+        ({**PPO, "critic": {"path": "{}/small_vocabulary"}}, ["512", "500", "small_vocabulary"]),
+        ({**PPO, "critic": {"path": "{}/bare"}}, ["bare"]),
+        (
+            {**PPO, "critic": {"path": "{}/model", "warmup_steps": 8}},
+            ["'critic.warmup_steps' is 8", "8 steps", "never trained", "lower it"],
+        ),
+        ({**DISTILL, "model": {"reference_path": "{}/small_vocabulary"}}, ["small_vocabulary", "512"]),
+        ({**DISTILL, "model": {"reference_path": "nowhere"}}, ["nowhere"]),
+        ({**KL, "model": {"reference_path": "{}/bare"}}, ["bare"]),
+        # random_init is about model.path alone: a named reference has weights of its own.
+        ({**KL, "model": {"random_init": True, "reference_path": "{}/bare"}}, ["bare"]),
+        (
+            {"algorithm": {"beta": 0.1, "sync_ref_model": True}, "model": {"reference_path": "{}/wide"}},
+            ["sync_ref_model", "wide"],
+        ),
     ],
 )
-def test_mistakes_are_named(config, inputs_dir, section, values, words):
-    values = {name: v.format(inputs_dir) if isinstance(v, str) else v for name, v in values.items()}
-    assert_refused(changed(config, section, **values), *words)
+def test_mistakes_are_named(config, inputs_dir, changes, words):
+    assert_refused(with_changes(config, inputs_dir, changes), *words)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {**PPO, "critic": {"path": "{}/model"}},  # a critic begins as a language model, or a reward model, of any size
+        {**PPO, "critic": {"path": "{}/wide"}},
+        {**DISTILL, "model": {"reference_path": "{}/wide"}},
+        {"model": {"path": "{}/bare", "random_init": True}},
+        {"model": {"reference_path": "{}/bare"}},  # which is not used
+        {**KL, "model": {"reference_path": "{}/wide"}},
+    ],
+)
+def test_models_that_fit_are_taken(config, inputs_dir, changes):
+    assert check_grpo_inputs(with_changes(config, inputs_dir, changes)).num_steps == 8
 
 
 def test_an_agent_that_is_not_there_is_found_and_gives_the_reward_of_environments(config, tmp_path):
@@ -128,73 +171,15 @@ def test_a_tensor_that_is_missing_or_of_another_shape(config, inputs_dir, tmp_pa
     assert_refused(changed(config, "model", path=str(broken)), "mlp", "48")
 
 
-@pytest.fixture
-def distill_config(config):
-    return changed(config, "algorithm", name="distill", advantage="distill", beta=1.0, kl_in="reward")
-
-
-def test_a_teacher_reads_the_actors_tokens(distill_config, inputs_dir, tmp_path):
-    wide, small = (str(inputs_dir / name) for name in ("wide", "small_vocabulary"))
-    good = changed(distill_config, "model", reference_path=wide)
-    assert check_grpo_inputs(good).num_steps == 8
-    assert_refused(changed(good, "model", reference_path=small), "small_vocabulary", "512")
-    assert_refused(changed(good, "model", reference_path="nowhere"), "nowhere")
+def test_a_teacher_reads_the_actors_tokens(config, inputs_dir, tmp_path):
     for file in (*(inputs_dir / "model").iterdir(), *(inputs_dir / "tokenizer").iterdir()):
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    good = changed(good, "model", reference_path=str(tmp_path))
+    good = with_changes(config, inputs_dir, {**DISTILL, "model": {"reference_path": str(tmp_path)}})
     assert check_grpo_inputs(good).num_steps == 8
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
     tokenizer["normalizer"] = {"type": "Lowercase"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert_refused(good, "'model.reference_path'", "another vocabulary", "the reference model reads the actor's tokens")
-
-
-@pytest.fixture
-def ppo_config(config):
-    config = changed(config, "algorithm", name="ppo", advantage="gae")
-    return changed(config, "critic", path=config.model.path)
-
-
-def test_a_critic_may_be_a_language_model_or_a_reward_model_of_any_size(ppo_config, inputs_dir, tmp_path):
-    assert check_grpo_inputs(ppo_config).num_steps == 8
-    assert check_grpo_inputs(changed(ppo_config, "critic", path=str(inputs_dir / "wide"))).num_steps == 8
-    reward_model = json.loads((inputs_dir / "wide" / "config.json").read_text())
-    reward_model |= {"architectures": ["Qwen2ForSequenceClassification"], "tie_word_embeddings": False}
-    export_hf(random_hf_weights(reward_model, 0), reward_model, tmp_path / "reward")
-    for file in (inputs_dir / "tokenizer").iterdir():
-        (tmp_path / "reward" / file.name).write_bytes(file.read_bytes())
-    assert check_grpo_inputs(changed(ppo_config, "critic", path=str(tmp_path / "reward"))).num_steps == 8
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"path": "nowhere"}, ["nowhere"]),
-        ({"path": "{}/small_vocabulary"}, ["512", "500", "small_vocabulary"]),
-        ({"path": "{}/bare"}, ["bare"]),
-        ({"warmup_steps": 8}, ["'critic.warmup_steps' is 8", "8 steps", "never trained", "lower it"]),
-    ],
-)
-def test_mistakes_of_the_critic_are_named(ppo_config, inputs_dir, values, words):
-    values = {name: v.format(inputs_dir) if isinstance(v, str) else v for name, v in values.items()}
-    assert_refused(changed(ppo_config, "critic", **values), *words)
-
-
-def test_a_critic_of_another_vocabulary(ppo_config, inputs_dir, tmp_path):
-    """It has as many tokens, but they are others."""
-    foreign = tmp_path / "foreign"
-    foreign.mkdir()
-    for directory in ("wide", "tokenizer"):
-        for file in (inputs_dir / directory).iterdir():
-            (foreign / file.name).write_bytes(file.read_bytes())
-    assert check_grpo_inputs(changed(ppo_config, "critic", path=str(foreign)))
-    tokenizer = json.loads((foreign / "tokenizer.json").read_text())
-    tokens = tokenizer["model"]["vocab"]
-    first, second, *_ = [token for token in tokens if len(token) == 1 and token.isalpha()]
-    tokens[first], tokens[second] = tokens[second], tokens[first]
-    (foreign / "tokenizer.json").write_text(json.dumps(tokenizer))
-    refused = changed(ppo_config, "critic", path=str(foreign))
-    assert_refused(refused, "'critic.path' is", "another vocabulary", "data.tokenizer_dir")
 
 
 @pytest.fixture
@@ -207,45 +192,19 @@ def reward_model_dir(inputs_dir, tmp_path):
     return tmp_path / "reward"
 
 
-def test_mistakes_of_the_reward_model_are_named(config, inputs_dir, reward_model_dir):
-    def refuse(path, *words):
-        assert_refused(changed(config, "reward", model_path=str(path)), *words)
-
-    refuse("nowhere", "nowhere")
-    refuse(
-        inputs_dir / "wide", "'reward.model_path'", "Qwen2ForCausalLM", "tokens, not scores", "mindrlhf reward-model"
-    )
+def test_a_scoring_model_brings_its_tokenizer_and_weights(config, inputs_dir, reward_model_dir):
+    critic = with_changes(config, inputs_dir, {**PPO, "critic": {"path": str(reward_model_dir)}})
+    assert check_grpo_inputs(critic).num_steps == 8
+    scored = changed(config, "reward", model_path=str(reward_model_dir))
     tokenizer = json.loads((reward_model_dir / "tokenizer.json").read_text())
     tokens = tokenizer["model"]["vocab"]
     tokens["x"], tokens["y"] = tokens["y"], tokens["x"]
     (reward_model_dir / "tokenizer.json").write_text(json.dumps(tokenizer))
-    refuse(reward_model_dir, "'reward.model_path' is", "another vocabulary", "data.tokenizer_dir")
+    assert_refused(scored, "'reward.model_path' is", "another vocabulary", "data.tokenizer_dir")
+    assert_refused(critic, "'critic.path' is", "another vocabulary", "data.tokenizer_dir")
     (reward_model_dir / "tokenizer.json").unlink()
     (reward_model_dir / "model.safetensors").unlink()
-    refuse(reward_model_dir, str(reward_model_dir))
-
-
-def test_random_weights_need_no_file(config, inputs_dir):
-    config = changed(config, "model", path=str(inputs_dir / "bare"), random_init=True)
-    assert check_grpo_inputs(config).num_steps == 8
-
-
-def test_the_reference_is_checked_when_it_is_used(config, inputs_dir):
-    config = changed(config, "model", reference_path=str(inputs_dir / "bare"))
-    assert check_grpo_inputs(config).num_steps == 8
-    assert_refused(changed(config, "algorithm", beta=0.1), "bare")
-
-
-def test_a_reference_has_weights_of_its_own_even_if_the_policy_is_random(config, inputs_dir):
-    """random_init is about model.path alone: a named reference whose weights are missing is a mistake."""
-    config = changed(config, "model", random_init=True, reference_path=str(inputs_dir / "bare"))
-    assert_refused(changed(config, "algorithm", beta=0.1), "bare")
-
-
-def test_a_reference_that_follows_the_policy_has_its_shape(config, inputs_dir):
-    config = changed(config, "model", reference_path=str(inputs_dir / "wide"))
-    assert check_grpo_inputs(changed(config, "algorithm", beta=0.1)).num_steps == 8
-    assert_refused(changed(config, "algorithm", beta=0.1, sync_ref_model=True), "sync_ref_model", "wide")
+    assert_refused(scored, str(reward_model_dir))
 
 
 def test_supervised_inputs(sft_config, inputs_dir):

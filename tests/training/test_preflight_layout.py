@@ -5,7 +5,7 @@ from preflight_cases import changed
 from tiny_vl import TinyVl, write_tiny_vl
 
 from mindrlhf.config.model import ModelSection
-from mindrlhf.config.run import DataSection
+from mindrlhf.config.run import DataSection, RunSection
 from mindrlhf.config.schema import SftConfig
 from mindrlhf.errors import UserError
 from mindrlhf.shards.shard import shard_directory
@@ -40,6 +40,12 @@ def npu_config(config, model_dir):
     return changed(config, "model", path=str(model_dir))
 
 
+@pytest.fixture
+def npu_sft_config(inputs_dir, model_dir):
+    data = DataSection(train_file=str(inputs_dir / "sft.mindrecord"), tokenizer_dir=str(inputs_dir / "tokenizer"))
+    return SftConfig(model=ModelSection(path=str(model_dir)), data=data, run=RunSection(device="ascend"))
+
+
 def refused(config, world_size):
     with pytest.raises(UserError) as caught:
         check_grpo_inputs(config, world_size)
@@ -58,17 +64,16 @@ FITTING = [
 ]
 
 
+@pytest.mark.parametrize("lora", [None, 4])
 @pytest.mark.parametrize(("world_size", "parallel"), FITTING)
-def test_adapters_are_taken_with_layouts_that_shard_the_model(npu_config, world_size, parallel):
-    config = changed(changed(npu_config, "lora", rank=4), "parallel_config", **parallel)
-    assert check_grpo_inputs(config, world_size).row_lengths == (32,)
-
-
-@pytest.mark.parametrize(("world_size", "parallel"), FITTING)
-def test_layouts_that_fit_are_taken_whatever_the_row_length(npu_config, world_size, parallel):
+def test_layouts_that_fit_are_taken_whatever_the_row_length_with_adapters_too(
+    npu_config, npu_sft_config, world_size, parallel, lora
+):
     """The row length comes from the data here: a plan could not know it."""
-    config = changed(npu_config, "parallel_config", **parallel)
+    config = changed(changed(npu_config, "lora", rank=lora), "parallel_config", **parallel)
     assert check_grpo_inputs(config, world_size).row_lengths == (32,)
+    sft = changed(changed(npu_sft_config, "parallel_config", **parallel), "training", micro_batch_size=4)
+    assert check_offline_inputs(changed(sft, "lora", rank=lora), world_size).row_lengths == (32,)
 
 
 @pytest.mark.parametrize(
@@ -139,40 +144,14 @@ def test_shards_of_another_layout_are_refused_by_the_hash_of_their_strategy(npu_
     assert "damaged or of another config" in refused(config, 2)
 
 
-def test_the_cpu_trains_in_data_parallel_only(npu_config):
+def test_the_cpu_trains_in_data_parallel_only(npu_config, npu_sft_config):
     config = changed(npu_config, "run", device="cpu")
-    message = refused(changed(config, "parallel_config", model_parallel=2), 2)
-    assert (
-        "'parallel_config.model_parallel' is 2, but run.device=cpu trains in data parallel only: set it to 1" in message
-    )
+    message = "'parallel_config.model_parallel' is 2, but run.device=cpu trains in data parallel only: set it to 1"
+    assert message in refused(changed(config, "parallel_config", model_parallel=2), 2)
     assert "enable_parallel_optimizer" in refused(changed(config, "parallel_config", enable_parallel_optimizer=True), 2)
-
-
-@pytest.fixture
-def sft_config(inputs_dir, model_dir):
-    data = DataSection(
-        train_file=str(inputs_dir / "sft.mindrecord"), tokenizer_dir=str(inputs_dir / "tokenizer")
-    )
-    return SftConfig(model=ModelSection(path=str(model_dir)), data=data)
-
-
-@pytest.fixture
-def npu_sft_config(sft_config):
-    return changed(sft_config, "run", device="ascend")
-
-
-@pytest.mark.parametrize(
-    ("world_size", "parallel"),
-    [
-        (4, {"model_parallel": 2, "use_seq_parallel": True}),
-        (4, {"pipeline_stage": 2, "micro_batch_num": 2}),
-        (2, {"enable_parallel_optimizer": True}),
-        (2, {"context_parallel": 2}),
-    ],
-)
-def test_fine_tuning_takes_layouts_that_shard_the_model(npu_sft_config, world_size, parallel):
-    config = changed(changed(npu_sft_config, "parallel_config", **parallel), "training", micro_batch_size=4)
-    assert check_offline_inputs(config, world_size).row_lengths == (32,)
+    sft = changed(changed(npu_sft_config, "run", device="cpu"), "parallel_config", model_parallel=2)
+    with pytest.raises(UserError, match=message):
+        check_offline_inputs(sft, 2)
 
 
 @pytest.mark.parametrize(
@@ -197,8 +176,3 @@ def test_fine_tuning_refuses_layouts_that_do_not_fit_in_one_line(npu_sft_config,
     with pytest.raises(UserError, match=words) as caught:
         check_offline_inputs(config, 4)
     assert "\n" not in str(caught.value)
-
-
-def test_fine_tuning_on_the_cpu_is_data_parallel_only(sft_config):
-    with pytest.raises(UserError, match="model_parallel' is 2, but run.device=cpu trains in data parallel only"):
-        check_offline_inputs(changed(sft_config, "parallel_config", model_parallel=2), 2)

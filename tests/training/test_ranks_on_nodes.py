@@ -2,13 +2,13 @@
 
 import contextlib
 import os
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from configs import grpo_config
+from fakes import ThreadedTeam
 
 from mindrlhf.config.reward import RewardSection, ToolSection
 from mindrlhf.errors import RunFailure
@@ -17,7 +17,7 @@ from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.types import RewardInput
 from mindrlhf.rollout.agents.nodes import start_agents
 from mindrlhf.rollout.vllm_options import VllmOptions
-from mindrlhf.system.records import decode, encode, merge
+from mindrlhf.system.records import merge
 from mindrlhf.training.facts import agent_facts, verifier_facts
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.nodes import (
@@ -32,7 +32,6 @@ from mindrlhf.training.serving import ServingWorker
 from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.publish.publisher import (
     PUBLISH,
-    BufferPath,
     Published,
     PublishingWorker,
     open_weight_buffers,
@@ -41,67 +40,6 @@ from mindrlhf.weights.tensors import TensorInfo
 
 INFOS = (TensorInfo("a", "float32", (4, 2)), TensorInfo("b", "float32", (3,)))
 TENSORS = {"a": np.arange(8, dtype=np.float32).reshape(4, 2), "b": np.array([7, 8, 9], np.float32)}
-
-
-class Rank:
-    """A rank of data parallel: it has all tensors, and writes those that fall to it of its node's."""
-
-    def __init__(self, index: int, machine: str):
-        self.index, self._machine = index, machine
-        self.buffer: WeightBuffer | None = None
-        self.tensors = {name: array.copy() for name, array in TENSORS.items()}
-        self.opened = self.committed = 0
-
-    def machine(self) -> Machine:
-        return Machine(self._machine)
-
-    def open_weights(self, purpose: str, is_owner: bool, of: str, dtype: str | None, bucket_bytes: int) -> BufferPath:
-        if not is_owner:
-            return BufferPath("")
-        self.opened += 1
-        self.buffer = WeightBuffer.create(INFOS, bucket_bytes)
-        return BufferPath(self.buffer.path)
-
-    def weight_buffer(self, purpose: str) -> WeightBuffer:
-        return self.buffer
-
-    def attach_weights(self, purpose: str, path: str, of: str, node: int, ranks: list[int]) -> None:
-        self.node, self.ranks = node, ranks
-        if self.buffer is None:
-            self.buffer = WeightBuffer.attach(path, writable=True)
-
-    def publish(self, version: int, bucket: int, purpose: str) -> Published:
-        self.buffer.begin(version, bucket)
-        for name in sorted(self.tensors)[self.ranks.index(self.index) :: len(self.ranks)]:
-            self.buffer.write(name, self.tensors[name])
-        return Published({str(self.node): self.buffer.written()})
-
-    def commit_weights(self, purpose: str, written: dict) -> None:
-        if self.opened and self.node:
-            self.committed += 1
-            self.buffer.commit(written)
-
-
-class Ranks:
-    """A team without connections."""
-
-    def __init__(self, machines: list[str]):
-        self.ranks = [Rank(index, machine) for index, machine in enumerate(machines)]
-        self.world_size = len(machines)
-
-    @property
-    def rank_0(self):
-        return self.ranks[0]
-
-    def call(self, method: str, per_rank=None, **common):
-        arguments = per_rank or [{}] * self.world_size
-        return [getattr(rank, method)(**common, **given) for rank, given in zip(self.ranks, arguments)]
-
-
-def test_ranks_that_share_a_machine_are_a_node():
-    assert find_nodes(Ranks(["x", "x", "y", "y"])) == [[0, 1], [2, 3]]
-    assert find_nodes(Ranks(["x", "y", "x", "y", "z"])) == [[0, 2], [1, 3], [4]]
-    assert find_nodes(Ranks(["x"])) == [[0]]
 
 
 def test_the_number_of_nodes_is_read_from_msrun(monkeypatch):
@@ -118,49 +56,6 @@ def test_the_number_of_nodes_is_read_from_msrun(monkeypatch):
         assert runtime.num_nodes_from_environment() == expected
     monkeypatch.setenv(runtime.processes.NUM_NODES_VARIABLE, "4")
     assert runtime.num_nodes_from_environment() == 4, "our launchers know best"
-
-
-@pytest.fixture
-def published():
-    """Two nodes of two ranks with their buffers: the team, and the policy."""
-    team = Ranks(["x", "x", "y", "y"])
-    buffer = open_weight_buffers(team, find_nodes(team))
-    yield team, Policy(team, buffer)
-    for rank in team.ranks:
-        rank.buffer.close()
-
-
-def test_every_node_gets_the_whole_model_on_a_buffer_of_its_own(published):
-    team, policy = published
-    assert [rank.opened for rank in team.ranks] == [1, 0, 1, 0]
-    buffers = [team.ranks[0].buffer, team.ranks[2].buffer]
-    assert buffers[0].path != buffers[1].path
-    for version in (1, 2):
-        digest = policy.publish(version)
-        for buffer in buffers:
-            buffer.verify(version)
-            for name, _, array in buffer.tensors(version):
-                np.testing.assert_array_equal(array, team.ranks[0].tensors[name])
-        for rank in team.ranks:
-            rank.tensors["b"] += 1
-        assert digest != policy.publish(version + 10)
-    assert [rank.committed for rank in team.ranks] == [0, 0, 4, 0]
-
-
-def test_the_digest_is_that_of_one_node(published):
-    _, policy = published
-    alone = Ranks(["x", "x"])
-    buffer = open_weight_buffers(alone, find_nodes(alone))
-    assert Policy(alone, buffer).publish(1) == policy.publish(1)
-    for rank in alone.ranks:
-        rank.buffer.close()
-
-
-def test_a_node_whose_weights_differ_ends_the_run(published):
-    team, policy = published
-    team.ranks[3].tensors = {name: array + np.float32(1e-6) for name, array in TENSORS.items()}
-    with pytest.raises(RunFailure, match=r"the weights of node 1 are not those of node 0: tensor '[ab]', "):
-        policy.publish(1)
 
 
 def test_what_ranks_wrote_is_put_together_by_node():
@@ -196,17 +91,11 @@ class ShardRank(PublishingWorker):
         return Machine(self._machine)
 
 
-class ThreadedRanks(Ranks):
-    """Ranks that do at the same time what they are called for."""
-
-    def __init__(self, ranks: list):
-        self.ranks, self.world_size = ranks, len(ranks)
-
-    def call(self, method: str, per_rank=None, **common):
-        arguments = [decode(*encode({**common, **own})) for own in per_rank or [{}] * self.world_size]
-        with ThreadPoolExecutor(self.world_size) as pool:
-            done = [pool.submit(getattr(rank, method), **given) for rank, given in zip(self.ranks, arguments)]
-            return [decode(*encode({"result": one.result()}))["result"] for one in done]
+@pytest.mark.parametrize(
+    "machines, nodes", [("xxyy", [[0, 1], [2, 3]]), ("xyxyz", [[0, 2], [1, 3], [4]]), ("x", [[0]])]
+)
+def test_ranks_that_share_a_machine_are_a_node(machines, nodes):
+    assert find_nodes(ThreadedTeam([ShardRank(machine, {}) for machine in machines])) == nodes
 
 
 # As two stages of a pipeline, of two ranks that share the matrix of the first.
@@ -226,13 +115,17 @@ def _look(ranks, seen, version, bucket):
             seen.append(tensor)
 
 
+# Two nodes whose ranks have the whole model between them.
+REPLICAS = [{"a": (slice(0, 4), slice(0, 2))}, {"b": (slice(0, 3),)}] * 2
+
+
 @pytest.mark.parametrize("bucket_bytes", [0, 1], ids=["whole", "in buckets"])
-@pytest.mark.parametrize("machines", ["xyz", "xxy", "xyy"])
-def test_buffers_of_a_model_that_is_sharded_over_nodes_are_completed(machines, bucket_bytes):
+@pytest.mark.parametrize("machines, cut", [("xyz", CUT), ("xxy", CUT), ("xyy", CUT), ("xxyy", REPLICAS)])
+def test_buffers_of_a_model_that_is_sharded_over_nodes_are_completed(machines, cut, bucket_bytes):
     digests = {}
-    for name, size in (("xxx", 0), (machines, bucket_bytes)):
-        ranks = [ShardRank(machine, held) for machine, held in zip(name, CUT)]
-        team = ThreadedRanks(ranks)
+    for name, held, size in (("xxx", CUT, 0), (machines, cut, bucket_bytes)):
+        ranks = [ShardRank(machine, own) for machine, own in zip(name, held)]
+        team = ThreadedTeam(ranks)
         with open_weight_buffers(team, find_nodes(team), bucket_bytes=size) as buffer:
             policy = Policy(team, buffer)
             for version in (1, 2, 3):
@@ -248,6 +141,17 @@ def test_buffers_of_a_model_that_is_sharded_over_nodes_are_completed(machines, b
             rank.close_weights(PUBLISH)
     assert all(len(same) == 1 for same in digests.values()), "the digests are those of one machine"
     assert len(set().union(*digests.values())) == 3
+
+
+def test_a_node_whose_weights_differ_ends_the_run():
+    ranks = [ShardRank(machine, own) for machine, own in zip("xxyy", REPLICAS)]
+    ranks[3].model.tensors = {name: array + np.float32(1e-6) for name, array in TENSORS.items()}
+    team = ThreadedTeam(ranks)
+    with open_weight_buffers(team, find_nodes(team)) as buffer:
+        with pytest.raises(RunFailure, match="the weights of node 1 are not those of node 0: tensor 'b', "):
+            Policy(team, buffer).publish(1)
+    for rank in ranks:
+        rank.close_weights(PUBLISH)
 
 
 class Servers:
@@ -289,7 +193,7 @@ class Servers:
 )
 def test_rank_0_starts_the_servers_of_all_nodes(places, dealt, started):
     ranks = [SpanningRank(machine, held) for machine, held in zip("xyz", CUT)]
-    team = ThreadedRanks(ranks)
+    team = ThreadedTeam(ranks)
     nodes = find_nodes(team)
     own, *others = (Servers(2) for _ in ranks)
     for rank, servers in zip(ranks[1:], others):
@@ -328,7 +232,7 @@ def test_the_verifiers_of_all_nodes_are_asked_by_rank_0(tmp_path):
     (tmp_path / "asked").mkdir()
     reward = RewardSection(verifier_function=(f"{tmp_path / 'own.py'}:pid",), num_workers=1)
     ranks = [SpanningRank(machine, held) for machine, held in zip("xyz", CUT)]
-    team = ThreadedRanks(ranks)
+    team = ThreadedTeam(ranks)
     nodes = find_nodes(team)
     with contextlib.ExitStack() as stack:
         for rank in ranks[1:]:  # the first of their nodes
@@ -346,7 +250,7 @@ def test_agents_of_all_nodes_are_asked_for_by_rank_0(tmp_path):
     (tmp_path / "own.py").write_text("def agent(record, url, key):\n    return 1.0\n")
     tools = ToolSection(agent=f"{tmp_path / 'own.py'}:agent", agent_open=True)
     ranks = [SpanningRank(machine, held) for machine, held in zip("xyz", CUT)]
-    team, admitted = ThreadedRanks(ranks), {}
+    team, admitted = ThreadedTeam(ranks), {}
     nodes = find_nodes(team)
     source = SimpleNamespace(admit=lambda connection, name: admitted.setdefault(name, connection.receive(60)[0]))
     with contextlib.ExitStack() as stack:

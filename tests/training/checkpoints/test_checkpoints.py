@@ -5,11 +5,12 @@ import os
 import signal
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import xxhash
 from configs import grpo_config
+from fakes import LocalTeam
 from made_samples import make_sample
 
 from mindrlhf.checkpoint.algorithm_state import AlgorithmState, KlState, LearningState
@@ -17,21 +18,23 @@ from mindrlhf.checkpoint.state import read_progress, read_state
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import UserError
 from mindrlhf.evaluation.heldout import Evaluation
+from mindrlhf.layout.layout import Layout
 from mindrlhf.training.checkpoints.requests import SaveRequests, StopRequested
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.checkpoints.shards import SavesState
 from mindrlhf.training.preflight.output import check_output, newest_checkpoint
+from mindrlhf.training.replica_team import ReplicaTeam
 
 
-class Lead(SavesState):
-    """Stands for the actor: its weights are one number."""
+class RankWorker(SavesState):
+    """Stands for the actor of a rank: its weights are one number."""
 
-    def __init__(self):
+    def __init__(self, rank=0):
         super().__init__()
-        self.weights = 0
+        self.rank, self.weights = rank, 100 * rank
         self.may_write = threading.Event()
         self.may_write.set()
-        self.size_bytes = 10
+        self.size_bytes, self.num_asked = 10, 0
 
     def state_size_bytes(self):
         return self.size_bytes
@@ -42,39 +45,50 @@ class Lead(SavesState):
 
         def write(directory):
             self.may_write.wait(60)
-            (directory / "weights").write_text(str(self.weights if copied is None else copied))
-            return {}
+            content = str(self.weights if copied is None else copied).encode()
+            path = directory / f"rank_{self.rank}"
+            path.write_bytes(content)
+            return {path.name: xxhash.xxh3_64_hexdigest(content)}
 
         return write
 
     def restore(self, directory):
-        self.weights = int(Path(directory, "weights").read_text(encoding="utf-8"))
+        self.weights = int(Path(directory, f"rank_{self.rank}").read_text(encoding="utf-8"))
+
+    def is_saving(self):
+        self.num_asked += 1
+        return super().is_saving()
 
 
 class Run:
-    def __init__(self, tmp_path, seed=0, data=None, train_file="train", **checkpoint):
+    """A run of one rank, or of the four of a layout."""
+
+    def __init__(self, tmp_path, layout="", seed=0, data=None, train_file="train", **checkpoint):
         self.config = grpo_config(
             run={"output_dir": str(tmp_path), "seed": seed},
             data={"train_file": train_file, "tokenizer_dir": "tokenizer"},
             checkpoint={"every_steps": 0, "keep_last": 9, **checkpoint},
         )
-        self.lead = Lead()
-        team = SimpleNamespace(rank_0=self.lead, call=lambda name, directory: getattr(self.lead, name)(directory))
+        self.team = LocalTeam([RankWorker(rank) for rank in range(4 if layout else 1)])
+        self.lead = self.team.rank_0
         self.stream = PromptStream(10, seed=seed)
         self.requests = SaveRequests()
+        team = ReplicaTeam(self.team, Layout.parse(layout)) if layout else self.team
         self.checkpoints = RunCheckpoints(self.config, team, self.stream, self.requests, data)
         self.progress = Progress()
+        self.save_dir = self.checkpoints._store.save_dir
 
     def step(self):
         self.checkpoints.begin_step(self.progress)
         self.stream.next(3)
-        self.lead.weights += 1
+        for worker in self.team.workers:
+            worker.weights += 1
         self.progress.step += 1
         self.progress.weights_version += 1
 
     def steps(self):
         self.checkpoints.wait()
-        return sorted(int(path.name[5:]) for path in (self.checkpoints._store.save_dir).glob("step_*"))
+        return sorted(int(path.name[5:]) for path in self.save_dir.glob("step_*"))
 
 
 def evaluation(step, accuracy, questions="those"):
@@ -142,11 +156,11 @@ def test_the_run_goes_on_while_a_checkpoint_is_written_and_changes_nothing_in_it
     run.progress.algorithm.learning.first_values["a"] = 2.0
     run.progress.evaluations.append(evaluation(2, 0.5))
     run.step()
-    assert not list(run.checkpoints._store.save_dir.glob("step_*"))
+    assert not list(run.save_dir.glob("step_*"))
     run.lead.may_write.set()
     assert run.steps() == [1]
     directory = newest_checkpoint(run.config)
-    assert (directory / "weights").read_text() == "1"
+    assert (directory / "rank_0").read_text() == "1"
     state = read_state(directory)
     assert state.algorithm == AlgorithmState(kl=KlState(1.0), learning=LearningState(first_values={"a": 1.0}))
     assert read_progress(directory) == {"evaluations": [], "leftover": []}
@@ -269,7 +283,7 @@ def test_a_damaged_checkpoint_is_skipped_by_name_and_a_changed_config_refused(tm
         run.step()
         run.checkpoints.save(run.progress)
     assert run.steps() == [1, 2]
-    damaged = tmp_path / "checkpoints" / "step_00000002" / "weights"
+    damaged = tmp_path / "checkpoints" / "step_00000002" / "rank_0"
     damaged.write_text("3")
     other = Run(tmp_path)
     assert other.checkpoints.resume().step == 1

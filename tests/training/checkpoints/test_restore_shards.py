@@ -24,16 +24,14 @@ def optimizer(request):
 
 
 @pytest.fixture
-def actor(inputs_dir, tmp_path, optimizer):
+def actor(mindformers, inputs_dir, optimizer):
     from networks import load_model
 
     from mindrlhf.algorithms import policy_losses
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.losses import PolicyLoss
-    from mindrlhf.models.context import prepare_mindformers
     from mindrlhf.training.engine.actor import Actor
 
-    prepare_mindformers("cpu", tmp_path / "log")
     path = str(inputs_dir / "model")
     network = load_model(ModelSection(path=path), path, RunSection(), 16)
     policy = PolicyLogProbs(network, 1.0, "cpu")

@@ -5,72 +5,16 @@ import threading
 from pathlib import Path
 
 import pytest
-import xxhash
-from configs import grpo_config
-from fakes import LocalTeam
+import test_checkpoints
 
 from mindrlhf.checkpoint.manifest import verify
-from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import UserError
-from mindrlhf.layout.layout import Layout
-from mindrlhf.training.checkpoints.requests import SaveRequests
-from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
-from mindrlhf.training.checkpoints.shards import SavesState
 from mindrlhf.training.preflight.output import newest_checkpoint
-from mindrlhf.training.replica_team import ReplicaTeam
-
-NUM_RANKS = 4
 
 
-class RankWorker(SavesState):
-    """Its shard is one number."""
-
-    def __init__(self, rank):
-        super().__init__()
-        self.rank = rank
-        self.shard = 100 * rank
-        self.may_write = threading.Event()
-        self.may_write.set()
-        self.num_asked = 0
-
-    def state_size_bytes(self):
-        return 10
-
-    def state_writer(self, hold):
-        # The real copies are of arrays; here it matters only when they are made.
-        held = self.shard if hold == self._copies.copy else None
-
-        def write(directory):
-            self.may_write.wait(60)
-            content = str(self.shard if held is None else held).encode()
-            path = directory / f"rank_{self.rank}"
-            path.write_bytes(content)
-            return {path.name: xxhash.xxh3_64_hexdigest(content)}
-
-        return write
-
-    def is_saving(self):
-        self.num_asked += 1
-        return super().is_saving()
-
-
-class Run:
-    def __init__(self, tmp_path, **checkpoint):
-        self.config = grpo_config(
-            run={"output_dir": str(tmp_path)},
-            checkpoint={"every_steps": 0, "keep_last": 9, **checkpoint},
-        )
-        self.team = LocalTeam([RankWorker(rank) for rank in range(NUM_RANKS)])
-        replicas = ReplicaTeam(self.team, Layout.parse("dp=2,mp=2,pp=1"))
-        self.checkpoints = RunCheckpoints(self.config, replicas, PromptStream(10, seed=0), SaveRequests())
-        self.progress = Progress()
-        self.save_dir = self.checkpoints._store.save_dir
-
-    def step(self):
-        self.checkpoints.begin_step(self.progress)
-        self.progress.step += 1
-        for worker in self.team.workers:
-            worker.shard += 1
+class Run(test_checkpoints.Run):
+    def __init__(self, tmp_path):
+        super().__init__(tmp_path, "dp=2,mp=2,pp=1")
 
     def save_slowly(self, rank):
         """Make a step and save it; return the worker whose part is not written before it may."""
@@ -86,7 +30,7 @@ class Run:
 
 def contents(directory):
     verify(directory)
-    return [(directory / f"rank_{rank}").read_text() for rank in range(NUM_RANKS)]
+    return [(directory / f"rank_{rank}").read_text() for rank in range(4)]
 
 
 def test_the_run_goes_on_until_the_slowest_rank_has_written_what_it_held_then(tmp_path):

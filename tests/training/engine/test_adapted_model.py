@@ -2,59 +2,29 @@
 model, which is the policy without them; the critic's own."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
 from engines import export
 from rewound import Rewound
 from safetensors.numpy import load_file
-from test_critic import MODEL, PACKED, make_sequences
+from test_critic import MODEL, PACKED, build_worker, make_sequences
 
-from mindrlhf.config.load import load_grpo_config
 from mindrlhf.training.batch import make_batch
 
 LORA = {"rank": 4, "alpha": 8.0}
 
 
 @pytest.fixture(scope="module")
-def model_dirs(tmp_path_factory):
-    """A language model, and a copy of it elsewhere."""
+def model_dirs(mindformers, tmp_path_factory):
     import mindspore as ms
 
-    from mindrlhf.models.context import prepare_mindformers
     from mindrlhf.weights.convert import export_hf, random_hf_weights
 
-    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
     ms.set_context(runtime_num_threads=1)
     directory = tmp_path_factory.mktemp("adapted")
     export_hf(random_hf_weights(MODEL, 3), MODEL, directory / "policy")
-    shutil.copytree(directory / "policy", directory / "copy")
     return directory
-
-
-@pytest.fixture(scope="module")
-def make_worker(model_dirs):
-    """Return a function that builds the worker of a rank, as a run does."""
-
-    def make(reference="", algorithm=None, **sections):
-        from mindrlhf.training.engine.build import build_actor
-        from mindrlhf.training.runtime import Rank
-
-        path = model_dirs / "config.yaml"
-        content = {
-            "model": {"path": str(model_dirs / "policy"), "reference_path": reference},
-            "data": {"train_file": "unread", "tokenizer_dir": "unread"},
-            "reward": {"verifier_function": "accuracy_reward"},
-            "algorithm": algorithm or {"beta": 0.1},
-            "optimizer": {"max_grad_norm": 0},
-            "lora": LORA,
-            **sections,
-        }
-        path.write_text(json.dumps(content))
-        return build_actor(load_grpo_config(path), (32,), Rank(0, 1))
-
-    return make
 
 
 def step(worker, seed, lr=0.01):
@@ -71,12 +41,12 @@ def parameters(worker):
 
 
 @pytest.fixture(scope="module")
-def stepped(make_worker, model_dirs):
+def stepped(model_dirs):
     """A worker after two updates, what it was before, what the updates gave, and its checkpoint in between.
 
     The last puts it back to how it was built.
     """
-    worker = make_worker()
+    worker = build_worker(model_dirs, algorithm={"beta": 0.1}, lora=LORA)
     before, rewound = parameters(worker), Rewound(worker.engine)
     results = [step(worker, 0)]
     worker.begin_saving(str(model_dirs / "checkpoint"), copies=False)
@@ -152,9 +122,9 @@ def test_what_is_published_and_exported_is_the_sum(stepped, model_dirs):
     assert config["base_model_name_or_path"] == str(model_dirs / "policy")
 
 
-def test_a_critic_has_adapters_of_its_own_and_its_projection_is_trained(make_worker, model_dirs, tmp_path):
+def test_a_critic_has_adapters_of_its_own_and_its_projection_is_trained(model_dirs, tmp_path):
     critic = {"path": str(model_dirs / "policy"), "start_lr": 0.01}
-    worker = make_worker(algorithm={"name": "ppo"}, critic=critic)
+    worker = build_worker(model_dirs, algorithm={"name": "ppo"}, critic=critic, lora=LORA)
     critic_parameters = worker.critic.model.network.get_parameters()
     actor, before = parameters(worker), {one.name: one.asnumpy().copy() for one in critic_parameters}
     batch = make_batch(make_sequences(), PACKED)

@@ -5,9 +5,8 @@ import json
 import numpy as np
 import pytest
 import xxhash
-from engines import accumulate, export
+from engines import export
 from rewound import Rewound
-from slow_tests import SLOW
 from tiny_models import tiny_model
 
 from mindrlhf.config.load import load_grpo_config
@@ -19,27 +18,16 @@ SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "
 MODEL = tiny_model(vocab_size=VOCABULARY, **SIZES)
 LENGTHS = ((3, 4), (6, 1), (2, 9), (5, 5), (4, 7), (1, 2))  # prompt, response
 PACKED = RowOptions((32,), 4, 1, True)
-# Few shapes, since each is compiled.
-CUTTINGS = {
-    "one row a micro-batch": RowOptions((32,), 1, 1, True),
-    "one response a row": RowOptions((32,), 4, 1, False),
-    "rows of two lengths": RowOptions((16, 32), 1, 1, False),
-    "two ranks": RowOptions((32,), 1, 2, True),
-    "four ranks": RowOptions((32,), 1, 4, False),
-}
-DAILY_CUTTINGS = ("one row a micro-batch", "four ranks")
 
 
 @pytest.fixture(scope="module")
-def model_dirs(tmp_path_factory):
+def model_dirs(mindformers, tmp_path_factory):
     """A language model, and a reward model with other weights."""
     import mindspore as ms
 
-    from mindrlhf.models.context import prepare_mindformers
     from mindrlhf.specs import scorer_config
     from mindrlhf.weights.convert import export_hf, random_hf_weights
 
-    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
     ms.set_context(runtime_num_threads=1)
     directory = tmp_path_factory.mktemp("critic")
     export_hf(random_hf_weights(MODEL, 3), MODEL, directory / "policy")
@@ -48,34 +36,28 @@ def model_dirs(tmp_path_factory):
     return directory
 
 
-@pytest.fixture(scope="module")
-def make_worker(model_dirs):
-    """Return a function that builds the worker of a rank, as a run does."""
+def build_worker(directory, **sections):
+    """Return the worker of a rank as a run builds it; its policy is in the directory."""
+    from mindrlhf.training.engine.build import build_actor
+    from mindrlhf.training.runtime import Rank
 
-    def make(critic="reward", **sections):
-        from mindrlhf.training.engine.build import build_actor
-        from mindrlhf.training.runtime import Rank
-
-        path = model_dirs / "config.yaml"
-        content = {
-            "model": {"path": str(model_dirs / "policy")},
-            "data": {"train_file": "unread", "tokenizer_dir": "unread"},
-            "reward": {"verifier_function": "accuracy_reward"},
-            "algorithm": {"name": "ppo"},
-            "critic": {"path": str(model_dirs / critic), "start_lr": 0.01, **sections.pop("critic_keys", {})},
-            "optimizer": {"start_lr": 0.001, "max_grad_norm": 0},
-            **sections,
-        }
-        path.write_text(json.dumps(content))
-        return build_actor(load_grpo_config(path), (32,), Rank(0, 1))
-
-    return make
+    path = directory / "config.yaml"
+    content = {
+        "model": {"path": str(directory / "policy")},
+        "data": {"train_file": "unread", "tokenizer_dir": "unread"},
+        "reward": {"verifier_function": "accuracy_reward"},
+        "optimizer": {"start_lr": 0.001, "max_grad_norm": 0},
+        **sections,
+    }
+    path.write_text(json.dumps(content))
+    return build_actor(load_grpo_config(path), (32,), Rank(0, 1))
 
 
 @pytest.fixture(scope="module")
-def built(make_worker):
-    """A worker, and what puts it back to how it was built."""
-    worker = make_worker()
+def built(model_dirs):
+    """A worker with a critic, and what puts it back to how it was built."""
+    critic = {"path": str(model_dirs / "reward"), "start_lr": 0.01}
+    worker = build_worker(model_dirs, algorithm={"name": "ppo"}, critic=critic)
     return worker, Rewound(worker.engine, worker.critic)
 
 
@@ -102,21 +84,6 @@ def send(worker, batch, rank=0, num_ranks=1):
     return worker.compute_values(0)
 
 
-def gradients(worker, sequences, rows):
-    """Return values by sequence, and the critic's gradients summed over the ranks, one after the other here."""
-    batch = make_batch(sequences, rows)
-    shares = []
-    for rank in range(rows.num_ranks):
-        shares.append(send(worker, batch, rank, rows.num_ranks))
-        for packed in worker.held_rows(0):
-            # The old values are off, so that some of the new ones are clipped.
-            old = packed.tokens["values"] - 0.3 * packed.tokens["returns"]
-            accumulate(worker.critic, packed, [old, packed.tokens["returns"]], batch.num_tokens)
-    result = {name: array.copy() for name, array in worker.critic.gradients()}
-    worker.critic.apply(0.0)  # clears them
-    return batch.collect(shares), result
-
-
 def test_values_do_not_see_the_token_they_are_for(worker):
     """The value before token t is the score of the text up to t - 1, computed on that text alone."""
     from mindrlhf.training.engine.model import row_tensors
@@ -133,20 +100,6 @@ def test_values_do_not_see_the_token_they_are_for(worker):
             expected = hidden.astype(np.float64) @ network.score_weight.asnumpy()[0].astype(np.float64)
             assert found[position] == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert np.concatenate(values).std() > 0.1
-
-
-# Rows of two lengths every day with the actor: see the tests of its cells.
-@pytest.mark.parametrize(
-    "cutting", [name if name in DAILY_CUTTINGS else pytest.param(name, marks=SLOW) for name in CUTTINGS]
-)
-def test_the_cutting_of_a_batch_changes_nothing(worker, cutting):
-    values, plain = gradients(worker, make_sequences(), PACKED)
-    cut_values, cut = gradients(worker, make_sequences(), CUTTINGS[cutting])
-    np.testing.assert_allclose(np.concatenate(cut_values), np.concatenate(values), rtol=1e-4, atol=1e-5)
-    assert cut.keys() == plain.keys() and "score.weight" in plain
-    for name, gradient in plain.items():
-        scale = np.abs(gradient).max()
-        np.testing.assert_allclose(cut[name], gradient, rtol=0, atol=2e-5 * scale + 1e-9, err_msg=name)
 
 
 def update_critic(worker, batch):

@@ -74,11 +74,9 @@ class Result:
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    from mindrlhf.models.context import prepare_mindformers
+def model_dir(mindformers, tmp_path_factory):
     from mindrlhf.weights.convert import export_hf, random_hf_weights
 
-    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
     directory = tmp_path_factory.mktemp("model")
     export_hf(random_hf_weights(MODEL, 0), MODEL, directory)
     return directory

@@ -10,7 +10,8 @@ from mindrlhf.config.training import OptimizerSection
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.training.batch import RowOptions, make_batch
 
-pytestmark = pytest.mark.usefixtures("mindformers")
+# Every day adapters alone are trained in test_adapted_model.py, and all but a tower in test_vision_actor.py.
+pytestmark = [SLOW, pytest.mark.usefixtures("mindformers")]
 
 FROZEN = {
     "the head": lambda name: not name.startswith("output_layer"),
@@ -50,9 +51,7 @@ def all_gradients():
     return {name: gradient.copy() for name, gradient in engine.gradients()}
 
 
-@pytest.mark.parametrize(
-    "frozen", [name if name == "all but the last layer" else pytest.param(name, marks=SLOW) for name in FROZEN]
-)
+@pytest.mark.parametrize("frozen", FROZEN)
 def test_what_is_trained_has_the_gradients_of_training_all_and_the_rest_stays(frozen, all_gradients):
     is_trained = FROZEN[frozen]
     engine = make_engine(is_trained)

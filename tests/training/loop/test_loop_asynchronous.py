@@ -1,19 +1,16 @@
 """Fully asynchronous sampling: how old groups may be, that none is lost or used twice, and runs that are repeated."""
 
 import random
-import shutil
 import time
 
 import numpy as np
 import pytest
 import test_loop
-from saved_progress import load_progress, save_progress
 from test_loop import NUM_GENERATIONS, Run, finish
 from test_loop_segments import LONGEST, SPAN
 from test_loop_segments import Server as Spans
 
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.observe.records import read_jsonl
 from mindrlhf.rollout.types import WeightsReplaced
 from mindrlhf.training.loop.sampling.order import ORDER_NAME
 
@@ -104,66 +101,6 @@ def test_no_more_is_begun_than_the_weights_of_the_moment_allow(tmp_path):
     for requests, version in run.generator.requests:
         begun += sum(len(request.prompt_ids) == 1 for request in requests)
         assert begun <= (version + 2) * NUM_GROUPS * NUM_GENERATIONS
-
-
-def test_a_run_is_repeated_from_its_order(tmp_path):
-    first = start(tmp_path / "first")
-    expected = finish(first)
-    order = [(line["step"], line["round"]) for line in read_jsonl(tmp_path / "first" / ORDER_NAME)]
-    assert [step for step, _ in order] == list(range(NUM_STEPS + 1))[: len(order)] and len(order) >= NUM_STEPS
-    for attempt in range(3):  # at other speeds
-        again = start(tmp_path / f"again{attempt}", replays=tmp_path / "first")
-        assert finish(again) == expected
-
-
-def test_a_run_may_differ_without_an_order_but_not_in_what_is_used(tmp_path):
-    """Else the replay above would show nothing: rounds and weights meet by the clock."""
-    orders = set()
-    for attempt in range(8):
-        run = start(tmp_path / str(attempt))
-        finish(run)
-        orders.add((tmp_path / str(attempt) / ORDER_NAME).read_text())
-        if len(orders) > 1:
-            return
-    pytest.fail("eight runs met their weights at the same rounds")
-
-
-def test_a_resumed_run_loses_nothing_and_uses_nothing_twice(tmp_path):
-    """Through the files of a checkpoint; and the whole, from both processes, is repeated from its order."""
-    whole = start(tmp_path / "whole", checkpoint={"every_steps": 1})
-    saved = {}
-
-    def save(progress):
-        save_progress(tmp_path / f"step_{progress.step}", progress)
-        order = (tmp_path / "whole" / ORDER_NAME).read_text()
-        saved[progress.step] = len(progress.leftover), whole.stream.state(), order
-
-    whole.memory.save = save
-    finish(whole)
-    assert any(number for number, *_ in saved.values()), "something is carried"
-    assert saved[NUM_STEPS][0] == 0
-    for stop in (1, 3, 6):
-        _, stream, order = saved[stop]
-        directory = tmp_path / f"resumed_{stop}"
-        resumed = start(directory)
-        resumed.trainer.close()
-        (directory / ORDER_NAME).write_text(order)
-        progress = resumed.progress
-        progress.step = progress.weights_version = stop
-        load_progress(tmp_path / f"step_{stop}", progress)
-        resumed.stream.restore(stream)
-        resumed.trainer = type(resumed.trainer)(resumed.config, resumed.trainer.parts, progress, NUM_STEPS)
-        resumed.ranks[0].updates += whole.ranks[0].updates[:stop]
-        metrics, course = finish(resumed)
-        before = [sample for record, _ in whole.memory.reviewed[:stop] for sample in record.trained]
-        after = [sample for record, _ in resumed.memory.reviewed for sample in record.trained]
-        counts = np.bincount([sample.prompt.prompt_ids[0] - 1 for sample in before + after])
-        assert counts.tolist() == [NUM_STEPS * NUM_GROUPS * NUM_GENERATIONS // 4] * 4
-        shutil.copytree(directory, tmp_path / f"order_{stop}")
-        again = start(tmp_path / f"again_{stop}", replays=tmp_path / f"order_{stop}", checkpoint={"every_steps": 1})
-        metrics_again, course_again = finish(again)
-        assert {step: values for step, values in metrics_again.items() if step > stop} == metrics
-        assert course_again[stop + 1 :] == course
 
 
 def test_a_round_whose_weights_are_gone_is_done_with_those_that_replaced_them(tmp_path):

@@ -1,6 +1,5 @@
 """Partial rollout: what a step gives each response, what it trains on, and what goes on in the next."""
 
-import math
 import random
 
 import numpy as np
@@ -126,13 +125,6 @@ def test_a_step_that_is_broken_off_leaves_what_goes_on_as_it_was():
     run.memory.begin_step = lambda progress: (before.append(list(progress.leftover)), begin_step(progress))
     assert run.train() is False
     assert run.progress.step == 2 and run.progress.leftover == before[-1] != []
-
-
-def test_in_flight_prompts_are_a_multiple_of_those_of_a_step():
-    run = start()
-    finish(run)
-    first, _ = run.generator.requests[0]
-    assert len(first) == math.ceil(1.5 * 2) * NUM_GENERATIONS
 
 
 def test_requests_say_which_tokens_are_of_the_response_already():

@@ -133,20 +133,18 @@ def test_a_warm_up_runs_every_row_length():
     assert seen == [(4, 8), (4, 32)]
 
 
-def test_a_scorer_on_a_rank_gives_what_its_weights_say(tmp_path):
+def test_a_scorer_on_a_rank_gives_what_its_weights_say(mindformers, tmp_path):
     """The score is the score weight times the final hidden state, by the cells that training uses."""
     import mindspore as ms
     from networks import load_model
 
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.scores import TokenScores
-    from mindrlhf.models.context import prepare_mindformers
     from mindrlhf.training.engine.actor import Actor
     from mindrlhf.training.engine.policy_loss import build_policy_loss
     from mindrlhf.training.team import Team as RealTeam
     from mindrlhf.weights.convert import export_hf, random_hf_weights
 
-    prepare_mindformers("cpu", tmp_path / "log")
     ms.set_context(runtime_num_threads=1)
     language_model = {**MODEL, "architectures": ["Qwen2ForCausalLM"]}
     export_hf(random_hf_weights(language_model, 1), language_model, tmp_path / "policy")

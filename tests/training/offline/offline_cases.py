@@ -58,6 +58,19 @@ def write_config(path, model_dir, **sections):
     return path
 
 
+def pair_gradients(trainer, learner, pairs):
+    """Return the gradients of an update on pairs, float64 by parameter; it moves no weight."""
+    gradients = {}
+
+    def keep(lr, loss):
+        gradients.update({name: array.astype(np.float64) for name, array in learner.engine.gradients()})
+        return 0.0
+
+    learner.engine.apply = keep
+    trainer.train_on(pairs, 0.0)
+    return gradients
+
+
 class NoCheckpoints:
     must_stop = False
 

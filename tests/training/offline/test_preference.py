@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 from engines import export
-from offline_cases import NoCheckpoints, PairFile, Sinks, export_model, write_config
+from offline_cases import NoCheckpoints, PairFile, Sinks, export_model, pair_gradients, write_config
 from rewound import Rewound, set_arrays
+from vision_actors import slope_and_difference
 
 from mindrlhf.config.load import load_dpo_config, load_reward_model_config
 from mindrlhf.training.preflight import RunInputs
@@ -75,31 +76,11 @@ def test_two_passes_give_the_gradient_of_the_loss(begin, model_dir, tmp_path):
     config = load_dpo_config(write_config(tmp_path / "dpo.yaml", model_dir, dpo={"loss": "ipo", "beta": 0.5}))
     trainer, learner = begin(config)
     pairs = trainer._pairs.take(range(6))
-    gradients = {}
-
-    def keep(lr, loss):
-        gradients.update({name: array.astype(np.float64) for name, array in learner.engine.gradients()})
-        return 0.0
-
-    learner.engine.apply = keep
-    trainer.train_on(pairs, 0.0)
-    generator = np.random.default_rng(0)
-    direction = {name: generator.standard_normal(value.shape) for name, value in gradients.items()}
-    slope = sum((gradients[name] * direction[name]).sum() for name in gradients)
-    start = {parameter.name: parameter.asnumpy().copy() for parameter in learner.model.network.trainable_params()}
-    assert start.keys() == gradients.keys()
-    losses = []
-    for distance in (1e-3, -1e-3):
-        move(learner.model.network, {name: value + distance * direction[name] for name, value in start.items()})
-        losses.append(trainer._evaluate(pairs).losses.mean())
-    assert (losses[0] - losses[1]) / 2e-3 == pytest.approx(slope, rel=2e-2)
-
-
-def move(network, values):
-    import mindspore as ms
-
-    for parameter in network.trainable_params():
-        parameter.set_data(ms.Tensor(values[parameter.name].astype(np.float32)))
+    gradients = pair_gradients(trainer, learner, pairs)
+    network = learner.model.network
+    assert {parameter.name for parameter in network.trainable_params()} == gradients.keys()
+    slope, difference = slope_and_difference(network, gradients, lambda: trainer._evaluate(pairs).losses.mean())
+    assert difference == pytest.approx(slope, rel=2e-2)
 
 
 def test_reward_model_learns_and_comes_back_from_disk(begin, model_dir, tmp_path):

@@ -12,6 +12,7 @@ from engines import accumulate, whole_engine
 from fakes import LocalTeam
 from offline_cases import PairFile, export_model, write_config
 from rewound import Rewound
+from slow_tests import SLOW
 from test_preference import run
 
 from mindrlhf.config.load import load_dpo_config, load_reward_model_config, load_sft_config
@@ -184,6 +185,7 @@ def test_a_reward_model_is_that_of_one_process(model_dir, tmp_path):
     assert_same_runs(plain, sharded)
 
 
+@SLOW  # a run on pairs sees the same
 def test_fine_tuning_is_that_of_one_process(model_dir, tmp_path):
     from mindrlhf.training.engine.build import build_offline
     from mindrlhf.training.offline.supervised import SupervisedTrainer

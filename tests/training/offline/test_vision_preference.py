@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from offline_cases import NoCheckpoints, Sinks, write_config
+from offline_cases import NoCheckpoints, Sinks, pair_gradients, write_config
 from rewound import Rewound
 from slow_tests import SLOW
 from tiny_vl import IMAGE
@@ -16,6 +16,8 @@ from mindrlhf.images.pixels import encode_png
 from mindrlhf.training.preflight import RunInputs
 from mindrlhf.training.preflight.features import image_tokens
 
+# Every day pairs are trained on in test_preference.py, and images in tests/training/engine and runs of jobs.
+pytestmark = SLOW
 LENGTH = 32
 DARK, LIGHT = np.zeros((56, 56, 3), np.uint8), np.full((56, 56, 3), 255, np.uint8)
 
@@ -69,7 +71,6 @@ def make_trainer(model_dir):
     return make
 
 
-@SLOW
 def test_dpo_learns_what_only_the_pictures_tell(make_trainer, model_dir, tmp_path):
     from mindrlhf.training.checkpoints.run import Progress
     from mindrlhf.training.train import run_steps
@@ -89,14 +90,7 @@ def test_two_passes_give_the_gradient_of_the_loss(make_trainer, model_dir, tmp_p
     path = write_config(tmp_path / "dpo.yaml", model_dir, dpo={"loss": "ipo", "beta": 0.5})
     trainer, learner = make_trainer(load_dpo_config(path, []))
     pairs = trainer._pairs.take(range(6))
-    gradients = {}
-
-    def keep(lr, loss):
-        gradients.update({name: value.astype(np.float64).copy() for name, value in learner.engine.gradients()})
-        return 0.0
-
-    learner.engine.apply = keep
-    trainer.train_on(pairs, 0.0)
+    gradients = pair_gradients(trainer, learner, pairs)
     assert not any(name.startswith("visual.") for name in gradients)
     slope, difference = slope_and_difference(
         learner.model.network, gradients, lambda: trainer._evaluate(pairs).losses.mean()

@@ -65,14 +65,12 @@ NONE = 255
 
 
 @pytest.fixture(scope="module", params=[SOFTMAX, SIGMOID], ids=["softmax", "sigmoid"])
-def model(request, tmp_path_factory):
+def model(request, mindformers):
     from networks import load_random_weights
 
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.models.causal_lm import build_model
-    from mindrlhf.models.context import prepare_mindformers
 
-    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
     network = build_model(request.param, seq_length=48)
     load_random_weights(network, seed=4)
     return whole_model(PolicyLogProbs(network, 1.0, "cpu"))
