@@ -31,6 +31,7 @@ _HEALTH_CHECKS = {*hypothesis.settings().suppress_health_check, hypothesis.Healt
 hypothesis.settings.register_profile(
     "any_load",
     hypothesis.settings(),
+    max_examples=300 if RUNS_SLOW_TESTS else 60,
     deadline=None,
     suppress_health_check=_HEALTH_CHECKS,
     derandomize=not RUNS_SLOW_TESTS,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from page_blocks import PAGES, REASONS, ROOT, blocks, blocks_of, commands, undocumented
 
-from mindrlhf.cli import _parse, build_parser
+from mindrlhf import cli
 from mindrlhf.config.load import CONFIGS, read_config, tasks_of
 from mindrlhf.config.parse import dotted_keys, read_yaml
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
@@ -26,6 +26,7 @@ LANGUAGES = {"bash", "yaml", "json", "python", "text"}
 # First words that a block which the walk runs may begin a command with.
 PROGRAMS = {"mindrlhf", "bash", "echo", "source", "python", ".venv/bin/python", ".venv-rollout/bin/python"}
 TAKES_A_CONFIG = {*CONFIGS, "plan", "eval", "strategy", "config"}
+PARSER = cli.build_parser()
 PROSE = [*PAGES, *(ROOT / name for name in ("AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md"))]
 
 
@@ -53,9 +54,15 @@ def _anchors(page: Path) -> set[str]:
 
 def _arguments(words: list[str]) -> argparse.Namespace:
     try:
-        return _parse(words[1:])
+        return cli._parse(words[1:])
     except SystemExit:
         pytest.fail(shlex.join(words))
+
+
+@pytest.fixture(autouse=True)
+def _one_parser(monkeypatch):
+    """To build one takes longer than to parse a page's commands."""
+    monkeypatch.setattr(cli, "build_parser", lambda: PARSER)
 
 
 @pytest.mark.parametrize("page", PROSE, ids=_name)
@@ -85,7 +92,7 @@ def test_every_page_is_in_the_index():
 
 @pytest.mark.parametrize("page", PROSE, ids=_name)
 def test_commands_parse(page):
-    (subparsers,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    (subparsers,) = (action for action in PARSER._actions if isinstance(action, argparse._SubParsersAction))
     for command in re.findall(r"`mindrlhf ([a-z-]+)", _prose(page)):
         assert command in subparsers.choices, f"there is no command mindrlhf {command}"
     for words in _commands(page):

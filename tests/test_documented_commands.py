@@ -69,9 +69,10 @@ def model_dir(tmp_path_factory) -> Path:
     return directory
 
 
-@pytest.fixture
-def workshop(tmp_path, monkeypatch, model_dir, capsys) -> Path:
+@pytest.fixture(scope="session")
+def shop(tmp_path_factory, model_dir) -> Path:
     """A fresh clone's files, and the data and models that the pages take for granted."""
+    tmp_path = tmp_path_factory.mktemp("shop")
     for name in ("examples", "model_configs", "scripts", "docs", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
     for name in MODELS:
@@ -99,12 +100,17 @@ def workshop(tmp_path, monkeypatch, model_dir, capsys) -> Path:
     for name in ("train", "test"):
         shutil.copy(tmp_path / f"{name}.jsonl", quickstart)
     shutil.copytree(ROOT / "examples" / "quickstart" / "checkpoint", quickstart / "grpo" / "final")
-    monkeypatch.chdir(tmp_path)
     for name in ("gsm8k_train", "gsm8k_test"):
-        build = ["--output", f"{name}.mindrecord", "--tokenizer", "model", "--max-prompt-length", "400"]
-        assert main(["data", "build", "--input", "train.jsonl", *build]) == 0
-    capsys.readouterr()
+        build = ["--output", f"{tmp_path}/{name}.mindrecord", "--tokenizer", str(model_dir)]
+        assert main(["data", "build", "--input", f"{tmp_path}/train.jsonl", *build, "--max-prompt-length", "400"]) == 0
     return tmp_path
+
+
+@pytest.fixture
+def workshop(tmp_path, monkeypatch, shop) -> None:
+    """A copy of the shop to work in."""
+    shutil.copytree(shop, tmp_path, symlinks=True, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
 
 
 def _save_or_echo(block: Block) -> None:

@@ -2,11 +2,12 @@
 function may be. Imports are read from the sources, so a rule is checked on every path, whether or not it is run."""
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -65,6 +66,15 @@ SMALL_HOPS = {
     "mindrlhf.rollout.processes.liveness",
 }
 
+# Modules of these are loaded by the name of their file, or, in a jail, by their path.
+LOADED_BY_NAME = tuple(
+    f"mindrlhf.{name}."
+    for name in (
+        *("algorithms.advantages", "algorithms.policy_losses", "rewards.verifiers", "commands", "observe.trackers"),
+        *("training.optimizers", "sandbox"),
+    )
+)
+
 TRAINING_LIBRARIES = {"mindspore", "mindformers"}
 # What the rollout environment has no need of, and so lacks.
 TRAINING_PACKAGES = {"xxhash", "pyarrow", "jsonlines", "scipy", "tensorboard", "math_verify"}
@@ -99,64 +109,59 @@ class Imports:
     named: frozenset[str]
 
 
-class _ImportCollector(ast.NodeVisitor):
-    def __init__(self, module: str, is_package: bool) -> None:
-        self._base = module if is_package else module.rpartition(".")[0]
-        self._function_depth = 0
-        self._is_for_types = False
-        self.at_load: set[str] = set()
-        self.anywhere: set[str] = set()
-        self.named: set[str] = set()
+def imports_in(node: ast.AST, is_in_function: bool = False, is_for_types: bool = False) -> Iterator[tuple]:
+    """Yield each import below a node, whether it lies in a function, and whether it is for type checkers alone."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.Import, ast.ImportFrom)):
+            yield child, is_in_function, is_for_types
+        elif isinstance(child, ast.If):
+            yield from imports_in(child, is_in_function, is_for_types or "TYPE_CHECKING" in ast.unparse(child.test))
+        elif isinstance(child, (ast.stmt, ast.ExceptHandler, ast.match_case)):
+            is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
+            yield from imports_in(child, is_in_function or is_function, is_for_types)
 
-    def visit_FunctionDef(self, node: ast.AST) -> None:
-        self._function_depth += 1
-        self.generic_visit(node)
-        self._function_depth -= 1
 
-    visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef
-
-    def visit_If(self, node: ast.If) -> None:
-        outer, self._is_for_types = self._is_for_types, "TYPE_CHECKING" in ast.unparse(node.test)
-        self.generic_visit(node)
-        self._is_for_types = outer
-
-    def visit_Import(self, node: ast.Import) -> None:
-        names = [alias.name for alias in node.names]
-        self.named.update(names)
-        self._add(names)
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        parents = self._base.split(".")[: len(self._base.split(".")) - node.level + 1] if node.level else []
-        source = ".".join([*parents, *([node.module] if node.module else [])])
-        names = [f"{source}.{alias.name}" for alias in node.names]
-        self.named.update(names)
-        self._add([source, *names])
-
-    def _add(self, names: Iterable[str]) -> None:
-        if self._is_for_types:
-            return
-        for name in names:
-            parts = name.split(".")
-            # Importing a module loads the packages it lies in.
-            loaded = {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
-            self.anywhere |= loaded
-            if not self._function_depth:
-                self.at_load |= loaded
+def imported_names(node: ast.Import | ast.ImportFrom, base: str) -> list[str]:
+    """Return the dotted names that an import in a module of the package ``base`` names."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    parents = base.split(".")[: len(base.split(".")) - node.level + 1] if node.level else []
+    source = ".".join([*parents, *([node.module] if node.module else [])])
+    return [source, *(f"{source}.{alias.name}" for alias in node.names)]
 
 
 def module_name(path: Path, root: Path = ROOT) -> str:
     return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
 
 
-def collect_imports(path: Path, module: str) -> Imports:
-    collector = _ImportCollector(module, path.name == "__init__.py")
-    collector.visit(ast.parse(path.read_text(encoding="utf-8")))
-    return Imports(*map(frozenset, (collector.at_load, collector.anywhere, collector.named)))
+def collect_imports(tree: ast.Module, module: str, is_package: bool) -> Imports:
+    base = module if is_package else module.rpartition(".")[0]
+    at_load, anywhere, named = set(), set(), set()
+    for node, is_in_function, is_for_types in imports_in(tree):
+        names = imported_names(node, base)
+        named.update(names if isinstance(node, ast.Import) else names[1:])
+        # Importing a module loads the packages it lies in.
+        parts = [name.split(".") for name in names if not is_for_types]
+        loaded = {".".join(words[:length]) for words in parts for length in range(1, len(words) + 1)}
+        anywhere |= loaded
+        at_load |= loaded if not is_in_function else set()
+    return Imports(*map(frozenset, (at_load, anywhere, named)))
+
+
+@cache
+def sources() -> dict[Path, str]:
+    return {path: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(text) for path, text in sources().items()}
 
 
 @cache
 def all_imports() -> dict[str, Imports]:
-    return {(name := module_name(path)): collect_imports(path, name) for path in sorted(PACKAGE.rglob("*.py"))}
+    names = {path: module_name(path) for path in trees()}
+    return {names[path]: collect_imports(tree, names[path], path.stem == "__init__") for path, tree in trees().items()}
 
 
 def import_chains(module: str, imports: dict[str, Imports], libraries: set[str]) -> list[str]:
@@ -183,24 +188,17 @@ def import_graph(imports: dict[str, Imports]) -> dict[str, set[str]]:
     return graph
 
 
-def find_circles(graph: Mapping[str, set[str]]) -> list[str]:
-    """Return the strongly connected components of more than one node, each as its sorted names."""
-    reached = {node: _reachable(graph, node) for node in graph}
-    circles = {frozenset(other for other in reached[node] if node in reached[other]) for node in graph}
-    return sorted(", ".join(sorted(circle)) for circle in circles if len(circle) > 1)
-
-
-def _reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
-    seen, frontier = {start}, [start]
-    while frontier:
-        new = graph[frontier.pop()] - seen
-        seen |= new
-        frontier += new
-    return seen
+def circle_in(graph: Mapping[str, set[str]]) -> list[str]:
+    """Return the names of a circle of a graph, in order; nothing where there is none."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
 
 
 def num_lines(path: Path) -> int:
-    return len(path.read_text(encoding="utf-8").splitlines())
+    return len(sources()[path].splitlines())
 
 
 def package_of(module: str) -> str:
@@ -223,8 +221,10 @@ def test_the_reader_of_imports_sees_chains_relative_imports_and_functions(tmp_pa
     }
     for name, source in sources.items():
         (package / name).write_text(source)
+    paths = {module_name(path, tmp_path): path for path in sorted(package.rglob("*.py"))}
     imports = {
-        (name := module_name(path, tmp_path)): collect_imports(path, name) for path in sorted(package.rglob("*.py"))
+        name: collect_imports(ast.parse(path.read_text()), name, path.stem == "__init__")
+        for name, path in paths.items()
     }
     assert import_chains("pack.a", imports, HEAVY_LIBRARIES) == ["pack.a -> pack.sub.b -> pack.c -> torch"]
     assert "mindspore" in imports["pack.c"].anywhere - imports["pack.c"].at_load
@@ -267,23 +267,24 @@ def test_every_arrow_within_training_goes_to_a_lower_layer_or_along_its_own():
 
 def test_no_small_module_is_there_for_one_other_alone():
     importers = Counter(target for targets in import_graph(all_imports()).values() for target in targets)
-    lengths = {module_name(path): num_lines(path) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"}
+    lengths = {module_name(path): num_lines(path) for path in sources() if path.name != "__init__.py"}
     small = {module for module, length in lengths.items() if length < MIN_LINES and importers[module] == 1}
     assert {module for module in small if not in_packages(module, FOUND_BY_NAME)} - SMALL_HOPS == set()
     assert any(importers[module] > 1 for module, length in lengths.items() if length < MIN_LINES)
 
 
 def test_no_files_import_each_other_in_a_circle():
-    assert set(find_circles(import_graph(all_imports()))) == set()
+    assert circle_in(import_graph(all_imports())) == []
+    assert sorted(circle_in({"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": set()})[1:]) == ["a", "b", "c"]
 
 
 def test_no_packages_of_a_layer_import_each_other_in_a_circle():
     arrows = {package: set() for package in LAYER_OF}
     for source, targets in import_graph(all_imports()).items():
         for package in {package_of(target) for target in targets} & LAYER_OF.keys():
-            if LAYER_OF[package] == LAYER_OF[package_of(source)]:
+            if LAYER_OF[package] == LAYER_OF[package_of(source)] and package != package_of(source):
                 arrows[package_of(source)].add(package)
-    assert find_circles(arrows) == []
+    assert circle_in(arrows) == []
 
 
 @pytest.mark.parametrize("package", LAYER_OF)
@@ -342,16 +343,29 @@ def test_no_two_test_modules_have_one_name():
 
 
 def test_no_module_is_too_long():
-    lengths = {module_name(path): num_lines(path) for path in PACKAGE.rglob("*.py")}
+    lengths = {module_name(path): num_lines(path) for path in sources()}
     assert {module for module, length in lengths.items() if length > MAX_LINES} == set()
 
 
-def test_no_function_is_too_long():
-    lengths = {}
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+# Calls that change something: without assertions (python -O) it would not be done.
+CHANGING = {"setdefault", "pop", "append", "add", "update", "remove", "discard", "next", "extend", "register"}
+
+
+def changes_something(assertion: ast.Assert) -> bool:
+    inner = list(ast.walk(assertion.test))
+    called = {getattr(node.func, "attr", getattr(node.func, "id", "")) for node in inner if isinstance(node, ast.Call)}
+    return bool(called & CHANGING) or any(isinstance(node, ast.NamedExpr) for node in inner)
+
+
+def test_no_function_is_too_long_and_no_assertion_changes_anything():
+    lengths, changing = {}, []
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 lengths[f"{module_name(path)}.{node.name}", node.lineno] = node.end_lineno - node.lineno + 1
+            elif isinstance(node, ast.Assert) and changes_something(node):
+                changing.append(f"{path}:{node.lineno}")
+    assert changing == []
     too_long = {
         f"{name} (line {line}): {length} lines"
         for (name, line), length in lengths.items()
@@ -359,6 +373,23 @@ def test_no_function_is_too_long():
     }
     assert too_long == set()
     assert max(lengths.values()) > 30
+
+
+def test_nothing_in_the_product_is_used_by_tests_alone():
+    words = Counter(word for text in sources().values() for word in re.findall(r"\w+", text))
+    modules = {name for imports in all_imports().values() for name in imports.named}
+    modules |= {name.rpartition(".")[0] for name in modules}
+    quoted = {name for text in sources().values() for name in re.findall(r"\"(mindrlhf(?:\.\w+)+)", text)}
+    modules |= quoted | {name.rpartition(".")[0] for name in quoted}
+    unused = []
+    for path, tree in trees().items():
+        module = module_name(path)
+        if module.startswith(LOADED_BY_NAME) or path.stem in ("__init__", "__main__"):
+            continue
+        unused += [module] if module not in modules and '"__main__"' not in sources()[path] else []
+        definitions = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+        unused += [f"{module}.{node.name}" for node in definitions if words[node.name] == 1 and not node.decorator_list]
+    assert not unused, f"only tests use {', '.join(unused)}: move it there, or delete it"
 
 
 # Put together from parts, or this file would hold what it forbids.

@@ -1,8 +1,9 @@
-"""Every file in model_configs: it passes the config checks, fits its model and its devices, and is read."""
+"""Every file in model_configs: it passes the config checks, is complete, and is one recipe with the others."""
 
 import dataclasses
 import math
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ import pytest
 from mindrlhf.config.load import load_grpo_config
 from mindrlhf.config.parse import read_yaml
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.dryrun.plan.plan import Machine, make_plan, read_model
 from mindrlhf.errors import UserError
 from mindrlhf.specs import find_spec
 from mindrlhf.weights.hf import read_hf_config
@@ -64,14 +64,10 @@ def _model_and_world_size(path: Path) -> tuple[str, int]:
     return match[1], int(match[2])
 
 
+@cache
 def _load(path: Path) -> GrpoConfig:
     overrides = [f"{key}={value}" for key, value in USERS_KEYS.items()]
     return load_grpo_config(path, overrides, world_size=_model_and_world_size(path)[1])
-
-
-def _dims(path: Path):
-    hf_config = read_hf_config(path.parent / _model_and_world_size(path)[0])
-    return find_spec(hf_config).dims(hf_config)
 
 
 def _num_parameters(model_dir: Path) -> int:
@@ -93,42 +89,16 @@ def test_parameter_count_is_the_published_one(model_dir):
 
 
 @pytest.mark.parametrize("path", RUN_FILES, ids=_name)
-def test_run_file_passes_the_checks_and_fits_its_model(path):
-    config, dims = _load(path), _dims(path)
-    _, world_size = _model_and_world_size(path)
-    assert config.run.device == "ascend"
-    rollout = config.rollout
-    assert rollout.num_replicas * rollout.tensor_parallel == world_size
-    for part in (dims.num_heads, dims.num_kv_heads, dims.vocab_size, dims.intermediate_size):
-        assert part % rollout.tensor_parallel == 0
-
-
-@pytest.mark.parametrize("path", [path for path in RUN_FILES if path.name.startswith("grpo")], ids=_name)
-def test_training_layout_divides_the_model(path):
-    config, dims = _load(path), _dims(path)
-    parallel, training = config.parallel_config, config.training
-    _, world_size = _model_and_world_size(path)
-    assert parallel.data_parallel * parallel.model_parallel * parallel.pipeline_stage == world_size
-    for part in (dims.num_heads, dims.num_kv_heads, dims.intermediate_size, dims.hidden_size):
-        assert part % parallel.model_parallel == 0
-    if not parallel.vocab_emb_dp:
-        assert dims.vocab_size % parallel.model_parallel == 0
-    assert dims.num_layers % parallel.pipeline_stage == 0
-    assert training.micro_batch_size % parallel.micro_batch_num == 0
-    if parallel.use_seq_parallel:
-        assert all(length % parallel.model_parallel == 0 for length in training.sequence_lengths)
-    num_samples = training.chunk_size * training.num_rollouts * config.algorithm.num_generations
-    assert num_samples % (parallel.data_parallel * training.micro_batch_size) == 0
-    # A sample fits a row, and at least as much room is left for the prompt as the longest of GSM8K needs.
-    assert training.sequence_lengths[-1] - config.rollout.max_response_length >= 512
-
-
-@pytest.mark.parametrize("path", [path for path in RUN_FILES if path.name.startswith("grpo")], ids=_name)
-def test_the_plan_fits(path):
-    model_dir, world_size = _model_and_world_size(path)
-    model = read_model(str(path.parent / model_dir))
-    plan = make_plan(_load(path), model, Machine(world_size, DEVICE_BYTES, node_size=8))
-    assert plan.fits, plan.peak
+def test_run_file_passes_the_checks_and_uses_all_devices(path):
+    """That its layout divides the model, and that it fits, tests/dryrun/plan/test_plan_start.py looks after."""
+    config = _load(path)
+    model, world_size = _model_and_world_size(path)
+    assert config.run.device == "ascend" and (path.parent / model / "config.json").is_file()
+    assert config.rollout.num_replicas * config.rollout.tensor_parallel == world_size
+    if path.name.startswith("grpo"):
+        assert config.run.output_dir == f"runs/{path.stem}"
+        # A sample fits a row, and at least as much room is left for the prompt as the longest of GSM8K needs.
+        assert config.training.sequence_lengths[-1] - config.rollout.max_response_length >= 512
 
 
 @pytest.mark.parametrize("path", [path for path in RUN_FILES if path.name.startswith("predict")], ids=_name)
@@ -137,20 +107,15 @@ def test_predict_file_has_only_what_sampling_reads(path):
     assert set(content) == {"run", "rollout"}
     assert set(content["run"]) == {"device"}
     rollout = _load(path).rollout
-    num_parameters = _num_parameters(path.parent / _model_and_world_size(path)[0])
+    model_dir = path.parent / _model_and_world_size(path)[0]
+    hf_config = read_hf_config(model_dir)
+    dims, num_parameters = find_spec(hf_config).dims(hf_config), _num_parameters(model_dir)
+    for part in (dims.num_heads, dims.num_kv_heads, dims.vocab_size, dims.intermediate_size):
+        assert part % rollout.tensor_parallel == 0
     weight_bytes = BFLOAT16_BYTES * num_parameters / rollout.tensor_parallel
     assert weight_bytes < rollout.gpu_memory_utilization * DEVICE_BYTES / 2
     # `mindrlhf eval` starts no trainer ranks: the same file must pass the checks for one process.
     load_grpo_config(path, [f"{key}={value}" for key, value in USERS_KEYS.items()])
-
-
-@pytest.mark.parametrize("path", RUN_FILES, ids=_name)
-def test_files_differ_from_their_names_in_nothing(path):
-    config = _load(path)
-    model, _ = _model_and_world_size(path)
-    assert (path.parent / model / "config.json").is_file()
-    if path.name.startswith("grpo"):
-        assert config.run.output_dir == f"runs/{path.stem}"
 
 
 @pytest.mark.parametrize("path", RUN_FILES, ids=_name)

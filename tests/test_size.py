@@ -3,8 +3,6 @@
 Whoever raises one says in its row what left in its place.
 """
 
-import ast
-import collections
 import re
 from pathlib import Path
 
@@ -63,14 +61,6 @@ MOST = {
     "scripts": 1864,
     "docs": 32820,
 }
-# Modules of these are found by the name of their file.
-FOUND_BY_NAME = tuple(
-    f"mindrlhf.{name}."
-    for name in (
-        *("algorithms.advantages", "algorithms.policy_losses", "rewards.verifiers", "commands", "observe.trackers"),
-        *("training.optimizers", "sandbox"),  # by a table; by their paths, in a jail
-    )
-)
 
 
 def size_of(name):
@@ -96,33 +86,6 @@ def test_a_package_grows_only_where_its_row_says_what_left(name):
 
 def test_every_package_has_a_row():
     assert {*MOST} == {*packages(), "tests", "scripts", "docs"}
-
-
-def imported(text):
-    """Yield the dotted names that a source imports: modules, and what is taken from them."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-
-
-def test_nothing_in_the_product_is_used_by_tests_alone():
-    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "mindrlhf").rglob("*.py")}
-    words = collections.Counter(word for text in sources.values() for word in re.findall(r"\w+", text))
-    modules = {name for text in sources.values() for name in imported(text)}
-    quoted = {name for text in sources.values() for name in re.findall(r"\"(mindrlhf(?:\.\w+)+)", text)}
-    modules |= quoted | {name.rpartition(".")[0] for name in quoted}
-    unused = []
-    for path, text in sources.items():
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        if module.startswith(FOUND_BY_NAME) or path.stem in ("__init__", "__main__"):
-            continue
-        unused += [module] if module not in modules and '"__main__"' not in text else []
-        definitions = [node for node in ast.parse(text).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-        unused += [f"{module}.{node.name}" for node in definitions if words[node.name] == 1 and not node.decorator_list]
-    assert not unused, f"only tests use {', '.join(unused)}: move it there, or delete it"
 
 
 def test_docstrings_begin_with_a_noun_or_an_imperative():

@@ -215,7 +215,7 @@ OPTIONS = {
 CASES = [(name, options) for name in advantages.names() for options in OPTIONS.get(name, [{}])]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10_000), penalised=st.booleans(), discrete=st.booleans(), stepped=st.booleans())
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
 def test_equals_the_paper(name, options, seed, penalised, discrete, stepped):
@@ -305,7 +305,7 @@ def test_maxrl_refuses_what_is_no_success():
         advantages.find("maxrl").estimate(batch_of([1.0, -0.5]))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 1000))
 def test_steps_move_rewards_and_make_none(seed):
     batch = draw(seed, penalised=True, stepped=True)

@@ -3,7 +3,7 @@
 import statistics
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mindrlhf.algorithms.clip_cov import clip_cov
@@ -23,7 +23,6 @@ def covariances(advantages, logprobs):
     return np.array([(a - mean_a) * (p - mean_p) for a, p in pairs])
 
 
-@settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 10_000), ratio=st.floats(0, 1))
 def test_so_many_tokens_within_the_bounds_lose_their_advantage_and_no_other(seed, ratio):
     advantages, logprobs = draw(seed)

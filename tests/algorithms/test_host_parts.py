@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mindrlhf.algorithms.advantages import groups_with_signal
@@ -15,7 +15,6 @@ from mindrlhf.algorithms.overlong import complete, soft_punishment
 lengths_and_kept = st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=12)
 
 
-@settings(max_examples=100, deadline=None)
 @given(responses=lengths_and_kept, mode=st.sampled_from(MODES))
 def test_weights_are_the_definition_of_the_aggregation(responses, mode):
     lengths, kept = (np.array(column) for column in zip(*responses))

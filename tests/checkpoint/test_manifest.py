@@ -171,7 +171,7 @@ names = st.text(st.characters(blacklist_characters="/\0", blacklist_categories=[
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(contents=st.dictionaries(names, st.binary(max_size=50), max_size=5))
 def test_any_file_name_can_be_listed(tmp_path_factory, contents):
     directory = make_directory(tmp_path_factory.mktemp("named"), contents)

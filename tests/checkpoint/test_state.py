@@ -65,7 +65,7 @@ def make_state(**changes):
     return dataclasses.replace(state, **changes)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(state=states, notes=st.lists(json_values, max_size=3))
 def test_states_come_back_as_they_were(tmp_path_factory, state, notes):
     directory = tmp_path_factory.mktemp("state")

@@ -3,6 +3,8 @@ import json
 import pytest
 
 from mindrlhf.cli import main
+from mindrlhf.errors import UserError
+from mindrlhf.rewards.sample_files import read_samples
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -88,31 +90,36 @@ def test_windows_keep_the_order(tmp_path, capsys, monkeypatch):
     assert rewards == [float(i % 3 == 1) for i in range(50)]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b'{"completion": "a"', "the line is not JSON"),
-        (b'{"completion": "\xff", "answer": ""}', "not UTF-8"),
-        (b"[1]", "holds a list"),
-        (b"[" * 100_000, "nested too deeply"),
-        (b'{"answer": "a"}', "there is no field 'completion'"),
-        (b'{"completion": 3, "answer": "a"}', "field 'completion' must be text, found int"),
-        (b'{"completion": "a", "answer": true}', "field 'answer' must be text, found bool"),
-        (b'{"completion": "a", "answer": "a", "num_tokens": "7"}', "field 'num_tokens' must be an integer, found str"),
-    ],
-)
-def test_malformed_lines_are_named(samples, tmp_path, capsys, line, message):
+MALFORMED = {
+    b'{"completion": "a"': "the line is not JSON",
+    b'{"completion": "\xff", "answer": ""}': "not UTF-8",
+    b"[1]": "holds a list",
+    b"[" * 100_000: "nested too deeply",
+    b'{"answer": "a"}': "there is no field 'completion'",
+    b'{"completion": 3, "answer": "a"}': "field 'completion' must be text, found int",
+    b'{"completion": "a", "answer": true}': "field 'answer' must be text, found bool",
+    b'{"completion": "a", "answer": "a", "num_tokens": "7"}': "field 'num_tokens' must be an integer, found str",
+}
+
+
+def test_malformed_lines_are_named(samples):
+    samples.write_bytes(samples.read_bytes() + b"\n".join(MALFORMED) + b"\n")
+    errors = [str(line) for line in read_samples(samples) if isinstance(line, UserError)]
+    for number, (error, message) in enumerate(zip(errors, MALFORMED.values(), strict=True), 6):
+        assert error.startswith(f"{samples}:{number}: ") and message in error
+
+
+def test_malformed_lines_end_the_command_or_are_left_out(samples, tmp_path, capsys):
     output = tmp_path / "out.jsonl"
     output.write_text("earlier")
-    samples.write_bytes(samples.read_bytes() + line + b"\n")
+    samples.write_bytes(samples.read_bytes() + b"\n".join(MALFORMED) + b"\n")
     assert score(samples, "--output", output) == 2
-    error = capsys.readouterr().err
-    assert f"{samples}:6: " in error and message in error
+    assert f"{samples}:6: the line is not JSON" in capsys.readouterr().err
     assert output.read_text() == "earlier"
     assert {path.name for path in tmp_path.iterdir()} == {"out.jsonl", "samples.jsonl"}
     assert score(samples, "--output", output, "--skip-bad") == 0
     assert len(output.read_text().splitlines()) == 3
-    assert "1 malformed lines were left out" in capsys.readouterr().err
+    assert f"{len(MALFORMED)} malformed lines were left out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

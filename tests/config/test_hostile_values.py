@@ -72,7 +72,7 @@ def test_every_key_takes_or_refuses_numbers_and_everything_else_in_words(place, 
         read(KEYS[name], [f"{name}={value}"])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.data())
 def test_so_do_several_keys_together(data):
     task = data.draw(st.sampled_from(sorted(CONFIGS)))

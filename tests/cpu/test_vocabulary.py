@@ -91,7 +91,7 @@ def test_backward_equals_central_differences():
             assert gradient[place] == pytest.approx(difference, rel=1e-4, abs=1e-5), (which, place)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**31),
     num_tokens=st.integers(1, 40),

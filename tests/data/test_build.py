@@ -14,7 +14,7 @@ import psutil
 import pyarrow
 import pyarrow.parquet
 import pytest
-import tokenizers as hf
+from byte_tokenizers import write_byte_tokenizer
 
 from mindrlhf.data import build, workers
 from mindrlhf.data.build import build_prompts
@@ -29,16 +29,8 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}>"
 @pytest.fixture(scope="module")
 def tokenizer_directory(tmp_path_factory):
     """One token per byte, so that lengths can be counted by hand; 256 ends texts and 257 turns."""
-    path = tmp_path_factory.mktemp("tokenizer")
-    alphabet = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
-    backend = hf.Tokenizer(hf.models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = hf.decoders.ByteLevel()
-    backend.save(str(path / "tokenizer.json"))
-    tokens = {"256": {"content": "<|endoftext|>"}, "257": {"content": "<|im_end|>"}}
-    config = {"eos_token": "<|endoftext|>", "chat_template": CHAT_TEMPLATE, "added_tokens_decoder": tokens}
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
-    return path
+    config = {"eos_token": "<|endoftext|>", "chat_template": CHAT_TEMPLATE}
+    return write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"), ["<|endoftext|>", "<|im_end|>"], **config)
 
 
 def _problem(index, length=8):
@@ -55,7 +47,9 @@ def test_records_hold_ids_answers_and_sources_in_input_order(tokenizer_directory
     rows = [_problem(i) for i in range(300, 310)]
     second = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), second)
-    report = build_prompts([first, second], tmp_path / "o.mindrecord", tokenizer_directory, max_prompt_length=20)
+    report = build_prompts(
+        [first, second], tmp_path / "o.mindrecord", tokenizer_directory, max_prompt_length=20, num_workers=1
+    )
     tokenizer = load_tokenizer(tokenizer_directory)
     prompts = PromptFile.open(tmp_path / "o.mindrecord", tokenizer.fingerprint)
     records = prompts.read(range(len(prompts)))
@@ -86,9 +80,9 @@ def test_a_record_may_name_its_source(tokenizer_directory, tmp_path):
 
 def test_worker_processes_change_nothing(tokenizer_directory, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "CHUNK_RECORDS", 7)
-    lines = [_problem(i, length=1 + i % 13) if i % 5 else "{broken" for i in range(200)]
-    path = _write_lines(tmp_path / "a.jsonl", lines)
-    records = {}
+    lines = [{**_problem(i, length=1 + i % 13), "id": i} if i % 5 else "{broken" for i in range(200)]
+    path = _write_lines(tmp_path / "a.jsonl", lines + lines[1:5])
+    records, headers = {}, []
     for num_workers in (1, 2):
         output = tmp_path / f"{num_workers}.mindrecord"
         report = build_prompts(
@@ -99,13 +93,17 @@ def test_worker_processes_change_nothing(tokenizer_directory, tmp_path, monkeypa
             max_prompt_length=9,
             num_workers=num_workers,
             skip_bad=True,
+            deduplicate=True,
         )
         # By hand: a prompt has 1 + i % 13 digits (more for large i) and a line break.
         wanted = [i for i in range(200) if i % 5 and max(1 + i % 13, len(str(i))) + 1 <= 9]
         assert (report.header.num_kept, report.header.num_bad) == (len(wanted), 40)
         assert report.header.num_too_long == 160 - len(wanted)
+        assert report.header.look["deduplicated"] == 4 and report.header.look["unread"] == {"id": 164}
+        headers.append(report.header)
         records[num_workers] = PromptFile.open(output).read(range(len(wanted)))
         assert [record.answer for record in records[num_workers]] == [str(i) for i in wanted]
+    assert headers[0] == headers[1]
     for one, two in zip(records[1], records[2], strict=True):
         assert np.array_equal(one.prompt_ids, two.prompt_ids)
         assert one.source_id == two.source_id

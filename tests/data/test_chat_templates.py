@@ -4,7 +4,7 @@ import datetime
 import json
 
 import pytest
-import tokenizers as hf
+from byte_tokenizers import byte_backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,12 +63,7 @@ DIALOGUES = [
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer")
-    alphabet = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
-    backend = hf.Tokenizer(hf.models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = hf.decoders.ByteLevel()
-    backend.add_special_tokens(["<s>", "</s>", "<pad>", "<a>", "<b>", "<|im_end|>"])
-    backend.save(str(path / "tokenizer.json"))
+    byte_backend(["<s>", "</s>", "<pad>", "<a>", "<b>", "<|im_end|>"]).save(str(path / "tokenizer.json"))
     return path
 
 
@@ -134,7 +129,7 @@ def test_a_template_gives_the_text_that_transformers_gives(configure, oracle, tm
             assert template.render(_example(dialogue)) == expected
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=4), st.dictionaries(st.text(max_size=5), st.text(max_size=5)))
 def test_any_text_and_any_option_come_out_as_in_transformers(directory, texts, option):
     transformers = pytest.importorskip("transformers")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-import tokenizers as hf
+from byte_tokenizers import byte_backend
 
 from mindrlhf.commands import data
 from mindrlhf.data.build import build_prompts
@@ -23,11 +23,7 @@ KEYS = {"question": "question", "answer": "answer"}
 def chat_directory(tmp_path_factory):
     """One token per byte; 256 begins turns, 257 ends them, 258 ends texts, 259 is no control token."""
     path = tmp_path_factory.mktemp("chat")
-    alphabet = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
-    backend = hf.Tokenizer(hf.models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = hf.decoders.ByteLevel()
-    backend.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
+    backend = byte_backend(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
     backend.add_tokens(["<think>"])
     backend.save(str(path / "tokenizer.json"))
     config = {"eos_token": "<|endoftext|>", "chat_template": CHAT_TEMPLATE}

@@ -6,7 +6,7 @@ from collections import Counter
 import pyarrow
 import pyarrow.parquet
 import pytest
-import tokenizers as hf
+from byte_tokenizers import write_byte_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -40,19 +40,8 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type
 @pytest.fixture(scope="module")
 def make_tokenizer(tmp_path_factory):
     def make(template):
-        path = tmp_path_factory.mktemp("tokenizer")
-        backend = hf.Tokenizer(
-            hf.models.BPE(
-                vocab={one: i for i, one in enumerate(sorted(hf.pre_tokenizers.ByteLevel.alphabet()))}, merges=[]
-            )
-        )
-        backend.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.decoder = hf.decoders.ByteLevel()
-        backend.save(str(path / "tokenizer.json"))
-        tokens = {"256": {"content": "<|endoftext|>"}, "257": {"content": "<|im_end|>"}}
-        config = {"eos_token": "<|endoftext|>", "chat_template": template, "added_tokens_decoder": tokens}
-        (path / "tokenizer_config.json").write_text(json.dumps(config))
-        return path
+        config = {"eos_token": "<|endoftext|>", "chat_template": template}
+        return write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"), ["<|endoftext|>", "<|im_end|>"], **config)
 
     return make
 
@@ -247,7 +236,7 @@ VALUES = st.one_of(
     ),
 )
 ROWS = st.lists(st.dictionaries(NAMES, VALUES, max_size=5), min_size=1, max_size=12)
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(
     rows=ROWS,
     kept=st.sets(st.sampled_from(["level", "id", "extra_info.split"]), max_size=2),

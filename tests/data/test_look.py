@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mindrlhf.commands.data import look_warnings, print_report
@@ -129,17 +129,9 @@ def test_a_file_with_some_answers_is_taken(tmp_path):
     Selection(("accuracy_reward",), (1.0,)).check_answers(PromptFile.open(report.path))
 
 
-def test_workers_change_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "CHUNK_RECORDS", 11)
-    rows = [{"problem": f"p {n % 17}", "answer": str(n % 34), "id": n} for n in range(200)]
-    looks = [build_rows(tmp_path, rows, num_workers=number, deduplicate=True).header for number in (1, 2)]
-    assert looks[0] == looks[1] and looks[0].num_kept == 34 and looks[0].look["unread"] == {"id": 200}
-
-
 RECORDS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2), st.integers(0, 1)), min_size=1, max_size=40)
 
 
-@settings(deadline=None)
 @given(RECORDS, st.integers(1, 7), st.booleans())
 def test_repeats_are_those_of_a_plain_count(records, chunk_size, drops):
     totals = BuildTotals(drops)

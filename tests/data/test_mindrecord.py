@@ -82,7 +82,7 @@ def test_round_trip_in_any_order(tmp_path, task):
             prompts.read([0, outside])
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     texts=st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")), min_size=1, max_size=20),
     ids=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=50),

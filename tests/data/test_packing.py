@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mindrlhf.data.packing import (
@@ -44,7 +44,6 @@ def test_a_sequence_longer_than_every_row_is_an_error():
         plan_rows([3, 41], ROW_LENGTHS)
 
 
-@settings(max_examples=150, deadline=None)
 @given(sequences=sequence_lists(), spare=st.integers(0, 3), pack=st.booleans())
 def test_rows_read_back_naively(sequences, spare, pack):
     rows = plan_rows([sequence.num_tokens for sequence in sequences], (40,), pack=pack)

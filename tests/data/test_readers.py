@@ -81,7 +81,6 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     objects=st.lists(st.dictionaries(st.text(), json_values, max_size=4), min_size=1, max_size=8),
     indent=st.none() | st.integers(0, 2),
@@ -203,8 +202,8 @@ BOMBS = {
     "a text in objects of a list": lambda: (repeated_items(5000, 1 << 20, in_objects=True), {}),
     "a text anew": lambda: (pyarrow.table({"question": ["a" * (8 << 20)] * 40}), {"use_dictionary": False}),
     "one text": lambda: (pyarrow.table({"question": ["a" * (300 << 20)]}), {"use_dictionary": False}),
-    "one list": lambda: (long_list(60_000_000), {}),
     "texts in a list": lambda: (pyarrow.table({"question": [["a" * (1 << 20)] * 320]}), {}),
+    "one list": lambda: (long_list(60_000_000), {}),
     "texts in records in lists": lambda: (pyarrow.table({"messages": [[{"content": "a" * (1 << 20)}] * 40] * 8}), {}),
     "bytes": lambda: (pyarrow.table({"image": [b"a" * (8 << 20)] * 40}), {}),
     "rows of nothing": lambda: (pyarrow.table({"question": pyarrow.nulls(30_000_000, pyarrow.string())}), {}),
@@ -269,7 +268,7 @@ JSON_ROWS = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=JSON_ROWS, batch_bytes=st.sampled_from([1, 500, 1 << 20]))
 def test_parquet_rows_are_what_arrow_makes_of_them_however_they_are_cut(tmp_path, rows, batch_bytes):
     schema = pyarrow.schema(

@@ -20,7 +20,7 @@ def _drain(stream, count):
             return drawn
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 90), st.integers(0, 2**40))
 def test_each_epoch_draws_each_record_once_however_it_is_cut(num_records, num_epochs, count, seed):
     drawn = _drain(PromptStream(num_records, seed, num_epochs=num_epochs), count)
@@ -32,7 +32,7 @@ def test_each_epoch_draws_each_record_once_however_it_is_cut(num_records, num_ep
     assert flat.tolist() == [index for (index,) in one_by_one]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(num_records=st.integers(1, 30), before=st.lists(st.integers(1, 50), max_size=6), seed=st.integers(0, 99))
 def test_restored_stream_goes_on_exactly(num_records, before, seed):
     stream = PromptStream(num_records, seed)

@@ -9,30 +9,11 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import tokenizers as hf
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.errors import UserError
 
-needs_qwen = pytest.mark.skipif(not os.environ.get("MINDRLHF_SHARED"), reason="needs MINDRLHF_SHARED")
 CORPUS = ["the cat sat on the mat", "a dog ate 12 bones, 3 more", "how many cats are left?", "naïve café déjà vu"] * 20
-
-
-def _qwen_directory():
-    return Path(os.environ["MINDRLHF_SHARED"], "data", "qwen2.5_tokenizer")
-
-
-@pytest.fixture(scope="module")
-def qwen():
-    return load_tokenizer(_qwen_directory())
-
-
-@pytest.fixture(scope="module")
-def qwen_reference():
-    from transformers import Qwen2TokenizerFast
-
-    return Qwen2TokenizerFast.from_pretrained(_qwen_directory())
 
 
 @pytest.fixture
@@ -68,64 +49,46 @@ def sentencepiece_model(tmp_path_factory):
     return path
 
 
-@needs_qwen
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        " ",
-        "Hello, world!  It's 1,234.5\r\n\n\tdon't WE'LL",
-        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
-        "<tool_call>{}</tool_call><|fim_pad|> <|endoftext|>x",
-        "e\u0301 ﬁ Å 漢字 かな 한국어 😀👩‍👩‍👧 العربية \u200b\ufeff",
-        "x" * 3000,
-        "\\frac{1}{2}\\boxed{42}",
-    ],
-)
-def test_qwen_ids_equal_transformers(qwen, qwen_reference, text):
-    assert qwen.encode(text) == qwen_reference.encode(text)
-    ids = qwen.encode(text)
-    for skip in (True, False):
-        reference = qwen_reference.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
-        assert qwen.decode(ids, skip_special_tokens=skip) == reference
-
-
-@needs_qwen
-@settings(max_examples=150, deadline=None)
-@given(text=st.text(max_size=60))
-def test_qwen_ids_equal_transformers_on_any_text(qwen, qwen_reference, text):
-    assert qwen.encode(text) == qwen_reference.encode(text)
-
-
-@needs_qwen
-def test_qwen_special_tokens(qwen, qwen_reference):
-    assert qwen.vocab_size == len(qwen_reference) == 151665
-    assert qwen.eos_token_ids == (151645, 151643)
-    assert qwen.pad_token_id == qwen_reference.pad_token_id == 151643
-    assert (qwen.bos_token, qwen.eos_token) == (None, "<|endoftext|>")
-    assert qwen.chat_template == qwen_reference.chat_template
-    assert qwen.decode([9707, 151900, 0]) == "Hello!"
-
-
-@needs_qwen
-def test_qwen_fingerprint_is_of_the_tokenization_not_of_the_files(qwen, qwen_reference, tmp_path):
-    qwen_reference.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
-    shutil.copy(_qwen_directory() / "tokenizer_config.json", tmp_path)
-    assert load_tokenizer(tmp_path).fingerprint == qwen.fingerprint
-
-
-@needs_qwen
-def test_vocabulary_without_config_gets_qwen2_defaults(tmp_path):
+def test_a_vocabulary_with_merges_is_qwen2s_as_transformers_has_it(small_directory, tmp_path):
     from transformers import Qwen2TokenizerFast
 
-    vocab = shutil.copy(_qwen_directory() / "vocab.json", tmp_path)
-    merges = shutil.copy(_qwen_directory() / "merges.txt", tmp_path)
-    reference = Qwen2TokenizerFast(vocab, merges)
+    directory = tmp_path / "qwen"
+    directory.mkdir()
+    hf.Tokenizer.from_file(str(small_directory / "tokenizer.json")).model.save(str(directory))
+    vocab, merges = directory / "vocab.json", directory / "merges.txt"
+    reference = Qwen2TokenizerFast(str(vocab), str(merges))
     tokenizer = load_tokenizer(vocab, merges)
-    text = "a b<|endoftext|>c<|im_end|>"
-    assert tokenizer.encode(text) == reference.encode(text)
-    assert tokenizer.eos_token_ids == (reference.eos_token_id,)
-    assert tokenizer.chat_template is None
+    for text in (
+        "",
+        "Hello, world!  It's 1,234.5\r\n\n\tdon't WE'LL<|endoftext|>x",
+        "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n",
+        "e\u0301 ﬁ Å 漢字 かな 한국어 😀👩‍👩‍👧 العربية \u200b\ufeff",
+        "\\frac{1}{2}\\boxed{42}",
+    ):
+        ids = tokenizer.encode(text)
+        assert ids == reference.encode(text)
+        for skip in (True, False):
+            decoded = reference.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            assert tokenizer.decode(ids, skip_special_tokens=skip) == decoded
+    assert tokenizer.eos_token_ids == (reference.eos_token_id,) and tokenizer.chat_template is None
+    reference.backend_tokenizer.save(str(directory / "tokenizer.json"))
+    assert load_tokenizer(directory).fingerprint == tokenizer.fingerprint, "it is of the ids, not of the files"
+
+
+@pytest.mark.skipif(not os.environ.get("MINDRLHF_SHARED"), reason="needs MINDRLHF_SHARED")
+def test_the_published_tokenizer_of_qwen2_5():
+    from transformers import Qwen2TokenizerFast
+
+    directory = Path(os.environ["MINDRLHF_SHARED"], "data", "qwen2.5_tokenizer")
+    qwen, reference = load_tokenizer(directory), Qwen2TokenizerFast.from_pretrained(directory)
+    text = "<tool_call>{}</tool_call><|fim_pad|> It's 1,234.5\r\n 漢字<|im_end|>"
+    assert qwen.encode(text) == reference.encode(text)
+    assert qwen.vocab_size == len(reference) == 151665
+    assert qwen.eos_token_ids == (151645, 151643)
+    assert qwen.pad_token_id == reference.pad_token_id == 151643
+    assert (qwen.bos_token, qwen.eos_token) == (None, "<|endoftext|>")
+    assert qwen.chat_template == reference.chat_template
+    assert qwen.decode([9707, 151900, 0]) == "Hello!"
 
 
 def test_tokenizer_json_round_trip_and_end_tokens(small_directory):

@@ -12,7 +12,7 @@ from mindrlhf.evaluation import statistics
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(data):
     num_samples = data.draw(st.integers(1, 8))
     k = data.draw(st.integers(1, num_samples))

@@ -7,9 +7,10 @@ import os
 import random
 
 import pytest
+from slow_tests import RUNS_SLOW_TESTS
 from targets import TARGETS
 
-NUM_CASES = int(os.environ.get("MINDRLHF_FUZZ_CASES", "100"))
+NUM_CASES = int(os.environ.get("MINDRLHF_FUZZ_CASES", "100" if RUNS_SLOW_TESTS else "40"))
 CASES = [int(os.environ["MINDRLHF_FUZZ_ONLY"])] if "MINDRLHF_FUZZ_ONLY" in os.environ else range(NUM_CASES)
 
 

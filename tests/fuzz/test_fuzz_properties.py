@@ -13,7 +13,7 @@ from mindrlhf.config.load import load_grpo_config
 from mindrlhf.errors import UserError
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message
 
-QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),

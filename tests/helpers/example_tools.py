@@ -1,10 +1,8 @@
 """The tool and the environments of examples/, by name."""
 
-import sys
 from pathlib import Path
 
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 CALCULATOR = f"{_EXAMPLES}/tools/calculator.py:calculator"
 GYMNASIUM = f"{_EXAMPLES}/environments/gymnasium_text.py:GymnasiumText"
 TEXTARENA = f"{_EXAMPLES}/environments/textarena_text.py:TextArenaText"
-sys.path += [str(_EXAMPLES / "tools"), str(_EXAMPLES / "environments")]

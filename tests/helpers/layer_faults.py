@@ -54,10 +54,13 @@ def write_model(directory: Path, weights: dict[str, np.ndarray] | None = None) -
     return directory
 
 
-def check_each_is_found(ground: Ground, model: Path) -> None:
+FAULTS = (None, rotated_by_neighbours, another_norm, transposed)
+
+
+def check_each_is_found(ground: Ground, model: Path, faults: tuple = FAULTS) -> None:
     """Of a server that has read the model: nothing is far from it but what our cells have of the layer at fault."""
     limit = LIMITS[ground.device]
-    for fault in (None, rotated_by_neighbours, another_norm, transposed):
+    for fault in faults:
         name = fault.__name__ if fault else "none"
         tensors = load_file(model / "model.safetensors")
         if fault:

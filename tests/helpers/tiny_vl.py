@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import tokenizers
+from byte_tokenizers import byte_backend
 from safetensors.numpy import save_file
 
 SPECIAL = (
@@ -227,14 +227,7 @@ def _deep_shapes(model: TinyVl, shapes: dict[str, tuple[int, ...]]) -> dict[str,
 
 
 def _write_tokenizer(directory: Path) -> None:
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[])
-    )
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    backend.save(str(directory / "tokenizer.json"))
+    byte_backend(SPECIAL).save(str(directory / "tokenizer.json"))
     _write_json(
         directory / "tokenizer_config.json",
         {

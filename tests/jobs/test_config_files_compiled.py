@@ -66,6 +66,7 @@ def test_no_layout_is_5_percent_slower_than_the_best_that_fits(path, capsys):
     assert seconds <= 1.05 * best
 
 
+@SLOW
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_file_is_planned(path, capsys):
     code = main(["plan", *words_of(path), "--json"])

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mindrlhf.data.packing import Row, plan_rows
@@ -29,7 +29,6 @@ def used(row: Row, pieces: list[Piece]) -> int:
     return sum(pieces[item].size for item in row.items) + sum(prefixes.values())
 
 
-@settings(max_examples=200, deadline=None)
 @given(pieces=piece_lists())
 def test_every_sample_is_in_one_row_that_holds_it(pieces):
     rows = plan_best_fit(pieces, ROW_LENGTHS, COST)
@@ -43,7 +42,6 @@ def test_every_sample_is_in_one_row_that_holds_it(pieces):
     assert plan_best_fit(pieces, ROW_LENGTHS, COST) == rows
 
 
-@settings(max_examples=100, deadline=None)
 @given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=40))
 def test_rows_are_few(sizes):
     """Of pieces without prefixes, in rows of one length: no two rows could be one, so fewer than twice the least."""
@@ -54,7 +52,6 @@ def test_rows_are_few(sizes):
     assert len(rows) <= max(1, 2 * -(-sum(sizes) // 60) - 1)
 
 
-@settings(max_examples=100, deadline=None)
 @given(pieces=piece_lists())
 def test_more_lengths_cost_no_more(pieces):
     def total(row_lengths):
@@ -121,7 +118,6 @@ def test_a_length_is_chosen_by_cost():
     assert plan_best_fit(sharing, (8, 15), linear) == [Row(15, tuple(range(8)))]
 
 
-@settings(max_examples=100, deadline=None)
 @given(sizes=st.lists(st.integers(1, 12), max_size=8), room=st.integers(0, 40))
 def test_the_largest_subset_is_that_of_all_subsets(sizes, room):
     found = largest_subset(sizes, room)
@@ -135,7 +131,6 @@ def test_the_largest_subset_is_that_of_all_subsets(sizes, room):
     assert len(set(found)) == len(found)
 
 
-@settings(max_examples=200, deadline=None)
 @given(costs=st.lists(st.floats(0.5, 100), max_size=40), num_ranks=st.integers(1, 6))
 def test_ranks_are_balanced(costs, num_ranks):
     """Graham's bound; no division can be below the mean or the largest row."""
@@ -154,7 +149,6 @@ def test_ranks_in_step_get_as_many_rows():
     assert deal_rows([9.0, 1.0, 1.0, 1.0], 2, most=2) == [[0, 3], [1, 2]]
 
 
-@settings(max_examples=100, deadline=None)
 @given(num_rows=st.integers(0, 200), most=st.integers(1, 64))
 def test_rows_are_cut_without_padding(num_rows, most):
     sizes = micro_batch_sizes(most)
@@ -190,7 +184,6 @@ def test_the_cost_of_a_row_counts_multiplications():
     assert cost.per_pair == 6 + 6
 
 
-@settings(max_examples=250, deadline=None)
 @given(sizes=st.lists(st.integers(1, 60), max_size=80), lengths=st.sampled_from([(60,), (20, 60), (7, 33, 60)]))
 def test_first_fit_is_that_of_a_scan(sizes, lengths):
     rows = {length: [] for length in lengths}
@@ -202,7 +195,6 @@ def test_first_fit_is_that_of_a_scan(sizes, lengths):
     assert plan_rows(sizes, lengths) == expected
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     costs=st.lists(st.sampled_from([1.0, 2.0, 2.5, 7.25]), max_size=60),
     num_ranks=st.integers(1, 9),

@@ -50,7 +50,6 @@ def parameters(draw):
 
 
 @given(parameters())
-@settings(max_examples=200, deadline=None)
 def test_shards_cover_every_element_equally_often(layout):
     counts = np.zeros(layout.shape, int)
     for rank in layout.ranks:
@@ -64,7 +63,6 @@ def test_shards_cover_every_element_equally_often(layout):
 
 
 @given(parameters())
-@settings(max_examples=100, deadline=None)
 def test_neighbours_of_an_optimizer_group_are_one_step_apart(layout):
     if layout.optimizer_shard_size > 1:
         first = layout.ranks[0]
@@ -90,7 +88,7 @@ def test_an_axis_may_be_split_by_two_matrix_axes_the_first_outermost():
         optimizer_shard=st.sampled_from([1, -1, 2]),
     )
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_short_form_ranks_and_groups(layout):
     assert Layout.parse(str(layout)) == layout
     places = [layout.coordinates(rank) for rank in range(layout.world_size)]
@@ -141,7 +139,7 @@ def test_the_embedding_is_whole_on_request():
 
 
 @given(st.integers(1, 70), st.integers(1, 9))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_layers_go_to_stages_by_the_rule_of_mindformers(num_layers, num_stages):
     layout = Layout(pipeline_stage=num_stages)
     if num_layers < num_stages:

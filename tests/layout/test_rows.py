@@ -18,7 +18,7 @@ LAYOUTS = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(layout=LAYOUTS, rows=st.integers(1, 3), num_micro_batches=st.integers(1, 3))
 def test_placed_rows_of_one_rank_of_each_replica_make_the_batch(layout, rows, num_micro_batches):
     """A graph splits its rows into micro-batches, and each of them into one block for each replica."""
@@ -44,7 +44,7 @@ def test_rows_of_the_second_replica_lie_in_the_second_half_of_each_micro_batch()
     np.testing.assert_array_equal(place_rows(own, layout, 0, 4)[:, 0], [1, 0, 2, 0, 3, 0, 4, 0])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(layout=LAYOUTS, rows=st.integers(1, 2), num_micro_batches=st.integers(1, 3))
 def test_rows_come_back_in_order_from_micro_batches(layout, rows, num_micro_batches):
     """A graph splits every rank's rows into micro-batches, and each of them holds those of all ranks."""

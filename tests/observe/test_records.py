@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mindrlhf.errors import RunFailure, UserError
@@ -54,7 +54,6 @@ def test_numbers_json_lacks_become_null(tmp_path):
 lines = st.tuples(st.integers(0, 3), st.sampled_from(["", "a", "ä" * 40, "\u2028", "x" * 700]))
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     lines=st.lists(lines, max_size=12),
     first_step=st.integers(1, 5),

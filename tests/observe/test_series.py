@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mindrlhf.observe.axes import Scale, compact, decade_ticks, round_domain, round_ticks, tick_label, with_unit
@@ -47,7 +47,6 @@ def test_ceiling_ignores_a_compile_step_only():
     assert robust_ceiling(np.array([0.0, np.nan])) == 0.0
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
 def test_ticks_are_few_round_and_inside(low, length):
     high = low + length

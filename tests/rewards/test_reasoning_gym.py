@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from slow_tests import SLOW
 
@@ -40,7 +40,6 @@ def test_scores_are_those_of_the_package(name):
         assert reasoning_gym_score("<answer>no idea</answer>", record["answer"]) < 0.5
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.text(max_size=60))
 def test_no_text_breaks_a_scorer(text):
     for name in ("prime_factorization", "countdown"):

@@ -183,7 +183,7 @@ def test_repetition_penalty_sees_loops_of_signs_and_long_words(part):
     assert verifier("repetition_penalty")(f"We add three and four, which gives {part * 3} seven.", "") == 0.0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.sampled_from("abc"), max_size=30), st.integers(1, 4))
 def test_repetition_penalty_counts_distinct_ngrams(words, size):
     ngrams = [tuple(words[i : i + size]) for i in range(len(words) - size + 1)]
@@ -234,7 +234,7 @@ PIECES = [
 
 
 @pytest.mark.parametrize("name", TEXT_ONLY)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(
         st.sampled_from([*PIECES, " ", "\n", "cm", "\\text{", "B", "(", ",", "-", "/", "!", "\ud800"]), max_size=12

@@ -2,7 +2,7 @@
 
 import numpy as np
 import tokenizers as hf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mindrlhf.rollout.stop_strings import StoppingSamples, StopStrings, stop_string_fraction
@@ -68,7 +68,6 @@ def end_by_text(backend, ids, texts):
     return len(ids), False
 
 
-@settings(max_examples=600, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(sorted(BACKENDS)), texts=STOPS)
 def test_a_response_ends_with_the_token_that_completes_a_text(data, kind, texts):
     backend = BACKENDS[kind]

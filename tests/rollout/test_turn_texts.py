@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-import tokenizers as hf
+from byte_tokenizers import byte_backend
 
 from mindrlhf.config.reward import ToolSection
 from mindrlhf.data.build import build_prompts
@@ -54,12 +54,7 @@ BRACKETS = (
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer")
-    alphabet = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
-    backend = hf.Tokenizer(hf.models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = hf.decoders.ByteLevel()
-    backend.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>"])
-    backend.save(str(path / "tokenizer.json"))
+    byte_backend(["<s>", "</s>", "<|im_start|>", "<|im_end|>"]).save(str(path / "tokenizer.json"))
     return path
 
 

@@ -60,7 +60,7 @@ LAYOUTS = st.builds(
     architecture=st.sampled_from(["Qwen2ForCausalLM", "Qwen3ForCausalLM"]),
     tied=st.booleans(),
 )
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_merging_undoes_sharding_and_resharding(tmp_path_factory, layout, other, dtype, formats, architecture, tied):
     work = tmp_path_factory.mktemp("identity")
     changes = {"architectures": [architecture], "tie_word_embeddings": tied}

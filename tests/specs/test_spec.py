@@ -208,7 +208,7 @@ def test_yarn_of_rotated_tables_is_read():
     assert score_scale(dims) == pytest.approx((0.1 * np.log(4.0) + 1) ** 2 / np.sqrt(dims.head_dim))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     num_groups=st.integers(1, 4),
     heads_per_group=st.integers(1, 4),

@@ -96,7 +96,6 @@ def assert_same(one, other):
         assert one == other or (one != one and other != other)
 
 
-@settings(max_examples=200, deadline=None)
 @given(values=st.dictionaries(names, everything | json_values | arrays, max_size=3))
 def test_what_is_sent_arrives(values):
     assert_same(over_the_wire(values), values)
@@ -114,7 +113,7 @@ batches = st.builds(Batch, st.lists(rows, max_size=3).map(tuple), st.integers(0,
 
 
 @given(sent=st.lists(batches, max_size=2))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_batches_arrive(sent):
     assert_same(over_the_wire({"batches": sent}), {"batches": sent})
 

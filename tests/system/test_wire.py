@@ -35,7 +35,7 @@ def frame(header: dict, arrays: dict) -> bytes:
         return b"".join(iter(lambda: right.recv(65536), b""))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.dictionaries(NAMES, JSON_VALUES, max_size=4), st.dictionaries(NAMES, ARRAYS, max_size=4))
 def test_a_message_arrives_as_it_was_sent(header, arrays):
     left, right = socket.socketpair()
@@ -81,7 +81,7 @@ def test_object_arrays_are_refused(pair):
         send_message(pair[0], {}, {"x": np.array([{}], dtype=object)})
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_a_truncated_message_is_a_closed_connection(data):
     whole = frame({"kind": "test"}, {"x": np.arange(10.0)})
@@ -94,7 +94,7 @@ def test_a_truncated_message_is_a_closed_connection(data):
             receive_message(right)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_flipped_bit_before_the_payload_is_noticed(data):
     array = np.arange(4.0)

@@ -8,7 +8,7 @@ import jinja2.sandbox
 import pytest
 from calculator import calculator
 from example_tools import CALCULATOR
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mindrlhf.config.reward import ToolSection
@@ -168,7 +168,6 @@ def test_where_a_dialect_finds_nothing_calls_that_a_system_prompt_asked_for_coun
             assert parse_calls(text, dialect) == [ToolCall("a", {"x": 1})]
 
 
-@settings(max_examples=500, deadline=None)
 @given(
     st.sampled_from(sorted(DIALECTS)),
     st.lists(

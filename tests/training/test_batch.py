@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mindrlhf.config.training import BEST_FIT, SHARED_PROMPTS
@@ -38,7 +38,6 @@ options = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(shapes=shape_lists, options=options)
 def test_shares_are_equal_in_number_and_hold_every_token_once(shapes, options):
     sequences = make_sequences(shapes)
@@ -94,7 +93,6 @@ def visible(rows: PackedRows, row: int, position: int) -> list[int]:
     return [int(rows.input_ids[row, key]) for key in range(position + 1) if segments[key] in seen]
 
 
-@settings(max_examples=150, deadline=None)
 @given(groups=group_lists, options=fitted)
 def test_every_token_is_predicted_from_its_own_prompt_and_response(groups, options):
     """No response sees another: what a position sees is the prompt and the response up to the token it predicts."""
@@ -114,7 +112,6 @@ def test_every_token_is_predicted_from_its_own_prompt_and_response(groups, optio
                 assert rows.context["positions"][row, position] == length - 1
 
 
-@settings(max_examples=100, deadline=None)
 @given(groups=group_lists, options=fitted)
 def test_the_rows_do_not_depend_on_the_ranks(groups, options):
     sequences = make_groups(groups)
@@ -127,7 +124,6 @@ def test_the_rows_do_not_depend_on_the_ranks(groups, options):
     assert contents(options.num_ranks) == contents(1)
 
 
-@settings(max_examples=100, deadline=None)
 @given(groups=group_lists, options=fitted)
 def test_fitted_micro_batches_come_back_and_have_shapes_that_were_announced(groups, options):
     batch, ranks = make_batch(make_groups(groups), options), range(options.num_ranks)
@@ -222,7 +218,6 @@ def test_a_sequence_longer_than_the_rows_is_an_error():
         make_batch(make_sequences([(10, 10)]), RowOptions((16,), 1, 1, True))
 
 
-@settings(max_examples=100, deadline=None)
 @given(data=st.data(), shapes=shape_lists, first=options, second=options)
 def test_tokens_of_tools_carry_nothing_however_a_batch_is_cut(data, shapes, first, second):
     """Mask and values of every token of every sequence, found again by its id, are the same under any cutting."""

@@ -60,6 +60,20 @@ def test_a_run_that_is_as_it_was_goes_on(begun, started):
     assert len(started) == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("data.train_file=no/such.mindrecord", "no prompt file at no/such.mindrecord"),
+        ("training.chunksize=4", "did you mean 'training.chunk_size'"),
+        ("--workers 2 parallel_config.data_parallel=3", "set data_parallel to 2"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_started(words, message, begun, started, capsys):
+    assert main(["train", str(begun), "--resume", *words.split()]) == 2 and not started
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mindrlhf train: error:") and message in line
+
+
 def test_auto_goes_on_where_a_checkpoint_is_and_begins_where_none_is(begun, started, tmp_path):
     main(["train", str(begun), "--resume", "auto"])
     shutil.rmtree(tmp_path / "run" / "checkpoints")

@@ -102,7 +102,7 @@ DTYPES = st.sampled_from(["?", "<i1", "<i4", "<i8", "<u2", "<f2", "<f4", "<f8"])
 SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(DTYPES, SHAPES), max_size=6))
 def test_any_arrays_travel_in_buckets_bit_for_bit(kinds):
     rng = np.random.default_rng(0)

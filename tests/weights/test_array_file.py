@@ -27,7 +27,7 @@ any_array = st.sampled_from(DTYPES).flatmap(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(arrays=st.dictionaries(names, any_array, max_size=6), order=st.randoms(use_true_random=False))
 def test_arrays_come_back_bit_for_bit_in_any_order_of_writing(tmp_path_factory, arrays, order):
     path = tmp_path_factory.mktemp("arrays") / "arrays.safetensors"
@@ -101,7 +101,6 @@ def test_a_missing_file_is_one_line(tmp_path):
         load_arrays(tmp_path / "optimizer.safetensors")
 
 
-@settings(max_examples=100, deadline=None)
 @given(cut=st.integers(0, 200), position=st.integers(0, 199), byte=st.integers(0, 255))
 def test_a_damaged_file_loads_or_is_one_line(tmp_path_factory, cut, position, byte):
     path = tmp_path_factory.mktemp("damaged") / "file"

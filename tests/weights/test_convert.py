@@ -143,7 +143,7 @@ def test_random_weights_are_repeatable_and_have_their_distribution():
     assert np.all(first["model.layers.0.self_attn.q_proj.bias"] == 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=20))
 def test_bfloat16_rounds_to_the_nearest_with_ties_to_even(values):
     exact = np.array(values, np.float32)

@@ -259,7 +259,6 @@ def test_the_tokenizer_is_the_original_one(tmp_path_factory, pre):
     assert found.chat_template == TEMPLATE and found.control_tokens == set(SPECIAL)
     assert json.loads((directory / "hf" / "generation_config.json").read_text())["eos_token_id"] == [2]
 
-    @settings(max_examples=200, deadline=None)
     @given(TEXTS)
     def check(text):
         assert found.encode(text) == original.encode(text, add_special_tokens=False).ids
@@ -302,7 +301,6 @@ def test_sentence_pieces_are_merged_as_sentencepiece_merges_them(tmp_path_factor
     plain = tokenizers.Tokenizer.from_file(str(directory / "hf" / "tokenizer.json"))
     assert plain.encode("a").ids[0] == original.bos_id()
 
-    @settings(max_examples=300, deadline=None)
     @given(TEXTS.filter(lambda text: text and "<" not in text and "\0" not in text))
     def check(text):
         assert found.encode(text) == original.encode(text)
@@ -419,7 +417,7 @@ def whole(tmp_path_factory) -> bytes:
     return path.read_bytes()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_file_that_ends_early_is_refused_in_one_line(whole, tmp_path, data):
     end = data.draw(st.integers(0, 2000) | st.integers(0, len(whole) - 1))

@@ -4,7 +4,7 @@ import re
 import string
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mindrlhf.errors import UserError
@@ -76,7 +76,6 @@ VALUES = st.one_of(
 NAMES = sorted({*SLURM, *ASCEND, "MS_SCHED_PORT", "JOB_COMPLETION_INDEX"})
 
 
-@settings(max_examples=1000, deadline=None)
 @given(
     base=st.sampled_from([{}, SLURM, ASCEND]),
     changes=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4),
@@ -102,14 +101,12 @@ def host_lists(draw):
     return written + draw(st.sampled_from(["", ",c", ",c[1-2]"])), first
 
 
-@settings(max_examples=200, deadline=None)
 @given(host_lists())
 def test_the_first_host_is_that_of_slurm(pair):
     written, first = pair
     assert first_host(written) == first
 
 
-@settings(max_examples=500, deadline=None)
 @given(st.text("a1[]-,0 9x", max_size=30))
 def test_any_list_of_hosts_gives_a_host_or_none(text):
     assert re.fullmatch(r"[A-Za-z0-9._:-]*", first_host(text))

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mindrlhf.rewards.answers.extraction import (
@@ -57,7 +57,6 @@ def last_boxed_by_stack(text):
 
 
 @given(st.lists(st.sampled_from(["\\boxed{", "{", "}", "}", "\\{", "\\}", "\\", "a", "4 ", "\n"]), max_size=25))
-@settings(max_examples=500, deadline=None)
 def test_last_boxed_equals_a_slow_implementation(pieces):
     text = "".join(pieces)
     assert last_boxed(text) == last_boxed_by_stack(text)
@@ -132,7 +131,6 @@ PIECES = ["<think>", "</think>", "<reasoning>", "</reasoning>", "a", "42 ", "\n"
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=12), st.sampled_from(["", "<think>", "<think>\n\n</think>\n\n"]))
-@settings(max_examples=500, deadline=None)
 def test_behind_thoughts_equals_a_slow_implementation(pieces, prefill):
     text = "".join(pieces)
     prompt = f"<|im_start|>user\n<think>?<|im_end|>\n<|im_start|>assistant\n{prefill}"
@@ -153,7 +151,6 @@ ANSWERS = [
 
 
 @given(st.lists(st.sampled_from(ANSWERS), max_size=4), st.lists(st.sampled_from(ANSWERS), max_size=3))
-@settings(max_examples=200, deadline=None)
 def test_no_draft_changes_a_reward(drafts, final):
     draft, rest = "\n".join(drafts), "\n".join(final)
     opened = "<|im_start|>assistant\n<think>\n"

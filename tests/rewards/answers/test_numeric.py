@@ -1,7 +1,7 @@
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mindrlhf.rewards.answers.numeric import numbers_equal, parse_number
@@ -111,7 +111,6 @@ def written_numbers(draw):
 
 
 @given(written_numbers(), written_numbers())
-@settings(max_examples=300, deadline=None)
 def test_numbers_are_equal_exactly_when_their_values_are(first, second):
     (text, value), (other_text, other_value) = first, second
     number, other = parse_number(text), parse_number(other_text)

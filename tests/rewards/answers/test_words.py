@@ -5,7 +5,7 @@ import itertools
 from fractions import Fraction
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from mindrlhf.rewards.answers.equality import answers_equal
@@ -18,7 +18,6 @@ LONG = {"km": "kilometres", "m": "metres", "cm": "centimetres", "ft": "feet", "i
 LONG |= {"min": "minutes", "s": "seconds", "kg": "kilograms", "lb": "pounds", "oz": "ounces"}
 
 
-@settings(max_examples=200, deadline=None)
 @given(NUMBERS, NUMBERS, st.sampled_from(BETWEEN))
 def test_numbers_around_words_do_not_commute(first, second, word):
     assume(first != second)
@@ -28,7 +27,6 @@ def test_numbers_around_words_do_not_commute(first, second, word):
     assert not answers_equal(f"{first * second}", f"{first} {word} {second}") or word == "out of"
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.text("ABCDEFGHKLMNOPRST", min_size=3, max_size=6), st.randoms(use_true_random=False))
 def test_letters_in_order_are_a_sequence(letters, random):
     other = "".join(random.sample(letters, len(letters)))
@@ -38,7 +36,6 @@ def test_letters_in_order_are_a_sequence(letters, random):
         assert answers_equal(joint.join(other), joint.join(letters)) == (other == letters)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(NUMBERS, st.sampled_from(UNITS)), min_size=2, max_size=3, unique_by=lambda part: part[1]))
 def test_compound_measures_are_compared_part_by_part(parts):
     written = " ".join(f"{number} {unit}" for number, unit in parts)
@@ -52,7 +49,6 @@ def test_compound_measures_are_compared_part_by_part(parts):
     assert not answers_equal(str(numbers[0]), written)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.dates(datetime.date(1900, 1, 1), datetime.date(2099, 12, 31)), st.integers(1, 400))
 def test_dates(day, shift):
     def forms(date):
@@ -74,7 +70,6 @@ def test_dates(day, shift):
     assert not answers_equal(str(day.year - day.month - day.day), forms(day)[3])
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.integers(0, 23), st.integers(0, 59), st.integers(0, 23), st.integers(0, 59))
 def test_times_of_day(hour, minute, other_hour, other_minute):
     def twelve(hour, minute):
@@ -104,7 +99,6 @@ def in_han(number: int) -> str:
     return text or "零"
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.integers(0, 99_999_999), st.integers(1, 50))
 def test_chinese_numerals(number, shift):
     assert answers_equal(in_han(number), str(number))
@@ -112,7 +106,6 @@ def test_chinese_numerals(number, shift):
     assert not answers_equal(in_han(number), str(number + shift))
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.integers(0, 99), st.text("0123456789", max_size=3), st.text("0123456789", min_size=1, max_size=4))
 @example(0, "", "1000")
 @example(3, "25", "9000")
@@ -128,7 +121,6 @@ def test_repeating_decimals(whole, fixed, period):
     assert answers_equal(f"{whole}.{fixed}{period * 3}...", reference)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.integers(1_000_000, 10**9), st.integers(1, 99))
 def test_thousands_and_decimals_of_other_languages(number, cents):
     digits = f"{number:,}"
@@ -140,7 +132,6 @@ def test_thousands_and_decimals_of_other_languages(number, cents):
         assert not answers_equal(f"{digits.replace(',', mark)},{cents:02d}", f"{number}{cents:02d}")
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.integers(-20, 20), st.integers(1, 20), st.booleans(), st.booleans())
 def test_intervals_as_inequalities(low, width, is_low_in, is_high_in):
     high = low + width
@@ -201,14 +192,12 @@ PIECES = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
 @given(*[st.lists(st.sampled_from(PIECES), min_size=1, max_size=7).map("".join)] * 2)
 def test_no_pair_raises(prediction, reference):
     assert answers_equal(prediction, reference) in (True, False)
     assert answers_equal(prediction, prediction)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(-9, 9), st.lists(st.integers(-9, 9), min_size=2, max_size=4), st.integers(1, 9))
 def test_a_scaled_matrix_is_worked_out(factor, entries, shift):
     def column(values):

@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 from engines import whole_engine
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from slow_tests import RUNS_SLOW_TESTS, SLOW
 from tiny_models import tiny_model
@@ -217,7 +217,6 @@ def test_tiled_and_plain_log_probabilities_give_the_same_gradients(plain, sequen
     assert_same(found, plain, 1e-5)
 
 
-@settings(max_examples=100, deadline=None)
 @given(sizes=st.lists(st.integers(1, 2 * BUCKET_ELEMENTS), min_size=1, max_size=30))
 def test_buckets_cover_every_tensor_in_order(sizes):
     ranges = bucket_ranges(sizes)

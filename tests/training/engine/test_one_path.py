@@ -80,13 +80,12 @@ def built():
     return of
 
 
-@settings(max_examples=200, deadline=None)
 @given(config=configs("ascend"))
 def test_an_npu_builds_sharded_models_alone(built, config):
     assert trains_sharded(config) and built(config) == "sharded"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(config=configs("cpu"))
 def test_a_cpu_builds_whole_models_where_data_parallelism_is_all(built, config):
     parallel = config.parallel_config

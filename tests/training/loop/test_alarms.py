@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from configs import grpo_config
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from made_samples import make_sample
 from saved_progress import through_json
@@ -253,7 +253,6 @@ REWARD = st.sampled_from([(0.0, 0.0), (1.0, 0.0), (0.0, 1.0)])
 STEPS = st.lists(st.lists(st.lists(REWARD, min_size=2, max_size=2), min_size=1, max_size=2), min_size=1, max_size=12)
 
 
-@settings(deadline=None)
 @given(steps=STEPS, resumed_after=st.integers(0, 12))
 def test_the_alarms_are_those_of_a_look_at_the_whole_run(tmp_path_factory, steps, resumed_after):
     directory = tmp_path_factory.mktemp("run")

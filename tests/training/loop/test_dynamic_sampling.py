@@ -116,7 +116,7 @@ def test_the_metrics_of_a_step_by_hand():
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32),
     share=st.floats(0, 1),

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mindrlhf.weights.publish.collective import plan_buckets
@@ -31,7 +31,6 @@ def planned_syncs(draw) -> tuple[list[Transfer], list[tuple[int, ...]]]:
     return transfers, draw(st.sampled_from([node_by_node, in_turn]))
 
 
-@settings(max_examples=100, deadline=None)
 @given(planned_sync=planned_syncs(), bucket_bytes=st.sampled_from([240, 248, 1 << 20]))
 def test_each_transfer_is_in_one_bucket_from_its_origin_to_all_nodes(planned_sync, bucket_bytes):
     transfers, nodes = planned_sync

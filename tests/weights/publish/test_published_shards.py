@@ -91,7 +91,7 @@ def written_by_all(spec, dims, layouts, tensors, node=None):
     return written, counts
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     spec=st.sampled_from([QWEN2, QWEN3, QWEN3_5, GLM4]),
     tied=st.booleans(),
@@ -113,7 +113,7 @@ def test_each_element_is_written_once_and_right(spec, tied, data, model, stages,
         assert (counts[name] == 1).all(), name
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     name=st.sampled_from(list(EXPERTS)),
     sizes=st.sampled_from([(1, 2, 2), (2, 1, 2), (4, 1, 2), (4, 1, 4), (2, 2, 4), (2, 2, 1), (1, 4, 4)]),

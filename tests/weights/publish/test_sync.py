@@ -108,7 +108,7 @@ class Nodes:
             closed.close()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     held=holdings(),
     transfer_bytes=st.sampled_from([8, 96, 1 << 20]),

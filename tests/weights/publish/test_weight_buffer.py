@@ -101,7 +101,7 @@ def test_processes_write_their_own_shards(buffer):
     assert tensors["scale"] == 2.0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_any_partition_into_shards_is_accepted_and_any_missing_or_doubled_part_is_not(data):
     rows = sorted(data.draw(st.sets(st.integers(1, 11), max_size=3)) | {0, 12})

@@ -37,7 +37,7 @@ def test_every_tensor_is_in_one_bucket_and_only_a_large_one_exceeds_its_size(sha
         assert len(buckets) == 1
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(SHAPES, st.integers(0, 1000))
 def test_a_reader_sees_every_tensor_of_every_version(shapes, bucket_bytes):
     infos = infos_of(shapes)
@@ -60,7 +60,7 @@ def test_a_reader_sees_every_tensor_of_every_version(shapes, bucket_bytes):
                 np.testing.assert_array_equal(array, values[name])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(SHAPES, st.integers(1, 5), st.data())
 def test_readers_that_share_the_memory_each_sum_other_tensors_and_together_all(shapes, num_shares, data):
     infos = infos_of(shapes)
