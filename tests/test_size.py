@@ -41,7 +41,7 @@ MOST = {
     "mindrlhf/doctor": 1277,
     "mindrlhf/dryrun": 3625,
     "mindrlhf/errors.py": 126,
-    "mindrlhf/evaluation": 666,
+    "mindrlhf/evaluation": 658,
     "mindrlhf/hub": 70,
     "mindrlhf/images": 368,
     "mindrlhf/launch": 3059,
@@ -57,7 +57,7 @@ MOST = {
     "mindrlhf/tools": 1774,
     "mindrlhf/training": 10327,
     "mindrlhf/weights": 4112,
-    "tests": 71434,
+    "tests": 71167,
     "scripts": 1864,
     "docs": 32820,
 }

@@ -60,7 +60,7 @@ class PairAccuracy:
 
     pairs: str  # digest of the pairs
     step: int
-    accuracy: list[float]  # mean, low, high, confidence
+    accuracy: list[float]  # mean, low, high
 
 
 @record

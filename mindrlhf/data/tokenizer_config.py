@@ -111,8 +111,8 @@ def end_ids(directory: str | Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(one for one in found if one < limit))
 
 
-def ids_of(value: Any, path: Path, key: str = "eos_token_id") -> list[int]:
-    """Return the ids that the ``key`` of a file stands for: one, a list, or nothing.
+def ids_of(value: Any, path: Path) -> list[int]:
+    """Return the ids that the ``eos_token_id`` of a file stands for: one, a list, or nothing.
 
     Raises:
         UserError: it is something else.
@@ -120,7 +120,7 @@ def ids_of(value: Any, path: Path, key: str = "eos_token_id") -> list[int]:
     ids = [] if value is None else list(value) if isinstance(value, list) else [value]
     for one in ids:
         if type(one) is not int or not 0 <= one < 2**31:
-            raise UserError(f"{path} has {key}={value!r}: give the id of a token, or a list of them")
+            raise UserError(f"{path} has eos_token_id={value!r}: give the id of a token, or a list of them")
     return ids
 
 

@@ -12,17 +12,17 @@ from numpy.typing import ArrayLike
 
 from mindrlhf.errors import UserError
 
+CONFIDENCE, NUM_RESAMPLES = 0.95, 10_000
 # Random indices drawn at a time, 32 MB, however many prompts and resamples there are.
 INDICES_PER_BATCH = 1 << 22
 
 
 class Interval(NamedTuple):
-    """A mean and its confidence interval."""
+    """A mean and its interval at ``CONFIDENCE``."""
 
     mean: float
     low: float
     high: float
-    confidence: float
 
     def __str__(self) -> str:
         return f"{self.mean:.4f} [{self.low:.4f}, {self.high:.4f}]"
@@ -51,43 +51,37 @@ def pass_at_k(correct: ArrayLike, k: int) -> np.ndarray:
     return (1.0 - all_wrong)[values.sum(axis=1).astype(np.int64)]
 
 
-def bootstrap_interval(
-    per_prompt_values: ArrayLike, confidence: float = 0.95, num_resamples: int = 10_000, seed: int = 0
-) -> Interval:
-    """The mean of ``per_prompt_values [prompts]`` with its BCa bootstrap interval; repeatable by ``seed``.
+def bootstrap_interval(per_prompt_values: ArrayLike) -> Interval:
+    """The mean of ``per_prompt_values [prompts]`` with its BCa bootstrap interval; the same for the same values.
 
     Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), section 14.3. Of equal values the interval
     is that value alone; of a single one it is infinite.
 
     Raises:
-        UserError: no values, values that are not finite, or ``confidence`` not between 0 and 1.
+        UserError: no values, or values that are not finite.
     """
     from scipy.stats import bootstrap
 
     values = _checked(per_prompt_values, "per_prompt_values", num_dimensions=1)
-    if not 0.0 < confidence < 1.0:
-        raise UserError(f"a confidence of {confidence} is not possible: give one between 0 and 1, such as 0.95")
-    if num_resamples < 1:
-        raise UserError(f"{num_resamples} bootstrap resamples: at least 1 is needed, and 10000 are usual")
     mean = float(values.mean())
     if values.size == 1:
-        return Interval(mean, -np.inf, np.inf, confidence)
+        return Interval(mean, -np.inf, np.inf)
     if values.min() == values.max():
-        return Interval(mean, mean, mean, confidence)
+        return Interval(mean, mean, mean)
     result = bootstrap(
         (values,),
         np.mean,
-        n_resamples=num_resamples,
+        n_resamples=NUM_RESAMPLES,
         batch=max(1, INDICES_PER_BATCH // values.size),
-        confidence_level=confidence,
+        confidence_level=CONFIDENCE,
         method="BCa",
-        random_state=np.random.default_rng(seed),
+        random_state=np.random.default_rng(0),
     )
     low, high = result.confidence_interval
-    return Interval(mean, float(low), float(high), confidence)
+    return Interval(mean, float(low), float(high))
 
 
-def accuracy_interval(per_prompt_values: ArrayLike, confidence: float = 0.95) -> Interval:
+def accuracy_interval(per_prompt_values: ArrayLike) -> Interval:
     """The interval of an accuracy: by bootstrap, and where all prompts are right, or all wrong, Wilson's.
 
     ``per_prompt_values`` is ``[prompts]``. Of n prompts all alike the bootstrap knows nothing; the score interval
@@ -98,20 +92,18 @@ def accuracy_interval(per_prompt_values: ArrayLike, confidence: float = 0.95) ->
         UserError: as ``bootstrap_interval``.
     """
     values = _checked(per_prompt_values, "per_prompt_values", num_dimensions=1)
-    if values.min() != values.max() or values[0] not in (0.0, 1.0) or not 0.0 < confidence < 1.0:
-        return bootstrap_interval(values, confidence)
-    square = NormalDist().inv_cdf((1.0 + confidence) / 2.0) ** 2
+    if values.min() != values.max() or values[0] not in (0.0, 1.0):
+        return bootstrap_interval(values)
+    square = NormalDist().inv_cdf((1.0 + CONFIDENCE) / 2.0) ** 2
     width = square / (values.size + square)
     mean = float(values[0])
-    return Interval(mean, mean * (1.0 - width), mean + (1.0 - mean) * width, confidence)
+    return Interval(mean, mean * (1.0 - width), mean + (1.0 - mean) * width)
 
 
-def paired_difference(
-    a: ArrayLike, b: ArrayLike, confidence: float = 0.95, num_resamples: int = 10_000, seed: int = 0
-) -> Interval:
+def paired_difference(a: ArrayLike, b: ArrayLike) -> Interval:
     """The mean of ``a - b`` with its interval, for two models' values ``[prompts]`` on the same prompts in order.
 
-    ``a`` is better than ``b`` at this confidence when ``low > 0``. What makes a prompt easy or hard for both
+    ``a`` is better than ``b`` when ``low > 0``. What makes a prompt easy or hard for both
     cancels, so the interval is narrower than those of the two means suggest.
 
     Raises:
@@ -120,7 +112,7 @@ def paired_difference(
     a, b = _checked(a, "a", num_dimensions=1), _checked(b, "b", num_dimensions=1)
     if a.shape != b.shape:
         raise UserError(f"{a.size} prompts against {b.size}: a paired comparison needs the same prompts on both sides")
-    return bootstrap_interval(a - b, confidence, num_resamples, seed)
+    return bootstrap_interval(a - b)
 
 
 def _checked(values: ArrayLike, name: str, num_dimensions: int) -> np.ndarray:

@@ -56,24 +56,18 @@ def test_a_skewed_interval_is_the_textbooks():
     jackknife = np.array([np.delete(values, i).mean() for i in range(40)])
     deviations = jackknife.mean() - jackknife
     acceleration = (deviations**3).sum() / (6 * (deviations**2).sum() ** 1.5)
-    interval = statistics.bootstrap_interval(values, 0.9, num_resamples=20_000, seed=1)
-    assert interval.mean == values.mean()
-    for tail, bound in ((0.05, interval.low), (0.95, interval.high)):
+    interval = statistics.bootstrap_interval(values)
+    assert interval.mean == values.mean() and interval == statistics.bootstrap_interval(values)
+    for tail, bound in ((0.025, interval.low), (0.975, interval.high)):
         shifted = bias + normal.inv_cdf(tail)
         level = normal.cdf(bias + shifted / (1 - acceleration * shifted))
         # Both are random: a tenth of a standard error.
         assert bound == pytest.approx(np.quantile(means, level), abs=0.1 * values.std() / math.sqrt(40))
 
 
-def test_interval_depends_on_the_seed_only():
-    values = np.random.default_rng(3).random(50)
-    assert statistics.bootstrap_interval(values, seed=4) == statistics.bootstrap_interval(values, seed=4)
-    assert statistics.bootstrap_interval(values, seed=4) != statistics.bootstrap_interval(values, seed=5)
-
-
 def test_degenerate_samples():
-    assert statistics.bootstrap_interval([0.3])[:3] == (0.3, -math.inf, math.inf)
-    assert statistics.bootstrap_interval([0.5, 0.5, 0.5])[:3] == (0.5, 0.5, 0.5)
+    assert statistics.bootstrap_interval([0.3]) == (0.3, -math.inf, math.inf)
+    assert statistics.bootstrap_interval([0.5, 0.5, 0.5]) == (0.5, 0.5, 0.5)
     low, high = statistics.bootstrap_interval([0.0] * 30 + [1.0])[1:3]
     assert 0.0 <= low < 1 / 31 < high < 0.3
 
@@ -105,7 +99,7 @@ def test_paired_difference_cancels_what_both_share():
     assert opposite.high < 0
     alone = statistics.bootstrap_interval(after)
     assert alone.high - alone.low > 5 * (difference.high - difference.low)
-    assert statistics.paired_difference([1, 0, 1], [1, 0, 1])[:3] == (0.0, 0.0, 0.0)
+    assert statistics.paired_difference([1, 0, 1], [1, 0, 1]) == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +108,6 @@ def test_paired_difference_cancels_what_both_share():
         (lambda: statistics.bootstrap_interval([]), "not empty"),
         (lambda: statistics.bootstrap_interval([[1.0]]), r"must be \[prompts\]"),
         (lambda: statistics.bootstrap_interval([1.0, math.inf]), "NaN or infinite"),
-        (lambda: statistics.bootstrap_interval([1.0, 0.0], confidence=95), "between 0 and 1"),
-        (lambda: statistics.bootstrap_interval([1.0, 0.0], num_resamples=0), "at least 1"),
         (lambda: statistics.paired_difference([1.0, 2.0], [1.0]), "same prompts"),
         (lambda: statistics.pass_at_k([[]], 1), "not empty"),
     ],
