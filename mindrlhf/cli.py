@@ -51,8 +51,18 @@ class BadWord(Exception):
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line that says what was meant."""
 
+    _words: Sequence[str] = ()
+
+    def parse_known_args(self, args=None, namespace=None):  # noqa: D102
+        self._words = args or ()
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> None:
-        """Print the line and end the process."""
+        """Print the line and end the process; where an option is missing, it may be one that is misspelled."""
+        unknown = (word for word in self._words if word.startswith("--") and "required" in message)
+        for word in unknown:
+            if hint := _meant(word, self, False) if word.partition("=")[0] not in self._option_string_actions else "":
+                message = f"unrecognized arguments: {word}{hint}"
         self.exit(2, f"{self.prog}: error: {visible(message)}; see {self.prog} --help\n")
 
     def _get_value(self, action: argparse.Action, text: str) -> object:

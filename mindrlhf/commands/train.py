@@ -151,7 +151,8 @@ def _start_checked(
     advisers = _advisers(config, again := _again(arguments, overrides, place))
 
     def start(resume: bool, **peers: Any) -> int:
-        print(f"mindrlhf: starting {_counted(arguments.workers, 'rank')}; logs: {log_dir}", flush=True)
+        ranks = f"{arguments.workers:,} rank{'s' if arguments.workers != 1 else ''}"
+        print(f"mindrlhf: starting {ranks}; logs: {log_dir}", flush=True)
         return launch(
             ["-P", "-m", "mindrlhf.training.main", command, arguments.config, *overrides, *["--resume"] * resume],
             arguments.workers,
@@ -179,18 +180,9 @@ def _start_checked(
         checked.raise_if_any()
         if is_resumed:
             check_resumes(config)
-    _tell(checked)
-    return run.on_first_node(place, facts) if place else run.on_one_machine()
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' if number != 1 else ''}"
-
-
-def _tell(checked: "CheckedRun") -> None:
-    """Say what the user may want to know of a config that is right."""
     for remark in checked.remarks:
         print(f"mindrlhf: {remark}", flush=True)
+    return run.on_first_node(place, facts) if place else run.on_one_machine()
 
 
 def _place_of(arguments: argparse.Namespace) -> "Place | None":
@@ -230,13 +222,10 @@ def _again(arguments: argparse.Namespace, overrides: list[str], place: "Place | 
     options = [] if arguments.workers == 1 else ["--workers", str(arguments.workers)]
     options += ["--oversubscribe"] * arguments.oversubscribe + ["--elastic"] * arguments.elastic
     if place:
-        options += ["--nodes", str(place.num_nodes), *_spares_option(place.num_spares), "--node-rank", str(place.node)]
+        spares = ["--spares", str(place.num_spares)] if place.num_spares else []
+        options += ["--nodes", str(place.num_nodes), *spares, "--node-rank", str(place.node)]
         options += ["--master", arguments.master or f"{place.master}:{place.port}"]
     return shlex.join(["mindrlhf", arguments.command, arguments.config, *overrides, *options])
-
-
-def _spares_option(num_spares: int) -> list[str]:
-    return ["--spares", str(num_spares)] if num_spares else []
 
 
 def _check_spares(arguments: argparse.Namespace) -> None:

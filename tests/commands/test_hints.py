@@ -67,6 +67,7 @@ def test_case_hyphens_and_spaces_never_hide_a_choice(data):
         (["train", "c.yaml", "--num-workers", "2"], "did you mean --workers or reward.num_workers=VALUE (keys of"),
         (["train", "c.yaml", "--zzz"], "unrecognized arguments: --zzz; see"),
         (["report", "run", "--svgg=x"], "did you mean --svg?"),
+        (["data", "build", "--output", "x", "--max-promt-length", "9"], "did you mean --max-prompt-length?"),
         (["rewards", "list", "run.seed=1"], "this command has no config to set keys of"),
         (["data", "get", "a/b", "c"], "quote a text that has spaces"),
     ],

@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 @SLOW
 @pytest.mark.timeout(1800)
 def test_the_quickstart_has_the_same_weights_on_the_newer_platform(tmp_path, rollout_python):
-    python = next((path for name in ("python3.12", "python") if (path := find(name))), None)
+    python = find_python()
     if python is None:
         pytest.skip("no Python 3.12 is installed")
     call(python, "-m", "venv", tmp_path / "venv")
@@ -23,7 +24,7 @@ def test_the_quickstart_has_the_same_weights_on_the_newer_platform(tmp_path, rol
     call(newer, "-m", "pip", "install", "--quiet", "--no-deps", "mindformers==2.1.0")
     assert "(3, 12)" in call(newer, "-c", "import sys; print(sys.version_info[:2])")
     call("bash", ROOT / "examples" / "quickstart" / "make_data.sh", cwd=ROOT)
-    keys = ("run.max_steps=2", "evaluation.before_training=false")
+    keys = ("run.max_steps=5", "evaluation.before_training=false")
     config = ("examples/quickstart/config.yaml", "--workers", "2", *keys)
     weights = []
     for name, interpreter in (("older", ROOT / ".venv" / "bin" / "python"), ("newer", newer)):
@@ -33,10 +34,10 @@ def test_the_quickstart_has_the_same_weights_on_the_newer_platform(tmp_path, rol
     assert weights[0] == weights[1]
 
 
-def find(name: str) -> str | None:
-    """Return an interpreter of that name, or of one beside this one, that is a 3.12 and starts."""
-    beside = sorted(Path(shutil.which("python3.11") or "/none").resolve().parents[1].glob(f"../3.12*/bin/{name}"))
-    for path in filter(None, [shutil.which(name), *map(str, beside)]):
+def find_python() -> str | None:
+    """Return an interpreter on the path, or beside this one, that is a 3.12 and starts."""
+    beside = sorted(Path(sys.base_prefix).glob("../3.12*/bin/python3.12"))
+    for path in filter(None, [shutil.which("python3.12"), *map(str, beside)]):
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
         if re.match(r"Python 3\.12\.", done.stdout):
             return path

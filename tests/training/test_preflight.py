@@ -221,7 +221,7 @@ def test_an_export_directory_must_be_free(tmp_path):
     check_free(tmp_path / "absent")
     check_free(tmp_path)
     (tmp_path / "config.json").touch()
-    with pytest.raises(UserError, match=r"holds the model of an earlier run: move it away"):
+    with pytest.raises(UserError, match=r"holds the model of an earlier run: --resume run.max_steps=N trains"):
         check_free(tmp_path)
 
 

@@ -153,7 +153,8 @@ def newest_checkpoint(config: AnyConfig) -> Path | None:
 def check_free(directory: Path) -> None:
     """Refuse to train towards an export directory that is taken, before the time is spent."""
     if _is_taken(directory):
-        raise UserError(f"{directory} holds the model of an earlier run: move it away, or set another run.output_dir")
+        ways = "--resume run.max_steps=N trains it longer; else move it away, or set another run.output_dir"
+        raise UserError(f"{directory} holds the model of an earlier run: {ways}")
 
 
 def _is_taken(directory: Path) -> bool:
