@@ -3,6 +3,8 @@
 import json
 
 from mindrlhf.rewards.registry import resolve
+from mindrlhf.sandbox.code_tests.unit_tests import UnitTests
+from mindrlhf.sandbox.run import SandboxLimits
 
 
 def fenced(source: str, language: str = "python") -> str:
@@ -13,3 +15,9 @@ def reward(completion: str, answer, **options) -> float:
     texts = {"time_limit_s": "30", **{name: str(value) for name, value in options.items()}}
     answer = answer if isinstance(answer, str) else json.dumps(answer)
     return resolve("code_execution", texts)(completion, answer, {})
+
+
+def passed(source: str, tests: list[str]) -> list[bool]:
+    """Return which tests a program passes, all of them in one sandbox."""
+    limits = SandboxLimits(time_s=60.0, memory_bytes=512 << 20)
+    return UnitTests.parse(json.dumps(tests)).run(source, limits, stop_at_failure=False)

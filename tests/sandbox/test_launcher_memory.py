@@ -86,9 +86,8 @@ TESTS = {
 
 @pytest.mark.parametrize("kind", TESTS)
 def test_a_program_that_reads_its_memory_earns_nothing_after_honest_ones(kind):
-    for _ in range(3):
-        assert reward(fenced(HONEST), TESTS[kind]) == 1.0
-        assert reward(fenced(SCANNER), TESTS[kind], partial="true") == 0.0
+    assert reward(fenced(HONEST), TESTS[kind]) == 1.0
+    assert reward(fenced(SCANNER), TESTS[kind], partial="true") == 0.0
 
 
 def test_the_same_through_the_reward_pool():
@@ -125,7 +124,8 @@ def counter(planted: str = "") -> str:
     return COUNTER.format(turned=bytes(byte ^ 1 for byte in CANARY.encode())) + planted + COUNT
 
 
-def leave_canaries() -> None:
+@pytest.fixture(scope="module")
+def canaries() -> None:
     """Have the canary in every place of a request, in programs that end well, fail, and are killed."""
     marked = f"={CANARY}-{CANARY}"
     program = f"kept = '{marked}' * 1000\ndef f(x):\n    return '{marked}'\nprint(input())\n"
@@ -141,14 +141,12 @@ def leave_canaries() -> None:
     reward(completion, {"inputs": [marked] * 2, "outputs": [marked] * 2})
 
 
-def test_a_fresh_program_has_no_text_of_earlier_requests_in_all_its_memory():
+def test_a_fresh_program_has_no_text_of_earlier_requests_in_all_its_memory(canaries):
     assert int(run_python(counter("kept = b'=' + canary\n"), limits=LIMITS).stdout) >= 1
-    leave_canaries()
     assert run_python(counter(), limits=LIMITS).stdout == "0\n"
 
 
-def test_the_launcher_itself_never_has_the_text_of_a_request():
-    leave_canaries()
+def test_the_launcher_itself_never_has_the_text_of_a_request(canaries):
     pid = server.shared_server()._process.pid
     found, num_bytes = 0, 0
     try:

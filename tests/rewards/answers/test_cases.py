@@ -18,18 +18,16 @@ TO_BE_COMPUTED = {
 COMPLETIONS = [case for name in case_tables.completion_tables() for case in case_tables.read_cases(name)]
 
 
-def name_of(case: case_tables.Case) -> str:
-    return ascii(f"{case.prediction} {'==' if case.is_equal else '!='} {case.reference}")
+@pytest.mark.parametrize("table", case_tables.table_names())
+def test_pairs(table):
+    cases = case_tables.read_cases(table)
+    assert [case for case in cases if answers_equal(case.prediction, case.reference) is not case.is_equal] == []
 
 
-@pytest.mark.parametrize("case", PAIRS, ids=name_of)
-def test_pair(case):
-    assert answers_equal(case.prediction, case.reference) is case.is_equal, case.reason
-
-
-@pytest.mark.parametrize("case", COMPLETIONS, ids=name_of)
-def test_completion(case):
-    assert built_in("accuracy_reward")(case.prediction, case.reference) == case.is_equal, case.reason
+@pytest.mark.parametrize("table", case_tables.completion_tables())
+def test_completions(table):
+    cases, reward = case_tables.read_cases(table), built_in("accuracy_reward")
+    assert [case for case in cases if reward(case.prediction, case.reference) != case.is_equal] == []
 
 
 def test_every_language_has_the_same_list_of_forms():
@@ -65,12 +63,14 @@ def test_the_tables_are_large_and_two_sided():
     assert len({(case.prediction, case.reference) for case in COMPLETIONS}) == len(COMPLETIONS)
 
 
-@pytest.mark.parametrize("case", [case for case in PAIRS if case.is_equal], ids=name_of)
-def test_an_equal_answer_is_right_in_a_box_and_behind_hashes_if_it_is_a_result(case):
-    reward = float(case.prediction not in TO_BE_COMPUTED)
-    if "boxed" not in case.prediction:
-        assert built_in("accuracy_reward")(f"so \\boxed{{{case.prediction}}}", case.reference) == reward
-    assert built_in("accuracy_reward")(f"so\n#### {case.prediction}", case.reference) == reward
+@pytest.mark.parametrize("mark", ["so \\boxed{{{}}}", "so\n#### {}"], ids=["box", "hashes"])
+def test_an_equal_answer_is_right_where_it_is_marked_if_it_is_a_result(mark):
+    reward = built_in("accuracy_reward")
+    equal = [case for case in PAIRS if case.is_equal and not ("boxed" in mark and "boxed" in case.prediction)]
+    texts = [(mark.format(case.prediction), case) for case in equal]
+    assert [
+        case for text, case in texts if reward(text, case.reference) != (case.prediction not in TO_BE_COMPUTED)
+    ] == []
 
 
 def test_what_is_to_be_computed_stands_in_the_tables():

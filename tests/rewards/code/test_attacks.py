@@ -1,10 +1,12 @@
 """The second red team: attacks on what unit tests leave open earn nothing, by all tests together or by shares."""
 
+import itertools
 import sys
 
 import pytest
 from code_attacks import ATTACKS, OF_PYTHON
 from code_rewards import fenced, reward
+from slow_tests import RUNS_SLOW_TESTS
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -28,11 +30,12 @@ def earned(program: str, tests: object, partial: bool) -> float:
         return 0.0
 
 
-@pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_earns_nothing(name):
-    program, tests = ATTACKS[name]
-    assert earned(program, tests, partial=True) == 0.0
-    assert earned(program, tests, partial=False) == 0.0
+@pytest.mark.parametrize(
+    ("name", "partial"),
+    itertools.product(ATTACKS, (True, False)) if RUNS_SLOW_TESTS else zip(ATTACKS, itertools.cycle((True, False))),
+)
+def test_an_attack_earns_nothing(name, partial):
+    assert earned(*ATTACKS[name], partial) == 0.0
 
 
 @pytest.mark.parametrize("name", [name for name in OF_PYTHON if name != "isinstance"])

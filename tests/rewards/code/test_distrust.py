@@ -1,10 +1,12 @@
 # ruff: noqa: E501 -- tests are told apart more easily one a line
 """Which values of a test are the program's: a table for each way in which a test tells them apart or mixes them."""
 
+import json
 import sys
 
 import pytest
-from code_rewards import fenced, reward
+from code_rewards import fenced, passed, reward
+from slow_tests import RUNS_SLOW_TESTS
 
 from mindrlhf.errors import Unavailable
 from mindrlhf.sandbox.code_tests.unit_tests import UnitTests
@@ -53,13 +55,14 @@ APART = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("test", APART)
-def test_the_programs_part_is_told_from_the_tests(test):
-    assert reward(fenced(SQUARE), test) == 1.0
-    assert reward(fenced(SQUARE.replace("i * i", "0").replace("n * n", "0")), test) == 0.0
-    UnitTests.check_record(test, "code_execution")
+def test_the_programs_part_is_told_from_the_tests():
+    assert passed(SQUARE, APART) == [True] * len(APART)
+    assert passed(SQUARE.replace("i * i", "0").replace("n * n", "0"), APART) == [False] * len(APART)
+    UnitTests.check_record(json.dumps(APART), "code_execution")
 
 
+# What a record's check refuses the judge refuses by the same function: of those by day every fourth in the sandbox.
+EACH = 1 if RUNS_SLOW_TESTS else 4
 # Both sides are the program's, or its own function judges.
 MIXED = [
     "a, b = sq(3), sq(4)\nassert a != b",
@@ -90,9 +93,10 @@ MIXED = [
 def test_what_the_program_could_pass_by_itself_is_refused_and_its_record_too(test):
     with pytest.raises(ValueError, match="both sides|judges the value"):
         UnitTests.check_record(test, "code_execution")
-    with pytest.raises(ValueError, match="both sides|judges the value"):
-        reward(fenced(SQUARE), test)
     UnitTests.check_record(test, "code_execution", allow_own_helpers=True)
+    if MIXED.index(test) % EACH == 0:
+        with pytest.raises(ValueError, match="both sides|judges the value"):
+            reward(fenced(SQUARE), test)
 
 
 CLEAR = "def sort_it(a, *more):\n    a.clear()\n    return a"
@@ -125,8 +129,9 @@ IN_PLACE = [
 def test_what_is_changed_in_place_is_the_programs(test):
     with pytest.raises(ValueError, match="both sides|own"):
         UnitTests.check_record(test, "code_execution")
-    with pytest.raises(ValueError, match="both sides|own"):
-        reward(fenced(CLEAR), test)
+    if IN_PLACE.index(test) % EACH == 0:
+        with pytest.raises(ValueError, match="both sides|own"):
+            reward(fenced(CLEAR), test)
 
 
 HONEST_IN_PLACE = [
@@ -141,10 +146,9 @@ HONEST_IN_PLACE = [
 ]
 
 
-@pytest.mark.parametrize("test", HONEST_IN_PLACE)
-def test_what_is_changed_in_place_can_be_compared_with_what_is_not(test):
-    assert reward(fenced("def sort_it(a):\n    a.sort()\n    return a"), test) == 1.0
-    assert reward(fenced(CLEAR), test) == 0.0
+def test_what_is_changed_in_place_can_be_compared_with_what_is_not():
+    assert passed("def sort_it(a):\n    a.sort()\n    return a", HONEST_IN_PLACE) == [True] * len(HONEST_IN_PLACE)
+    assert passed(CLEAR, HONEST_IN_PLACE) == [False] * len(HONEST_IN_PLACE)
 
 
 EVALUATED = [
@@ -162,24 +166,24 @@ def test_a_text_of_the_program_does_not_run_among_the_tests(test):
     for allow in (False, True):
         with pytest.raises(ValueError, match="run among the tests"):
             UnitTests.check_record(test, "code_execution", allow_own_helpers=allow)
-    with pytest.raises(ValueError, match="run among the tests"):
-        reward(fenced("def f(n): return str(n * n)"), [test], allow_own_helpers="true")
+    if EVALUATED.index(test) % EACH == 0:
+        with pytest.raises(ValueError, match="run among the tests"):
+            reward(fenced("def f(n): return str(n * n)"), [test], allow_own_helpers="true")
 
 
-@pytest.mark.parametrize(
-    "test",
-    [
-        "for a, b in [('1', '1'), ('2', '4')]:\n    assert f(eval(a)) == eval(b)",
-        "import pickle\ncase = pickle.loads(pickle.dumps((2, 4)))\nassert f(case[0]) == case[1]",
-        "import json\nassert json.loads(json.dumps(f(2))) == 4",
-        "import ast\nassert ast.literal_eval(repr(f(2))) == 4",
-        "exec('want = 4')\nassert f(2) == 4",
-        "assert getattr(f(2), 'real') == 4",
-    ],
-)
-def test_a_test_may_evaluate_its_own_texts(test):
-    assert reward(fenced("def f(n): return n * n"), [test]) == 1.0
-    assert reward(fenced("def f(n): return n + 3"), [test]) == 0.0
+OWN_TEXTS = [
+    "for a, b in [('1', '1'), ('2', '4')]:\n    assert f(eval(a)) == eval(b)",
+    "import pickle\ncase = pickle.loads(pickle.dumps((2, 4)))\nassert f(case[0]) == case[1]",
+    "import json\nassert json.loads(json.dumps(f(2))) == 4",
+    "import ast\nassert ast.literal_eval(repr(f(2))) == 4",
+    "exec('want = 4')\nassert f(2) == 4",
+    "assert getattr(f(2), 'real') == 4",
+]
+
+
+def test_a_test_may_evaluate_its_own_texts():
+    assert passed("def f(n): return n * n", OWN_TEXTS) == [True] * len(OWN_TEXTS)
+    assert passed("def f(n): return n + 3", OWN_TEXTS) == [False] * len(OWN_TEXTS)
 
 
 NANS = [
@@ -197,10 +201,10 @@ NANS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("value", "test"), NANS)
-def test_a_text_that_becomes_no_number_fails(value, test):
-    tests = [test, "assert f(3) == 771"]
-    assert reward(fenced(f"def f(a): return {value}"), tests, partial="true") == 0.0
+@pytest.mark.parametrize("value", dict(NANS))
+def test_a_text_that_becomes_no_number_fails(value):
+    tests = [test for one, test in NANS if one == value]
+    assert not any(passed(f"def f(a): return {value}", [*tests, "assert f(3) == 771"]))
 
 
 def test_numbers_in_texts_still_count():
@@ -235,10 +239,9 @@ HANDED_OVER = [
 ]
 
 
-@pytest.mark.parametrize("test", HANDED_OVER)
-def test_numbers_and_texts_that_are_handed_over_stay_the_tests(test):
-    assert reward(fenced(STACK), test) == 1.0
-    assert reward(fenced(STACK.replace("self.a.pop()", "None")), test) == 0.0
+def test_numbers_and_texts_that_are_handed_over_stay_the_tests():
+    assert passed(STACK, HANDED_OVER) == [True] * len(HANDED_OVER)
+    assert passed(STACK.replace("self.a.pop()", "None"), HANDED_OVER) == [False] * len(HANDED_OVER)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import json
 import sys
 
 import pytest
-from code_rewards import fenced, reward
+from code_rewards import fenced, passed, reward
 
-from mindrlhf.sandbox.code_tests.unit_tests import _same_output
+from mindrlhf.sandbox.code_tests.unit_tests import UnitTests, _same_output
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -58,9 +58,11 @@ TESTS = (
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_program_finds_itself_as_a_module_and_the_library_without_imports(name):
-    tests = TESTS[len(name) % len(TESTS)]
-    assert reward(fenced(MODULES[name]), tests) == 1.0
-    assert reward(fenced(MODULES[name] + "\nright = f\ndef f(x): return right(x) + 1"), tests) == 0.0
+    assert reward(fenced(MODULES[name]), TESTS[len(name) % len(TESTS)]) == 1.0
+
+
+def test_those_tests_fail_who_adds_two():
+    assert [reward(fenced("def f(x): return x + 2"), tests) for tests in TESTS] == [0.0] * len(TESTS)
 
 
 STOPS = [
@@ -74,10 +76,9 @@ STOPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("test", STOPS)
-def test_an_iterator_of_the_test_does_not_end_by_the_programs_stop_iteration(test):
-    for kind in ("StopIteration", "StopIteration(771)", "type('S', (StopIteration,), {})"):
-        assert reward(fenced(f"def g(*a): raise {kind}"), [test, "assert g(3) == 771"], partial="true") == 0.0
+@pytest.mark.parametrize("kind", ["StopIteration", "StopIteration(771)", "type('S', (StopIteration,), {})"])
+def test_an_iterator_of_the_test_does_not_end_by_the_programs_stop_iteration(kind):
+    assert not any(passed(f"def g(*a): raise {kind}", [*STOPS, "assert g(3) == 771"]))
 
 
 def test_next_of_the_programs_iterator_still_ends_and_other_ends_are_refused():
@@ -94,19 +95,15 @@ RAISING = "class E({base}):\n    def __init__(self, *a, code=7):\n        super(
 ASKED = "import pytest\nassert g(2) == 1542\nwith pytest.raises({base}) as caught:\n    g(-1)\n"
 
 
-@pytest.mark.parametrize(
-    ("base", "question"),
-    [
-        (base, question)
-        for base in ("ValueError", "KeyError", "IndexError", "BufferError", "Exception")
-        for question in ("e.args == ('bad', -1)", "e.code == 7", "type(e).__name__ == 'E'", "'bad' in str(e)")
-    ],
-)
-def test_an_exception_of_the_program_is_asked_for_what_it_holds(base, question):
-    test = ASKED.format(base=base) + f"e = caught.value\nassert {question}"
-    assert reward(fenced(RAISING.format(base=base)), [test]) == 1.0
+QUESTIONS = ("e.args == ('bad', -1)", "e.code == 7", "type(e).__name__ == 'E'", "'bad' in str(e)")
+
+
+@pytest.mark.parametrize("base", ["ValueError", "KeyError", "IndexError", "BufferError", "Exception"])
+def test_an_exception_of_the_program_is_asked_for_what_it_holds(base):
+    tests = [ASKED.format(base=base) + f"e = caught.value\nassert {question}" for question in QUESTIONS]
+    assert passed(RAISING.format(base=base), tests) == [True] * len(tests)
     other = RAISING.format(base=base).replace("'bad'", "'good'").replace("E(", "F(").replace("code=7", "code=8")
-    assert reward(fenced(other.replace("-1", "-2").replace(", x)", ", x, 1)")), [test]) == 0.0
+    assert passed(other.replace("-1", "-2").replace(", x)", ", x, 1)"), tests) == [False] * len(tests)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +165,7 @@ UNREACHED = [
 @pytest.mark.parametrize("test", UNREACHED)
 def test_a_test_that_would_reach_into_the_programs_process_is_refused(test):
     with pytest.raises(ValueError, match="does not reach the program|no fixture"):
-        reward(fenced("def g(*a): return 3"), [test])
+        UnitTests.parse(test)
 
 
 # Written, expected, whether the same.
@@ -181,9 +178,8 @@ OUTPUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("written", "expected", "is_same"), OUTPUTS)
-def test_floats_of_the_tests_are_compared_within_a_millionth(written, expected, is_same):
-    assert _same_output(written, expected) is is_same
+def test_floats_of_the_tests_are_compared_within_a_millionth():
+    assert [case for case in OUTPUTS if _same_output(*case[:2]) is not case[2]] == []
 
 
 def test_floats_on_standard_output_earn():
