@@ -10,7 +10,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindrlhf.rollout.server.ascend import WhatSleepForgets, sample_rows, set_up_sampler
-from mindrlhf.rollout.server.engine import engine_arguments
 
 model = torch.nn.Module()
 model.experts = torch.nn.Module()
@@ -102,13 +101,16 @@ found = {
     "table": tables.cos.tolist() if tables.cos is table else "another",
     "modes": [sampler.logprobs_mode, sampler.topk_topp_sampler.logprobs_mode],
 }
-config, _ = json.load(sys.stdin)
-config |= {"device": "ascend", "max_num_seqs": 48, "engine_args": {"async_scheduling": False}}
-config["engine_args"]["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}
-config["engine_args"]["additional_config"] = {"weight_prefetch_config": {}}
-model_dir = Path(config["model_dir"])
-model_dir.mkdir(exist_ok=True)
-(model_dir / "config.json").write_text("{}")
-told = engine_arguments(config, None)
-found["told"] = {name: told[name] for name in ("compilation_config", "additional_config", "async_scheduling", "seed")}
+config, given = json.load(sys.stdin)
+if given == "arguments":  # which import vLLM
+    from mindrlhf.rollout.server.engine import engine_arguments
+
+    config |= {"device": "ascend", "max_num_seqs": 48, "engine_args": {"async_scheduling": False}}
+    config["engine_args"]["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}
+    config["engine_args"]["additional_config"] = {"weight_prefetch_config": {}}
+    model_dir = Path(config["model_dir"])
+    model_dir.mkdir(exist_ok=True)
+    (model_dir / "config.json").write_text("{}")
+    told = engine_arguments(config, None)
+    found = {name: told[name] for name in ("compilation_config", "additional_config", "async_scheduling", "seed")}
 print("probe", json.dumps(found))

@@ -322,7 +322,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(start_job, undisturbed_run, t
 STAGES = ("", "starting", "loading MindSpore", heartbeat.JOINING, heartbeat.JOINED, "reading the data")
 STAGES += ("waiting for vLLM", "compiling the training graphs", "loading the weights into vLLM", "step 1: evaluation")
 MOMENTS = [pytest.param("mindrlhf: checking", 0), pytest.param("mindrlhf: starting 2 ranks", 0, marks=SLOW)]
-MOMENTS += [pytest.param("", number, marks=() if number == 6 else SLOW) for number in range(1, len(STAGES))]
+MOMENTS += [pytest.param("", number, marks=SLOW) for number in range(1, len(STAGES))]
 
 
 @pytest.mark.parametrize(("said", "stage"), MOMENTS)

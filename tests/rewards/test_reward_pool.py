@@ -27,8 +27,7 @@ from mindrlhf.sandbox import time_limit
 
 def obedient(completion, answer):
     if completion == "hang":
-        while True:
-            pass
+        time.sleep(1000)
     if completion == "compute":  # holds the interpreter lock: no signal handler or thread would run
         return float(len(str(9**9**9)))
     if completion == "spawn":

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from rollout_probes import ask_probe
+from slow_tests import SLOW
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +39,9 @@ def test_a_worker_puts_back_what_a_sleep_forgets_and_tells_processed_logprobs(fo
     }
 
 
-def test_arguments_of_vllm_are_added_to_ours(found):
-    assert found["told"] == {
+@SLOW
+def test_arguments_of_vllm_are_added_to_ours(rollout_python, tmp_path):
+    assert ask_probe("ascend_worker_probe.py", rollout_python, tmp_path, "arguments") == {
         "compilation_config": {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48]},
         "additional_config": {"enable_cpu_binding": False, "weight_prefetch_config": {}},
         "async_scheduling": False,

@@ -21,7 +21,7 @@ def program(tmp_path):
 
 
 def test_a_process_between_two_programs_is_found(program):
-    for i in range(60):
+    for i in range(25):
         process = subprocess.Popen([program], env={**os.environ, "MINDRLHF_TEST_LEFT": str(i)})
         try:
             kill_marked("MINDRLHF_TEST_LEFT", str(i))

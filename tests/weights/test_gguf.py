@@ -12,6 +12,7 @@ import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
+from slow_tests import SLOW
 
 from mindrlhf.cli import main
 from mindrlhf.data.tokenizers import QWEN2_SPLIT, load_tokenizer
@@ -522,6 +523,7 @@ def check_against_transformers(python: str, path: Path, directory: Path, texts: 
 
 
 @pytest.mark.timeout(500)
+@SLOW
 def test_transformers_reads_the_same_tensors_and_tokens(tmp_path, rollout_python):
     kinds = iter(["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16"] * 4)
     write_gguf(tmp_path / "model.gguf", kinds=lambda name: next(kinds), pre="llama-bpe")
