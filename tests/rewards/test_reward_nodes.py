@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from machines import Machines, check_ends_with_its_starter
+from slow_tests import SLOW
 
 from mindrlhf.config.reward import RewardSection
 from mindrlhf.errors import UserError
@@ -222,7 +223,8 @@ else:
 """
 
 
-@pytest.mark.parametrize("how", ["undisturbed", "cut", "power_off"])
+# Undisturbed, a job on two machines sees the same each day.
+@pytest.mark.parametrize("how", [pytest.param("undisturbed", marks=SLOW), "cut", "power_off"])
 def test_two_machines_score_each_sample_once_whatever_becomes_of_one(reward, tmp_path, how):
     reward()
     (tmp_path / "both.py").write_text(ON_MACHINES)
@@ -256,7 +258,7 @@ def test_a_bad_sample_on_another_node_costs_itself_only(reward, stack, tmp_path,
     pids = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True).stdout.split()
     workers_here = [f"{os.uname().nodename}.{pid}" for pid in pids]
     path = tmp_path / "calls"
-    words = [word if i % 10 == 5 else "patient" for i in range(40)]
+    words = [word if i % 20 == 5 else "patient" for i in range(40)]
     samples = inputs(*(f"{word} {os.getpid()} {i}" for i, word in enumerate(words)), answer=path)
     results = pool.score(samples)
     bad = {sample.index for sample in samples if sample.completion.startswith(word)}

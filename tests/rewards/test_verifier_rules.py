@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindrlhf.rewards.registry import built_in
+from mindrlhf.rewards.registry import built_in, context_of
 
 BOXED = "<think>6 * 7</think><answer>\\boxed{42}</answer>"
 
@@ -73,23 +73,6 @@ def test_formats(completion, strict, loose, base):
 def test_answer_lines_and_boxes(completion, dapo, math_17k):
     assert verifier("acc_for_dapo")(completion, "42") == dapo
     assert verifier("math_17k_acc")(completion, "42") == math_17k
-
-
-@pytest.mark.parametrize(
-    ("completion", "reward"),
-    [
-        ("The answer is (B).", 1),
-        ("So (A) is out, and the answer is **B**", 1),
-        ("\\boxed{B}", 1),
-        ("\\boxed{\\text{(B)}}", 1),
-        ("<answer>B. forty-two</answer>", 1),
-        ("The answer is a matter of taste.", 0),
-        ("(B) is wrong, so choose (C)", 0),
-        ("42", 0),
-    ],
-)
-def test_multiple_choice(completion, reward):
-    assert verifier("accuracy_reward")(completion, "B") == reward
 
 
 @pytest.mark.parametrize(
@@ -247,10 +230,16 @@ def test_any_text_has_a_bounded_reward(name, pieces):
     assert verifier(name)(text, "42") == reward
 
 
+UNITS = ["\\boxed{", "Answer: ", "<think>", "(A) ", "9^{", "Step 1:\n", "a ", "{", "}", "#### ", "</answer>", "\\"]
+UNITS += ["1,", "-", "1.1/", "1e1", "$ ", "\u4e00", "1 ", "+", "half of ", "\\frac{", "<tool_call>", "the sum of 1 and"]
+
+
 @pytest.mark.parametrize("name", TEXT_ONLY)
-@pytest.mark.parametrize("unit", ["\\boxed{", "Answer: ", "<think>", "(A) ", "9^{", "Step 1:\n", "a "])
+@pytest.mark.parametrize("unit", UNITS)
 def test_ten_megabytes_of_anything_pass(name, unit):
-    assert -1 <= verifier(name)(unit * (10_000_000 // len(unit)), "42") <= 1
+    text = unit * (10_000_000 // len(unit))
+    arguments = {"prompt": text[:100_000]} if "prompt" in context_of(verifier(name)) else {}
+    assert -1 <= verifier(name)(text, "42", **arguments) <= (name == "reasoning_steps")
 
 
 @pytest.mark.parametrize(

@@ -15,23 +15,6 @@ length_reward = resolve("length_reward").function
 
 
 @pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [
-        ("6*7 is\n#### 42", "42", 1.0),
-        ("<think>41</think><answer>42.</answer>", "42", 1.0),
-        ("so \\boxed{\\frac{84}{2}}", "42", 1.0),
-        ("The total is $1,042.00.", "1042", 1.0),
-        ("The total is 42", "Six times seven is 42.\n#### 42", 1.0),
-        ("The total is 42 not 43", "42", 0.0),
-        ("#### forty-two", "42", 0.0),
-        ("", "42", 0.0),
-    ],
-)
-def test_accuracy(completion, answer, reward):
-    assert accuracy_reward(completion, answer) == reward
-
-
-@pytest.mark.parametrize(
     ("completion", "reward"),
     [("\\boxed{42}", 1.0), ("\\boxed{42.0} done", 1.0), ("42", 0.0), ("\\boxed{42} \\boxed{41}", 0.0), ("", 0.0)],
 )

@@ -1,21 +1,20 @@
 """Calls as families' templates write them: read back, answered, and gone on with, against transformers' rendering."""
 
 import json
-from concurrent.futures import Future
 
-import numpy as np
 import pytest
 from byte_tokenizers import write_byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_turn_texts import Doubler, Turns
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from mindrlhf.data.templates import load_template
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.rollout.conversations import ConversationLimits, Conversations
 from mindrlhf.rollout.turn_texts import TurnTexts
-from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
-from mindrlhf.tools.calls import ToolAnswer, ToolCall, dialect_of, parse_calls
+from mindrlhf.rollout.types import GenerationRequest, SamplingParams
+from mindrlhf.tools.calls import ToolCall, dialect_of, parse_calls
 
 _CHATML = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 _CHATML_ANSWER = (
@@ -207,28 +206,6 @@ def test_several_calls_of_a_family_that_has_one_at_a_time_are_answered_all_the_s
     ipython, assistant = header.format("ipython"), header.format("assistant")
     expected = f'{ipython}"1"<|eot_id|>{ipython}"2"<|eot_id|>{assistant}'
     assert turns.answers(["1", "2"], {}, ["a", "b"], "<|eot_id|>") == expected
-
-
-class Doubler:
-    """Tools that double, by whatever dialect the number came."""
-
-    def submit(self, call):
-        future = Future()
-        future.set_result(ToolAnswer(str(2 * int(call.arguments["x"]))))
-        return future
-
-
-class Turns:
-    """A generator of given turns, that keeps its requests as texts and tokens."""
-
-    def __init__(self, tokenizer, texts):
-        self.tokenizer, self.texts, self.requests = tokenizer, list(texts), []
-
-    def generate(self, requests, sampling):
-        for request in requests:
-            self.requests.append(request.prompt_ids)
-            ids = np.array(self.tokenizer.encode(self.texts.pop(0)), np.int32)
-            yield Completion(request.request_id, 0, ids, np.zeros(len(ids), np.float32), "stop", 0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

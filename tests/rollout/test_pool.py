@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_models import tiny_model
 
 from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.errors import RunFailure, UserError
@@ -203,16 +204,7 @@ def test_the_interpreter_is_looked_for_in_order(monkeypatch, tmp_path):
     assert find_rollout_python() == str(beside)
 
 
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 64,
-    "hidden_size": 128,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+MODEL = tiny_model(hidden_size=128, intermediate_size=64, num_hidden_layers=2, max_position_embeddings=1024)
 
 
 def options_of(rollout: RolloutSection, directory: Path, **options):

@@ -141,24 +141,24 @@ def test_the_file_of_prompts_says_which_template_and_options(directory, tokenize
 
 
 class Doubler:
-    """A tool process of one tool."""
+    """Tools that double, by whatever dialect the number came."""
 
     def submit(self, call):
         future = Future()
-        future.set_result(ToolAnswer(str(2 * call.arguments["x"])))
+        future.set_result(ToolAnswer(str(2 * int(call.arguments["x"]))))
         return future
 
 
 class Turns:
-    """A generator of given turns, that keeps its requests."""
+    """A generator of given turns, that keeps what it was asked to go on with."""
 
     def __init__(self, tokenizer, texts):
-        self.tokenizer, self.texts, self.prompts = tokenizer, list(texts), []
+        self.tokenizer, self.texts, self.requests = tokenizer, list(texts), []
 
     def generate(self, requests, sampling):
         for request in requests:
-            self.prompts.append(self.tokenizer.decode(request.prompt_ids, skip_special_tokens=False))
-            ids = np.array(self.tokenizer.encode(self.texts.pop(0) + "<|im_end|>"), np.int32)
+            self.requests.append(request.prompt_ids)
+            ids = np.array(self.tokenizer.encode(self.texts.pop(0)), np.int32)
             yield Completion(request.request_id, 0, ids, np.zeros(len(ids), np.float32), "stop", 0)
 
 
@@ -166,11 +166,12 @@ def test_a_conversation_goes_on_as_the_template_would_have_written_it(tokenizer_
     tokenizer = tokenizer_with(WITH_THOUGHT)
     template = load_template("chat", tokenizer)
     call = '<tool_call>\n{"name": "double", "arguments": {"x": 4}}\n</tool_call>'
-    generator = Turns(tokenizer, [call, "8"])
+    generator = Turns(tokenizer, [f"{call}<|im_end|>", "8<|im_end|>"])
     extra = {"chat_template_kwargs": {"enable_thinking": False}}
     request = GenerationRequest(0, tuple(tokenizer.encode("<prompt>")), 1, seed=1, extra=extra)
     conversations = Conversations(generator, Doubler(), tokenizer, ConversationLimits(4, 4, 50), template)
     (completion,) = conversations.generate([request], SamplingParams(500))
     answers = "\n<|im_start|>user\n<tool_response>\n8\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    assert generator.prompts == ["<prompt>", f"<prompt>{call}<|im_end|>{answers}<think>\n\n</think>\n\n"]
+    prompts = [tokenizer.decode(one, skip_special_tokens=False) for one in generator.requests]
+    assert prompts == ["<prompt>", f"<prompt>{call}<|im_end|>{answers}<think>\n\n</think>\n\n"]
     assert completion.num_turns == 2 and not completion.is_generated.all()

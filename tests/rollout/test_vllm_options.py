@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+from tiny_models import tiny_model
 
 from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.errors import UserError
@@ -16,20 +17,10 @@ from mindrlhf.rollout.vllm_options import (
     server_environment,
 )
 
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "vocab_size": 100,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-}
+MODEL = tiny_model(
+    hidden_size=64, intermediate_size=64, vocab_size=100, rms_norm_eps=1e-06, rope_theta=10000.0,
+    tie_word_embeddings=True,
+)  # fmt: skip
 
 
 def test_heads_that_the_attention_on_a_cpu_cannot_compute_are_refused(tmp_path):

@@ -152,31 +152,35 @@ def test_only_the_endpoint_can_be_reached_and_only_the_own_directory_written(tmp
     assert not outside.exists()
 
 
+FAILING = {
+    "raise ValueError('no')": "ValueError: no",
+    "import os; os._exit(3)": "exit status 3",
+    "import os, signal; os.kill(os.getpid(), signal.SIGKILL)": "exit status -9",
+    "import sys; sys.exit('bye')": "SystemExit: bye",
+    "return object()": "not JSON serializable",
+    "return 'x' * 100_000": "100002 bytes",
+    "return float('nan')": "and not a reward",
+    "return [1]": "and not a reward",
+    "return {'reward': 1, 'more': 2}": "and not a reward",
+    "return {'reward': '1'}": "and not a reward",
+    "x = bytearray(1 << 30); return 1": "MemoryError",
+    "import time; time.sleep(60)": "had not ended after 2 s",
+    "while True: pass": "had not ended after 2 s",
+    "return 1": "",
+}
+
+
 @pytest.mark.parametrize("is_open", [True, pytest.param(False, marks=NEEDS_NAMESPACES)])
-@pytest.mark.parametrize(
-    ("body", "failure"),
-    [
-        ("raise ValueError('no')", "ValueError: no"),
-        ("import os; os._exit(3)", "exit status 3"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "exit status -9"),
-        ("import sys; sys.exit('bye')", "SystemExit: bye"),
-        ("return object()", "not JSON serializable"),
-        ("return 'x' * 100_000", "100002 bytes"),
-        ("return float('nan')", "and not a reward"),
-        ("return [1]", "and not a reward"),
-        ("return {'reward': 1, 'more': 2}", "and not a reward"),
-        ("return {'reward': '1'}", "and not a reward"),
-        ("x = bytearray(1 << 30); return 1", "MemoryError"),
-        ("import time; time.sleep(60)", "had not ended after 2 s"),
-        ("while True: pass", "had not ended after 2 s"),
-    ],
-)
-def test_an_agent_that_fails_fails_alone(tmp_path, endpoint, body, failure, is_open):
-    source = f"def agent(record, base_url, api_key):\n    if record['good']: return 1\n    {body}\n"
-    limits = [2.0 if "2 s" in failure else 60.0, 60.0]
+def test_agents_that_fail_fail_alone(tmp_path, endpoint, is_open):
+    ways = [f"    if record['n'] == {number}:\n        {body}\n" for number, body in enumerate(FAILING)]
+    agent = file_of(tmp_path, "".join(["def agent(record, base_url, api_key):\n", *ways]))
+    records = [{"n": number} for number in range(len(FAILING))]
+    limits = [2.0 if "2 s" in failure else 60.0 for failure in FAILING.values()]
     options = {"timeout_s": limits, "is_open": is_open, "memory_limit_bytes": 256 << 20}
-    bad, good = run_all(file_of(tmp_path, source), endpoint, [{"good": False}, {"good": True}], **options)
-    assert failure in bad.failure and good == AgentResult(1.0)
+    *bad, good = run_all(agent, endpoint, records, **options)
+    failures = [failure for failure in FAILING.values() if failure]
+    assert [(one, failure) for one, failure in zip(bad, failures, strict=True) if failure not in one.failure] == []
+    assert all(one.failure for one in bad) and good == AgentResult(1.0)
 
 
 @pytest.mark.parametrize("rests", [True, False])

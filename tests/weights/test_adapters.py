@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tiny_models import tiny_model
 
 from mindrlhf.cli import main
 from mindrlhf.errors import UserError
@@ -20,17 +21,10 @@ from mindrlhf.weights.adapters.peft import (
 )
 from mindrlhf.weights.convert import export_hf, random_hf_weights
 
-DENSE = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "tie_word_embeddings": True,
-}
+DENSE = tiny_model(
+    vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, tie_word_embeddings=True,
+)  # fmt: skip
 EXPERTS = {
     **DENSE,
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -6,6 +6,7 @@ import pickle
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tiny_models import tiny_model
 
 from mindrlhf.cli import main
 from mindrlhf.errors import UserError
@@ -16,17 +17,7 @@ from mindrlhf.weights.convert import check_checkpoint, export_hf, random_hf_weig
 from mindrlhf.weights.hf import SafetensorsDirectory
 from mindrlhf.weights.open import open_tensors
 
-CONFIG = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 8,
-    "intermediate_size": 6,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 10,
-    "tie_word_embeddings": True,
-}
+CONFIG = tiny_model(hidden_size=8, intermediate_size=6, num_hidden_layers=2, vocab_size=10, tie_word_embeddings=True)
 EMBEDDING = "model.embed_tokens.weight"
 
 

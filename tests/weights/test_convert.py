@@ -9,6 +9,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
+from tiny_models import tiny_model
 
 from mindrlhf.errors import UserError
 from mindrlhf.weights.convert import export_hf, hf_shapes, random_hf_weights
@@ -16,17 +17,7 @@ from mindrlhf.weights.directories import describe_directory, export_directory, i
 from mindrlhf.weights.hf import SafetensorsDirectory, read_hf_config
 from mindrlhf.weights.tensors import convert_dtype
 
-CONFIG = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 8,
-    "intermediate_size": 6,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 10,
-    "tie_word_embeddings": False,
-}
+CONFIG = tiny_model(hidden_size=8, intermediate_size=6, num_hidden_layers=2, vocab_size=10)
 
 
 def make_model(directory, dtype="float32", seed=0, config=CONFIG, **options):

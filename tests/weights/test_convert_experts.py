@@ -6,6 +6,8 @@ import shutil
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from test_convert import contents
+from tiny_models import tiny_model
 
 from mindrlhf.errors import UserError
 from mindrlhf.weights.convert import export_hf, random_hf_weights
@@ -13,22 +15,22 @@ from mindrlhf.weights.directories import describe_directory, export_directory, i
 from mindrlhf.weights.hf import SafetensorsDirectory, read_hf_config
 from mindrlhf.weights.tensors import convert_dtype
 
-COMMON = {
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 16,
-    "moe_intermediate_size": 6,
-    "num_experts_per_tok": 2,
-    "tie_word_embeddings": False,
-}
+COMMON = tiny_model(
+    hidden_size=8, intermediate_size=12, num_hidden_layers=3, num_attention_heads=2, vocab_size=16,
+    moe_intermediate_size=6, num_experts_per_tok=2,
+)  # fmt: skip
 CONFIGS = {
-    "qwen": {**COMMON, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "mlp_only_layers": [1]},
+    "qwen": {
+        **COMMON,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "mlp_only_layers": [1],
+    },
     "deepseek": {
         **COMMON,
         "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
         "first_k_dense_replace": 1,
         "n_routed_experts": 4,
         "n_shared_experts": 1,
@@ -53,11 +55,6 @@ def make_model(directory, config, dtype="float32"):
     )
     export_hf(tensors, config, directory, dtype=dtype)
     return directory
-
-
-def contents(directory):
-    source = SafetensorsDirectory(directory)
-    return {name: (source.info(name), source.read(name).tobytes()) for name in source.names()}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

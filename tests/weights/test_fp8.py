@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tiny_models import tiny_model
 
 from mindrlhf.cli import main
 from mindrlhf.errors import UserError
@@ -13,17 +14,10 @@ from mindrlhf.weights.fp8 import E4M3_VALUES, convert_directory, dequantise
 from mindrlhf.weights.hf import read_hf_config
 
 BLOCK = 128
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "hidden_size": 136,
-    "intermediate_size": 264,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 68,
-    "vocab_size": 16,
-    "tie_word_embeddings": False,
-}
+CONFIG = tiny_model(
+    architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_size=136, intermediate_size=264,
+    num_attention_heads=2, num_key_value_heads=1, head_dim=68, vocab_size=16,
+)  # fmt: skip
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 
 

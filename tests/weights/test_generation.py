@@ -9,24 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from slow_tests import SLOW
+from tiny_models import tiny_model
 
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.weights.convert import export_hf, random_hf_weights
 from mindrlhf.weights.hf import read_json_object
 
 CHECKPOINT = Path(__file__).parents[2] / "examples" / "quickstart" / "checkpoint"
-CONFIG = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 64,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 512,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
+CONFIG = tiny_model(hidden_size=64, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, vocab_size=512)
 
 
 @pytest.fixture

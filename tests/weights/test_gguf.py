@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from slow_tests import SLOW
+from tiny_models import tiny_model
 
 from mindrlhf.cli import main
 from mindrlhf.data.tokenizers import QWEN2_SPLIT, load_tokenizer
@@ -24,22 +25,11 @@ from mindrlhf.weights.gguf_model import convert_gguf
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not there")
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 320,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5e5,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.3,
-}
+CONFIG = tiny_model(
+    architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=64, intermediate_size=96,
+    num_hidden_layers=2, head_dim=16, vocab_size=320, max_position_embeddings=128, rms_norm_eps=1e-05,
+    rope_theta=500000.0, tie_word_embeddings=True, initializer_range=0.3,
+)  # fmt: skip
 QWEN3 = {**CONFIG, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": False}
 QWEN2 = {**CONFIG, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 GEMMA3 = {

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_models import tiny_model
 
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.lora import LoraOptions
@@ -13,17 +14,7 @@ from mindrlhf.weights.adapters.merge import merge_adapter
 from mindrlhf.weights.adapters.peft import adapter_config, adapter_shapes, write_adapter
 from mindrlhf.weights.convert import export_hf, random_hf_weights
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "tie_word_embeddings": True,
-}
+SIZES = tiny_model(num_hidden_layers=2, tie_word_embeddings=True)
 QWEN2 = {**SIZES, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {**SIZES, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
 LLAMA = {**SIZES, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}

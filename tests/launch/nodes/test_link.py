@@ -93,6 +93,19 @@ class Cluster:
         self.threads[node] = threading.Thread(target=guarded, daemon=True)
         self.threads[node].start()
 
+    def begin(self) -> "Cluster":
+        """Start the nodes that train, and wait until the ranks of all of them run."""
+        for node in range(self.num_nodes):
+            self.start(node)
+        self.wait_for_starts(1)
+        return self
+
+    def end_well(self) -> None:
+        """Have the ranks of all nodes end with 0, and the run with them."""
+        for ranks in self.ranks.values():
+            ranks.orders.put(0)
+        assert self.ends() == [0] * len(self.ranks)
+
     def _first(self, node: int, facts: list[Fact], secret: bytes) -> int:
         with FirstNode(self.place(0), secret, facts, {"run.output_dir": "7"}, self.limit_s, self.advice) as nodes:
             self.ranks[0] = ranks = Ranks(nodes)
@@ -140,49 +153,39 @@ def test_all_nodes_start_together_and_end_well(cluster):
     assert {ranks.starts[0] for ranks in run.ranks.values()} == {False}
     ports = {ranks.peers.scheduler_port for ranks in run.ranks.values()}
     assert len(ports) == 1 and ports != {run.port}
-    for ranks in run.ranks.values():
-        ranks.orders.put(0)
-    assert run.ends() == [0, 0, 0]
+    run.end_well()
 
 
-def test_a_failure_on_one_node_ends_all_and_is_named_everywhere(cluster, capsys):
-    run = cluster(3)
-    for node in range(3):
-        run.start(node)
-    run.wait_for_starts(1)
-    run.ranks[2].orders.put(137)
-    assert run.ends() == [137, 137, 137]
-    for node in (0, 1):
-        assert run.ranks[node].lines == [f"node 2 ({socket.gethostname()}, 127.0.0.1) rank died with 137"]
+HERE = f"{socket.gethostname()}, 127.0.0.1"
 
 
-def test_a_failure_on_node_0_ends_all(cluster):
-    run = cluster(2)
-    for node in range(2):
-        run.start(node)
-    run.wait_for_starts(1)
-    run.ranks[0].orders.put(137)
-    assert run.ends() == [137, 137]
-    assert run.ranks[1].lines == ["node 0 (127.0.0.1): rank died with 137"]
+@pytest.mark.parametrize(
+    ("failed", "code", "line", "told"),
+    [
+        (2, 137, f"node 2 ({HERE}) rank died with 137", (0, 1)),
+        (0, 137, "node 0 (127.0.0.1): rank died with 137", (1, 2)),
+        (1, 2, f"node 1 ({HERE}) rank died with 2", (0, 2)),  # a mistake of the user's is not tried again
+    ],
+)
+def test_a_failure_on_one_node_ends_all_and_is_named_everywhere(cluster, failed, code, line, told):
+    run = cluster(3, max_restarts=2 if code == 2 else 0).begin()
+    run.ranks[failed].orders.put(code)
+    assert run.ends() == [code] * 3
+    assert [run.ranks[node].lines for node in told] == [[line]] * 2
+    assert [ranks.starts for ranks in run.ranks.values()] == [[False]] * 3
 
 
 def test_the_cause_on_another_node_is_told_rather_than_its_victim_on_node_0(cluster):
-    run = cluster(3)
-    for node in range(3):
-        run.start(node)
-    run.wait_for_starts(1)
+    run = cluster(3).begin()
     run.ranks[0].orders.put(1)  # "rank 1 died"
     time.sleep(0.3)
     run.ranks[1].orders.put(137)
     assert run.ends() == [137, 137, 137]
-    assert run.ranks[2].lines == [f"node 1 ({socket.gethostname()}, 127.0.0.1) rank died with 137"]
+    assert run.ranks[2].lines == [f"node 1 ({HERE}) rank died with 137"]
 
 
 def test_a_node_whose_ranks_fell_with_those_of_node_0_is_told_why(cluster, capfd):
-    run = cluster(3)
-    for node in range(3):
-        run.start(node)
-    run.wait_for_starts(1)
+    run = cluster(3).begin()
     run.ranks[0].end_s = 1.0
     run.ranks[0].orders.put(137)
     time.sleep(0.2)
@@ -194,49 +197,26 @@ def test_a_node_whose_ranks_fell_with_those_of_node_0_is_told_why(cluster, capfd
 
 
 def test_a_failed_run_is_started_again_on_all_nodes_from_the_checkpoint(cluster):
-    run = cluster(3, max_restarts=2)
-    for node in range(3):
-        run.start(node)
-    run.wait_for_starts(1)
+    run = cluster(3, max_restarts=2).begin()
     run.ranks[1].orders.put(1)
     run.wait_for_starts(2)
     run.ranks[0].orders.put(137)
     run.wait_for_starts(3)
-    for ranks in run.ranks.values():
-        ranks.orders.put(0)
-    assert run.ends() == [0, 0, 0]
+    run.end_well()
     assert all(ranks.starts == [False, True, True] for ranks in run.ranks.values())
 
 
-def test_a_mistake_of_the_users_is_not_tried_again(cluster):
-    run = cluster(2, max_restarts=2)
-    for node in range(2):
-        run.start(node)
-    run.wait_for_starts(1)
-    run.ranks[1].orders.put(2)
-    assert run.ends() == [2, 2]
-    assert run.ranks[0].starts == [False]
-
-
 def test_a_lost_node_may_come_back_and_the_run_goes_on(cluster):
-    run = cluster(2, max_restarts=1)
-    for node in range(2):
-        run.start(node)
-    run.wait_for_starts(1)
+    run = cluster(2, max_restarts=1).begin()
     run.nodes[1]._channel._connection.close()  # both sides see the connection end
     run.wait_for_starts(2)
     assert "has closed the connection" in run.ranks[0].lines[0] and run.ranks[0].lines[0].startswith("node 1 (")
     assert "node 0 (127.0.0.1) has closed the connection" in run.ranks[1].lines[0]
-    for ranks in run.ranks.values():
-        ranks.orders.put(0)
-    assert run.ends() == [0, 0]
+    run.end_well()
 
 
 def test_a_lost_node_that_nothing_starts_again_ends_the_run_at_once_with_what_to_type(cluster):
-    run = cluster(3, max_restarts=3, limit_s=0.0, advice="to resume: mindrlhf train c.yaml --resume")
-    for node in range(3):
-        run.start(node)
-    run.wait_for_starts(1)
+    run = cluster(3, max_restarts=3, limit_s=0.0, advice="to resume: mindrlhf train c.yaml --resume").begin()
     run.nodes[1]._channel._connection.close()
     first, lost, other = map(str, run.ends())
     line = "node 1 has gone, and nothing starts it again"
@@ -319,7 +299,7 @@ def test_a_spare_takes_the_place_of_a_lost_node_which_is_a_spare_when_it_comes_b
     ports = {run.ranks[node].peers.scheduler_port for node in (0, 2, 3)}
     assert len(ports) == 1
     run.start(1)  # somebody has repaired it
-    wait_for_line(capfd, f"node 1 ({socket.gethostname()}, 127.0.0.1) is a spare: it waits for a node to be lost")
+    wait_for_line(capfd, f"node 1 ({HERE}) is a spare: it waits for a node to be lost")
     run.nodes[2]._rejoins = False
     run.nodes[2]._channel._connection.close()
     run.threads[2].join(30)
@@ -368,10 +348,7 @@ def test_a_spare_that_differs_is_refused_alone(cluster, capfd):
 
 def test_a_silent_node_is_lost_on_both_sides(cluster, monkeypatch):
     monkeypatch.setattr(rpc_module, "SILENCE_LIMIT_S", 2.0)
-    run = cluster(2)
-    for node in range(2):
-        run.start(node)
-    run.wait_for_starts(1)
+    run = cluster(2).begin()
     monkeypatch.setattr(rpc_module.Link, "send", lambda *_, **__: None)
     first, second = run.ends()
     assert first == 1 and isinstance(second, RunFailure)
@@ -425,9 +402,7 @@ def test_two_nodes_of_one_number_are_told_apart(cluster):
         twin.serve(lambda _: 0)
     run.start(2)
     run.wait_for_starts(1)
-    for ranks in run.ranks.values():
-        ranks.orders.put(0)
-    assert run.ends() == [0, 0, 0]
+    run.end_well()
 
 
 def test_a_wrong_secret_is_named_and_the_others_are_not_disturbed(cluster, capfd):
@@ -441,9 +416,7 @@ def test_a_wrong_secret_is_named_and_the_others_are_not_disturbed(cluster, capfd
     run.start(1)
     run.wait_for_starts(1)
     assert "a connection from 127.0.0.1 was turned away: it does not know the secret" in capfd.readouterr().err
-    for ranks in run.ranks.values():
-        ranks.orders.put(0)
-    assert run.ends() == [0, 0]
+    run.end_well()
 
 
 def test_strangers_on_the_port_do_not_disturb(cluster):
@@ -458,9 +431,7 @@ def test_strangers_on_the_port_do_not_disturb(cluster):
     run.wait_for_starts(1)
     for connection in (*silent, loud):
         connection.close()
-    for ranks in run.ranks.values():
-        ranks.orders.put(0)
-    assert run.ends() == [0, 0]
+    run.end_well()
 
 
 def _connect(port: int) -> socket.socket:
@@ -474,19 +445,14 @@ def _connect(port: int) -> socket.socket:
 
 
 def test_a_signal_of_another_node_reaches_node_0_once(cluster):
-    run = cluster(2)
-    for node in range(2):
-        run.start(node)
-    run.wait_for_starts(1)
+    run = cluster(2).begin()
     run.nodes[1].pass_on(15)
     end_s = time.monotonic() + 10
     while not (signals := run.ranks[0].peers.asked_signals()):
         assert time.monotonic() < end_s
         time.sleep(0.02)
     assert signals == [15] and run.ranks[0].peers.asked_signals() == []
-    for ranks in run.ranks.values():
-        ranks.orders.put(0)
-    assert run.ends() == [0, 0]
+    run.end_well()
 
 
 def test_the_port_is_open_at_the_address_given_and_at_no_other(cluster):

@@ -13,7 +13,7 @@ PAIRS = [case for name in case_tables.table_names() for case in case_tables.read
 TO_BE_COMPUTED = {
     *("3 \\cdot 4", "3\\times4", "3+4", "\\frac{1}{1+\\frac{1}{2}}", "5\u22127", "2\xd73", "2\xb73", "1-\\frac{1}{2}"),
     *("2\\times3", "4 x 5", "7 \\div 2", "6\xf73", "10!/8!", "\\frac{10!}{8!}", "3 \\cdot 6", "3(6)", "(3)(6)", "20-2"),
-    *("36 \\div 2", "2^3 \\cdot 3^2", "2^3 3^2"),
+    *("36 \\div 2", "2^3 \\cdot 3^2", "2^3 3^2", "2^{1000}-2^{1000}+1", "\\frac{100!}{99!}"),
 }
 COMPLETIONS = [case for name in case_tables.completion_tables() for case in case_tables.read_cases(name)]
 

@@ -52,20 +52,3 @@ def test_refused(answer, reason):
     assert built_in("accuracy_reward")(f"\\boxed{{{answer}}}", "5") == 0.0
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("answer", "value"),
-    [
-        ("2^{100}", "1267650600228229401496703205376"),
-        ("20!", "2432902008176640000"),
-        ("\\binom{100}{2}", "4950"),
-        ("2^{1000}-2^{1000}+1", "1"),
-        ("\\frac{100!}{99!}", "100"),
-        ("x^{20}\\cdot x^{-19}", "x"),
-        ("\\sqrt{\\sqrt{\\sqrt{256}}}", "2"),
-        ("((5))", "5"),
-        ("1e3", "1000"),
-    ],
-)
-def test_feasible(answer, value):
-    assert answers_equal(answer, value)

@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from slow_tests import RUNS_SLOW_TESTS
 
 from mindrlhf.rewards.answers.equality import answers_equal
 from mindrlhf.rewards.registry import built_in
@@ -73,8 +74,9 @@ def test_the_identities_are_many():
 def test_an_identity_is_paid_for_no_relation(kind):
     references = ["".join(sides) for sides in REFERENCES[kind]]
     own = {text for sides in REFERENCES[kind] for text in rearrangements(*sides)}
-    # Every fifth: each identity meets two kinds of the ten.
-    for i, identity in enumerate(IDENTITIES[list(REFERENCES).index(kind) % 5 :: 5]):
+    # Every fifth: each identity meets two kinds of the ten; by day one.
+    each = 5 if RUNS_SLOW_TESTS else 10
+    for i, identity in enumerate(IDENTITIES[list(REFERENCES).index(kind) % each :: each]):
         reference = references[i % len(references)]
         assert identity in own or not answers_equal(identity, reference), (identity, reference)
 
@@ -88,31 +90,6 @@ def test_each_rearrangement_is_the_relation(kind):
         wrong += [f"{left}{TURNED[sign]} {right}"] if TURNED[sign] != sign else []
         for text in wrong if right != "0" else wrong[:2]:
             assert not answers_equal(text, f"{left}{sign} {right}"), (text, left, sign, right)
-
-
-@pytest.mark.parametrize(
-    ("prediction", "reference", "equal"),
-    [
-        # An identity equals its own rearrangements only.
-        ("1=\\cos^2 x+\\sin^2 x", "\\sin^2 x+\\cos^2 x=1", True),
-        ("\\sin^2 x=1-\\cos^2 x", "\\sin^2 x+\\cos^2 x=1", True),
-        ("1=1", "\\log 2+\\log 5=1", False),
-        ("1=1", "\\sin^2 x+\\cos^2 x=1", False),
-        ("\\sin^2 y+\\cos^2 y=1", "\\sin^2 x+\\cos^2 x=1", False),
-        ("x=x+1", "x=x+2", False),
-        # Systems, part by part.
-        ("2x+2y=14, x-y=3", "x+y=7, x-y=3", True),
-        ("\\sin^2 x+\\cos^2 x=1, x-y=3", "x+y=7, x-y=3", False),
-        ("0x=0, 0y=0", "x+y=7, x-y=3", False),
-        # Values that are nearly zero.
-        ("0", "e^{-200}", False),
-        ("e^{-100}+e^{-300}", "e^{-100}", False),
-        ("e^{-200}x", "e^{-300}x^2", False),
-        ("e^{-2000}x", "0", False),
-    ],
-)
-def test_what_is_true_for_all_values_or_for_none(prediction, reference, equal):
-    assert answers_equal(prediction, reference) is equal
 
 
 @pytest.mark.parametrize("verifier", ["accuracy_reward", "qwen_accuracy_reward", "math_17k_acc", "acc_for_dapo"])

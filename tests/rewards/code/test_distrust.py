@@ -57,7 +57,8 @@ APART = [
 
 def test_the_programs_part_is_told_from_the_tests():
     assert passed(SQUARE, APART) == [True] * len(APART)
-    assert passed(SQUARE.replace("i * i", "0").replace("n * n", "0"), APART) == [False] * len(APART)
+    zeros = SQUARE.replace("i * i", "0").replace("n * n", "0")
+    assert passed(zeros, APART, "assert sq(5) == 0") == [False] * len(APART)
     UnitTests.check_record(json.dumps(APART), "code_execution")
 
 
@@ -148,7 +149,7 @@ HONEST_IN_PLACE = [
 
 def test_what_is_changed_in_place_can_be_compared_with_what_is_not():
     assert passed("def sort_it(a):\n    a.sort()\n    return a", HONEST_IN_PLACE) == [True] * len(HONEST_IN_PLACE)
-    assert passed(CLEAR, HONEST_IN_PLACE) == [False] * len(HONEST_IN_PLACE)
+    assert passed(CLEAR, HONEST_IN_PLACE, "assert sort_it([2, 1]) == []") == [False] * len(HONEST_IN_PLACE)
 
 
 EVALUATED = [
@@ -183,7 +184,7 @@ OWN_TEXTS = [
 
 def test_a_test_may_evaluate_its_own_texts():
     assert passed("def f(n): return n * n", OWN_TEXTS) == [True] * len(OWN_TEXTS)
-    assert passed("def f(n): return n + 3", OWN_TEXTS) == [False] * len(OWN_TEXTS)
+    assert passed("def f(n): return n + 3", OWN_TEXTS, "assert f(7) == 10") == [False] * len(OWN_TEXTS)
 
 
 NANS = [
@@ -204,7 +205,7 @@ NANS = [
 @pytest.mark.parametrize("value", dict(NANS))
 def test_a_text_that_becomes_no_number_fails(value):
     tests = [test for one, test in NANS if one == value]
-    assert not any(passed(f"def f(a): return {value}", [*tests, "assert f(3) == 771"]))
+    assert not any(passed(f"def f(a): return {value}", [*tests, "assert f(3) == 771"], f"assert f(3) == {value}"))
 
 
 def test_numbers_in_texts_still_count():
@@ -241,7 +242,8 @@ HANDED_OVER = [
 
 def test_numbers_and_texts_that_are_handed_over_stay_the_tests():
     assert passed(STACK, HANDED_OVER) == [True] * len(HANDED_OVER)
-    assert passed(STACK.replace("self.a.pop()", "None"), HANDED_OVER) == [False] * len(HANDED_OVER)
+    nothing = STACK.replace("self.a.pop()", "'nothing'")
+    assert passed(nothing, HANDED_OVER, "assert S().pop() == 'nothing'") == [False] * len(HANDED_OVER)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,8 @@ STOPS = [
 
 @pytest.mark.parametrize("kind", ["StopIteration", "StopIteration(771)", "type('S', (StopIteration,), {})"])
 def test_an_iterator_of_the_test_does_not_end_by_the_programs_stop_iteration(kind):
-    assert not any(passed(f"def g(*a): raise {kind}", [*STOPS, "assert g(3) == 771"]))
+    program = f"def g(*a): raise {kind}\ndef h(x): return x + 5"
+    assert not any(passed(program, [*STOPS, "assert g(3) == 771"], "assert h(2) == 7"))
 
 
 def test_next_of_the_programs_iterator_still_ends_and_other_ends_are_refused():
@@ -103,7 +104,8 @@ def test_an_exception_of_the_program_is_asked_for_what_it_holds(base):
     tests = [ASKED.format(base=base) + f"e = caught.value\nassert {question}" for question in QUESTIONS]
     assert passed(RAISING.format(base=base), tests) == [True] * len(tests)
     other = RAISING.format(base=base).replace("'bad'", "'good'").replace("E(", "F(").replace("code=7", "code=8")
-    assert passed(other.replace("-1", "-2").replace(", x)", ", x, 1)"), tests) == [False] * len(tests)
+    other = other.replace("-1", "-2").replace(", x)", ", x, 1)")
+    assert passed(other, tests, "assert g(2) == 1542") == [False] * len(tests)
 
 
 @pytest.mark.parametrize(

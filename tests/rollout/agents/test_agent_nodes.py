@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from agent_fakes import CHAT, END, TOKENIZER, Engine, prompt
 from machines import Machines, check_ends_with_its_starter
+from slow_tests import SLOW
 
 from mindrlhf.config.reward import ToolSection
 from mindrlhf.errors import UserError
@@ -228,7 +229,8 @@ else:
 """
 
 
-@pytest.mark.parametrize("how", ["undisturbed", "cut"])
+# Undisturbed, jobs train on two machines at night.
+@pytest.mark.parametrize("how", [pytest.param("undisturbed", marks=SLOW), "cut"])
 def test_agents_on_two_machines_reach_the_model_by_the_link_alone(tmp_path, how):
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "both.py").write_text(ON_MACHINES)

@@ -2,6 +2,7 @@
 
 import re
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -15,8 +16,8 @@ from mindrlhf.errors import RunFailure
 from mindrlhf.system.handshake import SignedConnection
 from mindrlhf.weights.publish import sync as planning
 from mindrlhf.weights.publish.buffer import WeightBuffer, WeightBufferError
-from mindrlhf.weights.publish.collective import CollectiveTransport
-from mindrlhf.weights.publish.sync import plan_sync, sums_of, written_of
+from mindrlhf.weights.publish.collective import CollectiveTransport, plan_buckets
+from mindrlhf.weights.publish.sync import Transfer, plan_sync, sums_of, written_of
 from mindrlhf.weights.publish.tcp import TcpTransport
 from mindrlhf.weights.tensors import TensorInfo
 
@@ -60,6 +61,8 @@ class Nodes:
             return
         network = network or Network()
         nodes = [tuple(range(node * num_ranks, (node + 1) * num_ranks)) for node in range(len(held))]
+        if num_ranks == 2:  # ranks need not count node by node
+            nodes = [tuple(range(node, 2 * len(held), len(held))) for node in range(len(held))]
         self.transports = [
             CollectiveTransport(self.buffers[node], rank, nodes, network.open, bucket_bytes)
             for node, ranks in enumerate(nodes)
@@ -153,6 +156,17 @@ def test_what_travels_is_cut_to_its_size_and_comes_from_whoever_sends_least():
             seen[place] += 1
         assert (seen == 1).all()
     assert plan_sync([whole] * 3, infos) == []
+
+
+@pytest.mark.parametrize("bucket_bytes, num_buckets", [(8 << 20, 64), (24 << 20, 22)])
+def test_all_devices_of_two_nodes_send_alike(bucket_bytes, num_buckets):
+    """64 tensors of 8 MiB, of which two nodes of eight ranks have every other."""
+    infos = [TensorInfo(f"layer {index}", "bfloat16", (4096, 1024)) for index in range(64)]
+    whole = ((0, 4096), (0, 1024))
+    transfers = [Transfer(info.name, whole, index % 2, (1 - index % 2,)) for index, info in enumerate(infos)]
+    nodes = [tuple(range(8)), tuple(range(8, 16))]
+    sent = Counter(bucket.root for bucket in plan_buckets(transfers, nodes, infos, bucket_bytes))
+    assert sent.total() == num_buckets and max(sent.values()) - min(sent.values()) <= 1 and len(sent) == 16
 
 
 WHOLE = [(info.name, tuple(slice(0, size) for size in info.shape)) for info in INFOS]
