@@ -33,7 +33,7 @@ MOST = {
     "mindrlhf/algorithms": 2095,
     "mindrlhf/checkpoint": 692,
     "mindrlhf/cli.py": 217,
-    "mindrlhf/commands": 2240,
+    "mindrlhf/commands": 2237,
     "mindrlhf/config": 4132,  # TASKS, in place of a copy each in cli, commands and training
     "mindrlhf/cpu": 1086,
     "mindrlhf/data": 4204,
@@ -55,9 +55,9 @@ MOST = {
     "mindrlhf/specs": 2424,
     "mindrlhf/system": 2900,  # rpc and accept_nodes, in place of the talks of rollout (500 lines)
     "mindrlhf/tools": 1774,
-    "mindrlhf/training": 10328,
+    "mindrlhf/training": 10357,
     "mindrlhf/weights": 4112,
-    "tests": 70889,
+    "tests": 70903,
     "scripts": 1864,
     "docs": 32820,
 }

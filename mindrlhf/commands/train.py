@@ -408,7 +408,8 @@ def _run_elsewhere(arguments: argparse.Namespace, overrides: list[str], wanted: 
         both = "--nodes and --node-rank" if arguments.hostfile else "--node-rank"
         raise UserError(f"{option} numbers the nodes itself: leave out {both}")
     words = [arguments.command, arguments.config, *overrides, "--workers", str(arguments.workers)]
-    words += ["--max-restarts", str(arguments.max_restarts), *_resume_option(wanted)]
+    resumption = {"": [], "newest": ["--resume"]}.get(wanted, ["--resume", wanted])
+    words += ["--max-restarts", str(arguments.max_restarts), *resumption]
     words += ["--oversubscribe"] * arguments.oversubscribe + ["--elastic"] * arguments.elastic
     _check_spares(arguments)
     if arguments.ray:
@@ -445,10 +446,6 @@ def _terminal_width() -> dict[str, str]:
     import sys
 
     return {"COLUMNS": str(shutil.get_terminal_size().columns)} if sys.stdout.isatty() else {}
-
-
-def _resume_option(wanted: str) -> list[str]:
-    return {"": [], "newest": ["--resume"]}.get(wanted, ["--resume", wanted])
 
 
 def _resumption(arguments: argparse.Namespace) -> tuple[list[str], str]:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+import sys
 import typing
 from pathlib import Path
 
@@ -298,6 +299,19 @@ def test_reward_functions_are_called_once(contents, tmp_path, capsys, source, co
     said = capsys.readouterr()
     line = said.err if code else next((line for line in said.out.splitlines() if line.startswith("called with")), "")
     assert words in line and bool(line) == bool(words)
+
+
+@pytest.mark.parametrize(("source", "code"), [("", 0), ("import no_such_package\n", 2)])
+def test_an_agent_is_loaded_in_its_interpreter(contents, tmp_path, capsys, monkeypatch, source, code):
+    monkeypatch.setattr("mindrlhf.training.preflight.conversation_template", lambda *_: None)  # the tokenizer has none
+    (tmp_path / "agent.py").write_text(source + "def solve(record, base_url, api_key): return 1.0\n")
+    contents["train"] |= {"reward": {"verifier_function": "environment_reward"}}
+    contents["train"]["tools"] = {"agent": f"{tmp_path / 'agent.py'}:solve", "agent_python": sys.executable}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(contents["train"]))
+    assert main(["config", "check", str(tmp_path / "config.yaml")]) == code
+    assert (
+        not code or "does not load: ModuleNotFoundError: No module named 'no_such_package'" in capsys.readouterr().err
+    )
 
 
 def test_a_reward_function_that_waits_keeps_no_run_waiting(contents, tmp_path, capsys, monkeypatch):

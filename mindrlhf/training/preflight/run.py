@@ -1,13 +1,16 @@
 """The one judgement on a config: `mindrlhf config check` gives it, and `mindrlhf train` and its kin begin with it."""
 
+import asyncio
 import contextlib
+import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mindrlhf.checkpoint.store import check_space
 from mindrlhf.config.load import read_config
-from mindrlhf.config.reward import RewardSection
+from mindrlhf.config.reward import ToolSection
 from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.config.schema import AnyConfig, GrpoConfig
 from mindrlhf.errors import Mistakes, RunFailure, UserError
@@ -21,6 +24,7 @@ from mindrlhf.rollout.pool import find_rollout_python
 from mindrlhf.rollout.vllm_options import check_python
 from mindrlhf.system.run_lock import refuse_held
 from mindrlhf.system.sizes import format_size
+from mindrlhf.tools.agents import AgentRunner, is_function
 from mindrlhf.training.preflight import RunInputs, check_grpo_inputs, check_offline_inputs, check_sandbox
 from mindrlhf.training.preflight.facts import HostMemory, checkpoint_bytes, grpo_outlook, host_memory
 from mindrlhf.training.preflight.features import check_elastic
@@ -93,7 +97,7 @@ def check_run(
         if isinstance(config, GrpoConfig):
             inputs = check_grpo_inputs(config, num_ranks, mistakes, num_nodes=num_nodes)
             judged = Mistakes() if node or _is_prepared(config) else mistakes  # of other machines nothing is said here
-            remarks = (too_short(config, inputs.num_steps), judged.check(_call_verifiers, config.reward, inputs))
+            remarks = (too_short(config, inputs.num_steps), judged.check(_try_functions, config, inputs))
             outlook = (*grpo_outlook(config, inputs), *filter(None, remarks))
             if config.run.device == "cpu":
                 memory = host_memory(config, inputs.row_lengths[-1], inputs.max_model_len, num_ranks)
@@ -124,8 +128,8 @@ def _check_rollout_python(rollout: RolloutSection) -> None:
     check_python(find_rollout_python(rollout.python), rollout.engine, rollout.engine_args)
 
 
-def _call_verifiers(reward: RewardSection, inputs: RunInputs) -> str:
-    """Load the user's reward functions as the run does and call each once, with an answer of the data as response.
+def _try_functions(config: GrpoConfig, inputs: RunInputs) -> str:
+    """Load the user's agent and reward functions as the run does; call these once, an answer of the data as response.
 
     Returns:
         A line where one raised or took too long, which such a response may well cause, and what the run would make
@@ -134,6 +138,8 @@ def _call_verifiers(reward: RewardSection, inputs: RunInputs) -> str:
     Raises:
         UserError: one does not load, cannot be called, returns no number, or raises what no response causes.
     """
+    _load_agent(config.tools)
+    reward = config.reward
     names = tuple(name for name in reward.verifier_function if ":" in name)
     if not names:
         return ""
@@ -160,6 +166,29 @@ def _call_verifiers(reward: RewardSection, inputs: RunInputs) -> str:
     if result.unscored:
         failed, outcome = [result.unscored], "such samples are left out, and the run ends above guard.max_unscored"
     return f"called with the answer of the first prompt as response, {'; '.join(failed)} ({outcome})" if failed else ""
+
+
+def _load_agent(tools: ToolSection) -> None:
+    """Load an agent that is a function in the interpreter that will run it.
+
+    Raises:
+        UserError: its file does not load there.
+    """
+
+    async def load(directory: str) -> None:
+        runner = AgentRunner(tools.agent, 0, directory, None, is_open=True, memory_limit_bytes=0, python=python)
+        try:
+            await runner.start()
+        except UserError as error:
+            where = f"by {python or sys.executable}: tools.agent_python names the interpreter that has what it imports"
+            raise UserError(f"'tools.agent' is loaded {where}; {error}") from None
+        finally:
+            await runner.close()
+
+    python = tools.agent_python
+    if tools.agent and is_function(tools.agent):
+        with tempfile.TemporaryDirectory() as directory:
+            asyncio.run(load(directory))
 
 
 def _is_prepared(config: AnyConfig) -> bool:
