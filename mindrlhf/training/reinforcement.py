@@ -183,7 +183,7 @@ class ReinforcementTask:
             export_adapters(self.team, models)
         tokenizer_dir = self._config.data.tokenizer_dir
         if needs_critic(self._config):
-            worker.export_critic(self._output_dir / CRITIC_NAME, tokenizer_dir, self._tensors("critic"))
+            worker.export(self._output_dir / CRITIC_NAME, tokenizer_dir, self._tensors("critic"), "critic")
         # Last, because it marks the run as complete: one that was killed before can be resumed.
         worker.export(self._output_dir / FINAL_NAME, tokenizer_dir, self._tensors())
         add_generation(self._output_dir / FINAL_NAME, self._config.model.path)

@@ -146,8 +146,8 @@ class _Rank0:
         if self._job["lora"]:
             export_adapters(self._team, {MODEL_NAME: self._directory / EXPORT_NAME})
         of = "critic" if self._is_critic else ""
-        export = self._actor.export_critic if self._is_critic else self._actor.export
-        export(self._directory / EXPORT_NAME, None, sharded_tensors(self._team, self._ranks, self._nodes, of))
+        tensors = sharded_tensors(self._team, self._ranks, self._nodes, of)
+        self._actor.export(self._directory / EXPORT_NAME, None, tensors, of)
         # Again from the checkpoint, with the batches that the ranks still have.
         self._team.call("restore", directory=str(self._directory / "middle"))
         for position in range(1, len(self._batches)):

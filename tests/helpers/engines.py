@@ -36,4 +36,4 @@ def export(worker, directory, of=""):
     tensors = sharded_tensors(team, team, [[0]], of)
     if worker.model.network.lora is not None:
         export_adapters(team, {of or "model": directory})
-    (worker.export_critic if of else worker.export)(directory, None, tensors)
+    worker.export(directory, None, tensors, of)

@@ -1,7 +1,6 @@
 """Low-rank adapters in MindFormers' matrix products on Ascend, sharded as these are."""
 
 import mindspore as ms
-import numpy as np
 from mindformers.parallel_core.training_graph.device_matrix import layout
 from mindformers.parallel_core.training_graph.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -17,7 +16,7 @@ from mindspore.ops.operations import Morph
 from mindrlhf.errors import UserError
 from mindrlhf.models.ascend_layers import GatedMLP, gate_then_up
 from mindrlhf.specs import ModelDims
-from mindrlhf.specs.fuse import fuse
+from mindrlhf.specs.fuse import own_part
 from mindrlhf.specs.lora import Adapter
 
 
@@ -43,7 +42,10 @@ class AdaptedLinear(nn.Cell):
         self.scale = scale
         self.num_parts = len(adapter.base.hf_names)
         if self.num_parts > 1:
-            self.own_part = ms.Tensor(own_part(adapter, dims))
+            # Of the first rows, of a group.
+            groups = dims.num_kv_heads if adapter.base.transform == "qkv" else adapter.up.shape(dims)[0][0]
+            whole = own_part(adapter.up, dims)
+            self.own_part = ms.Tensor(whole[: len(whole) // groups])
         self.adds_bias = layer.has_bias and not layer.skip_bias_add
         self.compute_dtype = layer.compute_dtype
         is_row = isinstance(layer, RowParallelLinear)
@@ -133,15 +135,6 @@ def _axes(layer: nn.Cell) -> tuple[tuple, tuple, tuple]:
     if isinstance(layer, RowParallelLinear):
         return ("cp", "dp", "tp"), ("None", "tp"), ("cp_tp" if layer.sequence_parallel else "cp", "dp", "None")
     return ("cp", "dp", "None"), ("tp", "None"), ("cp", "dp", "tp")
-
-
-def own_part(adapter: Adapter, dims: ModelDims) -> np.ndarray:
-    """1 where a row of the fused B and a row of the stacked A belong to the same matrix; the first rows, of a group."""
-    shapes = adapter.up.shape(dims)
-    part = fuse(adapter.up, dims, [np.full((rows, 1), index) for index, (rows, _) in enumerate(shapes)])
-    groups = dims.num_kv_heads if adapter.base.transform == "qkv" else shapes[0][0]
-    owner = np.repeat(np.arange(len(shapes)), shapes[0][1])
-    return (part[: len(part) // groups] == owner).astype(np.float32)
 
 
 def _parameter(rule, dims: ModelDims) -> Parameter:

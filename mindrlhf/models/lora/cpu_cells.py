@@ -5,7 +5,7 @@ import numpy as np
 from mindspore import Parameter, nn, ops
 
 from mindrlhf.specs import ModelDims
-from mindrlhf.specs.fuse import fuse
+from mindrlhf.specs.fuse import own_part
 from mindrlhf.specs.lora import Adapter
 
 
@@ -25,7 +25,7 @@ class LowRankAdapter(nn.Cell):
         self.scale = scale
         self.num_parts = len(adapter.base.hf_names)
         if self.num_parts > 1:
-            self.own_part = ms.Tensor(_own_part(adapter, dims))
+            self.own_part = ms.Tensor(own_part(adapter.up, dims))
         self.matmul_transpose_b = ops.MatMul(transpose_b=True)
 
     def construct(self, rows):
@@ -68,11 +68,3 @@ class GateUpAdapter(nn.Cell):
 def _parameter(rule, dims: ModelDims) -> Parameter:
     # Filled in when the weights are loaded.
     return Parameter(ms.Tensor(np.zeros(rule.mf_shape(dims), np.float32)), name=rule.mf_name)
-
-
-def _own_part(adapter: Adapter, dims: ModelDims) -> np.ndarray:
-    """1 where a row of the fused B and a row of the stacked A belong to the same matrix, `[out, parts * rank]`."""
-    shapes = adapter.up.shape(dims)
-    part = fuse(adapter.up, dims, [np.full((rows, 1), index) for index, (rows, _) in enumerate(shapes)])
-    owner = np.repeat(np.arange(len(shapes)), shapes[0][1])
-    return (part == owner).astype(np.float32)

@@ -17,7 +17,6 @@ from mindrlhf.shards.save import finish_saving, plan_saving, state_layouts, step
 from mindrlhf.shards.sources import ArraySource, open_source
 from mindrlhf.training.placement import Placement, dtype_of, set_shard
 from mindrlhf.weights.adapters.peft import adapter_config
-from mindrlhf.weights.convert import export_hf
 from mindrlhf.weights.sharded import ShardedManifest
 from mindrlhf.weights.tensors import convert_dtype
 
@@ -124,14 +123,3 @@ def _held_arrays(placement: Placement, manifest: ShardedManifest, state: State) 
 def _plan(placement: Placement, state: State | None) -> ShardedManifest:
     options = {"state": state or (), "adapted": placement.adapted or None}
     return plan_saving(placement.network.hf_config, placement.saved, placement.layout, placement.dtype, **options)
-
-
-def export(
-    placement: Placement,
-    directory: Path,
-    tokenizer_dir: str | os.PathLike | None,
-    tensors: Iterator[tuple[str, np.ndarray]],
-) -> None:
-    """Write the ``tensors`` of the model, read once, as a Hugging Face directory in their own dtype."""
-    hf_config = placement.network.hf_config
-    export_hf(tensors, hf_config, directory, dtype=placement.dtype, tokenizer_dir=tokenizer_dir)

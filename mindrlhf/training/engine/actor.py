@@ -12,6 +12,7 @@ from mindrlhf.checkpoint.state import REFERENCE_NAME, StateWriter
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.context import give_back_memory
 from mindrlhf.system import heartbeat
+from mindrlhf.system.files import remove
 from mindrlhf.training.batch import Batch
 from mindrlhf.training.checkpoints import models
 from mindrlhf.training.checkpoints.shards import SavesState
@@ -21,6 +22,7 @@ from mindrlhf.training.placement import Placement
 from mindrlhf.training.results import ProcessStatistics, UpdateResult
 from mindrlhf.training.routing.rows import without_experts
 from mindrlhf.training.serving import ServingWorker
+from mindrlhf.weights.convert import export_hf
 from mindrlhf.weights.publish.publisher import PUBLISH, Published
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ class Actor(SavesState, ServingWorker):
         engine: of the policy.
         reference: the reference model or the teacher; None when beta is 0.
         saves_reference: the reference changes during the run, so checkpoints must hold it.
+        reward_model: what ``score_responses`` runs.
+        kernel_dump: begins a step when its batches come.
     """
 
     def __init__(
@@ -43,14 +47,16 @@ class Actor(SavesState, ServingWorker):
         reference: Model | None = None,
         *,
         saves_reference: bool = False,
+        reward_model: Model | None = None,
+        kernel_dump: "KernelDump | None" = None,
     ):
         SavesState.__init__(self)
         ServingWorker.__init__(self, engine.model)
         self.engine = engine
         self.reference = reference
         self._saves_reference = saves_reference
-        self._reward_model: Model | None = None
-        self._kernel_dump: KernelDump | None = None
+        self._reward_model = reward_model
+        self._kernel_dump = kernel_dump
         self._batches: list[Batch] = []  # this rank's part of the updates of a step
         self._old_logprobs: dict[int, list[np.ndarray]] = {}  # of the step, by batch
 
@@ -119,19 +125,11 @@ class Actor(SavesState, ServingWorker):
     def process_statistics(self) -> ProcessStatistics:
         return self.engine.process_statistics()
 
-    def use_reward_model(self, model: Model) -> None:
-        """Take the model that ``score_responses`` runs."""
-        self._reward_model = model
-
     def score_responses(self, batch: Batch) -> list[np.ndarray]:
         """Return the reward model's scores, float32 [rows, length], of each micro-batch."""
         for rows in batch.micro_batches:
             self.engine.count_compile("reward_model", rows)
         return [self._reward_model.logprobs(rows) for rows in batch.micro_batches]
-
-    def use_kernel_dump(self, kernel_dump: "KernelDump") -> None:
-        """Take the dump of kernels, which begins a step when its batches come."""
-        self._kernel_dump = kernel_dump
 
     def publish(self, version: int, bucket: int = 0, purpose: str = PUBLISH) -> Published:
         """See :meth:`PublishingWorker.publish`; what follows is the generator's turn."""
@@ -141,10 +139,20 @@ class Actor(SavesState, ServingWorker):
         return published
 
     def export(
-        self, directory: Path, tokenizer_dir: str | os.PathLike | None, tensors: Iterator[tuple[str, np.ndarray]]
+        self,
+        directory: Path,
+        tokenizer_dir: str | os.PathLike | None,
+        tensors: Iterator[tuple[str, np.ndarray]],
+        of: str = "",
     ) -> None:
-        """Write the weights as a Hugging Face directory, on rank 0; see :func:`models.export`."""
-        models.export(self.model.placement, directory, tokenizer_dir, tensors)
+        """Write ``tensors`` of the model, or of the "critic", as a Hugging Face directory in their own dtype.
+
+        They are read once, on rank 0.
+        """
+        placement = self._published_model(of)
+        if of:  # one that is there was left by a run that was killed before it exported the actor
+            remove(directory)
+        export_hf(tensors, placement.network.hf_config, directory, dtype=placement.dtype, tokenizer_dir=tokenizer_dir)
 
     def state_size_bytes(self) -> int:
         """Return the size of a checkpoint of all ranks, in bytes."""

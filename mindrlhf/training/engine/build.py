@@ -3,13 +3,27 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from mindrlhf.algorithms import policy_losses
+from mindrlhf.algorithms.corrections import RolloutCorrection
+from mindrlhf.algorithms.kl_control import UNBIASED_ESTIMATORS
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
-from mindrlhf.algorithms.losses import CoefficientLoss, Loss, SupervisedLoss
+from mindrlhf.algorithms.losses import CoefficientLoss, Loss, PolicyLoss, SupervisedLoss
+from mindrlhf.algorithms.options import chosen
 from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.algorithms.value_loss import ValueLoss
 from mindrlhf.checkpoint.state import CRITIC_NAME, MODEL_NAME
-from mindrlhf.config.derived import critic_optimizer, is_base, needs_critic, reference_is_base, reference_path
+from mindrlhf.config.derived import (
+    correction_weight,
+    critic_optimizer,
+    is_base,
+    is_corrected,
+    is_on_policy,
+    needs_critic,
+    reference_is_base,
+    reference_path,
+)
 from mindrlhf.config.memory import WHOLE, MemorySection
 from mindrlhf.config.model import LoraSection
 from mindrlhf.config.schema import AnyConfig, DpoConfig, GrpoConfig, OfflineConfig, RewardModelConfig, SftConfig
@@ -33,7 +47,6 @@ from mindrlhf.training.engine.critic import NO_TURNS, ActorCritic, Turns
 from mindrlhf.training.engine.engine import Engine, WholeEngine
 from mindrlhf.training.engine.model import Model, Whole
 from mindrlhf.training.engine.offline import OfflineWorker
-from mindrlhf.training.engine.policy_loss import build_policy_logprobs, build_policy_loss
 from mindrlhf.training.placement import Placement
 from mindrlhf.training.runtime import Rank, start_parallel
 from mindrlhf.training.vision.image_rows import ImageTokens, with_images
@@ -57,26 +70,42 @@ def build_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: Rank) ->
         scorer = models.scores(config.reward.model_path, after_token=True)[1]
     if needs_critic(config):
         critic = _build_critic(models, config)
-    engine = build_policy_engine(models, config.model.path, config.lora)[1]
-    reference = _build_reference(models, config, engine.model)
+    head, model = models.policy(config.model.path, config.lora)
+    engine = models.engine(model, build_policy_loss(config, head), config.optimizer)
+    reference = _build_reference(models, config, model)
     models.make_ready()
     parts: dict = {"reference": reference, "saves_reference": config.algorithm.sync_ref_model}
+    parts |= {"reward_model": scorer, "kernel_dump": kernel_dump}
     if critic is None:
-        actor = Actor(engine, **parts)
-    else:
-        actor = ActorCritic(critic, _turns(models, engine, critic, reference), engine, **parts)
-    if scorer is not None:
-        actor.use_reward_model(scorer)
-    if kernel_dump is not None:
-        actor.use_kernel_dump(kernel_dump)
-    return actor
+        return Actor(engine, **parts)
+    return ActorCritic(critic, _turns(models, engine, critic, reference), engine, **parts)
 
 
-def build_policy_engine(models: "Models", path: str, lora: LoraSection | None = None) -> tuple[PolicyLogProbs, Engine]:
-    """Return the log-probabilities of the policy of a run, whose weights are those of a directory, and its engine."""
-    config = models.config
-    head, model = models.policy(path, lora, lambda network: build_policy_logprobs(config, network))
-    return head, models.engine(model, build_policy_loss(config, head), config.optimizer)
+def build_policy_loss(config: GrpoConfig, policy: PolicyLogProbs) -> PolicyLoss:
+    """Return the loss of a run over ``policy``, its log-probabilities."""
+    algorithm = config.algorithm
+    traits, estimator = policy_losses.traits(algorithm.loss), algorithm.kl_estimator
+    options = {name: getattr(algorithm, name) for name in traits.keys} | chosen(traits.options, algorithm.options)
+    correction, section = None, config.correction
+    if is_corrected(config):
+        correction = RolloutCorrection(
+            weight=correction_weight(config),
+            max_weight=section.max_weight,
+            mask=section.mask,
+            mask_low=section.mask_bounds[0],
+            mask_high=section.mask_bounds[1],
+            veto=section.veto,
+            drift=section.off_policy_mask,
+        )
+    return PolicyLoss(
+        policy,
+        policy_losses.surrogate(algorithm.loss, **options),
+        on_policy=is_on_policy(config) and not config.correction.bypass,
+        kl_estimator=estimator.removesuffix("+") if algorithm.beta > 0 and algorithm.kl_in == "loss" else "",
+        kl_unbiased=estimator in UNBIASED_ESTIMATORS,
+        entropy_coefficient=algorithm.entropy_coefficient,
+        correction=correction,
+    )
 
 
 def _build_reference(models: "Models", config: GrpoConfig, policy: Model) -> Model | None:
@@ -143,33 +172,20 @@ class Models:
         self._updates: list[Callable[[int], None]] = []
         self._loading: list[Callable[[], None]] = []
 
-    def policy(
-        self,
-        path: str,
-        lora: LoraSection | None = None,
-        make_head: Callable[..., PolicyLogProbs] | None = None,
-    ) -> tuple[PolicyLogProbs, Model]:
-        """Return the log-probabilities of the language model in a directory, as losses take them, and the model.
-
-        Args:
-            lora: gives it the adapters that the section asks for.
-            make_head: makes the log-probabilities of a whole model; None: at the temperature of sampling.
+    def policy(self, path: str, lora: LoraSection | None = None) -> tuple[PolicyLogProbs, Model]:
+        """Return the log-probabilities of the language model in a directory, at the temperature of sampling, and the
+        model, with the adapters that ``lora`` asks for.
         """
         config, hf_config = self.config, read_hf_config(path)
         if self._parallel is not None:
             from mindrlhf.training.engine.factory import build_policy
 
-            options: dict = {"row_length": self._row_lengths[-1], "lora": lora and lora.options}
-            options |= {"temperature": self._temperature, "shared_prompts": self._shares_prompts}
-            options |= {"memory": config.memory, "num_image_rows": self._num_image_rows}
-            options["replays_routing"] = self._replays_routing
+            options = self._of_network(lora, config.memory, shares_prompts=self._shares_prompts)
+            options |= {"temperature": self._temperature, "replays_routing": self._replays_routing}
             head = build_policy(hf_config, config.model, self._parallel, **options)
             return head, self._shard(head, path, lora)
         network = self._whole_network(hf_config, path, lora, config.memory)
-        if make_head is not None:
-            head = make_head(network)
-        else:
-            head = PolicyLogProbs(network, self._temperature, config.run.device, config.memory.logit_tile)
+        head = PolicyLogProbs(network, self._temperature, config.run.device, config.memory.logit_tile)
         return head, self._whole(head, path, lora)
 
     def scores(
@@ -188,13 +204,16 @@ class Models:
         if self._parallel is not None:
             from mindrlhf.training.engine.factory import build_scores
 
-            options: dict = {"row_length": self._row_lengths[-1], "lora": lora and lora.options}
-            options |= {"shared_prompts": self._shares_prompts and not after_token}
-            options |= {"memory": memory, "num_image_rows": self._num_image_rows}
+            options = self._of_network(lora, memory, shares_prompts=self._shares_prompts and not after_token)
             head = build_scores(hf_config, self.config.model, self._parallel, **options)
             return head, self._shard(head, path, lora, after_token=after_token)
         head = TokenScores(self._whole_network(hf_config, path, lora, memory), after_token=after_token)
         return head, self._whole(head, path, lora)
+
+    def _of_network(self, lora: LoraSection | None, memory: MemorySection, *, shares_prompts: bool) -> dict[str, Any]:
+        """Return what the factory of sharded models takes of a network."""
+        sizes = {"row_length": self._row_lengths[-1], "num_image_rows": self._num_image_rows}
+        return {"lora": lora and lora.options, "memory": memory, "shared_prompts": shares_prompts, **sizes}
 
     def _whole_network(self, hf_config: dict, path: str, lora: LoraSection | None, memory: MemorySection) -> CausalLM:
         model, run = self.config.model, self.config.run
@@ -243,11 +262,8 @@ class Models:
 
     def engine(self, model: Model, loss: Loss, optimizer: OptimizerSection, name: str = MODEL_NAME) -> Engine:
         """Return what trains one of the models; ``name`` as :class:`Engine` takes it."""
-        if self._parallel is not None:
-            return self._sharded_engine(model, loss, optimizer, name)
-        return WholeEngine(model, loss, optimizer, self._rank, name)
-
-    def _sharded_engine(self, model: Model, loss: Loss, optimizer: OptimizerSection, name: str) -> Engine:
+        if self._parallel is None:
+            return WholeEngine(model, loss, optimizer, self._rank, name)
         from mindrlhf.training.engine.factory import build_update
         from mindrlhf.training.engine.offload import OptimizerPlaces
         from mindrlhf.training.engine.sharded_updates import ShardedEngine, UpdateGraph

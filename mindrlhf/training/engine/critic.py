@@ -1,8 +1,7 @@
 """The critic of PPO on a rank, beside the actor: values of states, its own updates, its part of checkpoints."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import mindspore as ms
@@ -11,10 +10,10 @@ import numpy as np
 from mindrlhf.checkpoint.state import StateWriter
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.system import heartbeat
-from mindrlhf.system.files import remove
 from mindrlhf.training.checkpoints import models
 from mindrlhf.training.engine.actor import Actor
 from mindrlhf.training.engine.engine import Engine
+from mindrlhf.training.engine.offload import Part
 from mindrlhf.training.placement import Placement
 from mindrlhf.training.results import ProcessStatistics, UpdateResult
 
@@ -30,19 +29,14 @@ class Turns:
     """
 
     def __init__(self, device: str, models: Mapping[str, Sequence[ms.Parameter]]):
-        self._models = models if device != "cpu" else dict.fromkeys(models, ())
-        self._loaded = set(models)
+        self._parts = {name: Part(parameters if device != "cpu" else ()) for name, parameters in models.items()}
 
     def take(self, name: str) -> None:
         """Make room for one model and bring it to the device."""
-        assert name in self._models, f"there is no model {name!r}"
-        for other in sorted(self._loaded - {name}):
-            for parameter in self._models[other]:
-                parameter._offload()  # MindSpore has no public form of it
-        if name not in self._loaded:
-            for parameter in self._models[name]:
-                parameter._load()
-        self._loaded = {name}
+        for other, part in self._parts.items():
+            if other != name:
+                part.send()
+        self._parts[name].fetch()
 
 
 # Of models that are sharded: both stay on the device.
@@ -102,14 +96,6 @@ class ActorCritic(Actor):
     def _published_model(self, name: str) -> Placement:
         """Return that of "critic", or else the actor's."""
         return self.critic.model.placement if name == "critic" else super()._published_model(name)
-
-    def export_critic(self, directory: Path, tokenizer_dir: Any, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
-        """Write the critic as a Hugging Face directory; see :func:`models.export`.
-
-        One that is there already is one that a run left when it was killed before it exported the actor.
-        """
-        remove(directory)
-        models.export(self.critic.placement, directory, tokenizer_dir, tensors)
 
     def state_size_bytes(self) -> int:
         """Return the size of a checkpoint of both models, in bytes."""

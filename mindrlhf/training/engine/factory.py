@@ -104,26 +104,24 @@ def _build_network(
 
 
 def _place_in_last_stage(model: nn.Cell, output: nn.Cell, parallel: ParallelSection) -> None:
-    if parallel.pipeline_stage > 1:
-        output.pipeline_stage = parallel.pipeline_stage - 1
-        _forget_side_effects(model)
+    """Put what follows the decoder into the last stage of a pipeline.
+
+    The compiler is told that the functions of local shards (Morphs) do no input or output, as it must assume: it keeps
+    such calls in order, over all stages; and the last stage of a pipeline without gradients, from which the calls of
+    the other stages are cut away, would not compile (MindSpore 2.9.0).
+    """
+    if parallel.pipeline_stage == 1:
+        return
+    output.pipeline_stage = parallel.pipeline_stage - 1
+    for _, cell in model.cells_and_names():
+        for value in vars(cell).values():
+            if isinstance(value, Morph):
+                value.del_prim_attr("side_effect_io")
 
 
 def build_logprobs(policy: PolicyLogProbs | TokenScores, parallel: ParallelSection) -> ParallelLogProbs:
     """Return the cell that computes the log-probabilities of ``policy``, or scores, without gradients."""
     return ParallelLogProbs(policy, num_logprob_micro_batches(parallel))
-
-
-def _forget_side_effects(model: nn.Cell) -> None:
-    """Tell the compiler that the functions of local shards (Morphs) do no input or output, as it must assume.
-
-    It keeps such calls in order, over all stages; and the last stage of a pipeline without gradients, from which the
-    calls of the other stages are cut away, would not compile (MindSpore 2.9.0).
-    """
-    for _, cell in model.cells_and_names():
-        for value in vars(cell).values():
-            if isinstance(value, Morph):
-                value.del_prim_attr("side_effect_io")
 
 
 def build_update(loss: Loss, options: OptimizerSection, parallel: ParallelSection) -> ParallelUpdate:

@@ -1,12 +1,15 @@
 """The optimiser's state and gradient sums, which are on the host while nothing asks for them."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import mindspore as ms
 
 from mindrlhf.config.memory import MemorySection
 from mindrlhf.models.context import give_back_memory
-from mindrlhf.training.engine.sharded_cells import ParallelUpdate
+
+if TYPE_CHECKING:
+    from mindrlhf.training.engine.sharded_cells import ParallelUpdate
 
 
 class OptimizerPlaces:
@@ -18,11 +21,11 @@ class OptimizerPlaces:
         memory: the section.
     """
 
-    def __init__(self, update: ParallelUpdate, held: Collection[str], memory: MemorySection):
+    def __init__(self, update: "ParallelUpdate", held: Collection[str], memory: MemorySection):
         moments = update.optimizer.state.items()
-        self._moments = _Part([one for name, one in moments if name.partition(".")[2] in held])
+        self._moments = Part([one for name, one in moments if name.partition(".")[2] in held])
         sums = zip(update.weights, update.totals, strict=True)
-        self._sums = _Part([one for weight, one in sums if weight.name in held])
+        self._sums = Part([one for weight, one in sums if weight.name in held])
         self._memory = memory
 
     def have_for_gradients(self) -> None:
@@ -45,15 +48,15 @@ class OptimizerPlaces:
         if self._memory.offload_optimizer:
             self._send(self._sums)
 
-    def _send(self, part: "_Part") -> None:
+    def _send(self, part: "Part") -> None:
         part.send()
         give_back_memory()
 
 
-class _Part:
+class Part:
     """Parameters that move together."""
 
-    def __init__(self, parameters: list[ms.Parameter]):
+    def __init__(self, parameters: Sequence[ms.Parameter]):
         self._parameters = parameters
         self._is_away = False
 

@@ -20,7 +20,7 @@ from mindrlhf.training.loop.step import Step
 
 
 class Objective:
-    """The host's part of the algorithm; the graph's is built by :mod:`mindrlhf.training.engine.policy_loss`.
+    """The host's part of the algorithm; the graph's is built by :mod:`mindrlhf.training.engine.build`.
 
     Attributes:
         kl: controller of the KL coefficient; its state belongs in a checkpoint.

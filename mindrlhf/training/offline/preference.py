@@ -14,7 +14,6 @@ import numpy as np
 from mindrlhf.checkpoint.algorithm_state import PairAccuracy
 from mindrlhf.config.derived import reference_is_base
 from mindrlhf.config.schema import DpoConfig, RewardModelConfig
-from mindrlhf.config.training import UNPACKED, trains_sharded
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.packing import TokenSequence
@@ -22,10 +21,9 @@ from mindrlhf.evaluation.statistics import Interval, accuracy_interval
 from mindrlhf.images.pixels import decode_png
 from mindrlhf.observe.fingerprint import digest_arrays
 from mindrlhf.system.workers import Workers
-from mindrlhf.training.batch import RowOptions, make_batch
+from mindrlhf.training.batch import make_batch
 from mindrlhf.training.offline.pair_objectives import DpoObjective, PairResult, RewardModelObjective
-from mindrlhf.training.offline.run import OfflineTrainer
-from mindrlhf.training.offline.supervised import read_image_files
+from mindrlhf.training.offline.run import OfflineTrainer, rank_metrics, read_image_files, read_records, row_options
 from mindrlhf.training.preflight import RunInputs
 from mindrlhf.training.team import Results, Team
 
@@ -73,15 +71,7 @@ class PreferenceTrainer(OfflineTrainer):
         self._config = config
         self._team = team
         self._workers: OfflineWorker = Workers(team.call)
-        training = config.training
-        self._rows = RowOptions(
-            inputs.row_lengths,
-            training.micro_batch_size,
-            team.world_size,
-            training.packing != UNPACKED,
-            in_step=trains_sharded(config),
-            image_tokens=inputs.image_tokens,
-        )
+        training, self._rows = config.training, row_options(config, inputs, team.world_size)
         is_dpo = isinstance(config, DpoConfig)
         self._objective: Objective = DpoObjective(config.dpo) if is_dpo else RewardModelObjective(config.reward_model)
         has_reference = is_dpo and (config.model.reference_path or reference_is_base(config))
@@ -136,13 +126,7 @@ class PreferenceTrainer(OfflineTrainer):
             for sequence, values in zip(pairs.with_images(), result.coefficients, strict=True)
         ]
         results = self._call(self._workers.train, sequences, lr=lr)[1]
-        return {
-            **result.metrics(),
-            "grad_norm": results[0].grad_norm,
-            "lr": lr,
-            "recompiles": max(result.process.recompiles for result in results),
-            "memory/peak_rss_gb": max(result.process.peak_rss_gb for result in results),
-        }
+        return result.metrics() | rank_metrics(results, lr)
 
     def _evaluate_held_out(self) -> tuple[dict[str, float], Interval]:
         """Return the metrics of the held-out pairs, and their accuracy with its interval."""
@@ -178,14 +162,13 @@ class PreferenceTrainer(OfflineTrainer):
         return batch, method(per_rank=batch.per_rank(self._team.world_size), **arguments)
 
 
-def read_pairs(file: PromptFile, block: int = 4096) -> list[TokenSequence]:
+def read_pairs(file: PromptFile) -> list[TokenSequence]:
     """Read a prompt file built with ``--task preference``: chosen 0, rejected 0, chosen 1, ..."""
-    sequences = []
-    for start in range(0, len(file), block):
-        for record in file.read(range(start, min(start + block, len(file)))):
-            for response_ids in (record.response_ids, record.rejected_ids):
-                sequences.append(TokenSequence(record.prompt_ids, response_ids, {}))
-    return sequences
+    return [
+        TokenSequence(record.prompt_ids, response_ids, {})
+        for record in read_records(file)
+        for response_ids in (record.response_ids, record.rejected_ids)
+    ]
 
 
 def _blocks(count: int) -> Iterator[range]:

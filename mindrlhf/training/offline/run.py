@@ -1,7 +1,7 @@
 """Training on fixed data (supervised, preference, reward model) as :func:`mindrlhf.training.train.train` runs it."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +10,14 @@ import numpy as np
 from mindrlhf.checkpoint.algorithm_state import LearningState
 from mindrlhf.checkpoint.state import MODEL_NAME
 from mindrlhf.config.schema import OfflineConfig
+from mindrlhf.config.training import UNPACKED, trains_sharded
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.metadata import add_generation
+from mindrlhf.data.mindrecord import Prompt, PromptFile
 from mindrlhf.errors import RunFailure
 from mindrlhf.observe.report import write_report
 from mindrlhf.system import heartbeat
+from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.checkpoints.shards import export_adapters
@@ -23,12 +26,46 @@ from mindrlhf.training.nodes import find_nodes
 from mindrlhf.training.preflight import RunInputs, check_offline_inputs
 from mindrlhf.training.preflight.output import FINAL_NAME
 from mindrlhf.training.replica_team import with_replicas
+from mindrlhf.training.results import UpdateResult
 from mindrlhf.training.runtime import Rank, num_ranks_from_environment
 from mindrlhf.training.team import Team
 from mindrlhf.weights.publish.export import sharded_tensors
 
 if TYPE_CHECKING:
     from mindrlhf.training.engine.offline import OfflineWorker
+
+
+def read_records(file: PromptFile, block: int = 4096) -> Iterator[Prompt]:
+    """Yield every record of a prompt file."""
+    for start in range(0, len(file), block):
+        yield from file.read(range(start, min(start + block, len(file))))
+
+
+def read_image_files(file: PromptFile) -> list[tuple[bytes, ...]]:
+    """Read the images of every record of a prompt file, as PNG."""
+    return [record.image_files for record in read_records(file)]
+
+
+def row_options(config: OfflineConfig, inputs: RunInputs, num_ranks: int) -> RowOptions:
+    """Return how the rows of a run are packed and cut into micro-batches."""
+    return RowOptions(
+        inputs.row_lengths,
+        config.training.micro_batch_size,
+        num_ranks,
+        config.training.packing != UNPACKED,
+        in_step=trains_sharded(config),
+        image_tokens=inputs.image_tokens,
+    )
+
+
+def rank_metrics(results: Sequence[UpdateResult], lr: float) -> dict[str, float]:
+    """Return the metrics that every update has."""
+    return {
+        "grad_norm": results[0].grad_norm,
+        "lr": lr,
+        "recompiles": max(result.process.recompiles for result in results),
+        "memory/peak_rss_gb": max(result.process.peak_rss_gb for result in results),
+    }
 
 
 class OfflineTrainer:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mindrlhf.config.schema import SftConfig
-from mindrlhf.config.training import UNPACKED, trains_sharded
+from mindrlhf.config.training import UNPACKED
 from mindrlhf.data.epochs import EpochSteps
+from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.packing import Row, TokenSequence, plan_rows
 from mindrlhf.images.pixels import decode_png
 from mindrlhf.system.workers import Workers
-from mindrlhf.training.batch import Batch, RowOptions, batch_of_rows
-from mindrlhf.training.offline.run import OfflineTrainer
+from mindrlhf.training.batch import Batch, batch_of_rows
+from mindrlhf.training.offline.run import OfflineTrainer, rank_metrics, read_image_files, read_records, row_options
 from mindrlhf.training.preflight import RunInputs
 from mindrlhf.training.results import UpdateResult
 from mindrlhf.training.team import Results, Team
@@ -31,14 +32,7 @@ class SupervisedTrainer(OfflineTrainer):
         self._config = config
         self._team = team
         self._workers: OfflineWorker = Workers(team.call)
-        self._options = RowOptions(
-            inputs.row_lengths,
-            section.micro_batch_size,
-            team.world_size,
-            section.packing != UNPACKED,
-            in_step=trains_sharded(config),
-            image_tokens=inputs.image_tokens,
-        )
+        self._options = row_options(config, inputs, team.world_size)
         self._sequences = read_sequences(inputs.prompts)
         self._image_files = read_image_files(inputs.prompts) if inputs.image_tokens else []
         lengths = [sequence.num_tokens for sequence in self._sequences]
@@ -64,7 +58,7 @@ class SupervisedTrainer(OfflineTrainer):
         results = self._call(self._workers.evaluate, self._held_out)
         return {"eval/loss": -sum(result.total for result in results) / self._held_out.num_tokens}
 
-    def _held_out_batch(self, file: Any) -> Batch:
+    def _held_out_batch(self, file: PromptFile) -> Batch:
         sequences = read_sequences(file)
         lengths = [sequence.num_tokens for sequence in sequences]
         files = read_image_files(file) if self._options.image_tokens else []
@@ -84,20 +78,9 @@ class SupervisedTrainer(OfflineTrainer):
         return method(per_rank=batch.per_rank(self._team.world_size), **arguments)
 
 
-def read_sequences(file: Any, block: int = 4096) -> list[TokenSequence]:
+def read_sequences(file: PromptFile) -> list[TokenSequence]:
     """Read every record of a prompt file built with ``--task sft``."""
-    sequences = []
-    for start in range(0, len(file), block):
-        for record in file.read(range(start, min(start + block, len(file)))):
-            sequences.append(TokenSequence(record.prompt_ids, record.response_ids, {}))
-    return sequences
-
-
-def read_image_files(file: Any, block: int = 4096) -> list[tuple[bytes, ...]]:
-    """Read the images of every record of a prompt file, as PNG."""
-    starts = range(0, len(file), block)
-    blocks = (file.read(range(start, min(start + block, len(file)))) for start in starts)
-    return [record.image_files for records in blocks for record in records]
+    return [TokenSequence(record.prompt_ids, record.response_ids, {}) for record in read_records(file)]
 
 
 def _with_images(sequence: TokenSequence, files: tuple[bytes, ...]) -> TokenSequence:
@@ -106,14 +89,7 @@ def _with_images(sequence: TokenSequence, files: tuple[bytes, ...]) -> TokenSequ
 
 def _metrics(results: Sequence[UpdateResult], batch: Batch, lr: float) -> dict[str, float]:
     loss, entropy = np.sum([result.statistics for result in results], axis=0)
-    return {
-        "loss": float(loss),
-        "entropy": float(entropy) / batch.num_tokens,
-        "grad_norm": results[0].grad_norm,
-        "lr": lr,
-        "recompiles": max(result.process.recompiles for result in results),
-        "memory/peak_rss_gb": max(result.process.peak_rss_gb for result in results),
-    }
+    return {"loss": float(loss), "entropy": float(entropy) / batch.num_tokens} | rank_metrics(results, lr)
 
 
 def _performance(batch: Batch, elapsed_s: float, num_devices: int) -> dict[str, float]:

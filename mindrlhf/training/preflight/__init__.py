@@ -226,7 +226,7 @@ def _check_models(
     config: AnyConfig, files: _Files, row_lengths: Sequence[int] | None, world_size: int, mistakes: Mistakes
 ) -> None:
     """Check each model that a run reads: by itself, with the rows and images that it gets, and over the ranks."""
-    check, roles = mistakes.check, roles_of(config)
+    check, roles = mistakes.check, list(roles_of(config))
     for role in roles:
         check(check_role, config, role, files.tokenizer, needs=[role.key])
         if row_lengths:

@@ -13,7 +13,7 @@ from mindrlhf.layout.layout import Layout
 from mindrlhf.layout.servers import place_servers, spans_nodes
 from mindrlhf.rollout.vllm_options import VLLM
 from mindrlhf.shards.strategy_files import check_strategy_directory
-from mindrlhf.specs import ModelDims, find_spec
+from mindrlhf.specs import find_spec
 from mindrlhf.training.preflight.features import model_dims
 from mindrlhf.training.preflight.models import roles_of
 from mindrlhf.weights.hf import read_hf_config
@@ -39,12 +39,8 @@ def check_layout(config: AnyConfig, row_lengths: Sequence[int], world_size: int)
                 # That the plan would have, and that may have come from the data.
                 training = dataclasses.replace(config.training, sequence_lengths=(length,))
                 check_feasible(dataclasses.replace(config, training=training), dims, layout)
-            _check_strategy(role.path, dims, layout)
-
-
-def _check_strategy(path: str, dims: ModelDims, layout: Layout) -> None:
-    if is_sharded(path):
-        check_strategy_directory(Path(path) / STRATEGY_NAME, dims, layout)
+            if is_sharded(role.path):
+                check_strategy_directory(Path(role.path) / STRATEGY_NAME, dims, layout)
 
 
 def check_servers(config: GrpoConfig, world_size: int, num_nodes: int) -> None:

@@ -49,12 +49,8 @@ class Role:
         return self.key.startswith("model.")
 
 
-def roles_of(config: AnyConfig) -> list[Role]:
-    """Return the models that a run reads, the one that it trains first."""
-    return list(_roles(config))
-
-
-def _roles(config: AnyConfig) -> Iterator[Role]:
+def roles_of(config: AnyConfig) -> Iterator[Role]:
+    """Yield the models that a run reads, the one that it trains first."""
     model, is_rl = config.model, isinstance(config, GrpoConfig)
     is_scorer = isinstance(config, RewardModelConfig)
     yield Role("model.path", model.path, gives="" if is_scorer else TOKENS, as_scorer=is_scorer, lora=config.lora)

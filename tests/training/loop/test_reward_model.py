@@ -141,7 +141,7 @@ def test_a_scorer_on_a_rank_gives_what_its_weights_say(mindformers, tmp_path):
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.scores import TokenScores
     from mindrlhf.training.engine.actor import Actor
-    from mindrlhf.training.engine.policy_loss import build_policy_loss
+    from mindrlhf.training.engine.build import build_policy_loss
     from mindrlhf.training.team import Team as RealTeam
     from mindrlhf.weights.convert import export_hf, random_hf_weights
 
@@ -153,9 +153,9 @@ def test_a_scorer_on_a_rank_gives_what_its_weights_say(mindformers, tmp_path):
     config = grpo_config(model={"path": str(tmp_path / "policy")}, reward=reward)
     network = load_model(config.model, config.model.path, config.run, 32)
     loss = build_policy_loss(config, PolicyLogProbs(network, 1.0, "cpu"))
-    actor = Actor(whole_engine(loss, config.optimizer))
     scorer = load_model(config.model, config.reward.model_path, config.run, 32, as_scorer=True)
-    actor.use_reward_model(whole_model(TokenScores(scorer, after_token=True)))
+    reward_model = whole_model(TokenScores(scorer, after_token=True))
+    actor = Actor(whole_engine(loss, config.optimizer), reward_model=reward_model)
     model = RewardModel(RealTeam(actor), RowOptions((32,), 2, 1, True), config.reward)
     generator = np.random.default_rng(0)
     before = [

@@ -17,7 +17,8 @@ from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.images.geometry import VisionGeometry
 from mindrlhf.images.pixels import encode_png, image_digest
 from mindrlhf.training.checkpoints.run import Progress
-from mindrlhf.training.offline.supervised import SupervisedTrainer, read_sequences
+from mindrlhf.training.offline.run import read_records
+from mindrlhf.training.offline.supervised import SupervisedTrainer
 from mindrlhf.training.preflight import RunInputs
 from mindrlhf.training.results import HeldOutLogProbs, ProcessStatistics, UpdateResult
 from mindrlhf.training.train import run_steps
@@ -152,10 +153,9 @@ def test_the_held_out_loss_is_a_mean_over_its_tokens(world_size):
 
 def test_records_are_read_in_blocks():
     records = Records([1] * 10)
-    sequences = read_sequences(records, block=4)
+    read = list(read_records(records, block=4))
     assert records.blocks == [4, 4, 2]
-    assert [int(sequence.prompt_ids[0]) for sequence in sequences] == list(range(1, 11))
-    assert dataclasses.asdict(sequences[0])["values"] == {}
+    assert [int(record.prompt_ids[0]) for record in read] == list(range(1, 11))
 
 
 class Pictures(Records):
