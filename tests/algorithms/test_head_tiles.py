@@ -4,6 +4,7 @@ import functools
 
 import numpy as np
 import pytest
+from slow_tests import SLOW
 from test_logprobs import draw, expected, make_policy, run
 
 TILES = [11, 7]  # of 21 positions: one does not divide them
@@ -21,7 +22,7 @@ def make_tiled(tile: int, tied: bool):
 tiled = functools.cache(make_tiled)
 
 
-@pytest.mark.parametrize("tile, tied", [(TILES[0], False), (TILES[1], True)])
+@pytest.mark.parametrize("tile, tied", [(TILES[0], False), pytest.param(TILES[1], True, marks=SLOW)])
 def test_values_and_gradients_equal_float64(tile, tied):
     policy, inputs = tiled(tile, tied), draw()
     logprobs, entropy, gradients = run(policy, *inputs)

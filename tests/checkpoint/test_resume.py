@@ -63,25 +63,6 @@ def test_the_free_keys_are_keys_of_the_config():
     assert set().union(*configs, *map(keys_of, configs)) >= FREE_KEYS >= DECAY_KEYS
 
 
-@pytest.mark.parametrize("key", ALL_KEYS)
-def test_each_key_is_free_or_refused_with_both_values(key):
-    old = make_config()
-    section, name = key.split(".")
-    new = changed(old, key, {"NEW": "1"} if isinstance(old[section][name], dict) else "another")
-    assert config_differences(old, new)
-    if is_free(key):
-        check_resumable(old, new)
-    else:
-        with pytest.raises(UserError) as error:
-            check_resumable(old, new)
-        before = list(old[section][name]) if isinstance(old[section][name], tuple) else old[section][name]
-        change = f"{key} was {before!r} and is now 'another'"
-        if isinstance(before, dict):
-            change = f"{key}.NEW was not set and is now '1'"
-        assert change in str(error.value)
-        assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize(
     "key",
     [
@@ -92,6 +73,12 @@ def test_each_key_is_free_or_refused_with_both_values(key):
 )  # fmt: skip
 def test_what_matters_is_refused(key):
     assert key in ALL_KEYS and not is_free(key)
+    old = make_config()
+    section, name = key.split(".")
+    before = list(old[section][name]) if isinstance(old[section][name], tuple) else old[section][name]
+    with pytest.raises(UserError) as error:
+        check_resumable(old, changed(old, key, "another"))
+    assert f"{key} was {before!r} and is now 'another'" in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +87,7 @@ def test_what_matters_is_refused(key):
 )  # fmt: skip
 def test_what_does_not_matter_is_allowed(key):
     assert key in ALL_KEYS and is_free(key)
+    check_resumable(make_config(), changed(make_config(), key, "another"))
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ from mindrlhf.checkpoint.state import (
     read_state,
     write_state,
 )
-from mindrlhf.data.stream import PromptStream
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -83,22 +82,6 @@ def test_records_come_back_with_their_arrays_and_a_state_without_them_has_no_fil
     found = read_progress(tmp_path)["leftover"]
     assert [sample.response_text for sample in found] == ["a", "b"]
     np.testing.assert_array_equal(found[1].completion.token_ids, np.array([3, 4], np.int32), strict=True)
-
-
-def test_a_state_is_copied_before_it_is_written(tmp_path):
-    state = make_state(algorithm=AlgorithmState(learning=LearningState(first_values={"a": 1.0})))
-    packed = pack_state(state)
-    state.algorithm.learning.first_values["a"] = 2.0
-    write_state(tmp_path, packed)
-    assert read_state(tmp_path).algorithm.learning.first_values == {"a": 1.0}
-
-
-def test_a_prompt_stream_continues_from_the_state(tmp_path):
-    stream, other = PromptStream(10, seed=5), PromptStream(10, seed=5)
-    stream.next(13)
-    write_state(tmp_path, pack_state(make_state(prompt_stream=stream.state())))
-    other.restore(read_state(tmp_path).prompt_stream)
-    assert other.next(20) == stream.next(20)
 
 
 def test_tuples_become_lists_and_the_values_of_a_run_in_trouble_survive(tmp_path):

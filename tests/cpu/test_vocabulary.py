@@ -23,13 +23,6 @@ def draw_gradients(seed, mask):
     return (stream.standard_normal((2, len(mask))) * mask).astype(np.float32)
 
 
-def test_forward_equals_float64(tiles):
-    inputs = draw()
-    for actual, expected in zip(LogSoftmax().forward(*inputs), reference.forward(*inputs)):
-        assert actual.dtype == np.float32
-        np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=3e-6)
-
-
 @pytest.mark.parametrize("silent", [0.0, 0.4], ids=["all", "some-without-gradient"])
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["logprobs", "logprobs-and-entropy"])
 def test_backward_equals_float64(tiles, with_entropy, silent):
@@ -148,16 +141,6 @@ def test_the_weight_gradient_is_added_to_what_is_there():
     for _ in range(3):
         LogSoftmax().backward(*inputs, *outputs[1:], *gradients, total)
     np.testing.assert_allclose(total, 2.0 + 3.0 * once, rtol=1e-5, atol=1e-5)
-
-
-def test_repeated_labels_add_up():
-    hidden, weight, labels, mask = draw(5)
-    labels[:], mask[:] = 4, 1
-    outputs = LogSoftmax().forward(hidden, weight, labels, mask)
-    ones, zeros = np.ones_like(mask), np.zeros_like(mask)
-    actual = backward(hidden, weight, labels, mask, *outputs[1:], ones, zeros)
-    for ours, theirs in zip(actual, reference.backward(hidden, weight, labels, mask, ones, zeros)):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_logits_of_ten_thousand_do_not_overflow(tiles):

@@ -199,12 +199,14 @@ VARIANTS = {
     "qwen3-experts-in-some-layers": ("qwen3-experts-in-some-layers", {}),
     "glm4": ("glm4", {}),
     "gemma3": ("gemma3", {}),
-    "qwen3_5-recomputed": ("qwen3_5", {"recompute": True}),
     "glm4-moe": ("glm4-moe", {}),
     "deepseek-v3-yarn-recomputed": ("deepseek-v3-yarn", {"recompute": True}),
 }
-if RUNS_SLOW_TESTS:  # what is recomputed above has the same layers without it; tests/specs has every frequency
+# What is recomputed above has the same layers without it; tests/specs has every frequency, and each day
+# test_linear_attention.py compares a Qwen3.5.
+if RUNS_SLOW_TESTS:
     VARIANTS |= {
+        "qwen3_5-recomputed": ("qwen3_5", {"recompute": True}),
         "qwen3-yarn": ("qwen3-yarn", {}),
         "llama3": ("llama3", {}),
         "qwen2-untied-no-gqa": ("qwen2-untied-no-gqa", {}),

@@ -275,6 +275,29 @@ def test_what_all_ranks_save_comes_back_with_the_synced_reference(make_ranks, tm
     assert 0.9 * size_bytes < ranks[0][0].state_size_bytes() <= size_bytes
 
 
+def test_scores_of_a_reward_model_stand_after_the_token_that_they_are_of(make_ranks):
+    """Its graph gives the score before each token: rows move by one position on their way in, and scores back."""
+    import mindspore as ms
+
+    from mindrlhf.training.engine.shards import Shards
+
+    (actor, *_), _ = make_ranks()
+    shards = Shards(actor.model.network, PARALLEL, 0, {}, after_token=True)
+    rows = make_two_batches()[0].part_of(0, NUM_RANKS).micro_batches[0]
+    given = []
+
+    def graph(*inputs):
+        given.extend(one.asnumpy() for one in inputs)
+        return (ms.Tensor(given[2] * given[3]),)
+
+    found, own = shards.outputs(graph, rows), shards.own_outputs((ms.Tensor(rows.labels[None]),), rows)
+    np.testing.assert_array_equal(given[3][: len(rows.mask), 1:], rows.mask[:, :-1])
+    np.testing.assert_array_equal(found[:, :-1], rows.labels[:, 1:] * rows.mask[:, :-1])
+    np.testing.assert_array_equal(own[:, :-1], rows.labels[:, 1:])
+    np.testing.assert_array_equal(shards.per_token(rows.mask)[:, 1:], rows.mask[:, :-1])
+    assert not found[:, -1].any() and not given[3][:, 0].any()
+
+
 def test_an_engine_takes_a_graph_of_other_inputs(make_ranks):
     (actor, cells, _), _ = make_ranks()
     from mindrlhf.training.engine.sharded_updates import ShardedEngine

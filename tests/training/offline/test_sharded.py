@@ -158,6 +158,7 @@ def test_dpo_is_that_of_one_process(dpo_worker, model_dir, tmp_path):
     assert_same_runs(plain, sharded, rewound.rewind)
 
 
+@SLOW  # each day test_sharded_actor.py moves scores by a token
 def test_a_reward_model_is_that_of_one_process(model_dir, tmp_path):
     """Its graphs give scores before each token; they are moved to stand after it."""
     from networks import load_model

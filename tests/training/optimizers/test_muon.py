@@ -5,6 +5,7 @@ import functools
 
 import numpy as np
 import pytest
+from slow_tests import SLOW
 
 from mindrlhf.config.training import OptimizerSection
 from mindrlhf.layout.layout import Layout, parameter_layouts
@@ -140,7 +141,9 @@ def draw(rules, dims, seed: int) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[SLOW] if name in ("scorer", "lora") else []) for name in MODELS]
+)
 def test_updates_are_those_of_float64_matrix_by_matrix(name):
     import mindspore as ms
 
@@ -279,7 +282,7 @@ def test_a_step_has_whole_matrices_though_a_group_gathers_in_the_order_of_its_ra
     assert num_unordered or text == "mp=4"
 
 
-@pytest.mark.parametrize("rank", [None, 4], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("rank", [pytest.param(None, id="all weights", marks=SLOW), pytest.param(4, id="adapters")])
 def test_a_learner_steps_by_its_own_gradients(rank, tmp_path):
     """The CPU has no step of its own for Muon: its graph follows the gradients of the CPU's head."""
     from engines import whole_engine
