@@ -111,10 +111,3 @@ _SPLIT = {
     "expert_gate_up": _split_transposed(2),
     "expert_down": _split_transposed(1),
 }
-
-
-def own_part(up: ParameterRule, dims: ModelDims) -> np.ndarray:
-    """Return float32 [out, parts * rank]: 1 where rows of ``up``, a fused B, and of the stacked A are of one matrix."""
-    shapes = up.shape(dims)
-    part = fuse(up, dims, [np.full((rows, 1), index) for index, (rows, _) in enumerate(shapes)])
-    return (part == np.repeat(np.arange(len(shapes)), shapes[0][1])).astype(np.float32)

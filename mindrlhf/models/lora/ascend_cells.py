@@ -15,8 +15,8 @@ from mindspore.ops.operations import Morph
 
 from mindrlhf.errors import UserError
 from mindrlhf.models.ascend_layers import GatedMLP, gate_then_up
+from mindrlhf.models.lora.cpu_cells import own_part
 from mindrlhf.specs import ModelDims
-from mindrlhf.specs.fuse import own_part
 from mindrlhf.specs.lora import Adapter
 
 

@@ -4,8 +4,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, nn, ops
 
-from mindrlhf.specs import ModelDims
-from mindrlhf.specs.fuse import own_part
+from mindrlhf.specs import ModelDims, ParameterRule
+from mindrlhf.specs.fuse import fuse
 from mindrlhf.specs.lora import Adapter
 
 
@@ -68,3 +68,10 @@ class GateUpAdapter(nn.Cell):
 def _parameter(rule, dims: ModelDims) -> Parameter:
     # Filled in when the weights are loaded.
     return Parameter(ms.Tensor(np.zeros(rule.mf_shape(dims), np.float32)), name=rule.mf_name)
+
+
+def own_part(up: ParameterRule, dims: ModelDims) -> np.ndarray:
+    """Return float32 [out, parts * rank]: 1 where rows of ``up``, a fused B, and of the stacked A are of one matrix."""
+    shapes = up.shape(dims)
+    part = fuse(up, dims, [np.full((rows, 1), index) for index, (rows, _) in enumerate(shapes)])
+    return (part == np.repeat(np.arange(len(shapes)), shapes[0][1])).astype(np.float32)
