@@ -8,7 +8,6 @@ import platform
 
 import pytest
 from layout_matrix import ADAPTERS, HIDDEN, LAYOUTS, SEQ_LENGTH, VOCABULARY, request
-from slow_tests import RUNS_SLOW_TESTS
 
 from mindrlhf.config.training import ParallelSection
 from mindrlhf.dryrun.compile.request import Collective, compile_ranks
@@ -34,8 +33,8 @@ def of_layout(name: str) -> pytest.MarkDecorator:
 
 @pytest.fixture(scope="module")
 def reports():
-    names, requests = list(LAYOUTS), [request(name) for name in LAYOUTS]
-    return dict(zip(names, compile_ranks(requests, num_processes=2 if RUNS_SLOW_TESTS else 1)))
+    names = list(LAYOUTS)
+    return dict(zip(names, compile_ranks([request(name) for name in names], num_processes=2)))
 
 
 def layout_of(name: str) -> Layout:

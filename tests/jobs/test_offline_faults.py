@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import sanity_inputs
 from fault_jobs import FaultJob, metrics
-from slow_tests import SLOW
+from slow_tests import RUNS_SLOW_TESTS, SLOW
 
 from mindrlhf.errors import STOPPED
 from mindrlhf.training.preflight.output import FINAL_NAME
@@ -77,8 +77,9 @@ KINDS = ["dpo", *(pytest.param(kind, marks=SLOW) for kind in ("sft", "reward-mod
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_ended_and_killed_run_resumes_exactly(start_offline, tmp_path, kind):
     undisturbed, output_dir = tmp_path / "undisturbed", tmp_path / "run"
-    job = start_offline(kind, undisturbed)
-    assert job.wait(TIMEOUT_S) == 0, job.text()
+    if RUNS_SLOW_TESTS:  # by day tests/training/offline/test_offline.py alone compares, in one process
+        job = start_offline(kind, undisturbed)
+        assert job.wait(TIMEOUT_S) == 0, job.text()
 
     job = start_offline(kind, output_dir)
     if kind != "dpo":
@@ -104,13 +105,12 @@ def test_an_ended_and_killed_run_resumes_exactly(start_offline, tmp_path, kind):
     assert job.wait(TIMEOUT_S) == 0, job.text()
     assert "mindrlhf: resumed after step " in job.text()
     assert job.leftovers() == [] == job.unfinished()
-    assert metrics(output_dir) == metrics(undisturbed)
-    assert metrics(output_dir)[-1]["step"] == NUM_STEPS
-    files, expected = (
-        {path.name: path.read_bytes() for path in (run / FINAL_NAME).iterdir()} for run in (output_dir, undisturbed)
-    )
+    assert [line["step"] for line in metrics(output_dir)] == list(range(1, NUM_STEPS + 1))
+    files = {path.name: path.read_bytes() for path in (output_dir / FINAL_NAME).iterdir()}
     assert any(name.endswith(".safetensors") for name in files)
-    assert files == expected
+    if RUNS_SLOW_TESTS:
+        assert metrics(output_dir) == metrics(undisturbed)
+        assert files == {path.name: path.read_bytes() for path in (undisturbed / FINAL_NAME).iterdir()}
     assert (output_dir / f"{FINAL_NAME}_adapter").is_dir() == ("adapters" in kind)
 
 
