@@ -1,13 +1,12 @@
 """Settings of a tokenizer in ``tokenizer_config.json`` and its neighbours in a model's directory."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mindrlhf.errors import UserError
-from mindrlhf.system.sizes import read_bounded
+from mindrlhf.system.sizes import read_bounded, read_json_object
 
 CONFIG_NAME, GENERATION_NAME = "config.json", "generation_config.json"
 TOKENIZER_CONFIG_NAME, SPECIAL_TOKENS_NAME = "tokenizer_config.json", "special_tokens_map.json"
@@ -122,17 +121,6 @@ def ids_of(value: Any, path: Path) -> list[int]:
         if type(one) is not int or not 0 <= one < 2**31:
             raise UserError(f"{path} has eos_token_id={value!r}: give the id of a token, or a list of them")
     return ids
-
-
-def read_json_object(path: Path) -> dict:
-    """Return the JSON object in ``path``; anything else is a ``UserError``."""
-    try:
-        fields = json.loads(read_bounded(path).decode())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
-    if not isinstance(fields, dict):
-        raise UserError(f"{path} must hold a JSON object, found {type(fields).__name__}")
-    return fields
 
 
 def _token_text(token: object) -> str | None:

@@ -1,10 +1,10 @@
 """msprobe's dump of the kernels of compiled graphs (its level L2), step by step; see docs/debugging.md."""
 
 import importlib.util
-import json
 from pathlib import Path
 
 from mindrlhf.errors import UserError
+from mindrlhf.system.sizes import read_json_object
 
 INSTALL = "pip install 'mindstudio-probe>=26.2,<27' 'numpy<2'"
 LEVEL = "L2"  # as msprobe calls kernels
@@ -19,11 +19,8 @@ def check_dump(config_path: str, device: str) -> None:
     """
     if importlib.util.find_spec("msprobe") is None:
         raise UserError(f"'msprobe.config_path' is {config_path}, but msprobe is not installed: {INSTALL}")
-    try:
-        config = json.loads(Path(config_path).read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"'msprobe.config_path' is {config_path}, which cannot be read as JSON: {error}") from None
-    level, task = (config.get(name) if isinstance(config, dict) else None for name in ("level", "task"))
+    config = read_json_object(Path(config_path))
+    level, task = config.get("level"), config.get("task")
     if level != LEVEL:
         raise UserError(f"{config_path} has level {level!r}, but compiled graphs have kernels only: set it to {LEVEL}")
     if device == "cpu" and task != "tensor":

@@ -17,9 +17,9 @@ from mindrlhf.observe.learning_curve import write_learning_curve
 from mindrlhf.observe.records import replace_file
 from mindrlhf.shards.merge import merge_directory
 from mindrlhf.system.files import scratch_directory
+from mindrlhf.system.sizes import read_json_object
 from mindrlhf.weights.adapters.config import CONFIG_NAME
 from mindrlhf.weights.adapters.merge import merge_adapter
-from mindrlhf.weights.hf import read_json_object
 from mindrlhf.weights.open import is_sharded
 
 METRICS_NAME, CURVE_NAME = "metrics.jsonl", "curve.svg"

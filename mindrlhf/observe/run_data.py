@@ -1,6 +1,5 @@
 """The files of a run directory, read for its report."""
 
-import json
 import math
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -12,6 +11,7 @@ import numpy as np
 from mindrlhf.errors import UserError
 from mindrlhf.observe.records import ALARM, ALARM_OVER, GUARDS_NAME, read_jsonl
 from mindrlhf.observe.series import Series
+from mindrlhf.system.sizes import read_json_object
 
 SAMPLES_PER_STEP = 6
 STARTS_NAME = "starts.jsonl"  # when each process of the run began
@@ -69,7 +69,7 @@ def read_run(run_dir: Path) -> RunData:
         num_steps=max(int(one.steps[-1]) for one in series.values()),
         first_samples=first_samples,
         last_samples=last_samples,
-        summary=_read_summary(summary_path) if summary_path.exists() else None,
+        summary=read_json_object(summary_path) if summary_path.exists() else None,
         starts_s=[float(one["start_s"]) for one in starts],
         started=starts[-1] if starts else {},
         alarms=_read_alarms(run_dir / GUARDS_NAME),
@@ -125,17 +125,6 @@ def _read_samples(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]
         else:
             (last or first).append(record)
     return first[:SAMPLES_PER_STEP], last[:SAMPLES_PER_STEP]
-
-
-def _read_summary(path: Path) -> dict[str, Any]:
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(summary, dict):
-            return summary
-        failure = "it is not an object"
-    except ValueError as error:
-        failure = str(error)
-    raise UserError(f"{path} is not a summary of a run ({failure}): remove it or write it again")
 
 
 def _is_number(value: Any) -> bool:

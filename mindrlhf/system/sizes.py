@@ -1,5 +1,6 @@
 """Sizes as users write and read them, and files that must not be larger."""
 
+import json
 import re
 from pathlib import Path
 
@@ -42,3 +43,18 @@ def read_bounded(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
     if len(content) > max_bytes:
         raise ValueError(f"it has more than {max_bytes >> 20} MiB")
     return content
+
+
+def read_json_object(path: Path) -> dict:
+    """Return the JSON object in a file of bounded size.
+
+    Raises:
+        UserError: it cannot be read, or holds something else.
+    """
+    try:
+        fields = json.loads(read_bounded(path).decode())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise UserError(f"{path} holds a {type(fields).__name__}, not a JSON object")
+    return fields

@@ -1,6 +1,5 @@
 """Hugging Face model directories: config.json and safetensors files, read lazily."""
 
-import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Mapping
@@ -10,7 +9,7 @@ import numpy as np
 
 from mindrlhf.errors import NotThere, UserError
 from mindrlhf.hub.cache import no_directory
-from mindrlhf.system.sizes import read_bounded
+from mindrlhf.system.sizes import read_json_object
 from mindrlhf.weights.safetensors_file import SafetensorsFile
 from mindrlhf.weights.tensors import STORAGE_DTYPES, TensorInfo, convert_dtype
 
@@ -37,17 +36,6 @@ def read_hf_config(model_dir: str | os.PathLike) -> dict:
     if not path.is_file():
         raise UserError(f"{model_dir} has no config.json: give a Hugging Face model directory")
     return read_json_object(path)
-
-
-def read_json_object(path: Path) -> dict:
-    """Read one JSON object; a `UserError` names the file when it is not one."""
-    try:
-        value = json.loads(read_bounded(path).decode())
-    except (ValueError, OSError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds a {type(value).__name__}, not a JSON object")
-    return value
 
 
 class TensorDirectory(ABC):

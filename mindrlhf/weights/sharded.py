@@ -26,9 +26,10 @@ from mindrlhf.layout.parameter import MAX_RANKS, ParameterLayout, check_layout
 from mindrlhf.specs import ParameterRule, find_spec
 from mindrlhf.specs.fuse import split
 from mindrlhf.specs.lora import AdaptedRules, LoraOptions
+from mindrlhf.system.sizes import read_json_object
 from mindrlhf.weights.adapters.config import CONFIG_NAME, read_options, saved_rules
 from mindrlhf.weights.file_writer import checksum
-from mindrlhf.weights.hf import SHARDED_NAME, TensorDirectory, read_hf_config, read_json_object
+from mindrlhf.weights.hf import SHARDED_NAME, TensorDirectory, read_hf_config
 from mindrlhf.weights.shard_files import FILE_FORMATS, open_shard
 from mindrlhf.weights.tensors import SHARD_DTYPES, STORAGE_DTYPES, TensorInfo, convert_dtype
 

@@ -10,7 +10,7 @@ from mindrlhf.errors import UserError
 
 REFUSED = {
     "another level": ('{"level": "L0", "task": "tensor"}', "cpu", "has level 'L0', .*: set it to L2"),
-    "no object": ("[]", "cpu", "has level None, .*: set it to L2"),
+    "no object": ("[]", "cpu", "holds a list, not a JSON object"),
     "statistics, CPU": ('{"level": "L2", "task": "statistics"}', "cpu", "has task 'statistics', .*: set it to tensor"),
     "no JSON": ("{", "ascend", "cannot be read as JSON"),
 }
@@ -36,7 +36,7 @@ def test_kernels_are_dumped_on_every_device(tmp_path, device, task):
 
 
 def test_what_is_missing_is_named(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="nowhere.json, which cannot be read as JSON: .*No such file"):
+    with pytest.raises(UserError, match="nowhere.json cannot be read as JSON: .*No such file"):
         check_dump(str(tmp_path / "nowhere.json"), "ascend")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="msprobe is not installed: pip install 'mindstudio-probe"):

@@ -16,10 +16,10 @@ from mindrlhf.cli import main
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.lora import LoraOptions
+from mindrlhf.system.sizes import read_json_object
 from mindrlhf.weights.adapters.merge import merge_adapter
 from mindrlhf.weights.adapters.peft import adapter_config, adapter_shapes, write_adapter
 from mindrlhf.weights.convert import export_hf, random_hf_weights
-from mindrlhf.weights.hf import read_json_object
 
 CHECKPOINT = Path(__file__).parents[2] / "examples" / "quickstart" / "checkpoint"
 MODEL = tiny_model(vocab_size=512, num_hidden_layers=2, hidden_size=64, num_attention_heads=2, num_key_value_heads=2)

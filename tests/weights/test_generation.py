@@ -12,8 +12,8 @@ from slow_tests import SLOW
 from tiny_models import tiny_model
 
 from mindrlhf.data.tokenizers import load_tokenizer
+from mindrlhf.system.sizes import read_json_object
 from mindrlhf.weights.convert import export_hf, random_hf_weights
-from mindrlhf.weights.hf import read_json_object
 
 CHECKPOINT = Path(__file__).parents[2] / "examples" / "quickstart" / "checkpoint"
 CONFIG = tiny_model(hidden_size=64, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, vocab_size=512)

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindrlhf.data.tokenizer_config import read_json_object
 from mindrlhf.errors import UserError
 from mindrlhf.images.geometry import DEFAULT_MAX_PIXELS, DEFAULT_MIN_PIXELS, PixelLimits, VisionGeometry
+from mindrlhf.system.sizes import read_json_object
 
 FILE_NAME = "preprocessor_config.json"
 # Image processors whose output is reproduced here.

@@ -7,7 +7,8 @@ from pathlib import Path
 from mindrlhf.errors import UserError
 from mindrlhf.specs import ParameterRule
 from mindrlhf.specs.lora import AdaptedRules, LoraOptions
-from mindrlhf.weights.hf import ADAPTER_CONFIG_NAME, read_json_object
+from mindrlhf.system.sizes import read_json_object
+from mindrlhf.weights.hf import ADAPTER_CONFIG_NAME
 
 CONFIG_NAME = ADAPTER_CONFIG_NAME
 PREFIX = "base_model.model."
