@@ -1,12 +1,10 @@
 """The list of what one step of GRPO makes one read."""
 
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
+import reading
 
-import reading  # noqa: E402
+ROOT = Path(__file__).parents[1]
 
 
 def test_a_step_reaches_all_processes_and_leaves_out_what_it_says():

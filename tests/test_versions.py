@@ -5,13 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import check_versions
 import pytest
 from slow_tests import RUNS_SLOW_TESTS
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import check_versions  # noqa: E402
 
 # A directory with both wheels (about 300 MB), where there is one.
 WHEELS_VARIABLE = "MINDRLHF_ASCEND_WHEELS"

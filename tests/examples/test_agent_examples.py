@@ -3,23 +3,19 @@
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from agent_fakes import END, TOKENIZER, Engine, decoded, prompt
+from slow_tests import SLOW
+
+from mindrlhf.config.reward import ToolSection
+from mindrlhf.data.templates import load_template
+from mindrlhf.rollout.agents.source import AgentEpisodes
+from mindrlhf.rollout.types import SamplingParams
+from mindrlhf.sandbox.server import active_layers
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "rollout" / "agents"))
-
-from agent_fakes import END, TOKENIZER, Engine, decoded, prompt  # noqa: E402
-from slow_tests import SLOW  # noqa: E402
-
-from mindrlhf.config.reward import ToolSection  # noqa: E402
-from mindrlhf.data.templates import load_template  # noqa: E402
-from mindrlhf.rollout.agents.source import AgentEpisodes  # noqa: E402
-from mindrlhf.rollout.types import SamplingParams  # noqa: E402
-from mindrlhf.sandbox.server import active_layers  # noqa: E402
-
 pytestmark = pytest.mark.timeout(300)
 TEMPLATE = load_template(str(ROOT / "examples" / "agents" / "chat.jinja"), TOKENIZER)
 

@@ -1,12 +1,12 @@
 """The comparison of the algorithms: what its recipes are, which runs it repeats, and the table it makes of results."""
 
 import dataclasses
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import pytest
+from script_files import load_script
 
 from mindrlhf.config.parse import write_config
 from mindrlhf.errors import UserError
@@ -16,11 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("compare_algorithms", ROOT / "scripts" / "compare_algorithms.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up while the class is made
-    spec.loader.exec_module(module)
-    return module
+    return load_script("scripts/compare_algorithms.py")
 
 
 @pytest.fixture

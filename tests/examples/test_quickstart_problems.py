@@ -1,6 +1,5 @@
 """The quickstart's problems and tokenizer: answers re-computed from the question's numbers, splits, round trips."""
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from script_files import load_script
 
 from mindrlhf.data.handlers import load_handler
 from mindrlhf.data.templates import load_template, response_end_id
@@ -19,17 +19,8 @@ from mindrlhf.data.tokenizers import load_tokenizer
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 
 
-def _load(name):
-    spec = importlib.util.spec_from_file_location(f"quickstart_{name}", QUICKSTART / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    # dataclasses look their module up while the class is made.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-problems = _load("problems")
-make_tokenizer = _load("make_tokenizer")
+problems = load_script("examples/quickstart/problems.py")
+make_tokenizer = load_script("examples/quickstart/make_tokenizer.py")
 
 # The answer as a formula of the question's numbers, in the order they stand in the text. Written by hand from the
 # questions, apart from the templates' own steps.

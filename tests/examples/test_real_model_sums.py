@@ -1,19 +1,16 @@
 """The second tutorial's problems and reward."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
+from script_files import load_script
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "real_model"
 
 
 @pytest.fixture(scope="module")
 def sums():
-    spec = importlib.util.spec_from_file_location("sums_of_tutorial", EXAMPLE / "sums.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("examples/real_model/sums.py")
 
 
 def test_sums_are_right_and_in_one_of_the_files_only(sums):

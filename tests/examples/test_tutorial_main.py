@@ -1,6 +1,5 @@
 """The tutorial's entry point: flags become keys, and mistakes become one line."""
 
-import importlib.util
 import json
 import os
 import re
@@ -10,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from script_files import load_script
 
 from mindrlhf.config.load import load_grpo_config
 from mindrlhf.errors import UserError
@@ -19,14 +19,7 @@ CONFIG = TUTORIAL / "grpo_config.yaml"
 TINY = Path(__file__).parents[2] / "model_configs" / "qwen2_5" / "qwen2_5_tiny"
 
 
-def _import_main():
-    specification = importlib.util.spec_from_file_location("qwen_grpo_tutorial_main", TUTORIAL / "main.py")
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
-tutorial = _import_main()
+tutorial = load_script("examples/grpo/qwen_grpo_tutorial/main.py")
 
 
 @pytest.fixture

@@ -1,19 +1,15 @@
 """The pictures of the vision example: what they show is the answer, and test is held out."""
 
-import importlib.util
 import io
 import re
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet
 import pytest
 from PIL import Image
+from script_files import load_script
 
-ROOT = Path(__file__).parents[2]
-SPEC = importlib.util.spec_from_file_location("pictures", ROOT / "examples" / "vision" / "pictures.py")
-pictures = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(pictures)
+pictures = load_script("examples/vision/pictures.py")
 
 
 def pixels_of(problem):

@@ -4,21 +4,17 @@ An environment is made for the test, or named by MINDRLHF_TEST_CLIENTS and MINDR
 """
 
 import dataclasses
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from agent_fakes import CHAT, END, TOKENIZER, Engine, prompt
 from slow_tests import SLOW
 from test_agent_packages import ROOT, with_package
 
-sys.path.insert(0, str(ROOT / "tests" / "rollout" / "agents"))
-
-from agent_fakes import CHAT, END, TOKENIZER, Engine, prompt  # noqa: E402
-
-from mindrlhf.config.reward import ToolSection  # noqa: E402
-from mindrlhf.rollout.agents.source import AgentEpisodes  # noqa: E402
-from mindrlhf.rollout.types import SamplingParams  # noqa: E402
+from mindrlhf.config.reward import ToolSection
+from mindrlhf.rollout.agents.source import AgentEpisodes
+from mindrlhf.rollout.types import SamplingParams
 
 pytestmark = [pytest.mark.timeout(1800), SLOW]
 FILE = Path(ROOT, "tests", "helpers", "agent_clients.py")

@@ -17,18 +17,16 @@ from pathlib import Path
 
 import pytest
 import sanity_inputs
+from agent_fakes import END, TOKENIZER, Engine, prompt
 from example_tools import TEXTARENA
 from slow_tests import SLOW
 
+from mindrlhf.config.reward import ToolSection
+from mindrlhf.data.templates import load_template
+from mindrlhf.rollout.agents.source import AgentEpisodes
+from mindrlhf.rollout.types import SamplingParams
+
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "rollout" / "agents"))
-
-from agent_fakes import END, TOKENIZER, Engine, prompt  # noqa: E402
-
-from mindrlhf.config.reward import ToolSection  # noqa: E402
-from mindrlhf.data.templates import load_template  # noqa: E402
-from mindrlhf.rollout.agents.source import AgentEpisodes  # noqa: E402
-from mindrlhf.rollout.types import SamplingParams  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(1800), SLOW]
 AGENTS = ROOT / "examples" / "agents"

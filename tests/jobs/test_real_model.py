@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import sanity_inputs
 from engines import whole_model
+from script_files import load_script
 from slow_tests import SLOW
 
 ROOT = Path(__file__).parents[2]
@@ -54,10 +55,7 @@ def model_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def sums():
-    spec = importlib.util.spec_from_file_location("real_model_sums", EXAMPLE / "sums.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("examples/real_model/sums.py")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Inputs that several tests of what happens before and around a run share: a tokenizer, models, prompt files."""
 
-import importlib.util
 import itertools
 import json
 from pathlib import Path
@@ -10,28 +9,21 @@ import pytest
 from configs import grpo_config
 from preflight_cases import NUM_PROMPTS
 from prompt_files import write_with_header
+from script_files import load_script
 
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import Prompt, PromptFileHeader
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.weights.convert import export_hf, random_hf_weights
 
-SANITY = Path(__file__).parents[2] / "examples" / "sanity" / "prepare.py"
 LONGEST = 12
-
-
-def load_prepare():
-    specification = importlib.util.spec_from_file_location("sanity_prepare", SANITY)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
 def inputs_dir(tmp_path_factory) -> Path:
     """A tokenizer, a whole model, and prompt files of several kinds."""
     directory = tmp_path_factory.mktemp("inputs")
-    prepare = load_prepare()
+    prepare = load_script("examples/sanity/prepare.py")
     tokenizer_dir = directory / "tokenizer"
     tokenizer_dir.mkdir()
     prepare.make_tokenizer().save(str(tokenizer_dir / "tokenizer.json"))
