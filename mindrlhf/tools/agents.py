@@ -19,10 +19,10 @@ from typing import Any
 from mindrlhf.errors import UserError
 from mindrlhf.sandbox.user_files import declared_signature
 from mindrlhf.system.child import Child, inherited, module_words
+from mindrlhf.tools.environments import MAX_REWARD
 
 BACKLOG = 1024  # of what many agents call at once; asyncio takes 100, whatever the socket had
 START_TIMEOUT_S = 120.0
-MAX_REWARD = 1e15
 _END_TIMEOUT_S = 15.0  # of an agent that is killed
 _MIN_WAIT_S = 0.02
 _FUNCTION = re.compile(r"\S+\.py:[^\W\d]\w*")

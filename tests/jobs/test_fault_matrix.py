@@ -32,7 +32,7 @@ from fault_jobs import (
     metrics,
     shared_memory,
 )
-from slow_tests import SLOW
+from slow_tests import RUNS_SLOW_TESTS, SLOW
 
 from mindrlhf.checkpoint.manifest import verify
 from mindrlhf.errors import STOPPED
@@ -126,10 +126,11 @@ def disturb_in_place(job: FaultJob) -> int:
     # In 'generate', unless that ended before the signal came.
     calls = (f"the rollout server (process {server}) has been stuck for 5 s in '{call}'" for call in CALLS_OF_A_STEP)
     assert any(said in job.text() for said in calls)
-    with job.frozen(lambda: job.is_in("reshard_to_infer", 3)):
-        assert job.text().count("starting it again") == 1
-        os.kill(job.server_pid(), signal.SIGKILL)
-    job.wait_until(lambda: job.text().count("starting it again") == 2)
+    if RUNS_SLOW_TESTS:  # by day the servers of unit tests are killed
+        with job.frozen(lambda: job.is_in("reshard_to_infer", 3)):
+            assert job.text().count("starting it again") == 1
+            os.kill(job.server_pid(), signal.SIGKILL)
+        job.wait_until(lambda: job.text().count("starting it again") == 2)
     job.wait_until(lambda: job.is_in("update", 4))
     assert job.beat().pid == lead, "a rank was started again"
     assert "has been stopped for" not in job.text()

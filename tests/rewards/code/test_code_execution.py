@@ -94,6 +94,11 @@ def test_answers_without_tests_are_errors(answer, message):
         UnitTests.parse(answer)
 
 
+def test_what_passes_whatever_is_returned_is_no_share():
+    nothing = fenced("def add(a, b): return 0")
+    assert reward(nothing, ["assert add(1, 2) != 7", "assert add(1, 2) == 3"], partial="true") == 0.0
+
+
 def test_a_stalling_program_earns_nothing_and_does_not_fail_the_verifier():
     loop = fenced("while True: pass")
     samples = [RewardInput(i, text, '["assert add(1, 2) == 3"]') for i, text in enumerate((loop, ADD, loop))]
