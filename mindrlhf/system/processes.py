@@ -8,7 +8,6 @@ import ctypes
 import os
 import signal
 import site
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -281,7 +280,7 @@ def signal_all(pids: Collection[int], signal_number: int) -> None:
 
 
 def _all_processes() -> Iterator[ProcessStatus]:
-    for entry in os.listdir("/proc") if sys.platform == "linux" else ():
+    for entry in os.listdir("/proc"):
         if entry.isdigit() and (status := read_status(int(entry))) is not None:
             yield status
 
@@ -305,7 +304,5 @@ def _stat_fields(pid: int | str) -> list[str]:
 
 
 def _prctl(option: int, argument: int) -> None:
-    if sys.platform != "linux":
-        return
     if ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(argument), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed: {os.strerror(ctypes.get_errno())}")

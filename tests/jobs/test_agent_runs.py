@@ -41,6 +41,13 @@ print(json.dumps({"reward": sum(letter.isdigit() for letter in whole) / max(1, l
 """
 
 
+def make_for_agents(directory):
+    make(directory)
+    for name in ("bare", "model"):
+        config = {"eos_token": "<|endoftext|>", "chat_template": TEMPLATE}
+        (directory / name / "tokenizer_config.json").write_text(json.dumps(config))
+
+
 def has_openai(python):
     return subprocess.run([python, "-c", "import openai"], capture_output=True, timeout=120).returncode == 0
 
@@ -57,10 +64,7 @@ def test_training_learns_from_the_tokens_of_an_agent_with_the_openai_client(tmp_
     schedule = SCHEDULES[name]
     if not has_openai(rollout_python):
         pytest.skip("the rollout environment has no openai")
-    make(tmp_path)
-    for directory in ("bare", "model"):
-        config = tmp_path / directory / "tokenizer_config.json"
-        config.write_text(json.dumps({"eos_token": "<|endoftext|>", "chat_template": TEMPLATE}))
+    make_for_agents(tmp_path)
     (tmp_path / "agent.py").write_text(AGENT)
     finished = sanity_inputs.train(
         tmp_path,
@@ -123,10 +127,7 @@ def agent(record, url, key):
 
 @SLOW
 def test_a_run_with_clients_that_hang_up_has_the_weights_of_one_without(tmp_path):
-    make(tmp_path)
-    for directory in ("bare", "model"):
-        config = tmp_path / directory / "tokenizer_config.json"
-        config.write_text(json.dumps({"eos_token": "<|endoftext|>", "chat_template": TEMPLATE}))
+    make_for_agents(tmp_path)
     lines = {}
     for hangs in (True, False):
         (tmp_path / "agent.py").write_text(f"HANGS = {hangs}\n{HANGS_UP}")

@@ -20,10 +20,7 @@ from mindrlhf.rewards.types import RewardInput
 from mindrlhf.sandbox import server
 from mindrlhf.sandbox.run import Program, SandboxLimits, run_files, run_python
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux"),
-]
+pytestmark = pytest.mark.timeout(120)
 SYSTEM_PYTHON = "/usr/bin/python3"
 LIMITS = SandboxLimits(time_s=30.0)
 

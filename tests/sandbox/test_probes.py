@@ -18,10 +18,7 @@ from sandbox_probes import HUNGRY, PROBES
 
 from mindrlhf.sandbox.limits import seccomp
 
-pytestmark = [
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux"),
-]
+pytestmark = pytest.mark.timeout(400)
 ROOT = Path(__file__).parents[2]
 SYSTEM_PYTHON = "/usr/bin/python3"
 NOBODY = 65534

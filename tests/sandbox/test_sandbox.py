@@ -16,10 +16,7 @@ from mindrlhf.errors import UserError
 from mindrlhf.sandbox import server
 from mindrlhf.sandbox.run import SandboxLimits, run_files, run_python
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux"),
-]
+pytestmark = pytest.mark.timeout(120)
 LIMITS = SandboxLimits(time_s=20.0)
 SYSTEM_PYTHON = "/usr/bin/python3"
 SHORT = dataclasses.replace(LIMITS, time_s=2.0)

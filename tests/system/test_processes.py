@@ -2,13 +2,10 @@
 
 import os
 import subprocess
-import sys
 
 import pytest
 
 from mindrlhf.system.processes import kill_marked
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="environments are read from /proc")
 
 
 @pytest.fixture

@@ -1,17 +1,13 @@
 """The second red team: attacks on what unit tests leave open earn nothing, by all tests together or by shares."""
 
 import itertools
-import sys
 
 import pytest
 from code_attacks import ATTACKS, OF_PYTHON
 from code_rewards import fenced, reward
 from slow_tests import RUNS_SLOW_TESTS
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux"),
-]
+pytestmark = pytest.mark.timeout(120)
 LIBRARY = "builtins", "math", "copy", "itertools", "collections", "fractions"
 # Python's own function under the name asked for: such a program does what is asked.
 DEFINED = """

@@ -1,7 +1,6 @@
 """Programs that cheat earn nothing on any kind of test, or the test is refused by name; honest ones keep theirs."""
 
 import itertools
-import sys
 
 import code_cheats as cheats
 import pytest
@@ -9,10 +8,7 @@ from code_honest import HONEST
 from code_rewards import fenced, reward
 from slow_tests import RUNS_SLOW_TESTS
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux"),
-]
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.mark.parametrize("kind", cheats.TESTS)

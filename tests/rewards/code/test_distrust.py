@@ -2,7 +2,6 @@
 """Which values of a test are the program's: a table for each way in which a test tells them apart or mixes them."""
 
 import json
-import sys
 
 import pytest
 from code_rewards import fenced, passed, reward
@@ -11,10 +10,7 @@ from slow_tests import RUNS_SLOW_TESTS
 from mindrlhf.errors import Unavailable
 from mindrlhf.sandbox.code_tests.unit_tests import UnitTests
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux"),
-]
+pytestmark = pytest.mark.timeout(120)
 SQUARE = "def sq(n): return n * n\ndef sqs(n): return [i * i for i in range(n)]\ndef table(n): return {i: i * i for i in range(n)}\ndef pair(n): return n, n * n"
 # Each passes with the squares, and not with 0 for each.
 APART = [

@@ -1,7 +1,6 @@
 """Unit tests are run as the harness of their data set runs them, or refused by name; none is taken for a pass."""
 
 import json
-import sys
 
 import pytest
 from code_forms import FORMS, REFUSED
@@ -12,10 +11,7 @@ from mindrlhf.rewards.lint import lint
 from mindrlhf.rewards.types import RewardInput
 from mindrlhf.sandbox.code_tests.unit_tests import UnitTests
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux"),
-]
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.mark.parametrize("name", FORMS)

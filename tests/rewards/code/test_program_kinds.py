@@ -2,17 +2,13 @@
 """What programs and their tests do with modules, exceptions, iterators, callbacks and floats, a table for each kind."""
 
 import json
-import sys
 
 import pytest
 from code_rewards import fenced, passed, reward
 
 from mindrlhf.sandbox.code_tests.unit_tests import UnitTests, _same_output
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux"),
-]
+pytestmark = pytest.mark.timeout(120)
 FUTURE = "from __future__ import annotations\nfrom dataclasses import dataclass, field\n"
 # Each defines f, which adds one.
 MODULES = {
