@@ -79,11 +79,14 @@ def directory(tmp_path_factory):
 @pytest.fixture(scope="module")
 def models(directory):
     """Model directories "old" and "new", of one architecture, and "bare", without weights."""
-    return {
+    yield {
         "old": write_model(directory / "old", make_tensors(0)),
         "new": write_model(directory / "new", make_tensors(1)),
         "bare": write_model(directory / "bare", None),
     }
+    for process in REFERENCES.values():
+        process.communicate()
+    REFERENCES.clear()
 
 
 def start(model_dir: str, log_path: Path, **changes) -> Server:
@@ -127,26 +130,30 @@ SAMPLING = SamplingParams(max_tokens=40, stop_token_ids=STOP_IDS)
 REFERENCE = """
 import json, sys
 import numpy as np, torch, transformers
-model_dir, temperature = sys.argv[1], float(sys.argv[2])
-model = transformers.Qwen2ForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+model = transformers.Qwen2ForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
 for line in sys.stdin:
-    prompt, response = json.loads(line)
+    temperature, prompt, response = json.loads(line)
     with torch.no_grad():
         logits = model(torch.tensor([prompt + response])).logits[0].double() / temperature
     logprobs = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-    print(json.dumps(logprobs.gather(1, torch.tensor(response)[:, None])[:, 0].tolist()))
+    print(json.dumps(logprobs.gather(1, torch.tensor(response)[:, None])[:, 0].tolist()), flush=True)
 """
+# By model directory, transformers at work, until their input ends.
+REFERENCES: dict[str, subprocess.Popen] = {}
 
 
 def reference_logprobs(model_dir: str, temperature: float, pairs: list) -> list[np.ndarray]:
     """transformers' log-probabilities of each response, given its prompt."""
-    result = subprocess.run(
-        [PYTHON, "-c", REFERENCE, model_dir, str(temperature)],
-        input="".join(json.dumps(pair) + "\n" for pair in pairs),
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True, text=True, timeout=300, check=True,
-    )  # fmt: skip
-    return [np.array(json.loads(line)) for line in result.stdout.splitlines()]
+    if model_dir not in REFERENCES:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        REFERENCES[model_dir] = subprocess.Popen([PYTHON, "-c", REFERENCE, model_dir], env=environment, **pipes)
+    process, found = REFERENCES[model_dir], []
+    for pair in pairs:
+        process.stdin.write(json.dumps([temperature, *pair]) + "\n")
+        process.stdin.flush()
+        found.append(np.array(json.loads(process.stdout.readline())))
+    return found
 
 
 def begin_many(generator):

@@ -122,12 +122,6 @@ def test_all_requests_are_asked_again_as_last_bits_depend_on_the_batch():
     assert server.asked == [[0, 1, 2, 3], [0, 1, 2, 3]]
 
 
-def test_without_restarts_a_death_is_raised():
-    pool = ServerPool([Server(dies_after=2)], num_restarts=0)
-    with pytest.raises(RunFailure, match="killed by signal 9"):
-        collect(pool)
-
-
 def test_a_death_is_raised_when_the_weights_have_been_replaced():
     server = Server(dies_after=2)
     server.restart = lambda: setattr(server, "has_weights", False)

@@ -390,11 +390,16 @@ def test_nodes_for_rollout_only_take_part_from_the_next_weights_on(options, tmp_
     assert run.pool.servers[1].node._transport.sent_bytes == 3 * total, "each version travels whole, once"
 
 
-def test_a_node_leaves_while_it_generates(options, tmp_path, stack, capfd):
-    run = Run(options, stack)
+def joined(options, stack, capfd, num_restarts=0):
+    run = Run(options, stack, num_restarts)
     node = run.start()
     run.wait_for_line(capfd, "is ready")
     run.update(0)
+    return run, node
+
+
+def test_a_node_leaves_while_it_generates(options, tmp_path, stack, capfd):
+    run, node = joined(options, stack, capfd)
     assert sample(run.pool, SLOW, node.is_ending.set) == run.weights.expected(SLOW)
     run.wait_for_line(capfd, "leaves; the run goes on without it")
     run.wait_for_line(capfd, "prompts of rollout nodes that are lost are issued again")
@@ -405,10 +410,7 @@ def test_a_node_leaves_while_it_generates(options, tmp_path, stack, capfd):
 
 
 def test_a_node_that_is_cut_off_is_done_without_and_comes_again(options, tmp_path, stack, capfd):
-    run = Run(options, stack)
-    node = run.start()
-    run.wait_for_line(capfd, "is ready")
-    run.update(0)
+    run, node = joined(options, stack, capfd)
     connection = run.pool.servers[1].node._rpc._connection._connection
     cut = iter([lambda: connection.shutdown(socket.SHUT_RDWR)])
     assert sample(run.pool, SLOW, lambda: next(cut, lambda: None)()) == run.weights.expected(SLOW)
@@ -423,10 +425,7 @@ def test_a_node_that_is_cut_off_is_done_without_and_comes_again(options, tmp_pat
 def test_a_node_whose_server_dies_is_done_without_where_no_restart_is_left(
     options, tmp_path, stack, capfd, num_restarts
 ):
-    run = Run(options, stack, num_restarts)
-    node = run.start()
-    run.wait_for_line(capfd, "is ready")
-    run.update(0)
+    run, node = joined(options, stack, capfd, num_restarts)
     kill = iter([lambda: os.kill(node.pids[0], signal.SIGKILL)])
     assert sample(run.pool, SLOW, lambda: next(kill, lambda: None)()) == run.weights.expected(SLOW)
     if num_restarts:
