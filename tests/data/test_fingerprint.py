@@ -2,33 +2,16 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from prompt_files import write_with_header
+from prompt_files import header_of, write_with_header
 
 from mindrlhf.data.fingerprint import check_same_data, data_fingerprint
-from mindrlhf.data.mindrecord import Prompt, PromptFileHeader
+from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.errors import UserError
-
-HEADER = PromptFileHeader(
-    task="prompts",
-    tokenizer_fingerprint="t" * 64,
-    template="plain",
-    template_sha256="a" * 64,
-    handler="map_keys",
-    num_read=3,
-    num_kept=3,
-    num_bad=0,
-    num_too_long=0,
-    max_prompt_length=8,
-    max_length=None,
-    longest_prompt=4,
-    longest_response=0,
-)
 
 
 def write(path: Path, num_records: int = 3, answer: str = "42", **header) -> str:
@@ -37,7 +20,7 @@ def write(path: Path, num_records: int = 3, answer: str = "42", **header) -> str
         Prompt(np.arange(1 + i, dtype=np.int32), np.zeros(0, np.int32), answer, f"r{i}")
         for i in range(num_records)
     ]
-    write_with_header(path, replace(HEADER, num_read=num_records, num_kept=num_records, **header), [records])
+    write_with_header(path, header_of(num_records, **header), [records])
     return str(path)
 
 

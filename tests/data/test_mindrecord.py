@@ -9,31 +9,19 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from prompt_files import write_with_header
+from prompt_files import header_of, write_with_header
 
 from mindrlhf.data import mindrecord
-from mindrlhf.data.mindrecord import Prompt, PromptFile, PromptFileHeader
+from mindrlhf.data.mindrecord import Prompt, PromptFile
 from mindrlhf.errors import UserError
 
 FINGERPRINT = "ab" * 32
 
 
 def _header(num_kept, task="prompts"):
-    return PromptFileHeader(
-        task=task,
-        tokenizer_fingerprint=FINGERPRINT,
-        template="r1 \"'\\ ü",
-        template_sha256="cd" * 32,
-        handler="gsm8k",
-        num_read=num_kept + 5,
-        num_kept=num_kept,
-        num_bad=2,
-        num_too_long=3,
-        max_prompt_length=100,
-        max_length=None,
-        longest_prompt=9,
-        longest_response=0,
-    )
+    fields = {"template": "r1 \"'\\ ü", "template_sha256": "cd" * 32, "num_read": num_kept + 5, "num_bad": 2}
+    fields |= {"tokenizer_fingerprint": FINGERPRINT, "num_too_long": 3, "longest_prompt": 9}
+    return header_of(num_kept, task=task, **fields)
 
 
 def _records(count, task="prompts"):

@@ -6,6 +6,7 @@ import struct
 from pathlib import Path
 
 import numpy as np
+from prompt_files import header_of, write_with_header
 
 REPOSITORY = Path(__file__).parents[2]
 HF_CONFIG = {
@@ -77,14 +78,9 @@ def make_prompt_file(directory: Path) -> Path:
         mindrecord.Prompt(np.arange(5, dtype=np.int32), mindrecord.no_ids(), f"{index}", f"train.jsonl:{index}")
         for index in range(6)
     ]
-    header = mindrecord.PromptFileHeader(
-        task="prompts", tokenizer_fingerprint="ab" * 32, template="chat", template_sha256="cd" * 32, handler="gsm8k",
-        num_read=6, num_kept=6, num_bad=0, num_too_long=0, max_prompt_length=100, max_length=None, longest_prompt=5,
-        longest_response=0,
-    )  # fmt: skip
     path = directory / "train.mindrecord"
     with mock.patch.multiple(mindrecord, HEADER_SIZE_BYTES=16 << 10, PAGE_SIZE_BYTES=32 << 10):
-        mindrecord.write_prompt_file(path, mindrecord.columns("prompts"), [records], lambda: header)
+        write_with_header(path, header_of(6, longest_prompt=5), [records])
     return path
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from configs import grpo_config
 from preflight_cases import NUM_PROMPTS
-from prompt_files import write_with_header
+from prompt_files import header_of, write_with_header
 from script_files import load_script
 
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.data.mindrecord import Prompt, PromptFileHeader
+from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.weights.convert import export_hf, random_hf_weights
 
@@ -66,18 +66,10 @@ def write_prompts(
         )
         for i, (prompt, response, source) in enumerate(zip(prompt_lengths, responses, itertools.cycle(sources)))
     ]
-    header = PromptFileHeader(
+    header = header_of(
+        len(records),
         task=task if response_lengths else "prompts",
         tokenizer_fingerprint=fingerprint,
-        template="plain",
-        template_sha256="",
-        handler="map_keys",
-        num_read=len(records),
-        num_kept=len(records),
-        num_bad=0,
-        num_too_long=0,
-        max_prompt_length=64,
-        max_length=None,
         longest_prompt=max(prompt_lengths, default=0),
         longest_response=max(responses, default=0),
         columns=columns,
