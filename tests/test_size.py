@@ -57,7 +57,7 @@ MOST = {
     "mindrlhf/tools": 1774,
     "mindrlhf/training": 10300,
     "mindrlhf/weights": 4102,
-    "tests": 70547,
+    "tests": 70515,
     "scripts": 1864,
     "docs": 32820,
 }

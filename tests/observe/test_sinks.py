@@ -171,10 +171,6 @@ def test_the_console_says_how_long_the_rest_takes(monkeypatch):
 
 @pytest.mark.parametrize(("variable", "shown"), [("", True), ("NO_COLOR", False), ("NO_COLOUR", False)])
 def test_verdicts_and_errors_have_colours_where_they_are_wanted(variable, shown, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
     for name in ("NO_COLOR", "NO_COLOUR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
