@@ -20,6 +20,7 @@ def install(torch_npu: Any, library: torch.library.Library) -> None:
         library.impl(function.__name__, launched(checked(function)), "PrivateUse1", allow_override=True)
     torch_npu._npu_rotary_embedding = launched(rotary_embedding)
     torch_npu._npu_reshape_and_cache = launched(reshape_and_cache)
+    torch_npu.npu_scatter_pa_kv_cache = launched(scatter_pa_kv_cache)  # in its place from vLLM-Ascend 0.26 on
     torch_npu.npu_format_cast = lambda tensor, acl_format: tensor
     torch_npu.npu_fused_infer_attention_score.out = launched(fused_infer_attention_score_out)
     torch_npu.npu_fused_infer_attention_score_v2.out = launched(fused_infer_attention_score_v2_out)
@@ -147,6 +148,11 @@ def reshape_and_cache(key=None, value=None, key_cache=None, value_cache=None, sl
     for tensor, cache in ((key, key_cache), (value, value_cache)):
         host = on_host(cache)
         host.view(-1, *host.shape[2:])[slots[held]] = on_host(tensor)[: len(slots)][held].view(-1, *host.shape[2:])
+
+
+def scatter_pa_kv_cache(key, value, key_cache, value_cache, slot_mapping, *, cache_mode) -> None:
+    assert cache_mode == "Norm", cache_mode
+    reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
 
 
 def npu_fused_infer_attention_score(

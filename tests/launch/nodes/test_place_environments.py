@@ -56,6 +56,7 @@ def test_what_makes_no_sense_is_one_line(environment, message):
         (SLURM, Place(1, 4, "a1b01", 20_007)),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1,1(x3)"}, Place(1, 4, "a1b01", 20_007)),
         (ASCEND, Place(1, 2, "h", 8118)),
+        (ASCEND | {"MS_SCHED_PORT": "2222"}, Place(1, 2, "h", 2222)),
         (SLURM | ASCEND, Place(1, 2, "h", 8118)),  # pods of a cluster that Slurm has started
     ],
 )
@@ -98,7 +99,8 @@ def host_lists(draw):
         text, number = draw(st.text("abz-.", min_size=1, max_size=3)), draw(st.sampled_from(["7", "07", "100"]))
         written += f"{text}[{number}{draw(st.sampled_from(['', '-200', ',250', '-110,300-301']))}]"
         first += text + number
-    return written + draw(st.sampled_from(["", ",c", ",c[1-2]"])), first
+    suffix = draw(st.sampled_from(["", "-ib"]))
+    return written + suffix + draw(st.sampled_from(["", ",c", ",c[1-2]"])), first + suffix
 
 
 @given(host_lists())
