@@ -308,6 +308,9 @@ class VllmEngine:
             experts = self._recorder.experts_of(internal_name, num_tokens)
         elif self._experts is not None:
             experts = experts[:num_tokens, list(self._experts.layers)].astype(experts_dtype(self._experts.num_experts))
+            if experts.shape[-1] > 1 and not experts.any():  # a token has none twice
+                message = "this vLLM-Ascend records no experts, as 0.26.0rc1: take 0.23.0, or leave out replay_routing"
+                raise RuntimeError(message)
         completion = Completion(
             request_id=request_index,
             sample_index=sample_index,
