@@ -31,7 +31,7 @@ from mindrlhf.images.pixels import ImageError, decode_png
 from mindrlhf.system.wire import ProtocolError, receive_message, send_message
 from mindrlhf.training import team
 from mindrlhf.training.runtime import Rank
-from mindrlhf.weights.array_file import load_arrays
+from mindrlhf.weights.array_file import ArrayFile
 from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.weights.open import open_tensors
 from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer
@@ -108,7 +108,7 @@ def test_a_bomb_goes_off_when_it_is_unpickled(tmp_path):
     assert (tmp_path / "off").is_dir()
 
 
-@pytest.mark.parametrize("reader", [SafetensorsFile, load_arrays])
+@pytest.mark.parametrize("reader", [SafetensorsFile, ArrayFile])
 @pytest.mark.parametrize("is_framed", [False, True])
 def test_a_pickle_in_place_of_tensors_is_refused(tmp_path, marker, reader, is_framed):
     text = pickle.dumps(_Bomb(marker))

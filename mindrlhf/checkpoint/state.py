@@ -24,7 +24,7 @@ from mindrlhf.checkpoint.algorithm_state import AlgorithmState
 from mindrlhf.checkpoint.manifest import DamagedDirectory, read_json_object
 from mindrlhf.system.records import decode, encode, record
 from mindrlhf.system.wire import ProtocolError
-from mindrlhf.weights.array_file import load_arrays, save_arrays
+from mindrlhf.weights.array_file import ArrayFile, save_arrays
 from mindrlhf.weights.tensors import array_infos
 
 MODEL_NAME = "model"
@@ -108,7 +108,7 @@ def read_progress(directory: Path) -> dict[str, Any]:
     """
     path = directory / STATE_NAME
     values = _read(path)
-    arrays = load_arrays(directory / ARRAYS_NAME) if (directory / ARRAYS_NAME).exists() else {}
+    arrays = ArrayFile(directory / ARRAYS_NAME) if (directory / ARRAYS_NAME).exists() else {}
     progress = _decode(path, {"progress": values.get("progress")}, arrays)["progress"]
     if not isinstance(progress, dict):
         raise DamagedDirectory(f"{path} is damaged: it holds no progress")

@@ -13,7 +13,7 @@ from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.specs import ModelDims, ModelSpec, ParameterRule, find_spec, scorer_config
 from mindrlhf.specs.fuse import fuse_blocks
 from mindrlhf.specs.scoring import SCORE_NAME
-from mindrlhf.weights.array_file import load_arrays
+from mindrlhf.weights.array_file import ArrayFile
 from mindrlhf.weights.convert import (
     check_checkpoint,
     common_dtype,
@@ -99,7 +99,7 @@ class HuggingFaceSource:
             name: file_dtype(rule, dtype) or common_dtype(self._files, rule.hf_names)
             for name, rule in self._rules.items()
         }
-        self._state = load_arrays(Path(optimizer_file)) if optimizer_file else {}
+        self._state = ArrayFile(Path(optimizer_file)) if optimizer_file else {}
         self._state_path = Path(optimizer_file)
         if optimizer_file:
             self._check_state()

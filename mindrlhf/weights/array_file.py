@@ -35,7 +35,11 @@ def save_arrays(path: Path, arrays: Iterable[tuple[str, np.ndarray]], infos: Ite
 
 
 class ArrayFile(Mapping[str, np.ndarray]):
-    """The arrays of a safetensors file by name; each is read, as a copy of its own, when it is asked for."""
+    """The arrays of a safetensors file by name; each is read, as a copy of its own, when it is asked for.
+
+    Raises:
+        UserError: the file is missing, or no whole safetensors file.
+    """
 
     def __init__(self, path: Path):
         self._file = SafetensorsFile(path, ARRAY_DTYPES)
@@ -57,12 +61,3 @@ class ArrayFile(Mapping[str, np.ndarray]):
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of an array without reading it."""
         return self._file.info(name).shape
-
-
-def load_arrays(path: Path) -> ArrayFile:
-    """Open a safetensors file written by :func:`save_arrays`.
-
-    Raises:
-        UserError: the file is missing, or no whole safetensors file.
-    """
-    return ArrayFile(path)

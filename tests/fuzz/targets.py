@@ -228,7 +228,7 @@ def checkpoint(directory):
     from mindrlhf.checkpoint.resume import check_resumable
     from mindrlhf.checkpoint.state import ARRAYS_NAME, STATE_NAME, read_progress, read_state
     from mindrlhf.data.stream import PromptStream
-    from mindrlhf.weights.array_file import load_arrays
+    from mindrlhf.weights.array_file import ArrayFile
 
     path = make_checkpoint(directory)
     manifest, state, arrays = path / MANIFEST_NAME, path / STATE_NAME, path / ARRAYS_NAME
@@ -241,7 +241,7 @@ def checkpoint(directory):
         check_resumable(found.config, config)
         PromptStream(100, found.seed).restore(found.prompt_stream)
         read_progress(path)
-        loaded = load_arrays(arrays)
+        loaded = ArrayFile(arrays)
         return [loaded[name].sum(dtype=np.float64) for name in loaded]
 
     return {manifest: as_json(manifest), state: as_json(state), arrays: as_safetensors(arrays)}, use

@@ -19,7 +19,7 @@ from mindrlhf.shards.shard import shard_directory
 from mindrlhf.shards.strategy_files import write_strategy_directory
 from mindrlhf.shards.verify import check_coverage, verify_directory
 from mindrlhf.specs import find_spec
-from mindrlhf.weights.array_file import load_arrays, save_arrays
+from mindrlhf.weights.array_file import ArrayFile, save_arrays
 from mindrlhf.weights.directories import import_directory
 from mindrlhf.weights.hf import SafetensorsDirectory, read_hf_config
 from mindrlhf.weights.open import open_tensors
@@ -220,7 +220,7 @@ def test_optimizer_state_moves_from_layout_to_layout(tmp_path, model, file_forma
     shard_directory(tmp_path / "one", tmp_path / "two", parallel="mp=4", file_format=file_format)
     assert verify_directory(tmp_path / "two", against=model).num_arrays == len(state) + len(SPEC.rules(DIMS))
     merge_directory(tmp_path / "two", tmp_path / "back", optimizer_file=tmp_path / "merged.safetensors")
-    merged = load_arrays(tmp_path / "merged.safetensors")
+    merged = ArrayFile(tmp_path / "merged.safetensors")
     assert merged.keys() == state.keys()
     for name, array in state.items():
         np.testing.assert_array_equal(merged[name], array, strict=True)

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as st_numpy
 from safetensors.numpy import load_file
 
 from mindrlhf.errors import UserError
-from mindrlhf.weights.array_file import load_arrays, save_arrays
+from mindrlhf.weights.array_file import ArrayFile, save_arrays
 from mindrlhf.weights.tensors import TensorInfo, array_infos
 
 DTYPES = ["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "?"]
@@ -39,7 +39,7 @@ def test_arrays_come_back_bit_for_bit_in_any_order_of_writing(tmp_path_factory, 
     assert (checksum is not None) == (positions == sorted(positions))
     assert checksum in (None, xxhash.xxh3_64_hexdigest(path.read_bytes()))
     assert os.listdir(path.parent) == [path.name]
-    loaded = load_arrays(path)
+    loaded = ArrayFile(path)
     assert set(loaded) == set(arrays)
     assert all(same_bits(loaded[name], array) and loaded.shape(name) == array.shape for name, array in arrays.items())
     library = load_file(path)
@@ -51,7 +51,7 @@ def test_views_that_are_not_contiguous_are_written_as_they_look(tmp_path):
     base = np.arange(24, dtype=np.float32).reshape(4, 6)
     arrays = {"transposed": base.T, "strided": base[:, ::2], "reversed": base[::-1]}
     save_arrays(tmp_path / "a", arrays.items(), array_infos(arrays))
-    loaded = load_arrays(tmp_path / "a")
+    loaded = ArrayFile(tmp_path / "a")
     for name, array in arrays.items():
         np.testing.assert_array_equal(loaded[name], array)
 
@@ -65,7 +65,7 @@ def test_arrays_are_drawn_one_at_a_time_and_read_as_copies(tmp_path):
 
     infos = [TensorInfo(f"array {number}", "int32", (3,)) for number in (1, 2)]
     save_arrays(tmp_path / "a", draw(), infos)
-    loaded = load_arrays(tmp_path / "a")
+    loaded = ArrayFile(tmp_path / "a")
     loaded["array 1"][:] = 7
     assert {name: loaded[name].tolist() for name in loaded} == {"array 1": [1, 1, 1], "array 2": [2, 2, 2]}
     with pytest.raises(KeyError):
@@ -87,7 +87,7 @@ def test_anything_but_the_infos_fails_and_leaves_the_old_file(tmp_path, arrays, 
     with pytest.raises(AssertionError, match=message):
         save_arrays(tmp_path / "file", arrays.items(), infos)
     assert os.listdir(tmp_path) == ["file"]
-    assert load_arrays(tmp_path / "file")["a"].tolist() == [1, 1]
+    assert ArrayFile(tmp_path / "file")["a"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("dtype", [">f4", "c8", "U3", "O"])
@@ -98,7 +98,7 @@ def test_dtypes_the_format_does_not_have_are_refused(tmp_path, dtype):
 
 def test_a_missing_file_is_one_line(tmp_path):
     with pytest.raises(UserError, match=r"optimizer\.safetensors cannot be read"):
-        load_arrays(tmp_path / "optimizer.safetensors")
+        ArrayFile(tmp_path / "optimizer.safetensors")
 
 
 @given(cut=st.integers(0, 200), position=st.integers(0, 199), byte=st.integers(0, 255))
@@ -110,7 +110,7 @@ def test_a_damaged_file_loads_or_is_one_line(tmp_path_factory, cut, position, by
     data[position % len(data)] = byte
     path.write_bytes(data[: len(data) - cut] if cut < 100 else data)
     try:
-        loaded = load_arrays(path)
+        loaded = ArrayFile(path)
         assert [loaded[name].size for name in loaded]
     except UserError as error:
         assert str(path) in str(error)
