@@ -57,7 +57,7 @@ MOST = {
     "mindrlhf/tools": 1774,
     "mindrlhf/training": 10300,
     "mindrlhf/weights": 4097,
-    "tests": 70494,
+    "tests": 70407,
     "scripts": 1864,
     "docs": 32826,
 }

@@ -51,9 +51,9 @@ def draw(seed: int, *, spread: float = 0.4, constant: bool = False, lengths=(3, 
     return responses
 
 
-def weights_of(responses, mode: str, kept=None) -> np.ndarray:
+def weights_of(responses, mode: str) -> np.ndarray:
     lengths = np.array([len(response) for response in responses])
-    return token_weights(lengths, np.ones(len(lengths), bool) if kept is None else kept, mode, MAX_RESPONSE_LENGTH)
+    return token_weights(lengths, np.ones(len(lengths), bool), mode, MAX_RESPONSE_LENGTH)
 
 
 @functools.cache
@@ -114,7 +114,6 @@ def run(
     *,
     rows: RowOptions = PACKED,
     mode: str = "token_mean",
-    kept=None,
     on_policy: bool = False,
     correction: dict | None = None,
     kl_coefficient: float = 0.0,
@@ -126,7 +125,7 @@ def run(
 
     from mindrlhf.algorithms.losses import POLICY_INPUTS, POLICY_STATISTICS
 
-    batch = make_batch(sequences_of(responses, weights_of(responses, mode, kept)), rows)
+    batch = make_batch(sequences_of(responses, weights_of(responses, mode)), rows)
     keys = (tuple((options or {}).items()), on_policy, tuple((correction or {}).items()), tuple(further.items()))
     policy, function = compiled(rows.rows_per_micro_batch, loss, *keys)
     value, statistics, shares = 0.0, 0.0, []

@@ -137,14 +137,13 @@ def kl(estimator, logp, reference):
     }[estimator]
 
 
-def aggregate(losses, mode, max_length, kept=None):
+def aggregate(losses, mode, max_length):
     """The mean of token losses over responses, from the definitions."""
-    chosen = [part for index, part in enumerate(losses) if kept is None or kept[index]]
     if mode == "token_mean":
-        return sum(part.sum() for part in chosen) / sum(len(part) for part in chosen)
+        return sum(part.sum() for part in losses) / sum(len(part) for part in losses)
     if mode == "sequence_mean":
-        return np.mean([part.mean() for part in chosen])
-    return np.mean([part.sum() / max_length for part in chosen])
+        return np.mean([part.mean() for part in losses])
+    return np.mean([part.sum() / max_length for part in losses])
 
 
 def correction(

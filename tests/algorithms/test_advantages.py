@@ -255,21 +255,6 @@ def firsts(parts):
     return [part[0] for part in parts]
 
 
-def test_by_hand():
-    batch = batch_of([1.0, 0.0, 0.0, 0.0])
-    # Mean 0.25, deviations 0.75 and three of -0.25; sum of squares 0.75, so std = sqrt(0.75 / 3) = 0.5.
-    expected = {
-        "grpo": [1.5, -0.5, -0.5, -0.5],
-        "dr_grpo": [0.75, -0.25, -0.25, -0.25],
-        "rloo": [1.0, -1 / 3, -1 / 3, -1 / 3],
-        # Population std sqrt(0.75 / 4) = sqrt(3) / 4.
-        "reinforce_pp": [3**0.5, *[-(3**-0.5)] * 3],
-        "reinforce_pp_baseline": [3**0.5, *[-(3**-0.5)] * 3],
-    }
-    for name, values in expected.items():
-        np.testing.assert_allclose(firsts(advantages.find(name).estimate(batch)), values, rtol=1e-5)
-
-
 def test_pass_at_k_is_the_closed_form_of_the_paper_for_right_and_wrong():
     """The analytical derivation of arXiv:2508.10751: with R = 1 - C(wrong, k) / C(n, k) and s = sqrt(R (1 - R))."""
     for size, right, k in itertools.product((4, 8), (1, 2, 3), (2, 3)):

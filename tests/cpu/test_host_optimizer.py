@@ -148,17 +148,6 @@ def test_the_steps_can_take_turns():
     assert_close(mixed.arrays(mixed.parameters), host.arrays(host.parameters), "weights")
 
 
-def test_only_matrices_decay():
-    """Without gradients all that is left of a step is the decay."""
-    optimized = begin("host")
-    zeros = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-    assert optimized.step(zeros, lr=0.5) == 0.0
-    weights = optimized.arrays(optimized.parameters)
-    for name, before in draw_weights().items():
-        factor = 1 - 0.5 * 0.1 if len(SHAPES[name]) > 1 else 1.0
-        np.testing.assert_allclose(weights[name], before * factor, rtol=1e-6)
-
-
 @pytest.mark.parametrize("kind", ["host", "graph"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_gradients_that_are_not_finite_are_as_if_they_had_never_been(kind, value):

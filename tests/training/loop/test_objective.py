@@ -125,41 +125,6 @@ def test_rewards_of_steps_need_a_loss_of_tokens():
     in_environment(advantage="grpo", loss="gspo").advantages([stepped(0, [1.0, 2.0])] * 2)
 
 
-def test_kl_in_the_reward():
-    with_kl = objective(advantage="reinforce_pp", beta=0.1, kl_in="reward", kl_estimator="k1")
-    assert with_kl.needs_reference and with_kl.needs_old_logprobs and with_kl.kl_in_reward
-    old = [each.completion.logprobs for each in SAMPLES]
-    reference = [part - 0.5 for part in old]
-    estimates, metrics = with_kl.divergences(old, reference)
-    assert metrics == {"kl": pytest.approx(0.5)}
-    penalties = [with_kl.kl.coefficient * part for part in estimates]
-    for part in penalties:
-        np.testing.assert_allclose(part, 0.05, rtol=1e-6)
-    returns = [reward - 0.05 * np.arange(length, 0, -1) for reward, length in ((1, 2), (0, 9), (0.5, 10), (0.5, 3))]
-    tokens = np.concatenate(returns)
-    for ours, theirs in zip(with_kl.advantages(SAMPLES, penalties=penalties), returns):
-        np.testing.assert_allclose(ours, (theirs - tokens.mean()) / tokens.std(), rtol=1e-6)
-
-
-def test_greedy_rewards_are_the_baseline_of_remax():
-    remax = objective(advantage="remax")
-    assert remax.needs_greedy
-    parts = remax.advantages(SAMPLES, baselines=np.array([0.25, 0.25, 1.0, 1.0]))
-    np.testing.assert_allclose([part[0] for part in parts], [0.75, -0.25, -0.5, -0.5])
-
-
-def test_rollout_logprobs_go_where_they_are_read():
-    corrected = objective({"weight": "token"})
-    bypassed = objective({"bypass": True}, {"num_iterations": 2})
-    assert corrected.is_corrected and not bypassed.is_corrected
-    # Several updates compute the old log-probabilities first, unless the generator's stand for them.
-    assert objective(training={"num_iterations": 2}).needs_old_logprobs and not bypassed.needs_old_logprobs
-    for name, each in (("rollout_logprobs", corrected), ("old_logprobs", bypassed)):
-        for (sequence,), drawn in zip(each.sequences(SAMPLES), SAMPLES, strict=True):
-            assert sequence.values.keys() == {"weights", name}
-            np.testing.assert_array_equal(sequence.values[name], drawn.completion.logprobs)
-
-
 def test_tokens_of_tools_count_for_nothing_but_the_length_of_the_response():
     """A response of 9 tokens, 5 of them a tool's, is trained like one of 4, and is as overlong as one of 9."""
     options = {"aggregation": "sequence_mean", "advantage": "reinforce_pp", "overlong_buffer": 0.5}
