@@ -1,6 +1,16 @@
-"""A model that is small enough for a unit test."""
+"""Models that are small enough for a unit test."""
 
 from typing import Any
+
+# What a Qwen3.5 has in its config.json beside what all models have, and which of its layers are linear.
+LINEAR_ATTENTION = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
 
 
 def tiny_model(**changes: Any) -> dict[str, Any]:

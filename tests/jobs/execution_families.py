@@ -15,6 +15,7 @@ from engines import accumulate, whole_engine
 from execution_cases import IS_LAST, KL_COEFFICIENT, MODEL, NOT_FINITE, NUM_ROWS, ROW_LENGTH, UNCUT_MODEL, VOCABULARY
 from graph_on_cpu.run import SEED
 from slow_tests import RUNS_SLOW_TESTS
+from tiny_models import LINEAR_ATTENTION
 from tiny_vl import IMAGE, VISION_END, VISION_START, TinyVl, config_of
 
 from mindrlhf.algorithms.losses import POLICY_INPUTS
@@ -401,14 +402,11 @@ GEMMA3_MODEL = {
 # Qwen3.5: a layer with linear attention, and one with softmax attention and a gate; half of each head rotated.
 QWEN3_5_MODEL = {
     **MODEL,
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "model_type": "qwen3_5_text",
+    **LINEAR_ATTENTION,
     "head_dim": 32,
     "max_position_embeddings": 128,
     "partial_rotary_factor": 0.5,
     "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 32,
 }

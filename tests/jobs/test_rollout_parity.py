@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from engines import whole_model
 from slow_tests import SLOW
+from tiny_models import LINEAR_ATTENTION
 
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
@@ -86,13 +87,10 @@ MODELS = {
     },
     "qwen3_5": {
         **MODEL,
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "model_type": "qwen3_5_text",
+        **LINEAR_ATTENTION,
         "num_hidden_layers": 3,
         "head_dim": 32,
         "layer_types": ["linear_attention", "linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 16,
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},

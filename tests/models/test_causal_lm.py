@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from slow_tests import RUNS_SLOW_TESTS
+from tiny_models import LINEAR_ATTENTION
 
 from mindrlhf.config.memory import MemorySection
 from mindrlhf.errors import UserError
@@ -127,16 +128,12 @@ CASES = {
         },
     },
     "qwen3_5": {
-        "model_type": "qwen3_5_text",
+        **LINEAR_ATTENTION,
         "tie_word_embeddings": True,
         **SIZES,
         "num_hidden_layers": 2,
         "head_dim": 16,
         "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 6,
         # Felt within a row, by half of each head.
         "rope_parameters": {"rope_type": "default", "rope_theta": 30.0, "partial_rotary_factor": 0.5},
     },

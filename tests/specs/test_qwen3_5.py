@@ -6,6 +6,7 @@ import logging
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tiny_models import LINEAR_ATTENTION
 
 from mindrlhf.errors import UserError
 from mindrlhf.layout.feasibility import check_model
@@ -19,8 +20,7 @@ from mindrlhf.weights.fp8 import convert_directory
 from mindrlhf.weights.hf import SafetensorsDirectory, read_hf_config
 
 CONFIG = {
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "model_type": "qwen3_5_text",
+    **LINEAR_ATTENTION,
     "hidden_size": 8,
     "intermediate_size": 6,
     "num_hidden_layers": 4,
@@ -28,8 +28,6 @@ CONFIG = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "vocab_size": 10,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
     "linear_key_head_dim": 3,
     "linear_value_head_dim": 5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},

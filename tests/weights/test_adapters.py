@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny_models import tiny_model
+from tiny_models import LINEAR_ATTENTION, tiny_model
 
 from mindrlhf.cli import main
 from mindrlhf.errors import UserError
@@ -36,12 +36,9 @@ EXPERTS = {
 }
 LINEAR = {
     **DENSE,
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "model_type": "qwen3_5_text",
+    **LINEAR_ATTENTION,
     "head_dim": 8,
     "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
 }
 OPTIONS = LoraOptions(rank=2, alpha=4.0)
 

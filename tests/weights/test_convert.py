@@ -9,7 +9,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
-from tiny_models import tiny_model
+from tiny_models import LINEAR_ATTENTION, tiny_model
 
 from mindrlhf.errors import UserError
 from mindrlhf.weights.convert import export_hf, hf_shapes, random_hf_weights
@@ -46,14 +46,10 @@ MISTRAL = {**CONFIG, "architectures": ["MistralForCausalLM"], "model_type": "mis
 
 QWEN3_5 = {
     **CONFIG,
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "model_type": "qwen3_5_text",
+    **LINEAR_ATTENTION,
     "num_hidden_layers": 4,
     "head_dim": 8,
-    "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
-    "linear_key_head_dim": 3,
-    "linear_value_head_dim": 5,
 }
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_models import tiny_model
+from tiny_models import LINEAR_ATTENTION, tiny_model
 
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.lora import LoraOptions
@@ -20,14 +20,9 @@ QWEN3 = {**SIZES, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", 
 LLAMA = {**SIZES, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 LINEAR = {
     **SIZES,
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "model_type": "qwen3_5_text",
+    **LINEAR_ATTENTION,
     "head_dim": 16,
     "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 6,
 }
 CASES = {
     "all matrices": (QWEN2, LoraOptions(4, 8.0)),
