@@ -15,9 +15,12 @@ ENV PIP_DEFAULT_TIMEOUT=15 PIP_RETRIES=1 PIP_NO_CACHE_DIR=1
 COPY --chown=trainer setup.py ./
 COPY --chown=trainer scripts/setup.sh scripts/
 COPY --chown=trainer mindrlhf/__init__.py mindrlhf/
-# Without what the wheels hold for CUDA (1.3 GB) and for their own tests.
+# Without what the wheels hold for CUDA (1.3 GB), for their own tests and for compilers (0.5 GB), which are not here.
 RUN EXTRAS=cpu bash scripts/setup.sh \
-    && rm -rf .venv/lib/python3*/site-packages/mindspore/lib/plugin/*gpu* .venv-rollout/lib/python3*/site-packages/torch/test
+    && cd .venv/lib/python3*/site-packages/mindspore && rm -rf include lib/plugin/*gpu* && cd - \
+    && cd .venv-rollout/lib/python3*/site-packages/torch && rm -rf include test bin/protoc* bin/test_* && cd - \
+    && find .venv* -name tests -type d -prune -exec rm -r {} +
 COPY --chown=trainer . .
-ENV PATH=/workspace/mindrlhf/.venv/bin:$PATH
+# EXTRAS: so that the quickstart, which looks at the environments again, finds them as they are.
+ENV PATH=/workspace/mindrlhf/.venv/bin:$PATH EXTRAS=cpu
 CMD ["mindrlhf", "doctor"]
