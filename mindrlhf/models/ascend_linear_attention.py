@@ -8,9 +8,9 @@ from mindspore.common.initializer import initializer
 from mindspore.ops.operations import Morph
 
 from mindrlhf.models.ascend_layers import as_first, on_each_rank
-from mindrlhf.models.gated_delta import CHUNK, Ancestors
+from mindrlhf.models.gated_delta import Ancestors
 from mindrlhf.models.linear_attention import Gated, GatedDeltaHeads, Weight
-from mindrlhf.specs import LinearDims
+from mindrlhf.specs import CHUNK_TOKENS, LinearDims
 
 _ROWS = ("cp", "dp", "tp")
 _CHUNKS, _ROWS_OF_IDS = ("dp", "None", "None"), ("dp", "None")
@@ -107,9 +107,9 @@ class AncestorsOfRows(nn.Cell):
 
     def _shapes_of(self, segments, num_states: int):
         rows, length = segments
-        count = rows * -(-length // CHUNK)
-        states = [count, CHUNK, num_states]
-        return [count, CHUNK, CHUNK], states, states, [count, 1, 1], [rows * length, self.width - 1]
+        count = rows * -(-length // CHUNK_TOKENS)
+        states = [count, CHUNK_TOKENS, num_states]
+        return [count, CHUNK_TOKENS, CHUNK_TOKENS], states, states, [count, 1, 1], [rows * length, self.width - 1]
 
 
 def _dtypes(*_):

@@ -13,7 +13,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-CHUNK = 64
+from mindrlhf.specs import CHUNK_TOKENS
+
 # A series of powers is exact for a block of as many rows, and its terms stay small; of 64 rows of keys that are alike
 # they would reach 1e18.
 _BLOCK = 8
@@ -46,7 +47,7 @@ class Ancestors(nn.Cell):
     def __init__(self, conv_width: int):
         super().__init__(auto_prefix=False)
         self.conv_width = conv_width
-        self.lower = Tensor(np.tril(np.ones((CHUNK, CHUNK), np.float32)))
+        self.lower = Tensor(np.tril(np.ones((CHUNK_TOKENS, CHUNK_TOKENS), np.float32)))
 
     def construct(self, segments, continued, shares_prompts: bool):
         """Return what chunks and convolutions ask for.
@@ -70,7 +71,7 @@ class Ancestors(nn.Cell):
         ancestors = ops.cast(related, ms.float32) * self.lower
         # The segment that was open before a chunk, and the one that it continues; none before the first.
         none = ops.fill(ms.int32, (1, own.shape[1], 1), -1)
-        last, last_other = own[:, :, CHUNK - 1 :], other[:, :, CHUNK - 1 :]
+        last, last_other = own[:, :, CHUNK_TOKENS - 1 :], other[:, :, CHUNK_TOKENS - 1 :]
         open_before, prompt_before = ops.concat((none, last[:-1]), 0), ops.concat((none, last_other[:-1]), 0)
         goes_on = ops.cast(ops.equal(own, open_before), ms.float32)
         is_known = ops.logical_or(ops.equal(other, open_before), ops.equal(other, prompt_before))
@@ -83,18 +84,18 @@ class Ancestors(nn.Cell):
         if shares_prompts:
             takes, leaves = (goes_on, begins), (in_state, in_prompt)
         relations = (
-            ops.reshape(ancestors, (count, CHUNK, CHUNK)),
-            ops.reshape(ops.stack(takes, -1), (count, CHUNK, -1)),
-            ops.reshape(ops.stack(leaves, -1), (count, CHUNK, -1)),
+            ops.reshape(ancestors, (count, CHUNK_TOKENS, CHUNK_TOKENS)),
+            ops.reshape(ops.stack(takes, -1), (count, CHUNK_TOKENS, -1)),
+            ops.reshape(ops.stack(leaves, -1), (count, CHUNK_TOKENS, -1)),
             ops.reshape(ops.cast(lives_on, ms.float32), (count, 1, 1)),
         )
         return relations, self._rows(segments, continued, shares_prompts)
 
     def _chunks(self, ids):
         batch, length = ids.shape
-        if length % CHUNK:
-            ids = ops.concat((ids, ops.fill(ms.int32, (batch, -length % CHUNK), -2)), 1)
-        return ops.transpose(ops.reshape(ids, (batch, -1, CHUNK)), (1, 0, 2))
+        if length % CHUNK_TOKENS:
+            ids = ops.concat((ids, ops.fill(ms.int32, (batch, -length % CHUNK_TOKENS), -2)), 1)
+        return ops.transpose(ops.reshape(ids, (batch, -1, CHUNK_TOKENS)), (1, 0, 2))
 
     def _rows(self, segments, continued, shares_prompts):
         batch, length = segments.shape
@@ -172,11 +173,11 @@ class UnitLowerInverse(nn.Cell):
     def __init__(self):
         super().__init__(auto_prefix=False)
         self.matmul = ops.BatchMatMul()
-        row, column = np.indices((CHUNK, CHUNK))
+        row, column = np.indices((CHUNK_TOKENS, CHUNK_TOKENS))
         below, of_blocks, size = row > column, row // _BLOCK == column // _BLOCK, _BLOCK
         self.in_blocks = _flags(below & of_blocks)
-        self.identity, self.merged = Tensor(np.eye(CHUNK, dtype=np.float32)), ()
-        while size < CHUNK:
+        self.identity, self.merged = Tensor(np.eye(CHUNK_TOKENS, dtype=np.float32)), ()
+        while size < CHUNK_TOKENS:
             size *= 2
             larger = row // size == column // size
             self.merged += (_flags(below & larger & ~of_blocks),)
@@ -215,7 +216,7 @@ class GatedDeltaRule(nn.Cell):
         self.matmul = ops.BatchMatMul()
         self.matmul_transpose_a = ops.BatchMatMul(transpose_a=True)
         self.matmul_transpose_b = ops.BatchMatMul(transpose_b=True)
-        self.strictly_lower = _flags(np.tri(CHUNK, k=-1))
+        self.strictly_lower = _flags(np.tri(CHUNK_TOKENS, k=-1))
 
     def construct(self, query, key, value, decay, rate, relations):
         """Return the outputs, the states before each chunk `[N, k, dv]`, and the chunks' inverses `[N, 64, 64]`.
@@ -309,7 +310,7 @@ class GatedDeltaRule(nn.Cell):
         lower = self.matmul_transpose_b(scaled, key) * pairs * self.strictly_lower
         within = self.matmul_transpose_b(query, key) * pairs
         taken = decayed(way) * takes  # [N, 64, 1 or 2], of the open segment and its prompt
-        ends = (way[:, CHUNK - 1 :],)
+        ends = (way[:, CHUNK_TOKENS - 1 :],)
         if takes.shape[-1] == 2:
             ends = (*ends, self.matmul_transpose_a(leaves[:, :, 1:], decay))
         ends = ops.concat(ends, -1)  # [N, 1, 1 or 2]
@@ -353,7 +354,7 @@ class GatedDeltaRule(nn.Cell):
 
     def _slopes_of_kept(self, relations, states, dstates, heads: int):
         """Slopes `[N, 1, 1 or 2]` of what decays leave of states."""
-        last = self._of_heads(relations[1][:, CHUNK - 1 :], heads)
+        last = self._of_heads(relations[1][:, CHUNK_TOKENS - 1 :], heads)
         if last.shape[-1] == 1:
             return self._dot(dstates, states) * last
         width, lives_on = states.shape[1] // 2, self._of_heads(relations[3], heads)
@@ -364,7 +365,7 @@ class GatedDeltaRule(nn.Cell):
     def _kept(self, relations, tokens, ends):
         """Remainders of states after decay, `[N, k, k]`: the open one's is the prompt's where a response begins."""
         heads = ends.shape[0] // relations[0].shape[0]
-        last, width = self._of_heads(relations[1][:, CHUNK - 1 :], heads), tokens[1].shape[-1]
+        last, width = self._of_heads(relations[1][:, CHUNK_TOKENS - 1 :], heads), tokens[1].shape[-1]
         identity, left = self.eye(width, width, ms.float32), decayed(ends)
         kept = identity * (left[:, :, :1] * last[:, :, :1])
         if last.shape[-1] == 1:
@@ -394,17 +395,17 @@ class GatedDeltaRule(nn.Cell):
     def _by_chunk(self, rows):
         """`[B, S, H, d]` as `[N, 64, d]`, with zeros behind the end of rows."""
         batch, length, heads, width = rows.shape
-        if length % CHUNK:
-            rows = ops.concat((rows, self.zeros((batch, -length % CHUNK, heads, width), rows.dtype)), 1)
-        rows = ops.reshape(rows, (batch, -1, CHUNK, heads, width))
-        return ops.reshape(ops.transpose(rows, (1, 0, 3, 2, 4)), (-1, CHUNK, width))
+        if length % CHUNK_TOKENS:
+            rows = ops.concat((rows, self.zeros((batch, -length % CHUNK_TOKENS, heads, width), rows.dtype)), 1)
+        rows = ops.reshape(rows, (batch, -1, CHUNK_TOKENS, heads, width))
+        return ops.reshape(ops.transpose(rows, (1, 0, 3, 2, 4)), (-1, CHUNK_TOKENS, width))
 
     def _by_row(self, chunks, shape):
         batch, length, heads, width = shape
         width = chunks.shape[-1] if width == -1 else width
-        chunks = ops.reshape(chunks, (-1, batch, heads, CHUNK, width))
+        chunks = ops.reshape(chunks, (-1, batch, heads, CHUNK_TOKENS, width))
         rows = ops.reshape(ops.transpose(chunks, (1, 0, 3, 2, 4)), (batch, -1, heads, width))
-        return self.split(rows, (length, -length % CHUNK), 1)[0] if length % CHUNK else rows
+        return self.split(rows, (length, -length % CHUNK_TOKENS), 1)[0] if length % CHUNK_TOKENS else rows
 
     def _of_heads(self, flags, heads: int):
         count, rows, columns = flags.shape

@@ -6,7 +6,16 @@ planning and the weight buffer can read it anywhere. A new architecture is one m
 
 from mindrlhf.errors import UserError
 from mindrlhf.specs.deepseek import DEEPSEEK_V3
-from mindrlhf.specs.dims import ExpertDims, LatentDims, LinearDims, Llama3Dims, ModelDims, VisionDims, YarnDims
+from mindrlhf.specs.dims import (
+    CHUNK_TOKENS,
+    ExpertDims,
+    LatentDims,
+    LinearDims,
+    Llama3Dims,
+    ModelDims,
+    VisionDims,
+    YarnDims,
+)
 from mindrlhf.specs.gemma import GEMMA3
 from mindrlhf.specs.glm import GLM4, GLM4_MOE
 from mindrlhf.specs.llama import LLAMA, MISTRAL
@@ -18,6 +27,7 @@ from mindrlhf.specs.rules import Matrices, ParameterRule
 from mindrlhf.specs.scoring import scorer_architecture, scorer_of
 
 __all__ = [
+    "CHUNK_TOKENS",
     "DEEPSEEK_V3",
     "GEMMA3",
     "GLM4",

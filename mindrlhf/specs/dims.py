@@ -109,6 +109,10 @@ class LocalDims:
     rope_theta: float
 
 
+# Tokens that linear attention computes at once.
+CHUNK_TOKENS = 64
+
+
 @dataclass(frozen=True)
 class LinearDims:
     """Layers of linear attention by the gated delta rule: Yang et al. 2024, arXiv:2412.06464.

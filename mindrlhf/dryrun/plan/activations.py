@@ -24,15 +24,15 @@ from dataclasses import dataclass, replace
 
 from mindrlhf.config.memory import ACTIVATION, ATTENTION, NORMS
 from mindrlhf.layout.layout import Layout
-from mindrlhf.specs import LinearDims, ModelDims, ModelSpec
+from mindrlhf.specs import CHUNK_TOKENS, LinearDims, ModelDims, ModelSpec
 
 # The fullest rank's tokens over the mean one's. The router balances over a batch, not over a micro-batch.
 EXPERT_IMBALANCE = 1.5
 # FlashAttention on Ascend keeps maximum and sum of the softmax, each as 8 float32 values per head and token.
 SOFTMAX_STATISTICS_BYTES = 2 * 8 * 4
 NORM_BYTES = 4
-# Of mindrlhf/models/gated_delta.py, which needs MindSpore: tokens of a chunk, and arrays of maps that live at a time.
-CHUNK_TOKENS, MAP_COPIES = 64, 6
+# Arrays of maps in mindrlhf/models/gated_delta.py that live at a time.
+MAP_COPIES = 6
 _NO_SOFTMAX = dict.fromkeys(("num_heads", "query", "key", "value", "context", "normed_heads"), 0)
 # Of every logit, in float32: the logit, its log-softmax, its probability and their product (for the entropy) or the
 # gradient; besides the projection's result in the compute dtype.
@@ -122,12 +122,12 @@ def _delta_widths(linear: LinearDims, num_states: int) -> dict[str, int]:
     """Return the widths that layers of linear attention alone have.
 
     Kept in float32 are the rows of the convolution before and after, queries and keys of length 1, values, outputs
-    before and after their norm, and the gate.
+    before and after their norm, the gate, and the inverses of chunks.
     """
     heads, size = linear.value_heads, num_states * linear.key_dim
     return {
         "projected": linear.conv_size + 2 * linear.value_size + 2 * heads,
-        "delta": 2 * linear.conv_size + 3 * linear.key_size + 3 * linear.value_size + 4 * heads,
+        "delta": 2 * linear.conv_size + 3 * linear.key_size + 3 * linear.value_size + (4 + CHUNK_TOKENS) * heads,
         "states": heads * size * linear.value_dim // CHUNK_TOKENS,
         "maps": heads * size * size // CHUNK_TOKENS,
     }

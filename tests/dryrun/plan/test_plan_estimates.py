@@ -66,8 +66,8 @@ def test_linear_attention_keeps_states_in_place_of_scores():
     around = 2 * 4 * h + 4 * 2 * h + 4 * 2 * mlp / 2  # norms, what they give, results; the MLP
     queries, keys, values = 16 * 128, 16 * 128, 32 * 128
     kept = 2 * (queries + keys + values) + 2 * 2 * values + 2 * 2 * 32  # projections, and the output's rows
-    # In float32 rows of the convolution and its result; unit queries, scaled ones, keys; values, outputs, gates.
-    kept += 4 * (2 * (queries + keys + values) + 2 * queries + keys + 3 * values + 4 * 32)
+    # In float32 rows of the convolution, its result; unit queries, scaled ones, keys; values, outputs, gates; inverses
+    kept += 4 * (2 * (queries + keys + values) + 2 * queries + keys + 3 * values + 4 * 32 + 64 * 32)
     states = 4 * 32 * 128 * 128 / 64  # one for each chunk of 64 tokens
     assert layer_bytes(linear, layout, TOKENS, 2) == (around + (kept + states) / 2) * TOKENS
     both = model.widths_with_prompts[2]
