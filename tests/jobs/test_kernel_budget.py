@@ -8,7 +8,6 @@ import platform
 import sys
 
 import pytest
-from slow_tests import SLOW
 
 if __name__ == "__main__":
     sys.path[:0] = [".", "tests", "tests/helpers"]
@@ -17,6 +16,8 @@ from kernel_counts.compile import compile_kernels
 from kernel_counts.counts import KernelCounts, count_kernels, two_depths
 from kernel_counts.replay import replay
 from layout_matrix import QWEN2, hf_config
+from slow_tests import SLOW
+from tiny_models import LINEAR_ATTENTION
 
 from mindrlhf.dryrun.compile.request import GRADIENTS, LOGPROBS, UPDATE, CompileRequest
 from mindrlhf.dryrun.plan.roofline import DEVICES, of_node
@@ -29,6 +30,8 @@ pytestmark = [
 # Wide enough that no two widths are the same: logits, gates and hidden states are told apart by them.
 SHAPE = {"vocab_size": 1536, "intermediate_size": 320}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+LINEAR = {**LINEAR_ATTENTION, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+LINEAR |= {"layer_types": ["linear_attention"] * 2, "partial_rotary_factor": 0.5}
 ZERO = {"enable_parallel_optimizer": True, "vocab_emb_dp": False}
 LAYOUTS = {
     "dp8": (QWEN2, {}, {"data_parallel": 8, **ZERO}),
@@ -53,6 +56,7 @@ LAYOUTS = {
 }
 # The calls of an update before its last.
 LAYOUTS["dp8 gradients"] = LAYOUTS["dp8"]
+LAYOUTS["linear attention"] = ("Qwen3_5ForCausalLM", LINEAR, {"data_parallel": 8, **ZERO})
 LAYOUTS["experts replayed"] = LAYOUTS["experts"]  # with the routing that the server returned
 BUDGET: dict[str, dict[str, float]] = {
     "dp8": {
@@ -112,6 +116,21 @@ BUDGET: dict[str, dict[str, float]] = {
         "bytes of state": 12.0,
         "bytes of a logit": 30.0,
         "square nodes": 3.0,
+        "host waits": 0.0,
+        "dynamic nodes": 0.0,
+    },
+    "linear attention": {
+        "forward": 276.0,
+        "recompute": 156.0,
+        "backward": 85.0,
+        "state": 352.0,
+        "weight casts, forward": 6.0,
+        "weight gathers": 3,
+        "float32 weight gathers": 0,
+        "gradient reductions": 12,
+        "bytes of state": 260.1,
+        "bytes of a logit": 30.0,
+        "square nodes": 0.0,
         "host waits": 0.0,
         "dynamic nodes": 0.0,
     },
