@@ -645,7 +645,7 @@ for _kind, _model, _cells, _inputs, _made_by, _whole, _of_adapters in (
     _adapted = {"layouts": {2: {f"{_kind}_adapters": _of_adapters}}, "options": {**_one.options, "lora": LORA}}
     FAMILIES |= {_kind: _one, f"{_kind}_adapters": replace(_one, **_adapted)}
 # Executed every day; tests/training and tests/models compute with the others, and they are compiled every day.
-OF_EVERY_DAY = {"policy_computing": ["pp2"], "experts": ["ep2_dp2"], "qwen3_5": ["qwen3_5_dp2"]}
+OF_EVERY_DAY = {"policy_computing": ["pp2"], "experts": ["ep2_dp2"]}
 
 
 def executed_layouts(name: str) -> dict[int, dict[str, dict]]:
