@@ -22,7 +22,6 @@ from mindrlhf.training.placement import Placement
 from mindrlhf.training.results import ProcessStatistics, UpdateResult
 from mindrlhf.training.routing.rows import without_experts
 from mindrlhf.training.serving import ServingWorker
-from mindrlhf.weights.convert import export_hf
 from mindrlhf.weights.publish.publisher import PUBLISH, Published
 
 if TYPE_CHECKING:
@@ -149,6 +148,8 @@ class Actor(SavesState, ServingWorker):
 
         They are read once, on rank 0.
         """
+        from mindrlhf.weights.convert import export_hf  # once, after the last step
+
         placement = self._published_model(of)
         if of:  # one that is there was left by a run that was killed before it exported the actor
             remove(directory)
