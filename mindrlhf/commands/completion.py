@@ -1,23 +1,30 @@
-"""`mindrlhf completion`: what a shell needs to complete commands, options and keys of the config."""
+"""`mindrlhf completion`: what a shell needs to complete commands, options, keys of the config and their values."""
 
 import argparse
 import sys
 
 from mindrlhf.commands.vocabulary import OVERRIDES_HELP
 
+# A word is read from the line: bash parts its words at '=' too, and replaces what comes after the last.
 _SCRIPT = """\
 _mindrlhf() {{
-    local current="${{COMP_WORDS[COMP_CWORD]}}" path="" word words
+    local current="${{COMP_LINE:0:COMP_POINT}}" path="" word words
+    current="${{current##* }}"
     for word in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
         case "$path $word" in
             {paths}) path="$path $word" ;;
         esac
     done
-    case "$path" in
+    for word in "$path" "$path ${{COMP_WORDS[COMP_CWORD-1]}}"; do
+        case "$word" in
 {cases}
-    esac
-    COMPREPLY=($(compgen -W "$words" -- "$current"))
+        esac
+    done
+    # Values once their key is there.
+    if [[ $current == *=* ]]; then word="*="; else word="*=?*"; fi
+    COMPREPLY=($(compgen -W "$words" -X "$word" -- "$current"))
     [[ ${{#COMPREPLY[@]}} == 1 && ${{COMPREPLY[0]}} == *= ]] && compopt -o nospace 2>/dev/null
+    [[ $current == *=* && $COMP_WORDBREAKS == *=* ]] && COMPREPLY=("${{COMPREPLY[@]#"${{current%=*}}="}}")
     return 0
 }}
 complete -o default -F _mindrlhf mindrlhf
@@ -35,14 +42,14 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 def _print(shell: str, subparsers: argparse._SubParsersAction) -> int:
     words = {"": sorted(subparsers.choices)} | _words(subparsers, "")
-    cases = "\n".join(f'        "{path}") words="{" ".join(one)}" ;;' for path, one in words.items())
-    paths = "|".join(f'"{path}"' for path in words if path)
+    cases = "\n".join(f'            "{path}") words="{" ".join(one)}" ;;' for path, one in words.items())
+    paths = "|".join(f'"{path}"' for path in words if path and " -" not in path)
     sys.stdout.write((_ZSH_HEAD if shell == "zsh" else "") + _SCRIPT.format(cases=cases, paths=paths))
     return 0
 
 
 def _words(subparsers: argparse._SubParsersAction, path: str) -> dict[str, list[str]]:
-    """Return what may follow each command: actions, options and keys of its config, by the command's words."""
+    """Return what may follow each command: actions, options and keys, by the command's words; and each option."""
     found = {}
     for name, parser in subparsers.choices.items():
         here, words = f"{path} {name}", []
@@ -53,6 +60,8 @@ def _words(subparsers: argparse._SubParsersAction, path: str) -> dict[str, list[
                 found |= _words(action, here)
             elif action.choices and not action.option_strings:
                 words += map(str, action.choices)
+            elif action.choices:
+                found |= {f"{here} {option}": list(map(str, action.choices)) for option in action.option_strings}
         if parser.epilog == OVERRIDES_HELP:
             words += _keys(name)
         found[here] = words
@@ -63,4 +72,8 @@ def _keys(command: str) -> list[str]:
     from mindrlhf.config.load import CONFIGS
     from mindrlhf.config.parse import dotted_keys
 
-    return [f"{dotted}=" for dotted, _, _ in dotted_keys(CONFIGS.get(command, CONFIGS["train"]))]
+    words = []
+    for dotted, field, hint in dotted_keys(CONFIGS.get(command, CONFIGS["train"])):
+        values = ("true", "false") if hint is bool else field.metadata["choices"]
+        words += [f"{dotted}=", *(f"{dotted}={value}" for value in values)]
+    return words

@@ -1,5 +1,6 @@
 """The sections of the objective: `algorithm`, `correction` and `critic`, and their presets."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -346,6 +347,12 @@ def _correction_rules(config: RunConfig) -> Rules:
 
 def _option_rules(algorithm: AlgorithmSection) -> Rules:
     """Each option is one of the estimator, of the loss or of Clip-Cov, and within its bounds."""
+    loss, file = policy_losses.traits(algorithm.loss), f"algorithms/policy_losses/{algorithm.loss}.py"
+    unknown = [name for name in loss.keys if not hasattr(algorithm, name)]
+    yield unknown, f"{file}: KEYS has {', '.join(unknown)}, no key of the section algorithm: declare it in OPTIONS"
+    if not isinstance(loss.options, Mapping):
+        yield True, f"{file}: OPTIONS must be {{name: (default, minimum, maximum, meaning)}}, None where no bound is"
+        return
     read = declared_options(algorithm)
     for name, value in algorithm.options.items():
         if name in read:

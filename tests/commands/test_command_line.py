@@ -141,12 +141,17 @@ def test_train_speaks_before_it_loads_anything_that_takes_time():
         (["train", "c.yaml", "--max-r"], ["--max-restarts"]),
         (["train", "c.yaml", "run.max_s"], ["run.max_steps="]),
         (["dpo", "c.yaml", "dpo.be"], ["dpo.beta="]),
+        (["train", "c.yaml", "algorithm.name", "=", "gs"], ["gspo"]),
+        (["train", "c.yaml", "lora.rank=4", "run.device", "="], ["cpu", "ascend"]),
+        (["plan", "c.yaml", "--device", "A"], ["A2", "A3"]),
     ],
 )
 def test_bash_completes(words, expected, capsys):
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
-    script += f'COMP_WORDS=(mindrlhf {" ".join(words)}); COMP_CWORD={len(words)}; _mindrlhf; echo "${{COMPREPLY[@]}}"'
+    line = " ".join(("mindrlhf", *words)).replace(" = ", "=").replace(" =", "=")
+    script += f'COMP_LINE="{line}"; COMP_POINT={len(line)}; COMP_WORDBREAKS=" ="; COMP_CWORD={len(words)}'
+    script += f'; COMP_WORDS=(mindrlhf {" ".join(words)}); _mindrlhf; echo "${{COMPREPLY[@]}}"'
     finished = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     assert finished.stdout.split() == expected
 

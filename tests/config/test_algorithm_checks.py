@@ -98,3 +98,17 @@ def test_correction_is_on_where_the_numerics_differ(load):
     assert is_corrected(load("correction.mask=geometric", "correction.mask_bounds=[0.9,1.1]"))
     assert is_corrected(load("correction.veto=0.001"))
     assert is_corrected(load("correction.off_policy_mask=0.5"))
+
+
+@pytest.mark.parametrize(
+    "parts, message",
+    [
+        ({"keys": ("softness",)}, "KEYS has softness, no key of the section algorithm: declare it in OPTIONS"),
+        ({"options": ("softness",)}, "OPTIONS must be {name: (default, minimum, maximum, meaning)}"),
+    ],
+)
+def test_a_new_loss_that_declares_what_nothing_fills_is_refused(load, monkeypatch, parts, message):
+    monkeypatch.setattr(policy_losses, "traits", lambda name: policy_losses.Traits("token", **parts))
+    with pytest.raises(UserError) as caught:
+        load("algorithm.loss=sapo")
+    assert str(caught.value).startswith(f"algorithms/policy_losses/sapo.py: {message}")

@@ -2,16 +2,17 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mindrlhf.config.load import load_layout_config
+from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.dryrun.plan.compiled import PlannedStage, compile_plan
 from mindrlhf.dryrun.plan.plan import Machine, Plan, make_plan, read_model
 from mindrlhf.dryrun.plan.search import SearchResult, search
 from mindrlhf.dryrun.plan.text import planned_lines, render_text, search_lines, section
-from mindrlhf.dryrun.plan.verdict import Verdict, give_verdict
+from mindrlhf.dryrun.plan.verdict import Verdict, give_verdict, with_keys
 from mindrlhf.errors import UserError
 from mindrlhf.system.files import write_file
 
@@ -20,7 +21,7 @@ STANDARD_OUTPUT = "-"
 
 def report_plan(
     config_path: str | Path,
-    overrides: Iterable[str],
+    overrides: Sequence[str],
     machine: Machine,
     *,
     json_path: str | None = None,
@@ -38,11 +39,11 @@ def report_plan(
         RunFailure: a compilation failed.
     """
     _check_target(json_path)
-    config = load_layout_config(config_path, overrides)
+    config, followed = _follow(load_layout_config(config_path, overrides), overrides, machine.world_size)
     model = read_model(config.model.path)
     plan = make_plan(config, model, machine)
     verdict = give_verdict(plan)
-    parts = [render_text(plan, verdict)]
+    parts = [*followed, render_text(plan, verdict)]
     result = search(config, model, machine) if searches else None
     if result is not None:
         parts.append(section("Search", search_lines(result)))
@@ -55,6 +56,28 @@ def report_plan(
             return text, verdict.fits
         _write(json_path, f"{text}\n")
     return "\n\n".join(parts), verdict.fits
+
+
+def _follow(config: GrpoConfig, overrides: Sequence[str], num_devices: int) -> tuple[GrpoConfig, list[str]]:
+    """Let data axis and servers of a file follow the number of devices, and say it; what was typed stays."""
+    parallel, rollout = config.parallel_config, config.rollout
+    width = parallel.model_parallel * parallel.pipeline_stage * parallel.context_parallel
+    axes = {
+        "parallel_config.data_parallel": (parallel.data_parallel, width),
+        "rollout.num_replicas": (rollout.num_replicas, rollout.tensor_parallel),
+    }
+    typed = {text.partition("=")[0] for text in overrides}
+    keys = {
+        key: num_devices // width
+        for key, (count, width) in axes.items()
+        if key not in typed and count * width not in (0, num_devices) and num_devices % width == 0
+    }
+    if not keys or config.run.device == "cpu":
+        return config, []
+    given = " ".join(f"{key}={value}" for key, value in keys.items())
+    return with_keys(config, keys), [
+        f"Another number of devices than the file's; planned with these, which train needs too:\n  {given}"
+    ]
 
 
 def plan_json(

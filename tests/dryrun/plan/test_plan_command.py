@@ -56,9 +56,18 @@ def test_search_is_reported_and_its_best_layout_fits(capsys, tmp_path):
     assert max(phase["total"] for phase in json.loads(out.read_text())["memory"]) == best["peak_bytes"]
 
 
+def test_another_number_of_devices_is_planned_as_with_the_keys_that_are_said(capsys):
+    assert _plan(example("qwen2_5_7b_8npu"), "--workers", 16) == 0
+    first, keys, text = capsys.readouterr().out.split("\n", 2)
+    assert keys.split() == ["parallel_config.data_parallel=16", "rollout.num_replicas=8"]
+    assert max(map(len, (first, keys))) <= 100
+    assert _plan(example("qwen2_5_7b_8npu"), "--workers", 16, *keys.split()) == 0
+    assert capsys.readouterr().out == text.removeprefix("\n")
+
+
 BAD = {
     "device memory": (["--workers", 8, "--device-memory", "64XB"], "--device-memory '64XB' is not a size"),
-    "world size": (["--workers", 12], "12 were started: set data_parallel to 12"),
+    "world size": (["--workers", 12, "parallel_config.data_parallel=8"], "12 were started: set data_parallel to 12"),
     "no devices": (["--workers", 0], "--workers is 0"),
     "no node": (["--workers", 8, "--node-size", 0], "--node-size is 0"),
     "heads": (
