@@ -61,10 +61,6 @@ FOUND_BY_NAME = (
     "mindrlhf.rewards.verifiers",
     "mindrlhf.training.optimizers",
 )
-# Small ones that one module alone imports still: none may be added.
-SMALL_HOPS = {
-    "mindrlhf.rollout.processes.liveness",
-}
 
 # Modules of these are loaded by the name of their file, or, in a jail, by their path.
 LOADED_BY_NAME = tuple(
@@ -269,7 +265,7 @@ def test_no_small_module_is_there_for_one_other_alone():
     importers = Counter(target for targets in import_graph(all_imports()).values() for target in targets)
     lengths = {module_name(path): num_lines(path) for path in sources() if path.name != "__init__.py"}
     small = {module for module, length in lengths.items() if length < MIN_LINES and importers[module] == 1}
-    assert {module for module in small if not in_packages(module, FOUND_BY_NAME)} - SMALL_HOPS == set()
+    assert {module for module in small if not in_packages(module, FOUND_BY_NAME)} == set()
     assert any(importers[module] > 1 for module, length in lengths.items() if length < MIN_LINES)
 
 

@@ -27,7 +27,6 @@ FREE_KEYS = frozenset(
         "rollout.engine_args",
         "rollout.weight_buffer_gib",
         "rollout.restarts",
-        "rollout.stall_timeout_s",
         "correction.preset",  # the keys that it sets are compared
         "reward.num_workers",
         "reward.timeout_s",

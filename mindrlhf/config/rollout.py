@@ -105,10 +105,7 @@ class RolloutSection:
         minimum=0,
     )
     restarts: int = key(
-        2, "how often dead or stuck servers of all nodes are started again before a run fails", minimum=0, maximum=1000
-    )
-    stall_timeout_s: float = key(
-        10.0, "a server that uses no processor time for this long while it owes an answer is stuck", minimum=2
+        2, "how often dead or silent servers of all nodes are started again before a run fails", minimum=0, maximum=1000
     )
 
 

@@ -50,7 +50,7 @@ def record_server(ground: Ground, model_dir: str) -> None:
         ground.python, model_dir, str(Path(ground.directory) / "rollout.log"), device=ground.device,
         dtype=DTYPES[ground.device], load_format="auto", max_model_len=2 * _NUM_TOKENS, max_num_seqs=1,
         kv_cache_gib=0.25, tensor_parallel_size=ground.num_devices, env=own if ground.device == "ascend" else {},
-        engine_args={"enforce_eager": True}, stall_timeout_s=600,
+        engine_args={"enforce_eager": True},
     )  # fmt: skip
     with Server.start(options) as server:
         server.record_layers(str(Path(ground.directory) / _SERVERS))

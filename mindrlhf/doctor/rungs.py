@@ -264,7 +264,7 @@ class _Server:
         options = VllmOptions(
             ground.python, str(self._directory / "0"), str(self.log), device=ground.device, dtype=self._dtype,
             max_model_len=256, max_num_seqs=8, gpu_memory_utilization=0.3, kv_cache_gib=0.25, enable_sleep=on_npu,
-            env=devices_of(RolloutSection(), 0, os.environ) if on_npu else {}, stall_timeout_s=180,
+            env=devices_of(RolloutSection(), 0, os.environ) if on_npu else {},
         )  # fmt: skip
         self._version = 0
         self.generator = Server.start(options, self.buffer.path)

@@ -315,7 +315,6 @@ def server_options(
         profile_dir=str((profile_dir / f"rollout_{index}").absolute()) if profile_dir else "",
         engine_args=rollout.engine_args,
         env={**rollout.env, **devices},
-        stall_timeout_s=rollout.stall_timeout_s,
         record_routing=record_routing,
         tokenizer_dir=str(Path(tokenizer_dir).resolve()) if tokenizer_dir else "",
     )

@@ -8,13 +8,11 @@ from typing import Any
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.nodes import Node, OwnNode
-from mindrlhf.rollout.processes.liveness import StallWatch
-from mindrlhf.rollout.processes.node import NodeServers, ProcessStatus
+from mindrlhf.rollout.processes.node import NodeServers
 from mindrlhf.rollout.processes.server import NodePlace
 from mindrlhf.rollout.types import Cancelled, Completion, GenerationRequest, SamplingParams, as_sent, checked
 from mindrlhf.rollout.vllm_options import VllmOptions, sees_images
 from mindrlhf.system import timeline
-from mindrlhf.system.idle import Activity
 from mindrlhf.system.rpc import CallFailed, Lost, Rpc
 
 _STOP_TIMEOUT_S = 10.0
@@ -26,8 +24,8 @@ class Server:
     """A ``Generator`` (see ``rollout.types``) whose samples come from one server. Not thread-safe.
 
     ``launch`` returns at once, so that the server loads while the trainer compiles; the first other call waits for it.
-    Every call raises ``RunFailure``, naming cause and log, within about a second of the server's death and
-    ``stall_timeout_s`` after it got stuck; ``restart`` then brings a new one to the same weights.
+    Every call raises ``RunFailure``, naming cause and log, within about a second of the server's death and ten of its
+    last beat; ``restart`` then brings a new one to the same weights.
 
     Args:
         options: as its node has them.
@@ -48,10 +46,7 @@ class Server:
         self._is_ready = False
         self._is_generating = False
         self._is_cancelled = self._can_cancel = False
-        self._asked = ""  # what it was last told to do
         self._ready_end_s = 0.0
-        self._stall: StallWatch | None = None  # while it starts it may wait for a slow disk for long, and there is none
-        self._seen: ProcessStatus | None = None
         self._weights_version: int | None = None
 
     @classmethod
@@ -69,7 +64,7 @@ class Server:
 
     def launch(self) -> None:
         """Start the processes of the server in the background; one that its node has started already is taken."""
-        self._stall, self._ready_end_s = None, time.monotonic() + self.options.start_timeout_s
+        self._ready_end_s = time.monotonic() + self.options.start_timeout_s
         span = None
         try:
             if len(self.nodes) > 1:
@@ -98,6 +93,7 @@ class Server:
         connection = self.node.open(self._index, self._check, self.options.start_timeout_s)
         self._rpc = Rpc(connection, "it", check=self._check)
         self._rpc.call("ready")
+        self._rpc.watch()
         self._is_ready = True
         for node in self.nodes:
             node.call("note", index=self._index)
@@ -118,7 +114,7 @@ class Server:
         num_samples = sum(request.num_samples for request in requests)
         span = timeline.span("generate", self._name, samples=num_samples)
         sent = [as_sent(request, sampling) for request in requests]
-        batches = self._guard(lambda: self._ask("generate").stream("generate", requests=sent, sampling=sampling))
+        batches = self._guard(lambda: self._ask().stream("generate", requests=sent, sampling=sampling))
         self._is_generating = self._can_cancel = True
         return self._completions(batches, num_samples, span)
 
@@ -250,16 +246,14 @@ class Server:
     def _call(self, method: str, **arguments: Any) -> Any:
         assert not self._is_generating, f"{method} while generate() is being consumed"
         with timeline.span(method, self._name):
-            return self._guard(lambda: self._ask(method).call(method, **arguments))
+            return self._guard(lambda: self._ask().call(method, **arguments))
 
-    def _ask(self, method: str) -> Rpc:
-        """Return the connection, for a call of ``method``."""
+    def _ask(self) -> Rpc:
+        """Return the connection, for a call."""
         if not self._pids:
             raise RunFailure("the rollout server is closed")
         self.wait_ready()
-        self._asked = method
         self._check()
-        self._stall = StallWatch(self._activity, self.options.stall_timeout_s)
         return self._rpc
 
     def _guard(self, action: Callable[[], Any]) -> Any:
@@ -282,21 +276,12 @@ class Server:
             raise Cancelled
         if how := self._lost_part() or self._ending_of(0):
             raise self._given_up(how)
-        if not self._is_ready:
-            if time.monotonic() > self._ready_end_s:
-                raise self._given_up(f"was not ready within {self.options.start_timeout_s:g} s{self._tail()}")
-        elif self._stall is not None and self._stall.is_stalled():
-            limit_s = self.options.stall_timeout_s
-            raise self._given_up(f"has been stuck for {limit_s:g} s in '{self._asked}'{self._tail()}")
+        if not self._is_ready and time.monotonic() > self._ready_end_s:
+            raise self._given_up(f"was not ready within {self.options.start_timeout_s:g} s{self._tail()}")
 
     @property
     def _of_node(self) -> str:
         return f"{self.node.name}: " if self.node.name else ""
-
-    def _activity(self) -> Activity | None:
-        """Activity of its process with the engine; None where nothing is known that was not a second before."""
-        last, self._seen = self._seen, self.node.status(self._index)
-        return None if self._seen is None or self._seen is last else self._seen.activity
 
     def _ending_of(self, number: int) -> str:
         """Ending of the process on one of its nodes, as far as it is known here."""
@@ -328,7 +313,7 @@ class Server:
         try:
             how = self.node.call("ending", index=self._index, wait_s=1.0)
             if not how.startswith("was killed"):  # what ends by itself may have lost a part
-                how = self._lost_part(_PART_WAIT_S) or how or f"stopped talking ({error}){self._tail()}"
+                how = self._lost_part(_PART_WAIT_S) or how or f"{str(error).removeprefix('it ')}{self._tail()}"
         except Lost:
             how = f"is lost with its node, which {self.node.lost}"
         return self._given_up(how)

@@ -98,7 +98,6 @@ class VllmOptions:
     enable_sleep: bool = False
     profile_dir: str = ""
     start_timeout_s: float = 900.0
-    stall_timeout_s: float = 10.0
     record_routing: bool = False
     tokenizer_dir: str = ""
     engine_args: Mapping[str, Any] = field(default_factory=dict)

@@ -29,7 +29,6 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 _PR_SET_NO_NEW_PRIVS = 38
 # proc(5): fields 14, 15 and 52, counted from 1; fields[0] is field 3.
-_USER_TIME_FIELD, _SYSTEM_TIME_FIELD = 14 - 3, 15 - 3
 _START_TIME_FIELD = 22 - 3
 _EXIT_CODE_FIELD = 52 - 3
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -73,14 +72,6 @@ def thread_states(pid: int) -> set[str]:
     with contextlib.suppress(OSError):
         return {fields[0] for tid in os.listdir(f"/proc/{pid}/task") if (fields := _stat_fields(f"{pid}/task/{tid}"))}
     return set()
-
-
-def cpu_time_s(pid: int) -> float:
-    """Return the processor time that a process has used, in seconds; 0 when there is no such process."""
-    fields = _stat_fields(pid)
-    if not fields:
-        return 0.0
-    return (int(fields[_USER_TIME_FIELD]) + int(fields[_SYSTEM_TIME_FIELD])) / os.sysconf("SC_CLK_TCK")
 
 
 def start_ticks(pid: int) -> int:

@@ -120,8 +120,14 @@ class Link:
         self._losing = threading.Lock()
         self._num_received = 0
         threading.Thread(target=self._read, name="link reads", daemon=True).start()
-        if tell is not None or watches:
-            threading.Thread(target=self._beat, args=(tell, watches), name="link beats", daemon=True).start()
+        if tell is not None:
+            threading.Thread(target=self._beat, args=(tell,), name="link beats", daemon=True).start()
+        if watches:
+            self.watch()
+
+    def watch(self) -> None:
+        """Count the other side as lost from now on when it is silent for ``SILENCE_LIMIT_S``."""
+        threading.Thread(target=self._watch, name="link watches", daemon=True).start()
 
     def send(self, kind: str, **values: Any) -> None:
         """Send a message; one that cannot be sent is lost with the other side, of which ``deliver`` hears."""
@@ -165,17 +171,20 @@ class Link:
             else:
                 self._deliver(message)
 
-    def _beat(self, tell: Callable[[], Mapping[str, Any]] | None, watches: bool) -> None:
+    def _beat(self, tell: Callable[[], Mapping[str, Any]]) -> None:
+        while not self.lost:
+            self.send("beat", **tell())
+            time.sleep(BEAT_INTERVAL_S)
+
+    def _watch(self) -> None:
         watched, heard, heard_s = WatchedTime(), 0, 0.0
         while not self.lost:
-            if tell is not None:
-                self.send("beat", **tell())
             time.sleep(BEAT_INTERVAL_S)
             now_s, num_received = watched.now_s(), self._num_received
             if num_received != heard:
                 heard, heard_s = num_received, now_s
-            elif watches and now_s - heard_s >= SILENCE_LIMIT_S:
-                self.drop(f"has not been heard of for {now_s - heard_s:.0f} s: it is cut off, or has no power")
+            elif now_s - heard_s >= SILENCE_LIMIT_S:
+                self.drop(f"has not been heard of for {now_s - heard_s:.0f} s: it is stopped, cut off, or has no power")
 
 
 def _read_message(connection: Connection, timeout_s: float | None = None) -> Message:

@@ -45,7 +45,6 @@ RECIPE = {
     "algorithm__sync_ref_model": "true",
     "algorithm__ref_model_sync_steps": 3,
     "rollout__restarts": 5,
-    "rollout__stall_timeout_s": 5,
     "evaluation__every_steps": 2,
     "evaluation__max_prompts": 8,
     "checkpoint__every_steps": 1,

@@ -176,7 +176,7 @@ class Server:
             str(fake_npu / "python"), str(directory), str(self.log), device="ascend", dtype="bfloat16",
             max_model_len=256, max_num_seqs=8, gpu_memory_utilization=0.6, kv_cache_gib=None, reserved_bytes=RESERVED,
             tensor_parallel_size=num_devices, enable_sleep=True, env=env, record_routing=name == "experts",
-            start_timeout_s=500, stall_timeout_s=120, tokenizer_dir=str(directory),
+            start_timeout_s=500, tokenizer_dir=str(directory),
             engine_args=engine_args,
         )  # fmt: skip
         self.generator = servers.Server.start(given)
@@ -342,7 +342,7 @@ def quickstart(fake_npu: Path, problems: Path, directory: Path, **options: objec
         "run.output_dir": directory / "run", "data.train_file": problems / "train.mindrecord",
         "data.eval_file": problems / "test.mindrecord", "rollout.python": fake_npu / "python",
         "rollout.env": f"{{ASCEND_HOME_PATH: {cann}, PYTHONPATH: {cann / 'python'}}}",
-        "rollout.dtype": "bfloat16", "rollout.stall_timeout_s": 120, "checkpoint.every_steps": 0,
+        "rollout.dtype": "bfloat16", "checkpoint.every_steps": 0,
         **{name.replace("__", "."): value for name, value in options.items()},
     }  # fmt: skip
     command = sanity_inputs.command("train", RECIPE / "config.yaml", *(f"{k}={v}" for k, v in values.items()))

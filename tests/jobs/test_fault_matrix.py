@@ -109,9 +109,6 @@ def test_one_run_through_all_faults_ends_like_the_undisturbed(start_job, undistu
     assert times and all(0 <= value < 3600 for value in times)
 
 
-CALLS_OF_A_STEP = ("generate", "sleep", "wake", "update_weights")
-
-
 def disturb_in_place(job: FaultJob) -> int:
     """Faults that a run survives without a restart of any rank; return the pid of rank 0."""
     job.wait_until(lambda: job.is_in("rollout"))
@@ -123,9 +120,7 @@ def disturb_in_place(job: FaultJob) -> int:
     server = job.server_pid()
     os.kill(server, signal.SIGSTOP)
     job.wait_until(lambda: "starting it again" in job.text())
-    # In 'generate', unless that ended before the signal came.
-    calls = (f"the rollout server (process {server}) has been stuck for 5 s in '{call}'" for call in CALLS_OF_A_STEP)
-    assert any(said in job.text() for said in calls)
+    assert f"the rollout server (process {server}) has not been heard of for 1" in job.text()
     if RUNS_SLOW_TESTS:  # by day the servers of unit tests are killed
         with job.frozen(lambda: job.is_in("reshard_to_infer", 3)):
             assert job.text().count("starting it again") == 1
@@ -514,10 +509,9 @@ def kill_launcher_at_each_step(job: FaultJob, source: random.Random, start_run) 
 
 
 def stop_server(job: FaultJob) -> None:
-    """The limit of the server is longer than the one by which a launcher would take a run without servers for hung."""
     job.wait_until(lambda: step_of(job) >= 3)
     os.kill(job.server_pid(), signal.SIGSTOP)
-    job.wait_until(lambda: "has been stuck for 10 s" in job.text())
+    job.wait_until(lambda: "has not been heard of for 1" in job.text())
 
 
 DISTURBANCES = ("nothing", "server slowed", "server killed", "server stopped", "rank killed", "launcher killed")
@@ -529,8 +523,7 @@ DISTURBANCES = ("nothing", "server slowed", "server killed", "server stopped", "
 @pytest.mark.parametrize("seed", range(2))
 def test_a_run_is_the_same_whatever_disturbs_it(start, expected_of, seed, schedule, how):
     expected, replay = expected_of(schedule, seed)
-    changes = {"rollout__stall_timeout_s": 10} if how == "server stopped" else {}
-    start_run, source = partial(start, how, schedule, seed, *replay, **changes), random.Random(seed)
+    start_run, source = partial(start, how, schedule, seed, *replay), random.Random(seed)
     job = start_run()
     if how == "server slowed":
         slow_server_down(job, source)

@@ -302,7 +302,6 @@ ELASTIC = {
     "training__epochs": 100,
     "evaluation__every_steps": 20,
     "reward__timeout_s": 300,
-    "rollout__stall_timeout_s": 60,
 }
 
 

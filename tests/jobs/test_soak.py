@@ -102,7 +102,6 @@ def test_no_process_of_a_run_grows_with_its_steps(start_job, tmp_path):
     job = start_job(
         tmp_path / "run", "--workers", WORLD_SIZE, run__max_steps=NUM_STEPS, training__epochs=1000,
         evaluation__every_steps=5, checkpoint__every_steps=4, reward__num_workers=2,
-        rollout__stall_timeout_s=300,  # a server that others keep from the processors is no stopped one
     )  # fmt: skip
     series: Series = {}
     for step in seen(job, max(1, NUM_STEPS // 48)):

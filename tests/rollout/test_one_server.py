@@ -28,7 +28,7 @@ def options(tmp_path):
     model_dir.mkdir()
     (model_dir / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
     log_path = str(tmp_path / "logs" / "rollout.log")
-    given = {"engine": ENGINE, "load_format": "auto", "max_model_len": 50, "stall_timeout_s": 60}
+    given = {"engine": ENGINE, "load_format": "auto", "max_model_len": 50}
     return VllmOptions(sys.executable, str(model_dir), log_path, **given)
 
 
@@ -181,17 +181,6 @@ def test_a_new_server_does_not_sample_with_weights_that_have_gone(options, buffe
         buffer.begin(3)
         generator.restart()
         assert not generator.has_weights
-
-
-def test_a_server_that_sleeps_on_its_work_is_given_up_and_one_that_works_is_not(options):
-    with Server.start(change(options, stall_timeout_s=2.0)) as generator:
-        list(generator.generate([GenerationRequest(0, (4711,), 1, seed=0)], SamplingParams(max_tokens=8)))
-        assert generator.is_running
-        with pytest.raises(RunFailure, match=r"has been stuck for 2 s in 'generate'; log .* ends: stub up"):
-            list(generator.generate([GenerationRequest(0, (5050,), 1, seed=0)], SamplingParams(max_tokens=8)))
-        assert not generator.is_running
-        generator.restart()
-        generator.stats()
 
 
 def test_a_failed_request_leaves_the_server_usable(options):

@@ -195,7 +195,7 @@ def test_who_falls_silent_is_lost(monkeypatch):
     monkeypatch.setattr(rpc_module, "BEAT_INTERVAL_S", 0.1)
     ours, theirs = pair()
     rpc = Rpc(ours, "node 3", watches=True)
-    with pytest.raises(Lost, match=r"^node 3 has not been heard of for \d+ s: it is cut off, or has no power$"):
+    with pytest.raises(Lost, match=r"^node 3 has not been heard of for \d+ s: it is stopped, cut off, or has no power"):
         rpc.call("add", left=1, right=2)
     theirs.close()
 

@@ -10,9 +10,7 @@ from typing import Any
 from mindrlhf.errors import RunFailure
 from mindrlhf.rollout.processes.server import NodePlace, ServerProcess
 from mindrlhf.rollout.vllm_options import VllmOptions, check_options
-from mindrlhf.system import processes
 from mindrlhf.system.handshake import derived_key
-from mindrlhf.system.idle import Activity
 from mindrlhf.system.ports import find_free_port
 from mindrlhf.system.records import record
 from mindrlhf.system.rpc import Lost, Pair, Rpc
@@ -27,18 +25,10 @@ class ProcessStatus:
     Attributes:
         pid: its number; 0 for one that is not there.
         ending: how it ended, with the end of its log, as the end of a sentence; empty while it runs.
-        cpu_time_s, is_runnable, waits_for_disk: of it and its descendants, see :class:`mindrlhf.system.idle.Activity`.
     """
 
     pid: int
     ending: str
-    cpu_time_s: float
-    is_runnable: bool
-    waits_for_disk: bool
-
-    @property
-    def activity(self) -> Activity:
-        return Activity(self.cpu_time_s, self.is_runnable, self.waits_for_disk)
 
 
 def server_key(key: bytes, number: str) -> bytes:
@@ -207,11 +197,7 @@ class NodeServers:
     def status(self, index: int) -> ProcessStatus:
         with self._lock:
             running = self._running.get(index)
-        if running is None:
-            return ProcessStatus(0, "", 0.0, False, False)
-        pid = running.process.pid
-        activity = Activity.of([pid, *(status.pid for status in processes.descendants(pid))])
-        return ProcessStatus(pid, self.ending(index), **vars(activity))
+        return ProcessStatus(0, "") if running is None else ProcessStatus(running.process.pid, self.ending(index))
 
     def tell(self) -> Mapping[str, Any]:
         """Return what each beat tells rank 0."""

@@ -27,7 +27,7 @@ from mindrlhf.system.records import record
 
 _BUFFER_NAME = "buffer"  # in the private directory of a process without a trainer to name it the weight buffer
 # Of the trainer only; the server has no use for them.
-_OWN_OPTIONS = ("python", "env", "log_path", "start_timeout_s", "stall_timeout_s", "num_threads")
+_OWN_OPTIONS = ("python", "env", "log_path", "start_timeout_s", "num_threads")
 
 
 @record

@@ -107,7 +107,7 @@ class Service:
 
     def serve(self, connection: Connection, name: str) -> None:
         """Serve the other side of a connection until it has gone."""
-        before, self._rpc = self._rpc, Rpc(connection, name)
+        before, self._rpc = self._rpc, Rpc(connection, name, tell=dict)
         self._rpc.serve(self)
         self._rpc = before
 
