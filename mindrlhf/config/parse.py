@@ -249,7 +249,8 @@ def _unknown_key(cls: type, where: str, name: str) -> tuple[str, ...]:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str | None:
-    ends = [one for one in known if one.endswith(f"_{name}")]  # lr: start_lr
+    # lr: start_lr; policy_loss: loss
+    ends = [one for one in known if one.endswith(f"_{name}") or name.endswith(f"_{one}")]
     return next(iter(difflib.get_close_matches(name, known, n=1) or ends), None)
 
 

@@ -59,6 +59,7 @@ def test_a_required_key_is_asked_for_by_name(write, key):
         ("rolout: {temperature: 1.0}", "unknown key 'rolout'; did you mean 'rollout'?"),
         ("training: {beta: 0.1}", "unknown key 'training.beta'; did you mean 'algorithm.beta'?"),
         ("optimizer: {lr: 1e-6}", "unknown key 'optimizer.lr'; did you mean 'optimizer.start_lr'?"),
+        ("algorithm: {policy_loss: gspo}", "unknown key 'algorithm.policy_loss'; did you mean 'algorithm.loss'?"),
         ("training: {start_lr: 1e-6}", "unknown key 'training.start_lr'; did you mean 'optimizer.start_lr'?"),
         ("num_generatoins: 4", "unknown key 'num_generatoins'; did you mean 'algorithm.num_generations'?"),
         ("observe: {zzz: 1}", "keys of section 'observe': performance_stats, groups_per_step"),
