@@ -16,6 +16,9 @@ from mindrlhf.system import timeline
 from mindrlhf.system.rpc import CallFailed, Lost, Rpc
 
 _STOP_TIMEOUT_S = 10.0
+# Beats come from a thread of the server's own, which waits while a kernel is compiled or loaded under Python's lock. A
+# node that is cut off is noticed sooner, by its own beats.
+SILENCE_LIMIT_S = 60.0
 # A part that dies takes the server with it, whose own words say less: this long the part's are waited for.
 _PART_WAIT_S = 2.0
 
@@ -24,8 +27,8 @@ class Server:
     """A ``Generator`` (see ``rollout.types``) whose samples come from one server. Not thread-safe.
 
     ``launch`` returns at once, so that the server loads while the trainer compiles; the first other call waits for it.
-    Every call raises ``RunFailure``, naming cause and log, within about a second of the server's death and ten of its
-    last beat; ``restart`` then brings a new one to the same weights.
+    Every call raises ``RunFailure``, naming cause and log, within about a second of the server's death and a minute of
+    its last beat; ``restart`` then brings a new one to the same weights.
 
     Args:
         options: as its node has them.
@@ -93,7 +96,7 @@ class Server:
         connection = self.node.open(self._index, self._check, self.options.start_timeout_s)
         self._rpc = Rpc(connection, "it", check=self._check)
         self._rpc.call("ready")
-        self._rpc.watch()
+        self._rpc.watch(SILENCE_LIMIT_S)
         self._is_ready = True
         for node in self.nodes:
             node.call("note", index=self._index)

@@ -123,11 +123,11 @@ class Link:
         if tell is not None:
             threading.Thread(target=self._beat, args=(tell,), name="link beats", daemon=True).start()
         if watches:
-            self.watch()
+            self.watch(SILENCE_LIMIT_S)
 
-    def watch(self) -> None:
-        """Count the other side as lost from now on when it is silent for ``SILENCE_LIMIT_S``."""
-        threading.Thread(target=self._watch, name="link watches", daemon=True).start()
+    def watch(self, limit_s: float) -> None:
+        """Count the other side as lost from now on when it is silent for ``limit_s``."""
+        threading.Thread(target=self._watch, args=(limit_s,), name="link watches", daemon=True).start()
 
     def send(self, kind: str, **values: Any) -> None:
         """Send a message; one that cannot be sent is lost with the other side, of which ``deliver`` hears."""
@@ -176,14 +176,14 @@ class Link:
             self.send("beat", **tell())
             time.sleep(BEAT_INTERVAL_S)
 
-    def _watch(self) -> None:
+    def _watch(self, limit_s: float) -> None:
         watched, heard, heard_s = WatchedTime(), 0, 0.0
         while not self.lost:
             time.sleep(BEAT_INTERVAL_S)
             now_s, num_received = watched.now_s(), self._num_received
             if num_received != heard:
                 heard, heard_s = num_received, now_s
-            elif now_s - heard_s >= SILENCE_LIMIT_S:
+            elif now_s - heard_s >= limit_s:
                 self.drop(f"has not been heard of for {now_s - heard_s:.0f} s: it is stopped, cut off, or has no power")
 
 

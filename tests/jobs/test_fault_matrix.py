@@ -118,13 +118,13 @@ def disturb_in_place(job: FaultJob) -> int:
         time.sleep(3)
     job.wait_until(lambda: job.is_in("rollout", 2))
     server = job.server_pid()
-    os.kill(server, signal.SIGSTOP)
+    os.kill(server, signal.SIGKILL)
     job.wait_until(lambda: "starting it again" in job.text())
-    assert f"the rollout server (process {server}) has not been heard of for 1" in job.text()
-    if RUNS_SLOW_TESTS:  # by day the servers of unit tests are killed
+    assert f"the rollout server (process {server}) was killed by signal 9" in job.text()
+    if RUNS_SLOW_TESTS:  # by day the servers of unit tests are stopped
         with job.frozen(lambda: job.is_in("reshard_to_infer", 3)):
             assert job.text().count("starting it again") == 1
-            os.kill(job.server_pid(), signal.SIGKILL)
+            os.kill(job.server_pid(), signal.SIGSTOP)
         job.wait_until(lambda: job.text().count("starting it again") == 2)
     job.wait_until(lambda: job.is_in("update", 4))
     assert job.beat().pid == lead, "a rank was started again"
@@ -511,7 +511,7 @@ def kill_launcher_at_each_step(job: FaultJob, source: random.Random, start_run) 
 def stop_server(job: FaultJob) -> None:
     job.wait_until(lambda: step_of(job) >= 3)
     os.kill(job.server_pid(), signal.SIGSTOP)
-    job.wait_until(lambda: "has not been heard of for 1" in job.text())
+    job.wait_until(lambda: "has not been heard of for" in job.text())
 
 
 DISTURBANCES = ("nothing", "server slowed", "server killed", "server stopped", "rank killed", "launcher killed")

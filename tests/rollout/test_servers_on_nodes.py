@@ -18,6 +18,7 @@ import pytest
 from mindrlhf.errors import RunFailure
 from mindrlhf.launch.nodes.rollout_nodes import LISTENER_VARIABLE, ListenerAddress
 from mindrlhf.rollout import rollout_only
+from mindrlhf.rollout import servers as servers_module
 from mindrlhf.rollout.newcomers import Newcomers, take_address
 from mindrlhf.rollout.nodes import OtherNode, OwnNode
 from mindrlhf.rollout.pool import ServerPool, servers_on
@@ -212,7 +213,7 @@ def test_who_reads_no_further_ends_the_generation_everywhere(options, tmp_path, 
 def test_a_server_that_is_lost_is_named_and_gives_the_samples_that_it_would_have_given(
     options, stack, capfd, monkeypatch, node, how
 ):
-    monkeypatch.setattr(rpc_module, "SILENCE_LIMIT_S", 6.0 if how == signal.SIGSTOP else 60.0)
+    monkeypatch.setattr(servers_module, "SILENCE_LIMIT_S", 6.0 if how == signal.SIGSTOP else 60.0)
     training = Training(options, [(0,), (1,)], stack)
     training.update(1)
     pid = training.pool.servers[node]._pids[0]
