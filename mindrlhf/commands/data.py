@@ -120,7 +120,7 @@ def _add_choices_of_records(build) -> None:
     build.add_argument(
         "--keep-control-tokens",
         action="store_true",
-        help="let <|im_end|> and the like in the data become tokens (default: written apart, with a warning)",
+        help="let <|im_end|> and the like in the data become tokens (default: escaped with a space, with a warning)",
     )
     build.add_argument(
         "--own-helpers", action="store_true", help="take unit tests that need code_execution.allow_own_helpers"
@@ -171,7 +171,7 @@ def run_build(arguments) -> int:
         what = (
             "kept: they can end a turn and forge another"
             if arguments.keep_control_tokens
-            else "written apart, as in < |im_end|> (--keep-control-tokens keeps them)"
+            else "escaped with a space, as in < |im_end|> (--keep-control-tokens keeps them)"
         )
         share = f"{report.num_with_control_tokens} of {report.header.num_read} records"
         print(f"warning: control tokens in the texts of {share}, {what}", file=sys.stderr)

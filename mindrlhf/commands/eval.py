@@ -20,11 +20,11 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="another Hugging Face directory: is --model better on the same prompts?",
     )
     prompts = parser.add_mutually_exclusive_group()
-    prompts.add_argument("--data", help="MindRecord file of prompts (default: data.eval_file)")
+    prompts.add_argument("--data", metavar="FILE", help="MindRecord file of prompts (default: data.eval_file)")
     prompts.add_argument("--set", metavar="NAME", default="", help="a set of evaluation.sets, with its own verifier")
-    parser.add_argument("--num-samples", type=int, help="samples per prompt (default: evaluation.num_samples)")
-    parser.add_argument("--temperature", type=float, help="sampling temperature (default: evaluation.temperature)")
-    parser.add_argument("--max-prompts", type=int, help="use only the first prompts (default: all)")
+    parser.add_argument("--num-samples", type=int, metavar="N", help="per prompt (default: evaluation.num_samples)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="(default: evaluation.temperature)")
+    parser.add_argument("--max-prompts", type=int, metavar="N", help="use only the first prompts (default: all)")
     parser.add_argument(
         "--output", metavar="DIR", help="directory for samples and logs (default: eval in run.output_dir)"
     )

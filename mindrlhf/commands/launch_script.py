@@ -49,7 +49,7 @@ def commands_of(text: str) -> list[list[str]]:
     """
     if not is_strong(active_layers()):
         raise UserError(
-            "a launch script is run in the sandbox, which has too few locks here (namespaces or Landlock): give the "
+            "a launch script is run in the sandbox, which has too few isolation layers here: give the "
             "resolved YAML that the other stack prints or saves"
         )
     variables = "".join(f"{name}='${name}'\n" for name in sorted(_unset_names(text)))

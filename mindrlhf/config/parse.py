@@ -428,6 +428,7 @@ def _check_range(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
     if choices and value not in choices:
         near = nearest_choice(value, choices) if isinstance(value, str) else None
         hint = f"; did you mean '{near}'?" if near else ""
+        hint = "; no trainer runs on a GPU" if name == "run.device" and str(value).startswith(("cuda", "gpu")) else hint
         raise UserError(f"'{name}' is {_shown(value)}, but must be one of {', '.join(map(str, choices))}{hint}")
     if minimum is not None and isinstance(value, (int, float)):
         below = not (value > minimum if metadata["exclusive_minimum"] else value >= minimum)

@@ -375,7 +375,10 @@ def _question_messages(value: object, key: str, images: Sequence[object] | None 
         raise RecordError(f"field {key!r} holds no messages")
     messages = tuple(_message(item, key) for item in value)
     if messages[-1].role not in ("user", *_TOOL_ROLES):
-        raise RecordError(f"the last message of field {key!r} is from {messages[-1].role!r}, not from 'user'")
+        raise RecordError(
+            f"the last message of field {key!r} is from {messages[-1].role!r}, not from 'user': move its text "
+            "to a field that --map answer=FIELD names, or build --task sft by --handler trl"
+        )
     return _with_images(messages, key, images)
 
 

@@ -221,7 +221,7 @@ def check_sandbox(layers: Collection[str]) -> Check:
     if is_strong(layers):
         return Check("machine", "sandbox", "ok", describe(layers))
     fix = "allow user namespaces or Landlock; or set sandbox.allow_weak: true in a container with nothing to lose"
-    return Check("machine", "sandbox", "warning", f"too few locks for code rewards: {describe(layers) or 'none'}", fix)
+    return Check("machine", "sandbox", "warning", f"too few isolation layers: {describe(layers) or 'none'}", fix)
 
 
 def check_ascend(has_npu: bool, training: Mapping[str, object] | str, environment: Mapping[str, str]) -> Check:

@@ -170,8 +170,8 @@ def check_strong(allow_weak: bool, switch: str = "sandbox.allow_weak=true") -> s
     layers = active_layers()
     if not is_strong(layers) and not allow_weak:
         raise UserError(
-            f"this system gives the sandbox too few locks ({describe(layers) or 'none'}): the model's programs could "
-            f"reach the network and this user's files: allow namespaces or Landlock, or give {switch} "
+            f"this system gives the sandbox too few isolation layers ({describe(layers) or 'none'}): programs of "
+            f"the model could reach the network and this user's files: allow namespaces or Landlock, or give {switch} "
             "in a container with nothing to lose"
         )
     return describe(layers)

@@ -161,4 +161,4 @@ def test_programs_are_not_run_in_a_weak_sandbox_unless_allowed(action, tmp_path,
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "--allow-weak" in error
     main([*command, "--allow-weak"])
-    assert "too few locks" not in capsys.readouterr().err
+    assert "too few isolation layers" not in capsys.readouterr().err

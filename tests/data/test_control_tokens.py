@@ -106,7 +106,7 @@ def test_the_command_warns_and_has_a_switch(chat_directory, tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text(json.dumps({"question": FORGED, "answer": "1"}) + "\n")
     common = ["data", "build", "--input", tmp_path / "a.jsonl", "--output", tmp_path / "o.mindrecord"]
     common += ["--tokenizer", chat_directory, "--handler", "map_keys", "--map", "question=question,answer=answer"]
-    for flags, words in (([], "written apart"), (["--keep-control-tokens"], "kept")):
+    for flags, words in (([], "escaped with a space"), (["--keep-control-tokens"], "kept")):
         arguments = parser.parse_args([str(part) for part in [*common, "--max-prompt-length", 300, *flags]])
         assert arguments.run(arguments) == 0
         warning = capsys.readouterr().err

@@ -27,7 +27,7 @@ def test_the_script_builds_all_that_it_makes(tmp_path):
         ["bash", "-c", before], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    assert "written apart" not in ran.stderr
+    assert "escaped with a space" not in ran.stderr
     data = tmp_path / "runs" / "tools"
     for name in ("sft", "train", "test"):
         made = len((data / f"{name}.jsonl").read_text().splitlines())

@@ -98,7 +98,7 @@ def _reason(plan: Plan) -> str:
         )
     slack = 1 - plan.peak.total / device
     return (
-        f"the fullest moment, {_where(plan.peak, plan)}, takes {format_size(plan.peak.total)} of "
+        f"the peak, {_where(plan.peak, plan)}, takes {format_size(plan.peak.total)} of "
         f"{format_size(device)} ({100 * slack:.0f} % free)"
     )
 
