@@ -17,6 +17,7 @@ from pathlib import Path
 
 from mindrlhf.doctor.ascend import CANN_PIN, ascend_checks, check_server
 from mindrlhf.doctor.check import Check
+from mindrlhf.launch.machine import has_npus
 from mindrlhf.sandbox.server import active_layers, describe, is_strong
 from mindrlhf.system.processor import instruction_sets
 
@@ -141,11 +142,6 @@ def diagnose(
         *(check_server(_probe_server(rollout_python)) if has_npu else ()),
     ]
     return Diagnosis(tuple(checks), _usable_devices(checks, has_npu))
-
-
-def has_npus() -> bool:
-    """Look for an NPU that the driver shows to this machine or container."""
-    return any(Path("/dev").glob("davinci[0-9]*"))
 
 
 def check_training(python: str, probe: Mapping[str, object] | str) -> list[Check]:

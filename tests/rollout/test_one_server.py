@@ -218,8 +218,6 @@ def test_bad_requests_are_the_users_error(options, requests, message):
     [
         ({"python": "/nowhere/python"}, "'/nowhere/python' is no executable"),
         ({"model_dir": "/nowhere"}, "model directory '/nowhere' does not exist"),
-        ({"device": "tpu"}, "device is 'tpu'"),
-        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"max_model_len": 65}, "may have 65 tokens"),
     ],
 )

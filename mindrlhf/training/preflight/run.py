@@ -96,8 +96,8 @@ def check_run(
     with contextlib.suppress(UserError):  # it raises what it has noted
         if isinstance(config, GrpoConfig):
             inputs = check_grpo_inputs(config, num_ranks, mistakes, num_nodes=num_nodes)
-            judged = Mistakes() if node or _is_prepared(config) else mistakes  # of other machines nothing is said here
-            remarks = (too_short(config, inputs.num_steps), judged.check(_try_functions, config, inputs))
+            judge = Mistakes() if _is_prepared(config) else mistakes  # of other machines nothing is said here
+            remarks = (too_short(config, inputs.num_steps), "" if node else judge.check(_try_functions, config, inputs))
             outlook = (*grpo_outlook(config, inputs), *filter(None, remarks))
             if config.run.device == "cpu":
                 memory = host_memory(config, inputs.row_lengths[-1], inputs.max_model_len, num_ranks)
