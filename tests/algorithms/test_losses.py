@@ -176,6 +176,16 @@ def test_equal_policies_are_not_corrected():
         cases.assert_close(gradient, plain[2], rtol=1e-6)
 
 
+def test_the_mean_of_a_sequence_leaves_out_what_is_no_response():
+    import mindspore as ms
+
+    from mindrlhf.algorithms.sequences import sequence_means
+
+    values, mask = np.array([[9.0, 1.0, 3.0, 9.0, 5.0, 9.0]]), np.array([[0.0, 1.0, 1.0, 0.0, 1.0, 0.0]])
+    means = sequence_means(*(ms.Tensor(one, ms.float32) for one in (values, mask)), ms.Tensor([[1, 1, 1, 2, 2, 0]]))
+    assert means.asnumpy().tolist() == [[2.0, 2.0, 2.0, 5.0, 5.0, 0.0]]
+
+
 def test_supervised_loss_is_the_mean_negative_log_likelihood():
     import mindspore as ms
     from mindspore import nn

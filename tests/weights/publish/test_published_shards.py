@@ -119,11 +119,12 @@ def test_each_element_is_written_once_and_right(spec, tied, data, model, stages,
     sizes=st.sampled_from([(1, 2, 2), (2, 1, 2), (4, 1, 2), (4, 1, 4), (2, 2, 4), (2, 2, 1), (1, 4, 4)]),
     stages=st.sampled_from([1, 2]),
     shard=st.sampled_from([1, -1]),
+    width=st.sampled_from([1, 24]),
 )
-def test_each_element_of_experts_is_written_once_and_right(name, sizes, stages, shard):
+def test_each_element_of_experts_is_written_once_and_right(name, sizes, stages, shard, width):
     data, model, expert = sizes
     spec, config = EXPERTS[name]
-    dims = spec.dims(config)
+    dims = spec.dims({**config, "moe_intermediate_size": width})
     layout = Layout(data, model, stages, expert_parallel=expert, optimizer_shard=shard)
     layouts = parameter_layouts(spec, dims, layout, element_bytes=1 << 16)
     tensors = logical_tensors(spec, dims)
