@@ -142,9 +142,12 @@ class AgentRunner:
             UserError: the user's file does not load, or the network cannot be closed.
         """
         async with self._starting:
-            if self._process is not None and self._process.poll() is None:
-                return
-            self._end()
+            if self._process is not None:
+                if self._process.poll() is None:
+                    return
+                line = "the process that starts agents has ended, and another takes its place"
+                print(f"mindrlhf: {line}", file=sys.stderr, flush=True)
+            await self.close()
             self._host, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
             self._host.settimeout(START_TIMEOUT_S)
             with theirs:
@@ -160,7 +163,7 @@ class AgentRunner:
             except OSError:  # its time is over, or it has gone
                 answer = None
             if not answer or "error" in answer:
-                self._end()
+                await self.close()
                 raise UserError(answer["error"] if answer else "the process of the agents did not start: see the log")
 
     async def run(
@@ -209,9 +212,6 @@ class AgentRunner:
                 return AgentResult(failure="the process that starts agents died", is_unscored=True)
 
     async def close(self) -> None:
-        self._end()
-
-    def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.kill()

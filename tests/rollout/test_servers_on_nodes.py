@@ -220,10 +220,9 @@ def test_a_server_that_is_lost_is_named_and_gives_the_samples_that_it_would_have
     kill = iter([lambda: os.kill(pid, how)])
     assert sample(training.pool, SLOW, lambda: next(kill, lambda: None)()) == training.weights.expected(SLOW)
     said = capfd.readouterr().err
-    where = "node 1: " if node else ""
     silent = r"has not been heard of for \d+ s: it is stopped, cut off, or has no power"
     cause = silent if how == signal.SIGSTOP else r"was killed by signal 9 \(SIGKILL\)"
-    assert re.search(rf"mindrlhf: {where}the rollout server \(process {pid}\) {cause}; log ", said)
+    assert re.search(rf"mindrlhf: {'node 1: ' * node}the rollout server \(process {pid}\) {cause}; log ", said)
     assert f"log_{node}/rollout_0.log ends: stub up; starting it again (0 restarts left)" in said
     training.update(2)
     assert sample(training.pool) == training.weights.expected()

@@ -223,7 +223,7 @@ def test_nothing_of_an_agent_outlives_it(tmp_path, endpoint, is_open, timeout_s)
     assert left == []
 
 
-def test_a_host_that_dies_costs_what_runs_and_the_next_gets_another(tmp_path, endpoint):
+def test_a_host_that_dies_costs_what_runs_and_the_next_gets_another(tmp_path, endpoint, capfd):
     source = "import time\ndef agent(record, base_url, api_key):\n    time.sleep(record['s'])\n    return 1\n"
 
     async def kill(runner, tasks):
@@ -235,6 +235,7 @@ def test_a_host_that_dies_costs_what_runs_and_the_next_gets_another(tmp_path, en
 
     found = run_all(file_of(tmp_path, source), endpoint, [{"s": 60}] * 2, is_open=True, during=kill)
     assert [one.failure for one in found] == ["the process that starts agents died"] * 2
+    assert "the process that starts agents has ended, and another takes its place" in capfd.readouterr().err
 
 
 def test_the_environment_holds_no_more_than_named(endpoint, monkeypatch):
