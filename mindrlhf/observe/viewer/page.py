@@ -13,7 +13,7 @@ import mindrlhf
 from mindrlhf.errors import UserError
 from mindrlhf.observe.records import read_jsonl, replace_file
 from mindrlhf.observe.report import SAMPLES_PAGE, content_hash, package_text, shortened, write_report
-from mindrlhf.observe.samples import TOKEN_VALUES, conversation_turns
+from mindrlhf.observe.samples import TOKEN_VALUES, conversation_turns, question_of
 
 MAX_TEXT = 20_000  # characters of a prompt or completion that the page keeps
 MAX_LINKED_BYTES = 8 << 20  # of samples, up to which a run's end writes the page that its report links to
@@ -85,6 +85,7 @@ def _read_run(run_dir: Path, steps: tuple[int, int]) -> dict[str, Any]:
     return {
         "name": Path(run_dir).resolve().name,
         "prompts": [shortened(text, MAX_TEXT) for text in prompts],
+        "begins": [max(0, text.find(question_of(text))) for text in prompts],  # of the last user turn, for the list
         "verifiers": list(verifiers),
         "rows": rows,
     }

@@ -33,7 +33,7 @@
   // [score, step, completion, prompt] of a position in the list
   function entry(position) {
     const row = run.rows[shown[position]];
-    return [scoreOf(row), row[STEP], row[COMPLETION], run.prompts[row[PROMPT]]];
+    return [scoreOf(row), row[STEP], row[COMPLETION], run.prompts[row[PROMPT]].slice(run.begins[row[PROMPT]])];
   }
 
   const scoreOf = (row) => {

@@ -74,6 +74,14 @@ def test_the_page_holds_every_sample_and_each_prompt_once(make_run, tmp_path):
     assert data["rows"][0][5] == [0.1, 1.0]
 
 
+def test_the_list_shows_a_prompt_from_its_question_on(make_run, tmp_path):
+    chat = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ?<|im_end|>\n<|im_start|>assistant\n"
+    run = make_run("run", [record(1, chat, "c", 1.0), record(1, "plain", "c", 1.0)])
+    (data,) = data_of(write_page([run], tmp_path / "page.html"))["runs"]
+    shown = [text[begin:] for text, begin in zip(data["prompts"], data["begins"])]
+    assert shown == ["Q?<|im_end|>\n<|im_start|>assistant\n", "plain"]
+
+
 def test_steps_choose_the_samples(make_run, tmp_path, capsys, monkeypatch):
     run = make_run("run", [record(step, f"p{step}", "c" * 10, 0.0) for step in range(1, 11)])
     assert main(["view", str(run), "--steps", "3:5"]) == 0
