@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
@@ -105,7 +106,7 @@ def launch(
             health = HealthMonitor(log_dir, hang_timeout_s)
             joining = JoiningWatch(num_workers, start_timeout_s, peers, rouses=computes_on_cpu)
             ranks = RunProcesses(root, num_workers, log_dir, bystanders, peers, joins_alone)
-            run = _Watch(ranks, follower, health, joining, port, received, rank_0_signals, log_dir, advices, peers)
+            run = _Watch(ranks, follower, health, joining, port, received, rank_0_signals, log_dir, *advices, peers)
             if (code := run.watch_to_the_end(grace_s, may_repeat=may_repeat)) is not None:
                 return code
             say(f"starting the ranks once more, on another port; logs of the first start: {keep_logs(log_dir)}")
@@ -201,36 +202,25 @@ def _begin(launcher_pid: int, *, ignores_sigterm: bool) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
+@dataclass(eq=False)
 class _Watch:
     """Follows the processes of one launch until they have ended, and says why when that was no good end."""
 
-    def __init__(
-        self,
-        run: RunProcesses,
-        follower: LogFollower,
-        health: HealthMonitor,
-        joining: JoiningWatch,
-        port: int,
-        received_signals: list[int],
-        rank_0_signals: Collection[int],
-        log_dir: Path,
-        advice: tuple[Callable[[], str], Callable[[], str]],
-        peers: Peers,
-    ) -> None:
-        self._run = run
-        self._follower = follower
-        self._health = health
-        self._joining = joining
-        self._received_signals = received_signals
-        self._rank_0_signals = rank_0_signals
-        self._log_dir = log_dir
-        self._advice, self._advice_after_mistake = advice
-        self._port = port
-        self._peers = peers
-        self._num_handled_signals = 0
-        self._is_ending = False  # rank 0 was asked to end the run
-        self._is_stopped = False  # a signal ends all
-        self._start_s = time.monotonic()
+    run: RunProcesses
+    follower: LogFollower
+    health: HealthMonitor
+    joining: JoiningWatch
+    port: int
+    received_signals: list[int]
+    rank_0_signals: Collection[int]
+    log_dir: Path
+    advice: Callable[[], str]
+    advice_after_mistake: Callable[[], str]
+    peers: Peers
+    num_handled_signals: int = 0
+    is_ending: bool = False  # rank 0 was asked to end the run
+    is_stopped: bool = False  # a signal ends all
+    start_s: float = field(default_factory=time.monotonic)
 
     def watch_to_the_end(self, grace_s: float, *, may_repeat: bool) -> int | None:
         """Follow the run until every rank has ended well, one has failed or a signal came, and end what is left of it.
@@ -246,38 +236,38 @@ class _Watch:
 
     def _watch(self, *, may_repeat: bool) -> int | None:
         while True:
-            self._run.update()
-            activities = self._health.activities()
-            self._joining.rouser.rouse(activities, self._run.rank_pids())
-            self._follower.poll(activity=activities.get("rank 0", ""), done=self._health.progress())
-            for number in self._received_signals[self._num_handled_signals :]:
-                self._num_handled_signals += 1
+            self.run.update()
+            activities = self.health.activities()
+            self.joining.rouser.rouse(activities, self.run.rank_pids())
+            self.follower.poll(activity=activities.get("rank 0", ""), done=self.health.progress())
+            for number in self.received_signals[self.num_handled_signals :]:
+                self.num_handled_signals += 1
                 if not self._handle(number):
                     say(f"{signal.Signals(number).name} received: stopping all processes")
-                    if advice := self._advice():
+                    if advice := self.advice():
                         print(f"  {advice}", file=sys.stderr, flush=True)
                     return self._code(128 + number)
-            for number in self._peers.asked_signals():
+            for number in self.peers.asked_signals():
                 if not self._handle(number):
                     say(f"{signal.Signals(number).name} received by another node: stopping all processes")
                     return self._code(128 + number)
-            if (self._run.msrun_returncode or 0) < 0:
-                self._tell(f"msrun {describe_end(self._run.msrun_returncode)}; logs: {self._log_dir}")
-                return exit_code(self._run.msrun_returncode)
-            if (culprit := self._run.find_culprit()) is not None:
-                meeting = self._joining.look(self._health.activities())
+            if (self.run.msrun_returncode or 0) < 0:
+                self._tell(f"msrun {describe_end(self.run.msrun_returncode)}; logs: {self.log_dir}")
+                return exit_code(self.run.msrun_returncode)
+            if (culprit := self.run.find_culprit()) is not None:
+                meeting = self.joining.look(self.health.activities())
                 if may_repeat and may_be_a_foreign_connections_doing(*culprit, meeting):
                     say(f"{culprit[0]} {describe_end(culprit[1])} before the ranks had found each other")
                     return None
                 return self._report_end(*culprit)
-            if self._run.is_complete:
+            if self.run.is_complete:
                 return 0
-            if (ending := self._peers.ending()) is not None:
+            if (ending := self.peers.ending()) is not None:
                 say(ending.line)
                 return ending.code
-            if (returncode := self._run.msrun_returncode) is not None:
+            if (returncode := self.run.msrun_returncode) is not None:
                 if returncode != 0:
-                    self._tell(f"msrun {describe_end(returncode)}; see {self._log_dir}/msrun.log")
+                    self._tell(f"msrun {describe_end(returncode)}; see {self.log_dir}/msrun.log")
                 return exit_code(returncode)
             if (hang := self._find_hang()) is not None:
                 name, how, may_be_mended = hang
@@ -289,57 +279,57 @@ class _Watch:
 
     def _find_hang(self) -> tuple[str, str, bool] | None:
         """Return who hangs, how, and whether another port may mend it; None when nobody does."""
-        hang = self._health.find_hang(self._run.rank_pids())
-        if hang is None and not self._joining.is_late():
+        hang = self.health.find_hang(self.run.rank_pids())
+        if hang is None and not self.joining.is_late():
             return None
-        meeting = self._joining.look(self._health.activities())
+        meeting = self.joining.look(self.health.activities())
         if meeting.is_over:
             return (*hang, False) if hang is not None else None
-        waited_for, how = meeting.describe(self._port, self._peers.host)
+        waited_for, how = meeting.describe(self.port, self.peers.host)
         if hang is None:
-            hang = waited_for, f"{how} (run.start_timeout_s is {self._joining.limit_s:g})"
+            hang = waited_for, f"{how} (run.start_timeout_s is {self.joining.limit_s:g})"
         else:
             hang = hang[0], f"{hang[1]}; {waited_for} {how}"
         return (*hang, meeting.is_stuck_at_scheduler)
 
     def _end(self, grace_s: float) -> None:
         """End every process of the run; a second signal cuts the grace short."""
-        patience = self._num_handled_signals + 1 if self._num_handled_signals else 2
+        patience = self.num_handled_signals + 1 if self.num_handled_signals else 2
 
         def wait() -> bool:
             self._follow_if_possible()
-            return len(self._received_signals) < patience
+            return len(self.received_signals) < patience
 
-        self._run.end(grace_s, wait)
+        self.run.end(grace_s, wait)
         self._follow_if_possible(final=True)
 
     def _handle(self, number: int) -> bool:
         """Return whether the run goes on after a signal."""
-        if number == signal.SIGTERM and self._is_ending:  # schedulers signal a job and its step, on each node
+        if number == signal.SIGTERM and self.is_ending:  # schedulers signal a job and its step, on each node
             return True
-        if self._peers.node > 0 and number in self._rank_0_signals and not self._is_ending:
-            self._is_ending = number == signal.SIGTERM
-            self._peers.pass_on(number)
+        if self.peers.node > 0 and number in self.rank_0_signals and not self.is_ending:
+            self.is_ending = number == signal.SIGTERM
+            self.peers.pass_on(number)
             return True
-        pid = self._health.listening_pid("rank 0", self._run.rank_pids())
-        is_heard = pid is not None and (number != signal.SIGTERM or self._health.saves())
-        if number in self._rank_0_signals and is_heard and not self._is_ending:
-            self._is_ending = number == signal.SIGTERM
+        pid = self.health.listening_pid("rank 0", self.run.rank_pids())
+        is_heard = pid is not None and (number != signal.SIGTERM or self.health.saves())
+        if number in self.rank_0_signals and is_heard and not self.is_ending:
+            self.is_ending = number == signal.SIGTERM
             processes.signal_all([pid], number)
             return True
-        self._is_stopped = number != signal.SIGUSR1
-        return not self._is_stopped
+        self.is_stopped = number != signal.SIGUSR1
+        return not self.is_stopped
 
     def _follow_if_possible(self, *, final: bool = False) -> None:
-        if self._is_stopped:  # what ranks say that are ended in the middle of an import is no news
+        if self.is_stopped:  # what ranks say that are ended in the middle of an import is no news
             return
         # A closed terminal or pipe must not keep the processes alive.
         with contextlib.suppress(OSError, ValueError):
-            self._follower.poll(final=final)
+            self.follower.poll(final=final)
 
     def _code(self, code: int) -> int:
         """Return an exit code, STOPPED for that of a SIGTERM which asks a run to end."""
-        return STOPPED if code == 128 + signal.SIGTERM and signal.SIGTERM in self._rank_0_signals else code
+        return STOPPED if code == 128 + signal.SIGTERM and signal.SIGTERM in self.rank_0_signals else code
 
     def _report_end(self, name: str, returncode: int) -> int:
         if (code := self._code(exit_code(returncode))) == STOPPED:
@@ -347,17 +337,17 @@ class _Watch:
         else:
             # The last lines of a failing rank may still be on their way to its log.
             time.sleep(POLL_INTERVAL_S)
-            self._follower.poll()
+            self.follower.poll()
             is_mistake = returncode == UserError.exit_code
-            advice = self._advice_after_mistake if is_mistake else self._advice
-            shows_log = not is_mistake and not self._follower.shows_all_of(name)
+            advice = self.advice_after_mistake if is_mistake else self.advice
+            shows_log = not is_mistake and not self.follower.shows_all_of(name)
             self._report(name, describe_end(returncode), advice(), shows_log=shows_log)
         return code
 
     def _report_hang(self, name: str, how: str) -> int:
-        self._report(name, how, self._advice(), shows_log=False)
-        pids = self._run.rank_pids()
-        listening = [pid for rank in pids if (pid := self._health.listening_pid(rank, pids)) is not None]
+        self._report(name, how, self.advice(), shows_log=False)
+        pids = self.run.rank_pids()
+        listening = [pid for rank in pids if (pid := self.health.listening_pid(rank, pids)) is not None]
         processes.signal_all(listening, heartbeat.DUMP_SIGNAL)
         # One that was stopped must go on to write its stacks.
         processes.signal_all(listening, signal.SIGCONT)
@@ -365,10 +355,10 @@ class _Watch:
         return RunFailure.exit_code
 
     def _report(self, name: str, what: str, advice: str, *, shows_log: bool) -> None:
-        elapsed_s, log_path = time.monotonic() - self._start_s, self._log_dir / log_name(name)
-        found = name, what, elapsed_s, self._health.activities(), log_path, advice
-        self._tell(failure_report(*found, shows_log=shows_log, shown=self._follower.shown))
+        elapsed_s, log_path = time.monotonic() - self.start_s, self.log_dir / log_name(name)
+        found = name, what, elapsed_s, self.health.activities(), log_path, advice
+        self._tell(failure_report(*found, shows_log=shows_log, shown=self.follower.shown))
 
     def _tell(self, text: str) -> None:
         say(text)
-        self._peers.report(text)
+        self.peers.report(text)
