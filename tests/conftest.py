@@ -9,8 +9,10 @@ all but `nightly` run, and with ``MINDRLHF_SLOW_TESTS=1`` that too.
 import ast
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -118,3 +120,17 @@ def rollout_python() -> str:
     if not path.exists():
         pytest.skip(f"no rollout interpreter at {path}: run bash scripts/setup.sh")
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def run_in_rollout(rollout_python) -> Callable[..., str]:
+    """Return what the rollout interpreter printed, on one thread, for ``run_in_rollout(script, arguments...)``."""
+
+    def run(*command: object) -> str:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        words = [rollout_python, *map(str, command)]
+        ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=500)
+        assert ended.returncode == 0, ended.stderr[-2000:]
+        return ended.stdout
+
+    return run

@@ -13,10 +13,13 @@ import json
 import os
 import sys
 
-import torch
-from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+from mindrlhf.cpu.imports import quick_imports
 
-from mindrlhf.rollout.server.cpu_engine import build_engine
+with quick_imports():
+    import torch
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    from mindrlhf.rollout.server.cpu_engine import build_engine
 
 
 def engine_with_weights(config, build=build_engine):

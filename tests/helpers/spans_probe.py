@@ -6,8 +6,9 @@ usage: python tests/helpers/spans_probe.py < JSON of (config of an engine, cases
 A case: "prefixes" that go on, "round", the first, and "num_rounds", "segment", tokens that each gets in a round,
 "sampling", and "disturbances", seeds. With each of these all rounds are made once more: `step` is interrupted at random
 passes, and a batch that nobody reads is begun before and broken off at a random step. Seed 0 disturbs nothing.
-Products are rounded by their number of rows (``row_rounding.py``). Prints "probe" and JSON: by case and by disturbance,
-for each round a digest of tokens and log-probabilities, and the prefixes that it began with.
+Products are rounded by their number of rows (``row_rounding.py``). Prints "probe" and JSON, for each case: by
+disturbance and round a digest of tokens and log-probabilities, and the prefixes that it began with; and the rounds once
+more from each but the first, in an engine of another process, as after a restart.
 """
 
 import hashlib
@@ -15,10 +16,10 @@ import json
 import os
 import random
 import sys
+import tempfile
+import traceback
 
-import row_rounding
 from multi_step_probe import engine_with_weights
-from vllm.model_executor.layers import linear
 
 
 def generate(engine, prefixes, number, case, disturber) -> list:
@@ -64,10 +65,44 @@ def run(engine, case, seed) -> list[dict]:
     return rounds
 
 
+def in_new_engine(config, work):
+    """Return ``work(engine)`` of a process that was forked for it: vLLM is imported once."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
+        if not (pid := os.fork()):
+            try:
+                json.dump(work(engine_with_weights(config)), file)
+                file.flush()
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, "the forked process failed"
+        file.seek(0)
+        return json.load(file)
+
+
 def probe(config, cases) -> dict:
+    import row_rounding
+    from vllm.model_executor.layers import linear
+
     row_rounding.round_by_rows(linear)
-    engine = engine_with_weights(config)
-    return {name: {seed: run(engine, case, seed) for seed in case["disturbances"]} for name, case in cases.items()}
+
+    def all_runs(engine):
+        return {name: {seed: run(engine, case, seed) for seed in case["disturbances"]} for name, case in cases.items()}
+
+    runs = in_new_engine(config, all_runs)
+
+    def later_runs(engine):
+        again = {name: {} for name in cases}
+        for name, case in reversed(cases.items()):
+            for number in reversed(range(1, case["num_rounds"])):
+                begun = {"prefixes": runs[name]["0"][number]["prefixes"], "round": number}
+                left = {**case, **begun, "num_rounds": case["num_rounds"] - number}
+                again[name][number] = run(engine, left, 0)
+        return again
+
+    again = in_new_engine(config, later_runs)
+    return {name: {"runs": runs[name], "restarted": again[name]} for name in cases}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """The CPU cells against Hugging Face transformers, which computes logits and gradients in the rollout interpreter."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -217,17 +215,11 @@ TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
-def references_dir(tmp_path_factory, rollout_python):
+def references_dir(tmp_path_factory, run_in_rollout):
     out_dir = tmp_path_factory.mktemp("references")
     script = Path(__file__).with_name("transformers_reference.py")
     cases = {case: CASES[case] for case, _ in VARIANTS.values()}
-    subprocess.run(
-        [rollout_python, str(script), str(out_dir), json.dumps(cases)],
-        check=True,
-        timeout=180,
-        capture_output=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
+    run_in_rollout(script, out_dir, json.dumps(cases))
     return out_dir
 
 

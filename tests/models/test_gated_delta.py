@@ -10,8 +10,6 @@ pytestmark = pytest.mark.usefixtures("mindformers")
 KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 2, 4, 8, 6
 # Rows of segments: (number, the one that it continues, tokens). Those of a graph are of one length.
 GRAPHS = {
-    "one chunk": (False, [[(1, 1, 1), (2, 2, 63)], [(1, 1, 64)]]),
-    "a chunk and a token": (False, [[(1, 1, 65)]]),
     "segments": (
         False,
         [
@@ -28,8 +26,13 @@ GRAPHS = {
         ],
     ),
 }
+# By day test_linear_attention.py has a row of a chunk and a token, and those above have chunks that are full and not.
 if RUNS_SLOW_TESTS:
-    GRAPHS["2,048 tokens"] = (True, [[(1, 1, 2048)], [(1, 1, 700), (2, 1, 900), (3, 1, 448)]])
+    GRAPHS |= {
+        "one chunk": (False, [[(1, 1, 1), (2, 2, 63)], [(1, 1, 64)]]),
+        "a chunk and a token": (False, [[(1, 1, 65)]]),
+        "2,048 tokens": (True, [[(1, 1, 2048)], [(1, 1, 700), (2, 1, 900), (3, 1, 448)]]),
+    }
 
 
 def row_of(parts):
@@ -49,10 +52,27 @@ def inputs_of(length, rng, scale=0.1, alike=False):
     return query, key, value, decay, rate, rng.standard_normal(value.shape)
 
 
+def with_gradients(cell, slopes, *inputs):
+    """Outputs of a cell, and the gradients of its inputs, by one graph."""
+    from mindspore import nn, ops
+
+    class Step(nn.Cell):
+        def __init__(self):
+            super().__init__(auto_prefix=False)
+            self.outputs = cell
+            self.gradient = ops.GradOperation(get_all=True, sens_param=True)
+
+        def construct(self, slopes, *inputs):
+            return self.outputs(*inputs), self.gradient(self.outputs)(*inputs, slopes)
+
+    outputs, gradients = Step()(slopes, *inputs)
+    return outputs.asnumpy(), [one.asnumpy() for one in gradients]
+
+
 def computed(rows, segments, continued, shares):
     """Outputs and gradients of rows ``[B, S, ..]`` by the cells."""
     import mindspore as ms
-    from mindspore import nn, ops
+    from mindspore import nn
 
     from mindrlhf.models.gated_delta import Ancestors, GatedDeltaRule
 
@@ -65,18 +85,9 @@ def computed(rows, segments, continued, shares):
             relations, _ = self.ancestors(segments, continued, shares)
             return self.rule(query, key, value, decay, rate, relations)[0]
 
-    class Step(nn.Cell):
-        def __init__(self):
-            super().__init__(auto_prefix=False)
-            self.outputs = Outputs()
-            self.gradient = ops.GradOperation(get_all=True, sens_param=True)
-
-        def construct(self, slopes, *inputs):
-            return self.outputs(*inputs), self.gradient(self.outputs)(*inputs, slopes)
-
     *inputs, slopes = (ms.Tensor(one.astype(np.float32)) for one in rows)
-    outputs, gradients = Step()(slopes, *inputs, ms.Tensor(segments), ms.Tensor(continued))
-    return outputs.asnumpy(), [one.asnumpy() for one in gradients[:5]]
+    outputs, gradients = with_gradients(Outputs(), slopes, *inputs, ms.Tensor(segments), ms.Tensor(continued))
+    return outputs, gradients[:5]
 
 
 def apart(found, expected):
@@ -125,7 +136,7 @@ def test_slow_decays_keep_their_digits():
 @pytest.mark.parametrize("shares", [False, True])
 def test_a_convolution_sees_ancestors_alone(shares):
     import mindspore as ms
-    from mindspore import nn, ops
+    from mindspore import nn
 
     from mindrlhf.models.gated_delta import Ancestors, CausalConvolution
 
@@ -157,8 +168,7 @@ def test_a_convolution_sees_ancestors_alone(shares):
                 dtaps[:, 0, tap] += slope * rows[row, at]
     flat = [ms.Tensor(one.reshape(2 * length, 5).astype(np.float32)) for one in (rows, slopes)]
     inputs = (flat[0], ms.Tensor(taps.astype(np.float32)), ms.Tensor(segments), ms.Tensor(continued))
-    cell = Convolved()
-    assert apart(cell(*inputs).asnumpy().reshape(rows.shape), expected) < 1e-5
-    found = ops.GradOperation(get_all=True, sens_param=True)(cell)(*inputs, flat[1])
-    assert apart(found[0].asnumpy().reshape(rows.shape), drows) < 1e-5
-    assert apart(found[1].asnumpy(), dtaps) < 1e-5
+    outputs, gradients = with_gradients(Convolved(), flat[1], *inputs)
+    assert apart(outputs.reshape(rows.shape), expected) < 1e-5
+    assert apart(gradients[0].reshape(rows.shape), drows) < 1e-5
+    assert apart(gradients[1], dtaps) < 1e-5

@@ -1,8 +1,6 @@
 """Qwen3.5 on packed rows against transformers, computed there in float64: logits and gradients of whole models."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -49,15 +47,13 @@ def laid_out(parts):
 
 
 @pytest.fixture(scope="module")
-def references_dir(tmp_path_factory, rollout_python):
+def references_dir(tmp_path_factory, run_in_rollout):
     out_dir = tmp_path_factory.mktemp("rows")
     for name in ROWS if RUNS_SLOW_TESTS else DAILY:
         *_, sequences = laid_out(ROWS[name])
         tokens = np.random.default_rng(len(name)).integers(0, CONFIG["vocab_size"], sequences.shape[1])
         np.savez(out_dir / f"{name}.rows.npz", tokens=tokens, sequences=sequences)
-    command = [rollout_python, str(Path(__file__).with_name("transformers_rows.py")), str(out_dir), json.dumps(CONFIG)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    subprocess.run(command, check=True, timeout=600, capture_output=True, env=environment)
+    run_in_rollout(Path(__file__).with_name("transformers_rows.py"), out_dir, json.dumps(CONFIG))
     return out_dir
 
 

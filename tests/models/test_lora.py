@@ -1,8 +1,6 @@
 """Adapters against transformers: an adapter in PEFT's format is read, run, differentiated, merged and written."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -25,16 +23,9 @@ RANK, ALPHA = 3, 5.0
 
 
 @pytest.fixture(scope="module")
-def references_dir(tmp_path_factory, rollout_python):
+def references_dir(tmp_path_factory, run_in_rollout):
     out_dir = tmp_path_factory.mktemp("adapted")
-    script = Path(__file__).with_name("transformers_adapters.py")
-    subprocess.run(
-        [rollout_python, str(script), str(out_dir), json.dumps(CASES)],
-        check=True,
-        timeout=180,
-        capture_output=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
+    run_in_rollout(Path(__file__).with_name("transformers_adapters.py"), out_dir, json.dumps(CASES))
     return out_dir
 
 
@@ -153,14 +144,15 @@ def test_without_its_adapters_it_is_the_base_to_the_last_bit(computed, reference
 
 
 def test_merged_files_hold_the_sum_and_the_written_adapter_is_the_one_that_was_read(
-    model, computed, reference_dir, options, tmp_path
+    model, reference_dir, options, tmp_path
 ):
-    from networks import iter_adapter_tensors, iter_merged_tensors
+    from networks import iter_adapter_tensors, iter_merged_tensors, load_adapter
     from safetensors.numpy import load_file
 
     from mindrlhf.weights.adapters.merge import merge_adapter
     from mindrlhf.weights.adapters.peft import adapter_config, adapter_shapes, write_adapter
 
+    load_adapter(model, reference_dir / "adapter")
     config = adapter_config(model.spec, model.dims, options, "base")
     shapes = adapter_shapes(model.spec, model.dims, options)
     write_adapter(iter_adapter_tensors(model), shapes, config, tmp_path / "adapter")

@@ -1,9 +1,8 @@
-"""Run by the rollout interpreter: a random model of transformers, and rows of it in float32 and in float64.
+"""Run by the rollout interpreter: a random model of transformers, and rows of it in float64.
 
 Usage: transformers_rows.py DIR CONFIG_JSON. DIR has, for each row, NAME.rows.npz with tokens `[S]` and sequences
 `[n, S]`: flags of the tokens that a sequence is made of. A token's logits are those of the first sequence that has it.
-Written are the model, and NAME.float32.npz and NAME.float64.npz with logits `[S, V]` and the gradients of their mean
-square by name.
+Written are the model, and NAME.float64.npz with logits `[S, V]` and the gradients of their mean square by name.
 """
 
 import json
@@ -15,7 +14,7 @@ import torch
 import transformers
 
 
-def write_rows(out_dir: Path, model, dtype: str) -> None:
+def write_rows(out_dir: Path, model) -> None:
     for path in sorted(out_dir.glob("*.rows.npz")):
         rows = np.load(path)
         tokens, found = torch.tensor(rows["tokens"], dtype=torch.long), {}
@@ -28,7 +27,7 @@ def write_rows(out_dir: Path, model, dtype: str) -> None:
         logits.square().mean().backward()
         gradients = {name: one.grad.numpy() for name, one in model.named_parameters()}
         name = path.name.removesuffix(".rows.npz")
-        np.savez(out_dir / f"{name}.{dtype}.npz", logits=logits.detach().numpy(), **gradients)
+        np.savez(out_dir / f"{name}.float64.npz", logits=logits.detach().numpy(), **gradients)
 
 
 torch.set_num_threads(1)
@@ -42,11 +41,10 @@ with torch.no_grad():
         mean = parameter.mean() if "norm" in name else -4.0 if name.endswith("dt_bias") else 0.0
         parameter.copy_(torch.randn_like(parameter) * 0.2 + mean)
 model.save_pretrained(directory)
-write_rows(directory, model, "float32")
 # Nor may its own casts to float32 lose digits.
 torch.float = torch.float32 = torch.float64
 torch.Tensor.float = torch.Tensor.double
 torch.set_default_dtype(torch.float64)
 exact = transformers.AutoModelForCausalLM.from_config(config).double().eval()
 exact.load_state_dict(model.state_dict())
-write_rows(directory, exact, "float64")
+write_rows(directory, exact)

@@ -5,7 +5,6 @@ import json
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mindrlhf.errors import RunFailure
 from mindrlhf.observe.console import HEADER_EVERY, PLAIN_WIDTH, ConsoleSink
@@ -88,8 +87,15 @@ def test_console_styles_terminals_and_fits_them(monkeypatch):
     assert len(header.removeprefix("\033[1m").removesuffix("\033[0m")) <= 40
 
 
+def read_events(directory, **options):
+    # Half a second, which only the worker that runs this file is to pay.
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(directory), **options).Reload()
+
+
 def scalars(directory):
-    events = EventAccumulator(str(directory)).Reload()
+    events = read_events(directory)
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
@@ -139,8 +145,7 @@ def test_tensorboard_gets_histograms_and_texts(tmp_path):
     sinks.write_text("config", "run:\n  seed: 3")
     sinks.write_details(2, StepDetails(rewards, lengths, ["1+1?\n<b>2</b>"]))
     sinks.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0})
-    events.Reload()
+    events = read_events(tmp_path / "tensorboard", size_guidance={"tensors": 0})
     assert set(events.Tags()["histograms"]) == {"histograms/reward", "histograms/response_length"}
     (event,) = events.Histograms("histograms/reward")
     found = event.histogram_value

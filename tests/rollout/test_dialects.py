@@ -229,9 +229,6 @@ def test_a_conversation_in_each_dialect_keeps_every_token_and_opens_thoughts_aga
     assert tokenizer.decode(second, skip_special_tokens=False) == whole
 
 
-THOUGHT = "<think>perhaps {call}</think>so"
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_calls_in_thoughts_are_none(family):
     _, dialect, _, _ = FAMILIES[family]

@@ -43,7 +43,6 @@ CONFIGS = {
         "v_head_dim": 4,
     },
 }
-BIAS = "model.layers.2.mlp.gate.e_score_correction_bias"
 
 
 def make_model(directory, config, dtype="float32"):

@@ -1,9 +1,7 @@
 """Where an exported model stops: in transformers, in vLLM, and as its files say, at the end tokens of training."""
 
 import json
-import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -46,18 +44,14 @@ def chain_model(follower):
 
 
 @SLOW  # by day: what is written, below
-def test_transformers_and_vllm_stop_where_training_stopped(tmp_path, tokenizer_dir, rollout_python):
+def test_transformers_and_vllm_stop_where_training_stopped(tmp_path, tokenizer_dir, run_in_rollout):
     chat_end, end = load_tokenizer(tokenizer_dir).eos_token_ids
     assert chat_end != end
     chain = {20: 21, 21: chat_end, chat_end: 22, 22: 23, 30: 31, 31: 32, 32: end, end: 33, 33: 34}
     tensors = chain_model(chain)
     export_hf(iter(tensors.items()), CONFIG, tmp_path / "model", tokenizer_dir=tokenizer_dir)
     script = Path(__file__).with_name("generation_reference.py")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    command = [rollout_python, str(script), str(tmp_path / "model"), "20", "30"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    found = json.loads(ended.stdout.splitlines()[-1])
+    found = json.loads(run_in_rollout(script, tmp_path / "model", "20", "30").splitlines()[-1])
     assert found["generated"] == {"20": [21, chat_end], "30": [31, 32, end]}
     assert found["vllm"] == sorted([chat_end, end])
 

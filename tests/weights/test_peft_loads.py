@@ -1,6 +1,5 @@
 """`peft` itself loads our adapters: the base with the adapter computes what the merged model does."""
 
-import os
 import subprocess
 from pathlib import Path
 
@@ -33,15 +32,15 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def peft_python(rollout_python) -> str:
+def has_peft(rollout_python) -> None:
     look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('peft') is None)"
     if subprocess.run([rollout_python, "-c", look], timeout=60).returncode:
         pytest.skip("the rollout interpreter has no peft, which is none of its requirements")
-    return rollout_python
 
 
+@pytest.mark.usefixtures("has_peft")
 @pytest.mark.parametrize("case", CASES)
-def test_peft_computes_what_the_merged_model_does(case, peft_python, tmp_path):
+def test_peft_computes_what_the_merged_model_does(case, run_in_rollout, tmp_path):
     hf_config, options = CASES[case]
     spec = find_spec(hf_config)
     dims = spec.dims(hf_config)
@@ -53,14 +52,7 @@ def test_peft_computes_what_the_merged_model_does(case, peft_python, tmp_path):
     write_adapter(factors, shapes, adapter_config(spec, dims, options, str(base)), adapter)
     merge_adapter(base, adapter, merged)
     script = Path(__file__).with_name("peft_logits.py")
-    finished = subprocess.run(
-        [peft_python, str(script), base, adapter, merged, tmp_path / "logits.npz"],
-        timeout=240,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
-    assert finished.returncode == 0, finished.stderr
+    run_in_rollout(script, base, adapter, merged, tmp_path / "logits.npz")
     with np.load(tmp_path / "logits.npz") as logits:
         assert np.abs(logits["adapted"] - logits["base"]).max() > 0.1, "the adapter was not loaded"
         np.testing.assert_allclose(logits["adapted"], logits["merged"], atol=1e-5, rtol=0)

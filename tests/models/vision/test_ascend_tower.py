@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from graph_on_cpu.lower import lower_graph
-from graph_on_cpu.model import LoweredCell
 from slow_tests import RUNS_SLOW_TESTS
 from tiny_vl import TinyVl, config_of, weights_of, write_tiny_vl
 
@@ -69,6 +68,7 @@ def towers(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_are_those_of_the_cpu(towers, tmp_path, name):
     import mindspore as ms
+    from graph_on_cpu.model import LoweredCell
     from networks import load_hf_weights
 
     from mindrlhf.models.causal_lm import build_model

@@ -1,8 +1,6 @@
 """Qwen2, 2.5 and 3-VL on CPU cells against transformers: image rows, logits, log-probs, all gradients."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +56,7 @@ def sequences() -> list[TokenSequence]:
 
 
 @pytest.fixture(scope="module")
-def models_dir(tmp_path_factory, sequences, rollout_python) -> Path:
+def models_dir(tmp_path_factory, sequences, run_in_rollout) -> Path:
     """A directory for each model, with what transformers makes of the sequences."""
     directory = tmp_path_factory.mktemp("models")
     for name, model in MODELS.items():
@@ -67,13 +65,7 @@ def models_dir(tmp_path_factory, sequences, rollout_python) -> Path:
         config = json.loads((directory / name / "config.json").read_text())
         geometry = find_spec(config).dims(config).vision.geometry
         np.savez(directory / name / "inputs.npz", **reference_inputs(sequences, geometry))
-    script = Path(__file__).with_name("vl_reference.py")
-    subprocess.run(
-        [rollout_python, str(script), *(str(directory / name) for name in MODELS)],
-        check=True,
-        timeout=180,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
+    run_in_rollout(Path(__file__).with_name("vl_reference.py"), *(directory / name for name in MODELS))
     return directory
 
 

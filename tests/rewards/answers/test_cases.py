@@ -2,6 +2,7 @@
 
 import case_tables
 import pytest
+from slow_tests import RUNS_SLOW_TESTS
 
 from mindrlhf.errors import UserError
 from mindrlhf.rewards.answers import marks
@@ -67,6 +68,8 @@ def test_the_tables_are_large_and_two_sided():
 def test_an_equal_answer_is_right_where_it_is_marked_if_it_is_a_result(mark):
     reward = built_in("accuracy_reward")
     equal = [case for case in PAIRS if case.is_equal and not ("boxed" in mark and "boxed" in case.prediction)]
+    if not RUNS_SLOW_TESTS:  # by day one half in each mark
+        equal = equal["boxed" in mark :: 2]
     texts = [(mark.format(case.prediction), case) for case in equal]
     assert [
         case for text, case in texts if reward(text, case.reference) != (case.prediction not in TO_BE_COMPUTED)
