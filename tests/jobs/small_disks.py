@@ -1,7 +1,6 @@
 """Small disks of their own for tests that fill them: a tmpfs, whose room is set from outside while it is used."""
 
 import contextlib
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +11,6 @@ class SmallDisk:
 
     def __init__(self, path: Path):
         self.path = path
-
-    def num_files(self) -> int:
-        """Return how many files and directories there are on it, itself included."""
-        usage = os.statvfs(self.path)
-        return usage.f_files - usage.f_ffree
 
     def allow_files(self, count: int) -> bool:
         """Set how many files it takes in all, 0 for any number; False when there are more already.

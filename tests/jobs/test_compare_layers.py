@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from layer_faults import FAULTS, check_each_is_found, write_model
 from sanity_inputs import run
+from slow_tests import RUNS_SLOW_TESTS
 
 from mindrlhf.doctor.layers import distances
 from mindrlhf.doctor.rungs import Ground
@@ -20,7 +21,9 @@ def test_each_fault_is_found_at_its_layer(tmp_path):
     model, out = write_model(tmp_path / "model"), tmp_path / "out"
     ended = run("doctor", "--device", "cpu", "--compare-layers", model, "--output", out, timeout_s=300)
     assert ended.returncode == 0 and "No layer is far." in ended.stdout, ended.stdout + ended.stderr
-    check_each_is_found(Ground(str(out), "cpu", 1, PYTHON), model, FAULTS[1:])
+    # By day one; test_fake_npu.py has all at night, too.
+    faults = FAULTS[1:] if RUNS_SLOW_TESTS else FAULTS[1:2]
+    check_each_is_found(Ground(str(out), "cpu", 1, PYTHON), model, faults)
 
 
 def test_distances_are_shares_of_what_a_layer_adds():

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from execution_cases import MODEL, ROW_LENGTH, hf_weights, mf_weights
+from execution_cases import ROW_LENGTH, hf_weights, mf_weights
+from execution_cases import UNCUT_MODEL as MODEL
 from slow_tests import SLOW
 
 from mindrlhf.layout.layout import Layout, parameter_layouts
@@ -94,7 +95,7 @@ def rehearsal(request, tmp_path_factory):
     """The directory that the ranks saved to, the buffers' tensors, the critic's last, and what the ranks report."""
     world_size, parallel, other = CASES[request.param]
     root = tmp_path_factory.mktemp(request.param)
-    export_hf(iter(hf_weights().items()), MODEL, root / "model")
+    export_hf(iter(hf_weights(MODEL).items()), MODEL, root / "model")
     write_checkpoint(root / "checkpoint" / "model")
     if other == "critic":
         export_hf(iter(hf_weights(CRITIC).items()), CRITIC, root / "critic")
@@ -143,7 +144,7 @@ def rehearsal(request, tmp_path_factory):
 
 
 def test_ranks_publish_the_model_they_started_from(rehearsal):
-    for name, tensor in hf_weights().items():
+    for name, tensor in hf_weights(MODEL).items():
         np.testing.assert_array_equal(rehearsal[1][0][name], tensor, err_msg=name)
 
 

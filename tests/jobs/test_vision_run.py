@@ -16,7 +16,7 @@ from mindrlhf.weights.hf import SafetensorsDirectory
 pytestmark = pytest.mark.timeout(600)
 
 NUM_STEPS = 3
-MODEL = TinyVl(hidden=64, heads=2, kv_heads=1, intermediate=96)
+MODEL = TinyVl(hidden=64, heads=2, kv_heads=1, intermediate=96, layers=1)  # a second one doubles the time to compile
 # Width and height of the images of each prompt; prompts 4 and 5 show those of 0 and 1, prompt 2 none.
 SIZES = ([(56, 84)], [(140, 112)], [], [(28, 56), (84, 84)], [(56, 84)], [(140, 112)])
 
