@@ -8,6 +8,7 @@ from pathlib import Path
 import fault_jobs
 import pytest
 import sanity_inputs
+import xxhash
 from fault_jobs import KINDS
 from machines import Machines
 
@@ -21,6 +22,10 @@ RECIPE = {
     "evaluation__every_steps": 2,
     "evaluation__max_prompts": 8,
 }
+# Of the run of two ranks, each with a server, on one machine or two, which is made once a day: on one it is recorded
+# and traced, which must not change it.
+SHARED = {"rollout__num_replicas": 2}
+PROFILER = {"profiler__steps": "[2]", "profiler__tools": "mindspore,vllm"}
 # The machine lives on after the run, so that what the run has left is seen.
 SCRIPT = """
 cd {repository}
@@ -88,20 +93,24 @@ def finish(machines: Machines, lost: Sequence[int] = ()) -> list[int | None]:
 
 
 @pytest.fixture(scope="session")
-def one_machine(sanity_dir, tmp_path_factory) -> Callable[..., Path]:
-    """Return the output directory of the same run on one machine: ``one_machine(num_ranks, key=value...)``."""
-    made: dict[str, Path] = {}
+def one_machine(sanity_dir) -> Callable[..., Path]:
+    """Return the output directory of the same run on one machine: ``one_machine(num_ranks, key=value...)``.
+
+    Beside it lies what it has printed.
+    """
 
     def find(num_ranks: int, **changes: object) -> Path:
         recipe = {**RECIPE, "data__eval_file": sanity_dir / "prompts.mindrecord", **changes}
         recipe.pop("checkpoint__every_steps", None)  # which changes nothing
-        key = repr((num_ranks, sorted(recipe.items())))
-        if key not in made:
-            made[key] = tmp_path_factory.mktemp("one") / "run"
-            words = (sanity_dir, made[key], "--workers", num_ranks)
+        key = xxhash.xxh3_64_hexdigest(repr((num_ranks, sorted(recipe.items()))).encode())
+
+        def run(directory: Path) -> None:
+            words = (sanity_dir, directory / "run", "--workers", num_ranks)
             finished = sanity_inputs.train(*words, timeout_s=TIMEOUT_S, **recipe)
             assert finished.returncode == 0, finished.stdout + finished.stderr
-        return made[key]
+            (directory / "stdout").write_text(finished.stdout)
+
+        return sanity_inputs.made_once(f"one_machine_{key}", run) / "run"
 
     return find
 

@@ -18,7 +18,17 @@ import pytest
 import sanity_inputs
 import test_schedule_features
 from fault_jobs import FAULTY_START, metrics
-from machine_jobs import RECIPE, TIMEOUT_S, assert_same, assert_same_but_for_rounding, find, finish, num_steps
+from machine_jobs import (
+    PROFILER,
+    RECIPE,
+    SHARED,
+    TIMEOUT_S,
+    assert_same,
+    assert_same_but_for_rounding,
+    find,
+    finish,
+    num_steps,
+)
 from machines import Machines
 from slow_tests import SLOW
 from test_listeners import listening_addresses
@@ -46,7 +56,7 @@ class Case:
         run: the script of each machine.
         ranks: it ends as one machine with so many does; 0: it does not come to its end.
         same: compares the two.
-        of_machines: keys that the run on one machine does not have.
+        of_machines, of_one: keys that the run on one machine does not have, or alone.
         is_elastic: the last machine is for rollout only.
         check: looks at what is left.
     """
@@ -59,6 +69,7 @@ class Case:
     ranks: int = 2
     same: Callable[[Path, Path], None] = assert_same
     of_machines: Mapping[str, object] = field(default_factory=dict)
+    of_one: Mapping[str, object] = field(default_factory=dict)
     is_elastic: bool = False
     check: Act | None = None
 
@@ -310,7 +321,7 @@ def elastic(act: Act | None = None, ranks: int = 1, **more) -> Case:
 
 
 CASES = {
-    "all there": Case({"rollout__num_replicas": 2}, check=has_scored),
+    "all there": Case(SHARED, check=has_scored, of_one=PROFILER),
     "verifiers killed": Case(
         {"rollout__num_replicas": 2, "run__max_steps": 12},
         kill(1, "verifiers"),
@@ -488,7 +499,7 @@ def test_a_run_over_machines(start_case, one_machine, name):
     if case.check:
         case.check(machines)
     if case.ranks:
-        case.same(machines.directory / "run", one_machine(case.ranks, **recipe))
+        case.same(machines.directory / "run", one_machine(case.ranks, **recipe, **case.of_one))
 
 
 @SLOW
