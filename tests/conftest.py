@@ -124,12 +124,12 @@ def rollout_python() -> str:
 
 @pytest.fixture(scope="session")
 def run_in_rollout(rollout_python) -> Callable[..., str]:
-    """Return what the rollout interpreter printed, on one thread, for ``run_in_rollout(script, arguments...)``."""
+    """Return what the rollout interpreter prints on one thread: ``run_in_rollout(script, arguments..., given=)``."""
 
-    def run(*command: object) -> str:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        words = [rollout_python, *map(str, command)]
-        ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=500)
+    def run(*command: object, given: str = "", **environment: str) -> str:
+        environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        options = {"env": os.environ | environment, "capture_output": True, "text": True, "timeout": 500}
+        ended = subprocess.run([rollout_python, *map(str, command)], input=given, **options)
         assert ended.returncode == 0, ended.stderr[-2000:]
         return ended.stdout
 

@@ -1,9 +1,6 @@
 """Positions of image tokens against a plain count, and against transformers in the rollout interpreter."""
 
 import json
-import os
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -68,15 +65,11 @@ def test_positions_are_those_of_a_plain_count(prompt):
     assert positions.max() + 1 == following
 
 
-def test_positions_are_those_of_transformers(rollout_python):
+def test_positions_are_those_of_transformers(run_in_rollout):
     cases = [tokens_of(prompt) for prompt in PROMPTS]
     text = json.dumps([(tokens.tolist(), grids) for tokens, grids in cases])
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1"}
-    ended = subprocess.run(
-        [rollout_python, "-c", TRANSFORMERS], input=text, capture_output=True, text=True, timeout=300, env=environment
-    )
-    assert ended.returncode == 0, ended.stderr
-    for (tokens, grids), want in zip(cases, json.loads(ended.stdout), strict=True):
+    wanted = json.loads(run_in_rollout("-c", TRANSFORMERS, given=text))
+    for (tokens, grids), want in zip(cases, wanted, strict=True):
         assert multimodal_positions(tokens, grids, IMAGE).tolist() == want
 
 

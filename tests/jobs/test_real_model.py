@@ -5,7 +5,6 @@ The model is SmolLM2-135M-Instruct, from a wheel of 93 MB on the package index; 
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -91,19 +90,14 @@ def completions(model_dir, sums, rollout_python, tmp_path_factory):
 
 @SLOW
 @pytest.mark.timeout(500)
-def test_trainer_and_vllm_and_transformers_agree(model_dir, completions, rollout_python, tmp_path_factory, capsys):
+def test_trainer_and_vllm_and_transformers_agree(model_dir, completions, run_in_rollout, tmp_path_factory, capsys):
     prompts, found = completions
     assert len(found) == 8 and sum(len(one.token_ids) for one in found) > 50
     pairs = [[list(prompts[one.request_id]), one.token_ids.tolist()] for one in found]
-    finished = subprocess.run(
-        [rollout_python, "-c", OF_TRANSFORMERS, str(model_dir)],
-        input=json.dumps(pairs), capture_output=True, text=True, timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.stderr[-2000:]
+    of_transformers = json.loads(run_in_rollout("-c", OF_TRANSFORMERS, model_dir, given=json.dumps(pairs)))
     logprobs = {
         "vLLM": np.concatenate([one.logprobs for one in found]),
-        "transformers": np.concatenate([np.array(one) for one in json.loads(finished.stdout)]),
+        "transformers": np.concatenate([np.array(one) for one in of_transformers]),
         "training cells": of_training_cells(model_dir, prompts, found, tmp_path_factory.mktemp("mindformers-log")),
     }
     with capsys.disabled():

@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -60,20 +58,16 @@ def exports(tmp_path_factory) -> Path:
     return root
 
 
-def computed(python: str, library: str, root: Path, *names: str) -> dict:
-    script = Path(__file__).with_name("export_reference.py")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    paths = [str(root / name) for name in names or sorted(path.name for path in root.iterdir())]
-    command = [python, str(script), library, *paths]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    return json.loads(ended.stdout.splitlines()[-1])
+def computed(run_in_rollout, library: str, root: Path, *names: str) -> dict:
+    paths = [root / name for name in names or sorted(path.name for path in root.iterdir())]
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    printed = run_in_rollout(Path(__file__).with_name("export_reference.py"), library, *paths, **environment)
+    return json.loads(printed.splitlines()[-1])
 
 
 @pytest.mark.timeout(560)
-def test_transformers_loads_each_kind_whole_and_computes_the_same(exports, rollout_python):
-    found = computed(rollout_python, "transformers", exports)
+def test_transformers_loads_each_kind_whole_and_computes_the_same(exports, run_in_rollout):
+    found = computed(run_in_rollout, "transformers", exports)
     assert len(found) == 10
     for name, values in found.items():
         if name.startswith("score"):
@@ -88,11 +82,11 @@ def test_transformers_loads_each_kind_whole_and_computes_the_same(exports, rollo
 
 @SLOW
 @pytest.mark.timeout(560)
-def test_vllm_loads_models_and_scorers_and_computes_the_same(exports, rollout_python):
+def test_vllm_loads_models_and_scorers_and_computes_the_same(exports, run_in_rollout):
     names = ("whole", "score")
-    wanted = computed(rollout_python, "transformers", exports, *names)
+    wanted = computed(run_in_rollout, "transformers", exports, *names)
     for name in names:  # an engine in each process
-        (found,) = computed(rollout_python, "vllm", exports, name).values()
+        (found,) = computed(run_in_rollout, "vllm", exports, name).values()
         for row, other in zip(found, wanted[name]):
             # vLLM gives the probability of a single label.
             other = [1 / (1 + math.exp(-score)) for score in other] if name == "score" else other
