@@ -1,6 +1,6 @@
 """Run compiled parallel graphs on CPU ranks: one rank's side, the program that ``msrun`` starts.
 
-    python -m graph_on_cpu.rank DIRECTORY
+    python -m graph_on_cpu DIRECTORY
 
 The directory is one that :func:`graph_on_cpu.run.execute` has prepared. Rank 0 drives the step as in a run:
 through the product's team and policy it has the workers compute log-probabilities, update, publish, save and restore.
@@ -39,7 +39,6 @@ from mindrlhf.config.training import FIRST_FIT, SHARED_PROMPTS
 from mindrlhf.data.packing import POSITIONS, PREFIX_IDS, PackedRows
 from mindrlhf.images.pixels import image_digest
 from mindrlhf.images.positions import NUM_IDS
-from mindrlhf.system.processes import die_with_launcher
 from mindrlhf.training.batch import Batch, RowOptions
 from mindrlhf.training.checkpoints.shards import export_adapters
 from mindrlhf.training.engine.factory import layout_of
@@ -264,12 +263,12 @@ def _rows(
     return PackedRows(input_ids, *others, tokens=tokens, context=dict(zip((PREFIX_IDS, POSITIONS), context)))
 
 
-if __name__ == "__main__":
-    die_with_launcher()
-    main(Path(sys.argv[1]))
+def run(directory: Path) -> None:
+    """Execute all jobs and end the process."""
+    main(directory)
     rank = get_rank()
     release()
-    (Path(sys.argv[1]) / f"{ENDED_PREFIX}{rank}").touch()
+    (directory / f"{ENDED_PREFIX}{rank}").touch()
     # All is written. MindSpore's way out of a process has ended in a segmentation fault here, once in many runs.
     sys.stdout.flush()
     os._exit(0)

@@ -179,7 +179,7 @@ def execute(
     environment = {"OMP_NUM_THREADS": "1", "MS_NODE_TIMEOUT": str(max(30, int(timeout_s)))}
     path = [*_IMPORT_PATH, os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-    command = ["-m", "graph_on_cpu.rank", str(directory)]
+    command = ["-m", "graph_on_cpu", str(directory)]
     code = (start or _start_here)(command, world_size, directory / "logs", environment)
     if code != 0:
         raise RunFailure(f"executing {', '.join(job.name for job in jobs)} failed; logs: {directory / 'logs'}")

@@ -482,6 +482,7 @@ FAMILIES = {
         _POLICY,
         model=EXPERTS,
         layouts={2: {"ep2_dp2": {"data_parallel": 2, "expert_parallel": 2}}},
+        options={"gradients": RUNS_SLOW_TESTS},  # by day that graph is executed of the dense model
         checks=_RESUMES | {"norms", "statistics", "published", "experts"},
         **_OLD,
     ),

@@ -33,6 +33,7 @@ def compile_and_execute(
     lora: dict | None = None,
     optimizer: str = "adamw",
     memory: Mapping[str, int | str | tuple[str, ...]] = MappingProxyType({}),
+    gradients: bool = True,
 ) -> dict[str, ExecutionResult]:
     """Return the result of every layout by name.
 
@@ -48,10 +49,11 @@ def compile_and_execute(
         images: of each call; see :func:`graph_on_cpu.run.execute`.
         optimizer: `optimizer.type`.
         memory: keys of the section `memory`.
+        gradients: a policy's calls before the last of an update go to a graph without the optimizer, as in a run.
         after_token: of scoring models; see :class:`mindrlhf.training.engine.shards.Shards`.
         lora: of adapters that are trained in place of the model; see :class:`graph_on_cpu.run.ExecutionJob`.
     """
-    compiled = (*cells, GRADIENTS) if cells[0] == UPDATE else cells
+    compiled = (*cells, GRADIENTS) if cells[0] == UPDATE and gradients else cells
     own = {"shared_prompts": shared_prompts, "lora": lora, "optimizer": optimizer, "memory": dict(memory)}
     own |= {"replays_routing": replays_routing, "seq_length": batches[0][1].shape[1]}
     requests = {
