@@ -16,6 +16,7 @@ from typing import Any
 import xxhash
 
 from mindrlhf.errors import UserError
+from mindrlhf.system import sizes
 from mindrlhf.system.files import write_file
 
 MANIFEST_NAME = "manifest.json"
@@ -114,14 +115,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
         DamagedDirectory: the file cannot be read, or holds anything else.
     """
     try:
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise DamagedDirectory(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise DamagedDirectory(f"{path} is damaged: it is not valid JSON") from error
-    if not isinstance(value, dict):
-        raise DamagedDirectory(f"{path} is damaged: it holds a {type(value).__name__}, not an object")
-    return value
+        return sizes.read_json_object(path)
+    except UserError as error:
+        raise DamagedDirectory(str(error)) from error
 
 
 def _listed_files(path: Path) -> dict[str, dict[str, Any]]:
