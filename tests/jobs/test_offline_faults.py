@@ -81,7 +81,8 @@ def test_an_ended_and_killed_run_resumes_exactly(start_offline, tmp_path, kind):
         job = start_offline(kind, undisturbed)
         assert job.wait(TIMEOUT_S) == 0, job.text()
 
-    job = start_offline(kind, output_dir)
+    restart = ("--max-restarts", 1)
+    job = start_offline(kind, output_dir, *(restart if kind == "dpo" else ()))
     if kind != "dpo":
         job.wait_until(lambda: job.num_steps() >= 3)
         job.process.send_signal(signal.SIGTERM)
@@ -92,11 +93,15 @@ def test_an_ended_and_killed_run_resumes_exactly(start_offline, tmp_path, kind):
         job = start_offline(kind, output_dir)
         assert job.wait(TIMEOUT_S) == 2 and "continue it with --resume" in job.text()
 
-        job = start_offline(kind, output_dir, "--resume")
+        job = start_offline(kind, output_dir, "--resume", *restart)
     first = job.num_steps()
-    job.wait_until(lambda: job.num_steps() >= first + 12)
-    job.kill_rank(0)
+    with job.frozen(lambda: job.num_steps() >= first + 12):
+        killed = job.beat().pid
+        job.kill_rank(0)
+    with job.frozen(lambda: (beat := job.beat()) and beat.pid != killed and job.num_steps() >= first + 20):
+        job.kill_rank(0)
     assert job.wait(TIMEOUT_S) != 0
+    assert "restart 1 of 1, from the newest checkpoint" in job.text()
     assert "rank 0 was killed by SIGKILL" in job.text() and f"mindrlhf {kind.partition(' ')[0]} " in job.text()
     advice, report = job.text().rstrip().splitlines()[-2:]
     assert advice.endswith("--resume") and "mindrlhf: report: " in report, job.text()
@@ -112,16 +117,6 @@ def test_an_ended_and_killed_run_resumes_exactly(start_offline, tmp_path, kind):
         assert metrics(output_dir) == metrics(undisturbed)
         assert files == {path.name: path.read_bytes() for path in (undisturbed / FINAL_NAME).iterdir()}
     assert (output_dir / f"{FINAL_NAME}_adapter").is_dir() == ("adapters" in kind)
-
-
-@SLOW
-def test_a_failed_run_is_started_again(start_offline, tmp_path):
-    job = start_offline("dpo", tmp_path / "run", "--max-restarts", 1)
-    job.wait_until(lambda: job.num_steps() >= 7)
-    job.kill_rank(0)
-    assert job.wait(TIMEOUT_S) == 0, job.text()
-    assert "restart 1 of 1, from the newest checkpoint" in job.text()
-    assert metrics(tmp_path / "run")[-1]["step"] == NUM_STEPS
 
 
 ENDLESS = 100_000
