@@ -28,7 +28,8 @@ die_with_launcher()
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, _: sys.exit(128 + number))
 heartbeat.start()
-import mindspore as ms
+from mindrlhf.models.context import import_mindspore
+ms = import_mindspore()
 from mindspore.communication import get_rank, init
 ms.set_context(mode=ms.GRAPH_MODE)
 ms.set_device("CPU")
@@ -197,9 +198,8 @@ def test_ranks_that_wait_for_nothing_but_the_scheduler_are_started_once_more(sta
 @SLOW
 def test_sigterm_ends_a_start_in_which_mindspore_waits_for_a_rank(start):
     missing_rank = MEETING_WORKER.replace(
-        "import mindspore as ms\n",
-        "import os, time\nif os.environ.get('RANK_ID') == '1':\n    time.sleep(600)\nimport mindspore as ms\n",
-        1,
+        "ms = import_mindspore()\n",
+        "import os, time\nif os.environ.get('RANK_ID') == '1':\n    time.sleep(600)\nms = import_mindspore()\n",
     )
     job = start(missing_rank, rank_0_signals=SIGNALS)
     wait_for_activity(job, 0, JOINING)
