@@ -35,7 +35,7 @@ MOST = {
     "mindrlhf/checkpoint": 687,
     "mindrlhf/cli.py": 217,
     "mindrlhf/commands": 2250,
-    "mindrlhf/config": 4138,  # TASKS, in place of a copy each in cli, commands and training
+    "mindrlhf/config": 4139,  # TASKS, in place of a copy each in cli, commands and training
     "mindrlhf/cpu": 1086,
     "mindrlhf/data": 4195,
     "mindrlhf/debugging": 198,
@@ -58,7 +58,7 @@ MOST = {
     "mindrlhf/tools": 1774,
     "mindrlhf/training": 10301,
     "mindrlhf/weights": 4097,
-    "tests": 70381,
+    "tests": 70387,
     "scripts": 1864,
     "docs": 32838,
 }

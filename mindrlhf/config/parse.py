@@ -395,7 +395,8 @@ def _scalar(name: str, value: Any, hint: type, metadata: Mapping[str, Any]) -> A
         value = _text(name, value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         words = type_name(hint)
-        raise UserError(f"'{name}' must be {'an' if words[0] in 'aeiou' else 'a'} {words}, not {_shown(value)}")
+        more = f" ({metadata['doc']})" if isinstance(value, list) and metadata.get("doc") else ""
+        raise UserError(f"'{name}' must be {'an' if words[0] in 'aeiou' else 'a'} {words}, not {_shown(value)}{more}")
     return value
 
 

@@ -45,7 +45,7 @@ def run_rules(run: RunSection) -> Rules:
 class DataSection:
     """The prompts, and the tokenizer they were built with."""
 
-    train_file: str = key(REQUIRED, "MindRecord file made by `mindrlhf data build`")
+    train_file: str = key(REQUIRED, "MindRecord file by `mindrlhf data build`, of one file or several: --input A B")
     tokenizer_dir: str = key(
         REQUIRED, "Hugging Face tokenizer directory", is_model=True
     )

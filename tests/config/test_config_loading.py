@@ -77,7 +77,11 @@ def test_an_unknown_key_comes_with_the_nearest_valid_one(write, text, expected):
         ("training.chunk_size=true", "integer", "True"),
         ("data.shuffle=1", "true/false", "1"),
         ("optimizer.start_lr=fast", "number", "'fast'"),
-        ("model.path=[a, b]", "text", "['a', 'b']"),
+        (
+            "data.eval_file=[a, b]",
+            "text",
+            "['a', 'b'] (MindRecord file of held-out prompts; empty means no evaluation)",
+        ),
         ("rollout.env=PATH", "mapping", "'PATH'"),
         ("rollout=5", "section (a mapping of keys)", "5"),
     ],
