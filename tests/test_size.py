@@ -49,7 +49,7 @@ MOST = {
     "mindrlhf/layout": 1250,
     "mindrlhf/models": 3890,
     "mindrlhf/observe": 2619,
-    "mindrlhf/rewards": 5978,
+    "mindrlhf/rewards": 5993,
     "mindrlhf/rollout": 7037,  # the engine of a CPU, which left mindrlhf/cpu (2,805 before, 1,105 now)
     "mindrlhf/sandbox": 5110,
     "mindrlhf/shards": 1455,

@@ -1,5 +1,6 @@
 """Answers to multiple-choice questions: which letters are chosen."""
 
+import functools
 import re
 
 from mindrlhf.rewards.answers.marks import pattern
@@ -41,6 +42,7 @@ _CHOOSING = re.compile(
 _IN_PARENTHESES = re.compile(r"\(([A-J])\)")
 
 
+@functools.lru_cache(64)  # all samples of a group have one reference, which is looked at several times
 def reference_choices(text: str) -> frozenset[str] | None:
     """The letters of a reference: one, alone or with its option (``B. 42``), or several with commas; else None."""
     text = unwrapped(text)

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import re
 
 from mindrlhf.rewards.answers.choices import reference_choices, stated_choice, states_choice
@@ -76,6 +77,7 @@ def answer_to(text: str, answer: str) -> str | None:
     return final_answer(text)
 
 
+@functools.lru_cache(64)
 def reference_answer(answer: str) -> str:
     """The reference without the solution that leads to it: what stands behind ``#### ``, or in its last box.
 

@@ -27,6 +27,7 @@ LANGUAGES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("mark
 _WIDE = {c: unicodedata.normalize("NFKC", chr(c)) for c in range(0xFF01, 0xFF5C) if c != 0xFF0C}
 _WIDE |= {ord(sign): f"{plain} " for sign, plain in zip("\uff1a\uff1b\uff01\uff1f\u3002\uff61", ":;!?..")}
 _WIDE |= {ord("\u3000"): " ", ord("\u2019"): "'", ord("\u300c"): " ", ord("\u300d"): " ", ord("\u2192"): "\\to "}
+_WORD_START = r"(?<![^\W\d_])"
 _COMMA_IN_NUMBER = re.compile("(?<=[0-9\uff10-\uff19])\uff0c(?=[0-9\uff10-\uff19]{3})")
 
 
@@ -69,7 +70,11 @@ def pattern(template: str) -> re.Pattern[str]:
 
 def _any_of(fields: list[str]) -> str:
     phrases = {phrase for field in fields for phrase in _phrases(field)}
-    return f"(?:{'|'.join(map(_phrase, sorted(phrases, key=lambda phrase: (-len(phrase), phrase))))})"
+    ordered = sorted(phrases, key=lambda phrase: (-len(phrase), phrase))
+    words = [_phrase(phrase) for phrase in ordered if _begins_a_word(phrase)]
+    others = [_phrase(phrase) for phrase in ordered if not _begins_a_word(phrase)]
+    # Within a word none of the words is tried; the others begin with other letters, so that their order is theirs.
+    return "|".join([*([f"{_WORD_START}(?:{'|'.join(words)})"] if words else []), *others]).join(("(?:", ")"))
 
 
 def _phrases(field: str, has_comma: bool | None = None) -> set[str]:
@@ -78,11 +83,13 @@ def _phrases(field: str, has_comma: bool | None = None) -> set[str]:
 
 
 def _phrase(phrase: str) -> str:
-    """``phrase`` as a whole word, in scripts that have spaces between words."""
+    """``phrase``, and the end of a word in scripts that have spaces between words."""
     text = re.escape(phrase).replace("\\ ", r"\s+").replace(r"\.\.\.", r"[^.!?\n]{0,80}?")
-    before = r"(?<![^\W\d_])" if _is_spaced(phrase[0]) and phrase != "n't" else ""
-    behind = r"(?![^\W\d_])" if _is_spaced(phrase[-1]) else ""
-    return before + text + behind
+    return text + (r"(?![^\W\d_])" if _is_spaced(phrase[-1]) else "")
+
+
+def _begins_a_word(phrase: str) -> bool:
+    return _is_spaced(phrase[0]) and phrase != "n't"
 
 
 def _is_spaced(character: str) -> bool:

@@ -4,6 +4,7 @@
 languages' thousands, where only one reading is left. ``42%`` is ``42%``, ``42`` and ``0.42``.
 """
 
+import functools
 import re
 import struct
 from fractions import Fraction
@@ -47,8 +48,11 @@ class Number(NamedTuple):
 def parse_number(text: str) -> Number | None:
     """Read the whole of ``text`` as one number, or return None. Linear time, whatever the text."""
     text = strip_decoration(text)
-    if not text or len(text) > MAX_NUMBER_CHARS:
-        return None
+    return _parse(text) if text and len(text) <= MAX_NUMBER_CHARS else None
+
+
+@functools.lru_cache(256)  # a response and its reference are read several times
+def _parse(text: str) -> Number | None:
     if _FOREIGN.fullmatch(text):
         text = _in_english(text)
     for written, plain in _SPELLINGS:
