@@ -101,7 +101,7 @@ class ServerPool:
 
     The samples of a request stay on one server, where they share the prompt, and depend on its seed and the weights
     alone, so it does not matter who makes them; their last bits depend on what is computed beside them. A server that
-    dies or gets stuck is started again, as often as the config allows, and is given all of its share again: that gives
+    dies or falls silent is started again, as often as the config allows, and is given its whole share again: that gives
     the samples that it would have given, bit for bit. One on a node that is lost, and may be, is done without: what it
     owes is dealt out to the others. Each server is only ever used by one thread at a time.
     """

@@ -28,7 +28,7 @@ _PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 _PR_SET_NO_NEW_PRIVS = 38
-# proc(5): fields 14, 15 and 52, counted from 1; fields[0] is field 3.
+# proc(5): fields 22 and 52, counted from 1; fields[0] is field 3.
 _START_TIME_FIELD = 22 - 3
 _EXIT_CODE_FIELD = 52 - 3
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")

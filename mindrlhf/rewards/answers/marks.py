@@ -73,8 +73,9 @@ def _any_of(fields: list[str]) -> str:
     ordered = sorted(phrases, key=lambda phrase: (-len(phrase), phrase))
     words = [_phrase(phrase) for phrase in ordered if _begins_a_word(phrase)]
     others = [_phrase(phrase) for phrase in ordered if not _begins_a_word(phrase)]
-    # Within a word none of the words is tried; the others begin with other letters, so that their order is theirs.
-    return "|".join([*([f"{_WORD_START}(?:{'|'.join(words)})"] if words else []), *others]).join(("(?:", ")"))
+    if words:  # none is tried within a word; the others begin with other letters, so that any order is right
+        others.insert(0, f"{_WORD_START}(?:{'|'.join(words)})")
+    return f"(?:{'|'.join(others)})"
 
 
 def _phrases(field: str, has_comma: bool | None = None) -> set[str]:
