@@ -149,13 +149,6 @@ def test_a_restored_critic_goes_on_with_the_same_bits(built, tmp_path):
     assert_equal_weights(weights[1], weights_of(worker.engine))
 
 
-def test_a_rank_without_rows_takes_part_in_an_update(worker):
-    batch = make_batch(make_sequences()[:2], PACKED)
-    worker.receive([batch.part_of(1, 2)])  # all rows are of rank 0
-    result = worker.update(0, 0.001, 0.0)
-    assert list(result.logprobs) == [] and result.grad_norm == 0.0 and not np.any(result.statistics)
-
-
 def test_a_loss_that_is_not_finite_skips_the_update_though_the_gradients_are(worker):
     engine, before = worker.engine, weights_of(worker.engine)
     moments = (*engine.optimizer.exp_avg, *engine.optimizer.exp_avg_sq, *engine.optimizer.global_step)
@@ -242,8 +235,10 @@ def test_the_state_of_a_model_is_all_that_training_holds(worker):
 def test_a_rank_whose_share_has_no_rows_takes_part(worker):
     """With fitted rows there may be fewer rows than ranks; what it adds to the sums over the ranks is 0."""
     worker.receive([Batch((), 5)])
-    assert worker.compute_values(0) == worker.compute_logprobs("old_logprobs", 0) == []
-    done = worker.update(0, 0.0, 0.0)
-    assert done.grad_norm == 0.0 and done.logprobs == () and not done.statistics.any()
+    for computes_first in (False, True):
+        if computes_first:
+            assert worker.compute_values(0) == worker.compute_logprobs("old_logprobs", 0) == []
+        done = worker.update(0, 0.0, 0.0)
+        assert done.grad_norm == 0.0 and done.logprobs == () and not done.statistics.any()
     done = worker.update_critic(0, 0.0)
     assert done.grad_norm == 0.0 and not done.statistics.any()
