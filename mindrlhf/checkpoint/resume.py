@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from mindrlhf.config.keys import REMOVED_WITHOUT_EFFECT
 from mindrlhf.config.parse import dotted_keys
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.errors import UserError
@@ -67,7 +68,7 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     return sorted(one_sided | {key for key in before.keys() & now.keys() if before[key] != now[key]})
 
 
-def check_resumable(old: Mapping[str, Any], new: Mapping[str, Any], compared: Collection[str] = ()) -> None:
+def check_resumable(old: Mapping[str, Any], new: Mapping[str, Any], compared: Collection[str] = ()) -> list[str]:
     """Check that a run with config ``new`` continues exactly what a run with config ``old`` began.
 
     Args:
@@ -75,19 +76,24 @@ def check_resumable(old: Mapping[str, Any], new: Mapping[str, Any], compared: Co
         new: config of this run.
         compared: keys of files that are compared by what they hold, and so may have moved.
 
+    Returns:
+        Keys of ``old`` that are left out: releases since do not have them, and they never changed what is computed.
+
     Raises:
         UserError: they differ in a key that changes what is computed; the message names each such key and both
             values.
     """
     before, now = dict(_leaves(old)), dict(_leaves(new))
+    removed = sorted(before.keys() & REMOVED_WITHOUT_EFFECT.keys())
     before = {key: value for key, value in defaults().items() if key in now} | before
     decays = "constant" not in (before.get("optimizer.lr_schedule"), now.get("optimizer.lr_schedule"))
-    free = (FREE_KEYS - DECAY_KEYS if decays else FREE_KEYS).union(compared)
+    free = (FREE_KEYS - DECAY_KEYS if decays else FREE_KEYS).union(compared, removed)
     refused = [key for key in _differences(before, now) if not _is_free(key, free)]
     if refused:
         changes = [f"{key} was {_shown(before, key)} and is now {_shown(now, key)}" for key in refused]
         them = "it" if len(refused) == 1 else "them"
         raise UserError(f"cannot resume the checkpoint: {'; '.join(changes)}: set {them} back, or start a new run")
+    return removed
 
 
 def _is_free(key: str, free: frozenset[str]) -> bool:

@@ -29,6 +29,35 @@ _OTHER_NAMES = {
     "warmup_stable_decay": "wsd",
 }
 
+# Keys of earlier releases, and what to do. Those without effect never changed what a run computes: its checkpoint goes
+# on without them.
+REMOVED_WITHOUT_EFFECT = {
+    "rollout.stall_timeout_s": "delete it; a server that is silent for a minute is replaced",
+    "rollout.kv_cache_gib": "use rollout.engine_args: {kv_cache_memory_bytes: N}",
+    "rollout.start_timeout_s": "delete it; a server has 900 s to come up",
+    "rollout.weights_transport": "delete it; nodes get whole tensors",
+    "reward.every_node": "delete it; verifiers run on every node",
+    "tools.every_node": "delete it; agents run on every node",
+    "run.fail_without_signal": "delete it; a run without signal is a warning",
+    "observe.run_name": "delete it; trackers take the last folder of run.output_dir",
+}
+REMOVED = REMOVED_WITHOUT_EFFECT | {
+    "algorithm.scale_rewards": "use algorithm.advantage: dr_grpo for false",
+    "algorithm.overlong_penalty": "delete it; algorithm.overlong_buffer takes 1 at the limit",
+    "algorithm.rest_epochs": "delete it; no prompt rests",
+    "correction.mask_low": "use correction.mask_bounds: [LOW, HIGH]",
+    "correction.mask_high": "use correction.mask_bounds: [LOW, HIGH]",
+    "guard.max_failed_steps": "use guard.max_unscored, a share of samples",
+    "msprobe.first_step": "use msprobe.config_path: FILE, a config of msprobe's own",
+    "msprobe.last_step": "use msprobe.config_path: FILE, a config of msprobe's own",
+    "optimizer.momentum": "delete it; muon's is 0.95",
+    "parallel_config.micro_batch_interleave_num": "delete it",
+    "profiler.ranks": "delete it; all ranks are recorded",
+    "reward.gates": "write a verifier that calls both",
+    "rollout.draft_tokens": "delete it; no tokens are drafted",
+    "training.pack": "use training.packing: none for false",
+}
+
 
 def nearest_choice(value: object, choices: Iterable[object]) -> str | None:
     """Return which of a few values was meant, by its meaning and then by its letters; None where neither tells."""

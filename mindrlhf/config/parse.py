@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from mindrlhf.config.keys import MAX_INTEGER, MAX_NUMBER, MAX_SECONDS, MIN_NUMBER, nearest_choice
+from mindrlhf.config.keys import MAX_INTEGER, MAX_NUMBER, MAX_SECONDS, MIN_NUMBER, REMOVED, nearest_choice
 from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.hub.cache import local_directory
 from mindrlhf.system.files import write_file
@@ -237,6 +237,8 @@ def _place(where: str) -> str:
 
 def _unknown_key(cls: type, where: str, name: str) -> tuple[str, ...]:
     """Return the message and, where one is near, the dotted name of the key that was meant."""
+    if f"{where}{name}" in REMOVED:
+        return (f"key '{where}{name}' was removed: {REMOVED[where + name]}",)
     here = [field.name for field in dataclasses.fields(cls)]
     message = f"unknown key '{where}{name}'"
     if near := _nearest(name, here):

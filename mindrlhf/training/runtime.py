@@ -112,7 +112,7 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
         ms.set_context(runtime_num_threads=num_threads)
         if index == 0:  # what the last bits of a result depend on, beside the config
             kernels = os.environ.get(OPENBLAS_CORE_VARIABLE) or "chosen by OpenBLAS"
-            print(f"mindrlhf: BLAS kernels: {kernels}; threads: {num_threads}", flush=True)
+            print(f"[INFO] BLAS kernels: {kernels}; threads: {num_threads}", flush=True)  # for the log alone
     return Rank(index, world_size)
 
 

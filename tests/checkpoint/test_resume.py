@@ -7,6 +7,7 @@ import json
 import pytest
 
 from mindrlhf.checkpoint.resume import DECAY_KEYS, FREE_KEYS, check_resumable, config_differences
+from mindrlhf.config.keys import REMOVED_WITHOUT_EFFECT
 from mindrlhf.config.model import ModelSection
 from mindrlhf.config.reward import RewardSection
 from mindrlhf.config.run import DataSection
@@ -152,6 +153,16 @@ def test_a_key_that_one_release_does_not_have_is_refused():
         check_resumable(old, new)
     with pytest.raises(UserError, match=r"algorithm\.clip_dual was 3\.0 and is now not set"):
         check_resumable(new, old)
+
+
+def test_a_key_that_was_removed_and_had_no_effect_is_left_out_by_name():
+    new = make_config()
+    for key in REMOVED_WITHOUT_EFFECT:
+        assert key not in ALL_KEYS
+        assert check_resumable(changed(new, key, 60.0), new) == [key]
+    assert check_resumable(new, new) == []
+    with pytest.raises(UserError, match=r"rollout\.draft_tokens was 4 and is now not set"):
+        check_resumable(changed(new, "rollout.draft_tokens", 4), new)
 
 
 @pytest.mark.parametrize("key", sorted(DECAY_KEYS))

@@ -61,6 +61,8 @@ def test_a_required_key_is_asked_for_by_name(write, key):
         ("optimizer: {lr: 1e-6}", "unknown key 'optimizer.lr'; did you mean 'optimizer.start_lr'?"),
         ("algorithm: {policy_loss: gspo}", "unknown key 'algorithm.policy_loss'; did you mean 'algorithm.loss'?"),
         ("training: {start_lr: 1e-6}", "unknown key 'training.start_lr'; did you mean 'optimizer.start_lr'?"),
+        ("rollout: {stall_timeout_s: 9}", "'rollout.stall_timeout_s' was removed: delete it; a server that is silent"),
+        ("training: {pack: true}", "key 'training.pack' was removed: use training.packing: none for false"),
         ("num_generatoins: 4", "unknown key 'num_generatoins'; did you mean 'algorithm.num_generations'?"),
         ("observe: {zzz: 1}", "keys of section 'observe': performance_stats, groups_per_step"),
     ],

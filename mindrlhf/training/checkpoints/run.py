@@ -58,7 +58,8 @@ def check_continues(config: AnyConfig, data: dict[str, Any]) -> None:
             state = read_state(store.path(step))
         except DamagedDirectory:
             continue  # the run takes the one before, too
-        _check_same_run(state, _plain(config), data)
+        for key in _check_same_run(state, _plain(config), data):
+            print(f"mindrlhf: the checkpoint has '{key}', which was removed since: it is left out", flush=True)
         return
 
 
@@ -66,9 +67,9 @@ def _plain(config: AnyConfig) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
-def _check_same_run(state: RunState, config: dict[str, Any], data: dict[str, Any]) -> None:
+def _check_same_run(state: RunState, config: dict[str, Any], data: dict[str, Any]) -> list[str]:
     same = check_same_data(state.data, state.config.get("data", {}), data, config["data"])
-    check_resumable(state.config, config, same)
+    return check_resumable(state.config, config, same)
 
 
 class RunCheckpoints:

@@ -20,7 +20,7 @@ from mindrlhf.errors import UserError
 from mindrlhf.evaluation.heldout import Evaluation
 from mindrlhf.layout.layout import Layout
 from mindrlhf.training.checkpoints.requests import SaveRequests, StopRequested
-from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
+from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints, check_continues
 from mindrlhf.training.checkpoints.shards import SavesState
 from mindrlhf.training.preflight.output import check_output, newest_checkpoint
 from mindrlhf.training.replica_team import ReplicaTeam
@@ -132,6 +132,18 @@ def test_a_checkpoint_is_resumed_on_its_own_data_only(tmp_path):
     with pytest.raises(UserError, match=r"data\.train_file train holds other records \(checksum cd, not ab\)"):
         other.checkpoints.resume()
     assert other.lead.weights == 0, "a refused checkpoint was loaded"
+
+
+def test_a_checkpoint_with_a_key_that_was_removed_goes_on_and_names_it(tmp_path, capsys):
+    run = Run(tmp_path)
+    run.checkpoints._config["rollout"]["stall_timeout_s"] = 60.0
+    run.step()
+    run.checkpoints.save(run.progress)
+    run.checkpoints.wait()
+    check_continues(run.config, {})
+    said = "mindrlhf: the checkpoint has 'rollout.stall_timeout_s', which was removed since: it is left out\n"
+    assert capsys.readouterr().out == said
+    assert Run(tmp_path).checkpoints.resume().step == 1
 
 
 def test_a_checkpoint_that_knows_nothing_of_its_data_is_resumed_where_its_config_says(tmp_path):
