@@ -1,7 +1,9 @@
 """`mindrlhf completion`: what a shell needs to complete commands, options, keys of the config and their values."""
 
 import argparse
+import functools
 import sys
+from collections.abc import Iterable
 
 from mindrlhf.commands.vocabulary import OVERRIDES_HELP
 
@@ -54,14 +56,12 @@ def _words(subparsers: argparse._SubParsersAction, path: str) -> dict[str, list[
     for name, parser in subparsers.choices.items():
         here, words = f"{path} {name}", []
         for action in parser._actions:
-            words += action.option_strings
+            values = list(map(str, action.choices or _names().get(action.dest, ())))
+            words += action.option_strings or values
             if isinstance(action, argparse._SubParsersAction):
-                words += action.choices
                 found |= _words(action, here)
-            elif action.choices and not action.option_strings:
-                words += map(str, action.choices)
-            elif action.choices:
-                found |= {f"{here} {option}": list(map(str, action.choices)) for option in action.option_strings}
+            elif values:
+                found |= {f"{here} {option}": values for option in action.option_strings}
         if parser.epilog == OVERRIDES_HELP:
             words += _keys(name)
         found[here] = words
@@ -74,6 +74,19 @@ def _keys(command: str) -> list[str]:
 
     words = []
     for dotted, field, hint in dotted_keys(CONFIGS.get(command, CONFIGS["train"])):
-        values = ("true", "false") if hint is bool else field.metadata["choices"]
+        values = ("true", "false") if hint is bool else field.metadata["choices"] or _names().get(dotted, ())
         words += [f"{dotted}=", *(f"{dotted}={value}" for value in values)]
     return words
+
+
+@functools.cache
+def _names() -> dict[str, Iterable[str]]:
+    """Return what options and keys name that take a user's own too, by the option's destination or the dotted key."""
+    from mindrlhf.data.handlers import HANDLERS
+    from mindrlhf.data.templates import BUILT_IN
+    from mindrlhf.rewards.registry import built_in_names
+    from mindrlhf.tools import registry
+
+    verifiers, tools = built_in_names(), registry.BUILT_IN
+    found = {"handler": [*HANDLERS, "map_keys"], "template": BUILT_IN, "verifier": verifiers, "names": tools}
+    return found | {"reward.verifier_function": verifiers, "evaluation.verifier": verifiers, "tools.names": tools}

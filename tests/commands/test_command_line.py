@@ -144,6 +144,12 @@ def test_train_speaks_before_it_loads_anything_that_takes_time():
         (["train", "c.yaml", "algorithm.name", "=", "gs"], ["gspo"]),
         (["train", "c.yaml", "lora.rank=4", "run.device", "="], ["cpu", "ascend"]),
         (["plan", "c.yaml", "--device", "A"], ["A2", "A3"]),
+        (["data", "build", "--handler", "map"], ["map_keys"]),
+        (["data", "build", "--template", "r"], ["r1"]),
+        (["rewards", "score", "--verifier", "accuracy"], ["accuracy_reward"]),
+        (["rewards", "show", "accuracy"], ["accuracy_reward"]),
+        (["train", "c.yaml", "reward.verifier_function", "=", "accuracy"], ["accuracy_reward"]),
+        (["train", "c.yaml", "tools.names", "="], ["python"]),
     ],
 )
 def test_bash_completes(words, expected, capsys):
