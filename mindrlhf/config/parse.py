@@ -43,7 +43,7 @@ def read_yaml(path: str | Path) -> dict:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error}") from None
+        raise UserError(f"{path} is not UTF-8 text at byte {error.start}: save it as UTF-8") from None
     except FileNotFoundError:
         raise UserError(f"config file '{path}' does not exist") from None
     except OSError as error:

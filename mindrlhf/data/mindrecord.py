@@ -130,7 +130,7 @@ def check_output_path(path: Path) -> None:
     if not path.parent.is_dir():
         raise UserError(f"no such directory for the output: {path.parent}")
     if not os.access(path.parent, os.W_OK):
-        raise UserError(f"cannot write into {path.parent}")
+        raise UserError(f"cannot write into {path.parent}: choose another --output")
     forbidden = FORBIDDEN_IN_NAMES & set(path.name)
     if forbidden or path.name != path.name.strip():
         raise UserError(

@@ -111,7 +111,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 at byte {error.start} of the line: iconv -t UTF-8 makes it so"
     if isinstance(error, json.JSONDecodeError):
-        return f"not valid JSON: {error.msg} at column {error.colno}"
+        return f"not valid JSON in column {error.colno}: {error.msg}"
     return f"not usable JSON: {error}"
 
 

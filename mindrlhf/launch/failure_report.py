@@ -1,5 +1,7 @@
 """The report of a failed run: which process failed, when, how, its last lines, and how to go on."""
 
+import contextlib
+import shutil
 import signal
 import sys
 import time
@@ -44,6 +46,9 @@ def failure_report(
 
     if shows_log and (tail := last_lines(log_path, _NUM_LOG_LINES, is_news)):
         lines += ["  the log ends:", *(f"    {line}" for line in tail)]
+    with contextlib.suppress(OSError):
+        if not shutil.disk_usage(log_path.parent).free:
+            lines.append(f"  the disk of {log_path.parent} is full: make room")
     if advice:
         lines.append(f"  {advice}")
     return "\n".join(lines)

@@ -57,7 +57,8 @@ class JsonlWriter:
             raise RunFailure(f"cannot write {self._path}: {failure.strerror}") from failure
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # of a record that could not be written, as was said then
+            self._file.close()
 
     def _truncate(self, first_step: int) -> None:
         with open(self._path, "r+b") as file:

@@ -1,6 +1,8 @@
 """The program that every rank starts: ``python -m mindrlhf.training.main TASK CONFIG [section.key=value ...]``."""
 
 import argparse
+import contextlib
+import errno
 import os
 import signal
 import sys
@@ -49,10 +51,13 @@ def guarded(program: str, run: Callable[[], None]) -> int:
     try:
         run()
     except (UserError, RunFailure) as failure:
-        for line in messages_of(failure):
-            print(f"{program}: error: {visible(line)}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # the disk of the log may be full
+            for line in messages_of(failure):
+                print(f"{program}: error: {visible(line)}", file=sys.stderr, flush=True)
         return failure.exit_code
-    except Exception:
+    except Exception as failure:
+        if isinstance(failure, OSError) and failure.errno == errno.ENOSPC:
+            return RunFailure.exit_code  # the launcher names the disk
         if not ended:  # an import in C that is broken off may raise anything
             raise
     finally:

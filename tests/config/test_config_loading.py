@@ -175,7 +175,7 @@ def test_a_missing_file_and_a_binary_file_are_refused(tmp_path):
         read_yaml(tmp_path / "absent.yaml")
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"\xff\xfe\x00a")
-    with pytest.raises(UserError, match="is not UTF-8 text"):
+    with pytest.raises(UserError, match="is not UTF-8 text at byte .: save it as UTF-8"):
         read_yaml(binary)
 
 

@@ -40,7 +40,7 @@ def test_json_lines_byte_order_mark_is_not_data(tmp_path):
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b'{"q": 1', "not valid JSON: Expecting ',' delimiter at column 8"),
+        (b'{"q": 1', "not valid JSON in column 8: Expecting ',' delimiter"),
         (b'{"q": "\xff"}', "not UTF-8 at byte 7"),
         (b"[1, 2]", "expected a JSON object, found list; a list of records is a file that ends in .json"),
         (b"[" * 100_000, "not usable JSON: maximum recursion depth"),

@@ -1,5 +1,7 @@
 """Restarts and the report of a failure."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from mindrlhf.launch.failure_report import describe_end, failure_report, is_worth_a_restart, log_name
@@ -58,7 +60,7 @@ def test_a_resumed_start_stays_resumed(tmp_path):
     assert runs.resumed == [True, True]
 
 
-def test_the_report_says_who_when_how_where_and_what_to_do(tmp_path):
+def test_the_report_says_who_when_how_where_and_what_to_do(tmp_path, monkeypatch):
     log = tmp_path / "worker_1.log"
     noise = "[WARNING] ME(1:2,MainProcess):x deprecated"
     log.write_text("\n".join([*(f"line {i}" for i in range(20)), noise, "", "Killed"]))
@@ -76,6 +78,10 @@ def test_the_report_says_who_when_how_where_and_what_to_do(tmp_path):
     tail = failure_report("rank 1", what, 1, {}, log, "", shows_log=True, shown=shown).splitlines()
     assert tail[-1] == "    line 18", "what the terminal has shown already"
     assert "the log ends" not in failure_report("rank 1", what, 1, {}, tmp_path / "none", "", shows_log=True)
+    assert "make room" not in text
+    monkeypatch.setattr("shutil.disk_usage", lambda directory: SimpleNamespace(free=0))
+    text = failure_report("rank 1", what, 1, {}, log, "to resume: again", shows_log=False)
+    assert text.splitlines()[1:] == [f"  the disk of {tmp_path} is full: make room", "  to resume: again"]
     assert [log_name(name) for name in ("rank 3", "the scheduler")] == ["worker_3.log", "scheduler.log"]
 
 

@@ -3,6 +3,8 @@
 import itertools
 import json
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -134,6 +136,26 @@ def test_unwritable_places_are_run_failures(tmp_path):
     with pytest.raises(RunFailure, match=r"cannot write .*report\.html"):
         replace_file(tmp_path / "report.html", "text")
     assert sorted(os.listdir(tmp_path)) == ["file", "report.html"]
+
+
+@pytest.mark.parametrize("write", ["writer.write({'step': 1})", "print('x' * 9000, file=open('/dev/full', 'w'))"])
+@pytest.mark.parametrize("has_log", [True, False])
+def test_a_full_disk_ends_a_rank_without_a_traceback(write, has_log):
+    program = f"""
+import contextlib, sys
+from mindrlhf.observe.records import JsonlWriter
+from mindrlhf.training.main import guarded
+def run():
+    with contextlib.closing(JsonlWriter("/dev/full", first_step=0)) as writer:
+        {write}
+sys.exit(guarded("rank", run))
+"""
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        stderr = subprocess.PIPE if has_log else full
+        rank = subprocess.run([sys.executable, "-c", program], stderr=stderr, text=True, check=False)
+    assert rank.returncode == 1
+    said = "rank: error: cannot write /dev/full: No space left on device\n" if "writer" in write else ""
+    assert not has_log or rank.stderr == said, "the launcher names a full disk"
 
 
 def test_samples_keep_their_text(tmp_path):
