@@ -16,8 +16,8 @@ from typing import Any
 import xxhash
 
 from mindrlhf.errors import UserError
-from mindrlhf.system import sizes
 from mindrlhf.system.files import write_file
+from mindrlhf.system.sizes import read_json_object
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
@@ -108,20 +108,8 @@ def verify(directory: Path, unlisted: re.Pattern[str] | None = None) -> None:
         raise DamagedDirectory(f"{error.filename or directory} cannot be read: {error.strerror}") from error
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Read one JSON object.
-
-    Raises:
-        DamagedDirectory: the file cannot be read, or holds anything else.
-    """
-    try:
-        return sizes.read_json_object(path)
-    except UserError as error:
-        raise DamagedDirectory(str(error)) from error
-
-
 def _listed_files(path: Path) -> dict[str, dict[str, Any]]:
-    manifest = read_json_object(path)
+    manifest = read_json_object(path, kind=DamagedDirectory)
     version, entries = manifest.get("format_version"), manifest.get("files")
     if version != FORMAT_VERSION:
         raise DamagedDirectory(f"{path} has format version {version!r}, this release reads {FORMAT_VERSION}")

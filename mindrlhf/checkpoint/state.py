@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from mindrlhf.checkpoint.algorithm_state import AlgorithmState
-from mindrlhf.checkpoint.manifest import DamagedDirectory, read_json_object
+from mindrlhf.checkpoint.manifest import DamagedDirectory
 from mindrlhf.system.records import decode, encode, record
+from mindrlhf.system.sizes import read_json_object
 from mindrlhf.system.wire import ProtocolError
 from mindrlhf.weights.array_file import ArrayFile, save_arrays
 from mindrlhf.weights.tensors import array_infos
@@ -116,7 +117,7 @@ def read_progress(directory: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    values = read_json_object(path)
+    values = read_json_object(path, kind=DamagedDirectory)
     if (version := values.get("format_version")) != FORMAT_VERSION:
         raise DamagedDirectory(f"{path} has format version {version!r}, this release reads {FORMAT_VERSION}")
     return values

@@ -19,7 +19,7 @@ def check_dump(config_path: str, device: str) -> None:
     """
     if importlib.util.find_spec("msprobe") is None:
         raise UserError(f"'msprobe.config_path' is {config_path}, but msprobe is not installed: {INSTALL}")
-    config = read_json_object(Path(config_path))
+    config = read_json_object(Path(config_path), "'msprobe.config_path' takes msprobe's config.json")
     level, task = config.get("level"), config.get("task")
     if level != LEVEL:
         raise UserError(f"{config_path} has level {level!r}, but compiled graphs have kernels only: set it to {LEVEL}")

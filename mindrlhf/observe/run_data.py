@@ -69,7 +69,7 @@ def read_run(run_dir: Path) -> RunData:
         num_steps=max(int(one.steps[-1]) for one in series.values()),
         first_samples=first_samples,
         last_samples=last_samples,
-        summary=read_json_object(summary_path) if summary_path.exists() else None,
+        summary=read_json_object(summary_path, "remove it") if summary_path.exists() else None,
         starts_s=[float(one["start_s"]) for one in starts],
         started=starts[-1] if starts else {},
         alarms=_read_alarms(run_dir / GUARDS_NAME),

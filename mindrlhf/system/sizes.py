@@ -45,16 +45,17 @@ def read_bounded(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
     return content
 
 
-def read_json_object(path: Path) -> dict:
-    """Return the JSON object in a file of bounded size.
+def read_json_object(path: Path, fix: str = "", kind: type[UserError] = UserError) -> dict:
+    """Return the JSON object in a file of bounded size; ``fix`` ends the message of an error.
 
     Raises:
-        UserError: it cannot be read, or holds something else.
+        UserError: it cannot be read, or holds something else; of a class of its own, ``kind``.
     """
+    fix = f": {fix}" if fix else ""
     try:
         fields = json.loads(read_bounded(path).decode())
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as JSON: {error}") from error
+        raise kind(f"{path} cannot be read as JSON: {error}{fix}") from error
     if not isinstance(fields, dict):
-        raise UserError(f"{path} holds a {type(fields).__name__}, not a JSON object")
+        raise kind(f"{path} holds a {type(fields).__name__}, not a JSON object{fix}")
     return fields

@@ -10,9 +10,9 @@ from mindrlhf.errors import UserError
 
 REFUSED = {
     "another level": ('{"level": "L0", "task": "tensor"}', "cpu", "has level 'L0', .*: set it to L2"),
-    "no object": ("[]", "cpu", "holds a list, not a JSON object"),
+    "no object": ("[]", "cpu", "holds a list, not a JSON object: 'msprobe.config_path' takes msprobe's config.json"),
     "statistics, CPU": ('{"level": "L2", "task": "statistics"}', "cpu", "has task 'statistics', .*: set it to tensor"),
-    "no JSON": ("{", "ascend", "cannot be read as JSON"),
+    "no JSON": ("{", "ascend", "cannot be read as JSON: .*: 'msprobe.config_path' takes"),
 }
 
 
