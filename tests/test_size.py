@@ -39,7 +39,7 @@ MOST = {
     "mindrlhf/cli.py": 217,
     "mindrlhf/commands": 2263,
     "mindrlhf/config": 4170,  # TASKS, in place of a copy each in cli, commands and training
-    "mindrlhf/cpu": 1086,
+    "mindrlhf/cpu": 1328,
     "mindrlhf/data": 4195,
     "mindrlhf/debugging": 198,
     "mindrlhf/doctor": 1273,
@@ -61,7 +61,7 @@ MOST = {
     "mindrlhf/tools": 1774,
     "mindrlhf/training": 10307,
     "mindrlhf/weights": 4097,
-    "tests": 70444,
+    "tests": 70473,
     "scripts": 1864,
     "docs": 32851,
 }

@@ -26,6 +26,19 @@ QWEN = {
     "hidden_act": "silu",
     "torch_dtype": "float32",
 }
+QWEN3 = {**QWEN, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32, "attention_bias": False}
+LLAMA3 = {
+    **QWEN,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
 EXPERTS = {
     **QWEN,
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -90,13 +103,27 @@ def test_samples_are_the_same(rollout_python, directory):
     cases = result["cases"]
     check_equal(cases)
     steps = {name: [words["one"]["steps"], words["several"]["steps"]] for name, words in cases.items()}
-    # Every prompt is read with the first token; then come all others at a time, until a sample ends.
+    # Every prompt is read with the first token; then come all others at a time, 16 of them after a sample has ended.
     assert steps["plain"] == [MAX_TOKENS, 2]
-    assert steps["other limits"] == [MAX_TOKENS, 3], "limits of 1, 17 and 40"
+    assert steps["other limits"] == [MAX_TOKENS, 3], "limits of 1, 17 and 40: steps of 1, 33 and 6 tokens"
     assert steps["interrupted"] == [MAX_TOKENS, 14], "three tokens a step after the first"
     assert len({len(tokens) for tokens in cases["stop tokens"]["one"]["tokens"]}) > 5
     assert set(cases["stop tokens"]["one"]["reasons"]) == {"stop", "length"}
     assert all(several < one for one, several in steps.values())
+
+
+@pytest.mark.parametrize("model", [QWEN3, LLAMA3], ids=["norms of heads", "scaled rotation"])
+def test_other_dense_models_are_computed_alike(rollout_python, directory, model):
+    result = ask(rollout_python, directory, model, {name: CASES[name] for name in ("plain", "stop tokens")})
+    check_equal(result["cases"])
+    assert result["dense"]
+
+
+@SLOW
+def test_a_window_is_left_to_vllm(rollout_python, directory):
+    window = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}
+    result = ask(rollout_python, directory, {**QWEN, **window}, {"plain": CASES["plain"]})
+    assert not result["dense"]
 
 
 @SLOW

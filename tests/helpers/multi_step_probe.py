@@ -3,9 +3,9 @@
 usage: python tests/helpers/multi_step_probe.py < JSON of (config of an engine, cases by name)
 
 A case: "prompts", "num_samples", "max_tokens" of each, "sampling", and "interrupt", after how many passes of a step
-somebody interrupts it (0: nobody). Prints "probe" and JSON: whether tokens were planned "several" at a time at all; by
-case and by "one" or "several" the steps that vLLM planned and the samples, with digests of what must be equal bit for
-bit.
+somebody interrupts it (0: nobody). Prints "probe" and JSON: whether tokens were planned "several" at a time at all, and
+computed as of a "dense" model; by case and by "one" or "several" the steps that vLLM planned and the samples, with
+digests of what must be equal bit for bit.
 """
 
 import hashlib
@@ -83,7 +83,7 @@ def probe(config, cases) -> dict:
     engine.step()
     engine.abort()
     results["after an abort"] = {"one": results[next(iter(cases))]["one"], "several": run(engine, case, several)}
-    return {"several": several > 1, "cases": results}
+    return {"several": several > 1, "dense": engine._steps._is_dense, "cases": results}
 
 
 if __name__ == "__main__":

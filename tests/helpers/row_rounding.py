@@ -5,22 +5,24 @@ import importlib.abc
 import sys
 from importlib.machinery import PathFinder
 
-LINEAR = "vllm.model_executor.layers.linear"
+PRODUCTS = "vllm.model_executor.layers.utils"
 
 
-def round_by_rows(linear) -> None:
-    """Change the module ``vllm.model_executor.layers.linear``."""
-    product = linear.UnquantizedLinearMethod.apply
+def round_by_rows(products) -> None:
+    """Change the module ``vllm.model_executor.layers.utils``, before a model is loaded."""
+    dispatch = products.dispatch_cpu_unquantized_gemm
 
-    def rounded(self, layer, x, bias=None):
-        return product(self, layer, x, bias) * (1 + len(x) % 61 * 2.0**-21)
+    def dispatch_rounded(layer, remove_weight):
+        dispatch(layer, remove_weight)
+        product = layer.cpu_linear
+        layer.cpu_linear = lambda x, weight, bias: product(x, weight, bias) * (1 + len(x) % 61 * 2.0**-21)
 
-    linear.UnquantizedLinearMethod.apply = rounded
+    products.dispatch_cpu_unquantized_gemm = dispatch_rounded
 
 
 class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != LINEAR:
+        if name != PRODUCTS:
             return None
         spec = PathFinder.find_spec(name, path, target)
         load = spec.loader.exec_module

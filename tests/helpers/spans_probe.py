@@ -83,9 +83,9 @@ def in_new_engine(config, work):
 
 def probe(config, cases) -> dict:
     import row_rounding
-    from vllm.model_executor.layers import linear
+    from vllm.model_executor.layers import utils
 
-    row_rounding.round_by_rows(linear)
+    row_rounding.round_by_rows(utils)
 
     def all_runs(engine):
         return {name: {seed: run(engine, case, seed) for seed in case["disturbances"]} for name, case in cases.items()}

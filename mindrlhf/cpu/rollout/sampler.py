@@ -13,6 +13,8 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from mindrlhf.cpu.rollout.sampling import sample_rows
 
+_NO_TOKEN = -1  # vLLM takes it for a place without one
+
 
 @dataclass
 class Stream:
@@ -56,8 +58,9 @@ class StreamSampler(torch.nn.Module):
         uniforms: numbers in [0, 1) by the keys of streams and positions in them.
 
     Attributes:
-        decode: what ``MultiStep`` makes of the tokens, int64 [samples], that were just sampled and end no sample:
-            logits of the next tokens, float32 [samples, vocab], or None, where they are the last of vLLM's step.
+        decode: what ``MultiStep`` makes of the tokens, int64 [samples], that were just sampled, and of which samples
+            they ended, bool [samples]: logits of the next tokens, float32 [samples that go on, vocab], or None, where
+            they are the last of vLLM's step; and the numbers of these samples, None for all.
         num_planned: the most tokens of each sample that vLLM's step may have.
         is_masked: the batch follows a grammar, which knows one token at a time.
     """
@@ -66,7 +69,7 @@ class StreamSampler(torch.nn.Module):
         super().__init__()
         self._uniforms = uniforms
         self.streams: dict[str, Stream] = {}
-        self.decode: Callable[[np.ndarray], torch.Tensor | None] = lambda token_ids: None
+        self.decode: Callable[..., tuple[torch.Tensor | None, np.ndarray | None]] = lambda *sampled: (None, None)
         self.num_planned = 1
         self.is_masked = False
         self._requests = model_runner.requests
@@ -85,19 +88,34 @@ class StreamSampler(torch.nn.Module):
         keys, positions = np.array([stream.key for stream in streams], np.uint64), np.array(starts, np.uint64)
         draws = self._uniforms(keys[:, None], positions[:, None] + np.arange(self.num_planned, dtype=np.uint64))
         temperature = divisor(sampling_metadata)
-        drawn = []
+        rows, metadata, drawn = np.arange(len(streams)), sampling_metadata, []
         while logits is not None:
             if self.is_masked:
                 logits = logits.to(torch.float32)
-                for processor in sampling_metadata.logitsprocs.non_argmax_invariant:
+                for processor in metadata.logitsprocs.non_argmax_invariant:
                     logits = processor.apply(logits)
-            probs = probabilities(logits, sampling_metadata, temperature)
-            tokens, values = draw(probs, draws[:, len(drawn)], sampling_metadata.all_greedy)
-            rows = zip(streams, tokens.tolist(), values.tolist(), starts, strict=True)
-            ends = [stream.take(token, value, start + len(drawn)) for stream, token, value, start in rows]
-            drawn.append(tokens.astype(np.int32))
-            logits = None if any(ends) else self.decode(tokens)
-        return SamplerOutput(sampled_token_ids=torch.from_numpy(np.stack(drawn, axis=1)), logprobs_tensors=None)
+            probs = probabilities(logits, metadata, temperature)
+            tokens, values = draw(probs, draws[rows, len(drawn)], metadata.all_greedy)
+            taken = zip(rows.tolist(), tokens.tolist(), values.tolist(), strict=True)
+            ended = [streams[row].take(token, value, starts[row] + len(drawn)) for row, token, value in taken]
+            drawn.append((rows, tokens))
+            logits, kept = self.decode(tokens, np.array(ended))
+            if kept is not None:
+                rows = rows[kept]
+                metadata = of_rows(sampling_metadata, rows)
+                temperature = divisor(metadata)
+        sampled = np.full((len(streams), len(drawn)), _NO_TOKEN, np.int32)
+        for number, (rows, tokens) in enumerate(drawn):
+            sampled[rows, number] = tokens
+        return SamplerOutput(sampled_token_ids=torch.from_numpy(sampled), logprobs_tensors=None)
+
+
+def of_rows(metadata: SamplingMetadata, rows: np.ndarray) -> SamplingMetadata:
+    """Return the parameters of some rows, int64 [rows]."""
+    index = torch.from_numpy(rows)
+    per_row = {name: getattr(metadata, name) for name in ("temperature", "top_k", "top_p")}
+    taken = {name: None if value is None else value[index] for name, value in per_row.items()}
+    return dataclasses.replace(metadata, **taken)
 
 
 def draw(probs: torch.Tensor, draws: np.ndarray, is_greedy: bool) -> tuple[np.ndarray, np.ndarray]:
