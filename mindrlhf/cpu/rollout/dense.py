@@ -31,7 +31,7 @@ _Product = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class _Layer:
-    """What a layer computes with, as it is after the last update of the weights."""
+    """Weights and products of a layer, as they are after the last update."""
 
     input_norm: torch.Tensor  # [hidden]
     qkv: _Product
