@@ -69,13 +69,20 @@ def pattern(template: str) -> re.Pattern[str]:
 
 
 def _any_of(fields: list[str]) -> str:
-    phrases = {phrase for field in fields for phrase in _phrases(field)}
-    ordered = sorted(phrases, key=lambda phrase: (-len(phrase), phrase))
-    words = [_phrase(phrase) for phrase in ordered if _begins_a_word(phrase)]
-    others = [_phrase(phrase) for phrase in ordered if not _begins_a_word(phrase)]
-    if words:  # none is tried within a word; the others begin with other letters, so that any order is right
-        others.insert(0, f"{_WORD_START}(?:{'|'.join(words)})")
-    return f"(?:{'|'.join(others)})"
+    phrases = sorted({phrase for field in fields for phrase in _phrases(field)}, key=lambda text: (-len(text), text))
+    words = [phrase for phrase in phrases if _begins_a_word(phrase)]
+    others = [phrase for phrase in phrases if not _begins_a_word(phrase)]
+    # No word is tried within another; the others begin with other letters, so that any order is right.
+    return f"(?:{_WORD_START}{_tree(words)}|{_tree(others)})"
+
+
+def _tree(phrases: list[str]) -> str:
+    """Any of ``phrases``. Those with one first letter stand together behind it, so that few are tried at a place."""
+    rests: dict[str, list[str]] = {}
+    for phrase in phrases:
+        rests.setdefault(re.escape(phrase[0]), []).append(_rest(phrase))
+    groups = [f"{letter}(?:{'|'.join(ends)})" for letter, ends in rests.items()]
+    return f"(?=[{''.join(rests)}])(?:{'|'.join(groups)})" if rests else "(?!)"
 
 
 def _phrases(field: str, has_comma: bool | None = None) -> set[str]:
@@ -83,9 +90,9 @@ def _phrases(field: str, has_comma: bool | None = None) -> set[str]:
     return {phrase for words in languages for phrase in words.get(field, "").lower().split("|")} - {""}
 
 
-def _phrase(phrase: str) -> str:
-    """``phrase``, and the end of a word in scripts that have spaces between words."""
-    text = re.escape(phrase).replace("\\ ", r"\s+").replace(r"\.\.\.", r"[^.!?\n]{0,80}?")
+def _rest(phrase: str) -> str:
+    """``phrase`` behind its first letter, and the end of a word in scripts that have spaces between words."""
+    text = re.escape(phrase[1:]).replace("\\ ", r"\s+").replace(r"\.\.\.", r"[^.!?\n]{0,80}?")
     return text + (r"(?![^\W\d_])" if _is_spaced(phrase[-1]) else "")
 
 

@@ -9,7 +9,7 @@ import re
 
 from mindrlhf.rewards.answers.forms import is_name, read_form, split
 from mindrlhf.rewards.answers.numeric import parse_number
-from mindrlhf.rewards.answers.spelling import plain_spelling
+from mindrlhf.rewards.answers.spelling import SIMPLE, plain_spelling
 from mindrlhf.rewards.answers.units import parse_quantity
 
 # The words on either side of a number that must stand in the prompt as well, for it to be copied.
@@ -102,6 +102,8 @@ def is_result(prediction: str, reference: str, prompt: str = "", *, is_marked: b
     # Plain spelling has a slash for it, as in a fraction.
     prediction = plain_spelling(prediction.replace("\u00f7", "\\div "))
     reference = plain_spelling(reference)
+    if prediction == reference and SIMPLE.fullmatch(prediction):
+        return True
     if all(parse_quantity(value) is not None for value in _parts(reference)):
         is_integer = (number := parse_number(reference)) is not None and number.value.denominator == 1
         if not all(_has_result(part, is_marked, is_integer) for part in _parts(prediction)):

@@ -14,7 +14,8 @@ from mindrlhf.rewards.answers.units import NAMES
 # Longer texts are no expressions; they are compared as they are.
 MAX_SPELLED_CHARS = 500
 
-_SIMPLE = re.compile(r"[-+$]{0,2}[0-9,]*[0-9](?:\.[0-9]+)?|[A-Za-z]+")
+# Numbers and words that have one spelling.
+SIMPLE = re.compile(r"[-+$]{0,2}[0-9,]*[0-9](?:\.[0-9]+)?|[A-Za-z]+")
 _END_TOKEN = re.compile(
     r"\s*(?:<\|[A-Za-z_][A-Za-z0-9_]{0,30}\|>|<\uff5c[^<>\uff5c\s]{1,40}\uff5c>|</?s>"
     r"|<(?:eos|bos|pad|end_of_turn|start_of_turn)>|\[(?:EOS|PAD)\])\s*$"
@@ -183,7 +184,7 @@ def plain_unicode(text: str) -> str:
 
 def plain_spelling(text: str) -> str:
     """``text`` in the one spelling that the rules of equality read. Long texts only lose their end tokens."""
-    if _SIMPLE.fullmatch(text):
+    if SIMPLE.fullmatch(text):
         return text
     text = without_end_tokens(_COMMENT.sub(" ", text)).strip()
     if len(text) > MAX_SPELLED_CHARS:
