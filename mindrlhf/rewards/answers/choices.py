@@ -84,7 +84,7 @@ def stated_choice(text: str) -> str | None:
         matches = [match for match in mark.finditer(tail) if not is_stated or not _is_denied(tail, match)]
         if matches:
             before, behind = tail[: matches[-1].start()], tail[matches[-1].end() :]
-            is_open = pattern(_ANOTHER).search(behind) or denies(behind) or is_rejected(before)
+            is_open = pattern(_ANOTHER).search(behind) or denies(behind) or (not is_stated and is_rejected(before))
             is_open = is_open or pattern(r"<denies>[^\w]*(?:\w+\s+)?\(?$").search(before)
             if is_open or (not is_stated and (_is_listing(tail, matches) or re.search(r"\b[A-J]\s*$", before))):
                 return None

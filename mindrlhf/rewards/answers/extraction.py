@@ -135,20 +135,23 @@ def is_marked(text: str) -> bool:
     return "#### " in text or bool(_answer_tags(text)) or has_box(text)
 
 
-def final_answer(text: str) -> str | None:
-    """The final answer of a text behind its thoughts, or None.
+def answer_marks(text: str) -> list[Mark]:
+    """Marks of answers in ``text``, a text behind its thoughts without end tokens, in order; the last ones of each.
 
-    Of a line after ``#### ``, ``<answer>...</answer>``, ``\\boxed{...}`` and "the answer is ..." (``marks``) that which
-    begins last decides; a box that is not closed is none. Without any it is the last expression (``prose``).
-
-    Answers side by side ("\\boxed{1} or \\boxed{2}") are a list; one that the text denies or takes back is none.
+    These are a line after ``#### ``, ``<answer>...</answer>``, ``\\boxed{...}`` and "the answer is ..." (``marks``).
     """
-    text = without_end_tokens(text)
-    marks = [*_hashes(text), *_answer_tags(text), *_boxes(text)]
-    stated = [mark for mark in stated_answers(text) if not any(mark.start < other.end for other in marks)]
-    if not marks and not stated:
-        return final_expression(text)
-    return _settled(text, sorted([*marks, *stated], key=lambda mark: mark.start))
+    found = [*_hashes(text), *_answer_tags(text), *_boxes(text)]
+    stated = [mark for mark in stated_answers(text) if not any(mark.start < other.end for other in found)]
+    return sorted([*found, *stated], key=lambda mark: mark.start)
+
+
+def final_answer(text: str, marks: Sequence[Mark]) -> str | None:
+    """The final answer of ``text``, that of the last of its ``answer_marks``; or None.
+
+    A box that is not closed is none. Without any mark it is the last expression (``prose``). Answers side by side
+    ("\\boxed{1} or \\boxed{2}") are a list; one that the text denies or takes back is none.
+    """
+    return _settled(text, marks) if marks else final_expression(text)
 
 
 def boxed_answer(text: str) -> str | None:

@@ -7,9 +7,17 @@ import re
 
 from mindrlhf.rewards.answers.choices import reference_choices, stated_choice, states_choice
 from mindrlhf.rewards.answers.equality import answers_equal
-from mindrlhf.rewards.answers.extraction import behind_thoughts, final_answer, has_box, is_marked, last_boxed, own_words
+from mindrlhf.rewards.answers.extraction import (
+    answer_marks,
+    behind_thoughts,
+    final_answer,
+    has_box,
+    is_marked,
+    last_boxed,
+    own_words,
+)
 from mindrlhf.rewards.answers.marks import extend, has_decimal_comma, plain_width
-from mindrlhf.rewards.answers.prose import stated_answer, stated_answers
+from mindrlhf.rewards.answers.prose import stated_answer
 from mindrlhf.rewards.answers.restated import is_result, restates
 from mindrlhf.rewards.answers.spelling import without_end_tokens
 
@@ -57,24 +65,19 @@ def answers_right(completion: str, answer: str, prompt: str, finish_reason: str,
     """
     if marks:
         extend(marks)
-    text = plain_width(without_end_tokens(own_words(behind_thoughts(completion, prompt)))).replace("\u00f7", "\\div ")
-    is_choice = reference_choices(reference_answer(answer)) is not None
-    has_mark = is_marked(text) or (states_choice(text) if is_choice else bool(stated_answers(text)))
-    if not has_mark and (finish_reason == "length" or (not is_choice and restates(text, prompt))):
-        return False
-    prediction = answer_to(text, answer)
-    if is_correct(prediction, answer, tolerance, prompt, is_marked=has_mark):
-        return True
-    if prediction is None or not has_decimal_comma(text[-_MAX_TAIL_CHARS:]):
-        return False
-    return is_correct(_DECIMAL_COMMA.sub(".", prediction), answer, tolerance, prompt, is_marked=has_mark)
-
-
-def answer_to(text: str, answer: str) -> str | None:
-    """The final answer of ``text`` to a question whose reference is ``answer``: a letter for a choice."""
+    text = without_end_tokens(plain_width(own_words(behind_thoughts(completion, prompt)))).replace("\u00f7", "\\div ")
     if reference_choices(reference_answer(answer)) is not None and not is_marked(text):
-        return stated_choice(without_end_tokens(text))
-    return final_answer(text)
+        is_whole = finish_reason != "length" or states_choice(text)
+        return is_whole and is_correct(stated_choice(text), answer, tolerance, prompt)
+    found = answer_marks(text)
+    if not found and (finish_reason == "length" or restates(text, prompt)):
+        return False
+    prediction = final_answer(text, found)
+    if is_correct(prediction, answer, tolerance, prompt, is_marked=bool(found)):
+        return True
+    if prediction is None or "," not in prediction or not has_decimal_comma(text[-_MAX_TAIL_CHARS:]):
+        return False
+    return is_correct(_DECIMAL_COMMA.sub(".", prediction), answer, tolerance, prompt, is_marked=bool(found))
 
 
 @functools.lru_cache(64)

@@ -114,6 +114,8 @@ def is_near(number: Number, reference: Number, tolerance: float) -> bool:
 
 def is_float32_of(reference: Number, number: Number) -> bool:
     """Return whether ``reference`` is what single precision makes of ``number``: 0.10000000149011612 of 0.1."""
+    if reference.value.denominator == 1:
+        return False
     rounded = struct.unpack("f", struct.pack("f", float(number.value)))[0]
     return number.value == Fraction(f"{rounded:.7g}") and reference.value == Fraction(repr(rounded))
 

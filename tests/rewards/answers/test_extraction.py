@@ -4,12 +4,14 @@ from hypothesis import strategies as st
 
 from mindrlhf.rewards.answers.extraction import (
     MAX_BOXED_CHARS,
+    answer_marks,
     behind_thoughts,
     final_answer,
     last_boxed,
     prefilled,
     response_text,
 )
+from mindrlhf.rewards.answers.spelling import without_end_tokens
 from mindrlhf.rewards.registry import built_in
 
 
@@ -86,7 +88,8 @@ def test_last_boxed_equals_a_slow_implementation(pieces):
     ],
 )
 def test_final_answer(text, answer):
-    assert final_answer(text) == answer
+    text = without_end_tokens(text)
+    assert final_answer(text, answer_marks(text)) == answer
 
 
 def test_a_box_too_long_for_an_answer_is_none():
