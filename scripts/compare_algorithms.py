@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 from mindrlhf.config.load import load_grpo_config
-from mindrlhf.config.parse import load
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.observe.records import read_jsonl
@@ -138,7 +137,7 @@ class Run:
         if not (self.directory / "summary.json").is_file():
             return False
         # Read as a config: a key that is newer than the run has the default, which the run had too.
-        used, _ = load(GrpoConfig, self.directory / "config.yaml", [f"run.output_dir={self.directory}"])
+        used = load_grpo_config(self.directory / "config.yaml", [f"run.output_dir={self.directory}"])
         used, wanted = dataclasses.asdict(used), dataclasses.asdict(self.config())
         differing = [f"{name}.{key}" for name in wanted for key in wanted[name] if used[name][key] != wanted[name][key]]
         if differing:

@@ -39,7 +39,7 @@ MOST = {
     "mindrlhf/checkpoint": 682,
     "mindrlhf/cli.py": 217,
     "mindrlhf/commands": 2263,
-    "mindrlhf/config": 4170,  # TASKS, in place of a copy each in cli, commands and training
+    "mindrlhf/config": 4143,  # TASKS, in place of a copy each in cli, commands and training
     "mindrlhf/cpu": 1328,
     "mindrlhf/data": 4195,
     "mindrlhf/debugging": 198,
@@ -62,8 +62,8 @@ MOST = {
     "mindrlhf/tools": 1774,
     "mindrlhf/training": 10307,
     "mindrlhf/weights": 4097,
-    "tests": 70477,
-    "scripts": 1864,
+    "tests": 70491,
+    "scripts": 1863,
     "docs": 32872,
 }
 

@@ -12,11 +12,6 @@ def needs_critic(config: RunConfig) -> bool:
     return "values" in advantages.find(config.algorithm.advantage).NEEDS
 
 
-def reference_is_base(config: RunConfig) -> bool:
-    """Return whether the reference model is the trained one without its adapters, so that it takes no memory."""
-    return config.lora.rank is not None and config.model.reference_path in ("", config.model.path)
-
-
 def correction_weight(config: RunConfig) -> str:
     """Return `correction.weight` with `auto` worked out.
 
@@ -73,8 +68,8 @@ def reference_path(config: RunConfig) -> str:
 
 
 def is_base(config: RunConfig, path: str) -> bool:
-    """Return whether the model in ``path`` is the trained one without its adapters, so that it takes no memory."""
-    return config.lora.rank is not None and path == config.model.path
+    """Return whether a reference model, in ``path`` if any, is the trained one without adapters: it takes no memory."""
+    return config.lora.rank is not None and path in ("", config.model.path)
 
 
 def names_reference(config: RunConfig) -> bool:

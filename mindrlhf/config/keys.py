@@ -14,10 +14,11 @@ _MAX_MEANT_CHARS = 64  # a comparison takes the product of the lengths
 MAX_INTEGER, MAX_NUMBER, MIN_NUMBER, MAX_SECONDS = 2**31 - 1, 1e9, 1e-30, 2e6
 
 
+_GPUS = ("gpu", "cuda", "rocm", "xpu", "tpu", "mps")
 # What people call a choice elsewhere; "" for what looks like one and means another.
 _OTHER_NAMES = {
     **dict.fromkeys(("npu", "davinci", "cann", "huawei", "910b", "ascend910b"), "ascend"),
-    **dict.fromkeys(("gpu", "cuda", "rocm", "xpu", "tpu", "mps"), ""),
+    **dict.fromkeys(_GPUS, ""),
     **dict.fromkeys(("bf16", "half"), "bfloat16"),
     **dict.fromkeys(("fp32", "f32", "float", "full", "single"), "float32"),
     "fp16": "float16",
@@ -57,6 +58,13 @@ REMOVED = REMOVED_WITHOUT_EFFECT | {
     "rollout.draft_tokens": "delete it; no tokens are drafted",
     "training.pack": "use training.packing: none for false",
 }
+
+
+def choice_hint(value: object, choices: Iterable[object]) -> str:
+    """Return how a message about a wrong choice ends: the one that was meant, or why there is none; may be empty."""
+    if near := nearest_choice(value, choices):
+        return f"; did you mean '{near}'?"
+    return "; no trainer runs on a GPU" if str(value).lower().partition(":")[0] in _GPUS else ""
 
 
 def nearest_choice(value: object, choices: Iterable[object]) -> str | None:

@@ -6,28 +6,10 @@ from mindrlhf.config.keys import RunConfig, key
 from mindrlhf.config.training import BY_LENGTH, FIRST_FIT, resolve_data_parallel
 from mindrlhf.errors import Rules
 
-_PACKING = "first_fit packs several responses into one sequence; none gives each one of its own"
-
 
 @dataclass(frozen=True)
-class SupervisedSection:
-    """Batches of prompts with a response each, and optimiser updates."""
-
-    rows_per_step: int = key(64, "packed sequences per optimiser update, over all ranks", minimum=1)
+class _FixedBatches:
     epochs: int = key(1, "passes over the training records", minimum=1)
-    micro_batch_size: int = key(4, "packed sequences per micro-batch and rank", minimum=1)
-    sequence_lengths: tuple[int, ...] = key(
-        (), "lengths that packed sequences may have, in tokens; empty means one that fits the longest record", minimum=8
-    )
-    packing: str = key(FIRST_FIT, _PACKING, choices=BY_LENGTH)
-
-
-@dataclass(frozen=True)
-class PreferenceSection:
-    """Batches of pairs, two responses to one prompt of which one is preferred, and optimiser updates."""
-
-    pairs_per_step: int = key(32, "pairs per optimiser update, over all ranks", minimum=1)
-    epochs: int = key(1, "passes over the training pairs", minimum=1)
     micro_batch_size: int = key(4, "packed sequences per micro-batch and rank", minimum=1)
     sequence_lengths: tuple[int, ...] = key(
         (),
@@ -35,7 +17,25 @@ class PreferenceSection:
         "prompt",
         minimum=8,
     )
-    packing: str = key(FIRST_FIT, _PACKING, choices=BY_LENGTH)
+    packing: str = key(
+        FIRST_FIT,
+        "first_fit packs several responses into one sequence; none gives each one of its own",
+        choices=BY_LENGTH,
+    )
+
+
+@dataclass(frozen=True)
+class SupervisedSection(_FixedBatches):
+    """Batches of prompts with a response each, and optimiser updates."""
+
+    rows_per_step: int = key(64, "packed sequences per optimiser update, over all ranks", minimum=1)
+
+
+@dataclass(frozen=True)
+class PreferenceSection(_FixedBatches):
+    """Batches of pairs, two responses to one prompt of which one is preferred, and optimiser updates."""
+
+    pairs_per_step: int = key(32, "pairs per optimiser update, over all ranks", minimum=1)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from mindrlhf.config.keys import MAX_INTEGER, MAX_NUMBER, MAX_SECONDS, MIN_NUMBER, REMOVED, nearest_choice
+from mindrlhf.config.keys import MAX_INTEGER, MAX_NUMBER, MAX_SECONDS, MIN_NUMBER, REMOVED, choice_hint
 from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.hub.cache import local_directory
 from mindrlhf.system.files import write_file
@@ -97,20 +97,6 @@ def read(cls: type, content: dict, overrides: Iterable[str] = ()) -> Reading:
     return Reading(config, frozenset(given), mistakes)
 
 
-def load(cls: type[Config], path: str | Path, overrides: Iterable[str] = ()) -> tuple[Config, frozenset[str]]:
-    """Read ``path``, apply ``section.key=value`` overrides and build a ``cls``.
-
-    Returns:
-        The config, and the dotted names of the keys that were given explicitly.
-
-    Raises:
-        UserError: an unknown key, a wrong type, a value out of range, or a missing required key.
-    """
-    reading = read(cls, read_yaml(path), overrides)
-    reading.mistakes.raise_if_any()
-    return reading.config, reading.given
-
-
 def write_config(config: Any, output_dir: Path) -> None:
     """Write the whole config, defaults included, to ``config.yaml`` in ``output_dir``."""
     plain = json.loads(json.dumps(dataclasses.asdict(config)))  # tuples become lists
@@ -149,18 +135,6 @@ def _empty(hint: Any, *, is_entry: bool) -> str | dict | None:
     if typing.get_origin(hint) is dict:
         return "" if is_entry else {}
     return "" if hint is str or typing.get_origin(hint) is tuple else None
-
-
-def build(cls: type[Config], content: Mapping[str, Any], where: str = "") -> Config:
-    """Build one (nested) section from a mapping; ``where`` is its dotted prefix in messages.
-
-    Raises:
-        UserError: as ``load``.
-    """
-    mistakes = Mistakes()
-    config = _build(cls, content, where, set(), mistakes)
-    mistakes.raise_if_any()
-    return config
 
 
 def _build(cls: type[Config], content: Any, where: str, given: set[str], mistakes: Mistakes) -> Config:
@@ -429,9 +403,7 @@ def _check_text(name: str, value: str) -> None:
 def _check_range(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
     choices, minimum, maximum = metadata["choices"], metadata["minimum"], metadata["maximum"]
     if choices and value not in choices:
-        near = nearest_choice(value, choices) if isinstance(value, str) else None
-        hint = f"; did you mean '{near}'?" if near else ""
-        hint = "; no trainer runs on a GPU" if name == "run.device" and str(value).startswith(("cuda", "gpu")) else hint
+        hint = choice_hint(value, choices)
         raise UserError(f"'{name}' is {_shown(value)}, but must be one of {', '.join(map(str, choices))}{hint}")
     if minimum is not None and isinstance(value, (int, float)):
         below = not (value > minimum if metadata["exclusive_minimum"] else value >= minimum)

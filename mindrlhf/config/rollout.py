@@ -55,7 +55,9 @@ class RolloutSection:
         "sample without end and train on what is complete, weights at most `off_policy_steps` steps old; see "
         "docs/async.md",
     )
-    replay_order: str = key("", "output directory of an asynchronous run to repeat exactly")
+    replay_order: str = key(
+        "", "output directory of an asynchronous run to repeat exactly", read_with="rollout.asynchronous"
+    )
     max_segments: int = key(
         4,
         "max. policy versions per response; the last one finishes it",
@@ -129,10 +131,6 @@ def schedule_rules(config: RunConfig) -> Rules:
             f"'rollout.off_policy_steps' is {ahead}, so that the server generates while the ranks train, and needs "
             "devices of its own: name them in rollout.env as ASCEND_RT_VISIBLE_DEVICES, or set it to 0"
         )
-    yield rollout.replay_order and not rollout.asynchronous, (
-        f"'rollout.replay_order' is {rollout.replay_order}, which repeats asynchronous runs only: set "
-        "rollout.asynchronous to true, or remove it"
-    )
     for name, usual in (("off_policy_steps", 2), ("segment_tokens", max(1, rollout.max_response_length // 8))):
         yield rollout.asynchronous and not getattr(rollout, name), (
             f"'rollout.asynchronous' is true, which needs rollout.{name}, and that is 0: set it ({usual} is usual)"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mindrlhf.cli import build_parser, main
 from mindrlhf.config.keys import nearest_choice
 from mindrlhf.config.load import CONFIGS
-from mindrlhf.config.parse import dotted_keys
+from mindrlhf.config.parse import dotted_keys, read
 from mindrlhf.errors import UserError
 from mindrlhf.hub.cache import no_directory
 from mindrlhf.rollout.vllm_options import check_positions
@@ -48,6 +48,21 @@ TEXT_CHOICES = sorted({one for one in CHOICES if all(isinstance(value, str) for 
 )
 def test_a_choice_is_meant_by_meaning_first(value, choices, meant):
     assert nearest_choice(value, choices) == meant
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        ("cuda", "; no trainer runs on a GPU"),
+        ("CUDA:0", "; no trainer runs on a GPU"),
+        ("gpu", "; no trainer runs on a GPU"),
+        ("npu", "; did you mean 'ascend'?"),
+        ("quantum", ""),
+    ],
+)
+def test_a_device_that_is_not_there_says_what_is(value, hint):
+    config = read(CONFIGS["train"], {"run": {"device": value}})
+    assert f"'run.device' is {value!r}, but must be one of cpu, ascend{hint}" in config.mistakes.messages
 
 
 @given(st.data())

@@ -47,7 +47,7 @@ def rehearse(work: dict, directory: Path, index: int) -> None:
     import mindspore as ms
     from mindspore.communication import init
 
-    from mindrlhf.config.parse import build
+    from mindrlhf.config.parse import read
     from mindrlhf.config.schema import GrpoConfig
     from mindrlhf.models.context import prepare_mindformers
     from mindrlhf.training.engine.build import build_actor
@@ -59,7 +59,7 @@ def rehearse(work: dict, directory: Path, index: int) -> None:
     ms.set_device("Ascend")
     init()
     prepare_mindformers("ascend", directory / "mindformers")
-    config = build(GrpoConfig, work["config"])
+    config = read(GrpoConfig, work["config"]).config
     actor = build_actor(config, tuple(work["row_lengths"]), Rank(index, work["world_size"]))
     written = []
     for buffer in work["buffers"]:

@@ -21,7 +21,6 @@ from mindrlhf.config.derived import (
     is_corrected,
     is_on_policy,
     needs_critic,
-    reference_is_base,
     reference_path,
 )
 from mindrlhf.config.memory import WHOLE, MemorySection
@@ -145,7 +144,7 @@ def build_offline(config: OfflineConfig, row_lengths: tuple[int, ...], rank: Ran
     else:
         head, model = models.policy(path, config.lora)
     if isinstance(config, DpoConfig):
-        if reference_is_base(config):
+        if is_base(config, config.model.reference_path):
             reference = Model(model.placement, model.graph, is_base=True)
         elif config.model.reference_path:
             reference = models.policy(config.model.reference_path)[1]

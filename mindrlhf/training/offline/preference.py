@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mindrlhf.checkpoint.algorithm_state import PairAccuracy
-from mindrlhf.config.derived import reference_is_base
+from mindrlhf.config.derived import is_base
 from mindrlhf.config.schema import DpoConfig, RewardModelConfig
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.mindrecord import PromptFile
@@ -74,7 +74,8 @@ class PreferenceTrainer(OfflineTrainer):
         training, self._rows = config.training, row_options(config, inputs, team.world_size)
         is_dpo = isinstance(config, DpoConfig)
         self._objective: Objective = DpoObjective(config.dpo) if is_dpo else RewardModelObjective(config.reward_model)
-        has_reference = is_dpo and (config.model.reference_path or reference_is_base(config))
+        path = config.model.reference_path
+        has_reference = is_dpo and (path or is_base(config, path))
         self._reference_name = "reference" if has_reference else "policy"
         self._pairs = self._with_reference(self._read(inputs.prompts))
         self._held_out = self._with_reference(self._read(inputs.held_out)) if inputs.held_out else None
