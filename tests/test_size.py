@@ -38,12 +38,12 @@ MOST = {
     "mindrlhf/algorithms": 2095,
     "mindrlhf/checkpoint": 682,
     "mindrlhf/cli.py": 217,
-    "mindrlhf/commands": 2263,
+    "mindrlhf/commands": 2267,
     "mindrlhf/config": 4143,  # TASKS, in place of a copy each in cli, commands and training
     "mindrlhf/cpu": 1328,
     "mindrlhf/data": 4195,
     "mindrlhf/debugging": 198,
-    "mindrlhf/doctor": 1273,
+    "mindrlhf/doctor": 1257,
     "mindrlhf/dryrun": 3648,
     "mindrlhf/errors.py": 126,
     "mindrlhf/evaluation": 658,
@@ -62,7 +62,7 @@ MOST = {
     "mindrlhf/tools": 1774,
     "mindrlhf/training": 10307,
     "mindrlhf/weights": 4097,
-    "tests": 70491,
+    "tests": 70520,
     "scripts": 1863,
     "docs": 32872,
 }

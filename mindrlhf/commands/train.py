@@ -216,16 +216,20 @@ def _signs_of_checking(config: str) -> Callable[[], contextlib.AbstractContextMa
 
 
 def _again(arguments: argparse.Namespace, overrides: list[str], place: "Place | None") -> str:
-    """Return the command line that starts this run."""
+    """Return the command line that starts this run, with the program as it was typed where no path leads to it."""
     import shlex
+    import shutil
+    import sys
 
+    program = sys.argv[0] if sys.argv[0].endswith("/mindrlhf") and not shutil.which("mindrlhf") else "mindrlhf"
     options = [] if arguments.workers == 1 else ["--workers", str(arguments.workers)]
+    options += ["--max-restarts", str(arguments.max_restarts)] if arguments.max_restarts else []
     options += ["--oversubscribe"] * arguments.oversubscribe + ["--elastic"] * arguments.elastic
     if place:
         spares = ["--spares", str(place.num_spares)] if place.num_spares else []
         options += ["--nodes", str(place.num_nodes), *spares, "--node-rank", str(place.node)]
         options += ["--master", arguments.master or f"{place.master}:{place.port}"]
-    return shlex.join(["mindrlhf", arguments.command, arguments.config, *overrides, *options])
+    return shlex.join([program, arguments.command, arguments.config, *overrides, *options])
 
 
 def _check_spares(arguments: argparse.Namespace) -> None:

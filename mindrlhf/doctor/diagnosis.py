@@ -19,7 +19,7 @@ from mindrlhf.doctor.ascend import CANN_PIN, ascend_checks, check_server
 from mindrlhf.doctor.check import Check
 from mindrlhf.launch.machine import has_npus
 from mindrlhf.sandbox.server import active_layers, describe, is_strong
-from mindrlhf.system.processor import instruction_sets
+from mindrlhf.system.processor import first_entry, instruction_sets
 
 PROBE_TIMEOUT_S = 120.0
 TRAINING_PINS = {"mindspore": "2.10.0", "mindformers": "2.0.0 or 2.1.0"}
@@ -124,7 +124,9 @@ def diagnose(
     """
     training_python = training_python or sys.executable
     try:
-        rollout_python = rollout_python or _find_rollout_python()
+        from mindrlhf.rollout.pool import find_rollout_python
+
+        rollout_python = rollout_python or find_rollout_python()
     except ImportError:
         # The training check says which package is missing; the usual place is still worth a look.
         rollout_python = str(Path(__file__).resolve().parents[2] / ".venv-rollout" / "bin" / "python")
@@ -196,7 +198,7 @@ def check_machine() -> list[Check]:
     checks = [Check("machine", "cores", "ok", str(num_cores))]
     if flags := instruction_sets():
         checks.append(_check_instruction_set(flags))
-    memory_bytes = int(_read_table("/proc/meminfo").get("MemAvailable", "0 kB").split()[0]) * 1024
+    memory_bytes = int((first_entry("MemAvailable", "/proc/meminfo") or "0 kB").split()[0]) * 1024
     is_enough = memory_bytes >= MIN_MEMORY_BYTES
     checks.append(
         Check(
@@ -283,12 +285,6 @@ def _check_shared_memory(path: Path) -> Check:
     return Check("machine", str(path), "warning", finding, f"mount -o remount,size=8G {path} (docker: --shm-size=8g)")
 
 
-def _find_rollout_python() -> str:
-    from mindrlhf.rollout.pool import find_rollout_python
-
-    return find_rollout_python()
-
-
 def _probe_server(python: str) -> dict[str, object] | str:
     from mindrlhf.rollout.vllm_options import VllmOptions, server_environment
 
@@ -317,18 +313,6 @@ def _probe(python: str, script: str, env: Mapping[str, str] | None = None) -> di
     except (IndexError, ValueError):
         last_words = (ended.stderr.strip() or ended.stdout.strip()).splitlines()[-1:]
         return f"did not answer (exit code {ended.returncode}{': ' if last_words else ''}{''.join(last_words)})"
-
-
-def _read_table(path: str) -> dict[str, str]:
-    """Return the first value of each ``name: value`` line of a /proc file; empty when it cannot be read."""
-    table: dict[str, str] = {}
-    try:
-        for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            table.setdefault(name.strip(), value.strip())
-    except OSError:
-        return {}
-    return table
 
 
 def _gib(num_bytes: int) -> str:

@@ -10,13 +10,13 @@ _AVX2 = frozenset({"avx2", "fma"})
 
 def instruction_sets() -> frozenset[str]:
     """Return the kernel's names of the instruction sets of an x86 processor; of another, nothing."""
-    return frozenset(of_first_processor("flags").split())
+    return frozenset(first_entry("flags").split())
 
 
-def of_first_processor(name: str) -> str:
-    """Return an entry of ``/proc/cpuinfo``, of the first processor; empty where there is none."""
+def first_entry(name: str, path: str = "/proc/cpuinfo") -> str:
+    """Return the first entry of that name of a file of /proc, such as that of the first processor; empty without."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")

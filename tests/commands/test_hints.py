@@ -32,8 +32,6 @@ TEXT_CHOICES = sorted({one for one in CHOICES if all(isinstance(value, str) for 
         ("npu", ("cpu", "ascend"), "ascend"),
         ("NPU", ("cpu", "ascend"), "ascend"),
         ("Ascend910B", ("cpu", "ascend"), "ascend"),
-        ("gpu", ("cpu", "ascend"), None),
-        ("cuda", ("cpu", "ascend"), None),
         ("CPU", ("cpu", "ascend"), "cpu"),
         ("GRPO", ("grpo", "ppo", "dr_grpo"), "grpo"),
         ("Dr. GRPO", ("grpo", "ppo", "dr_grpo"), "dr_grpo"),

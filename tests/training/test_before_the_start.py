@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,14 +15,15 @@ from preflight_cases import changed
 
 from mindrlhf.checkpoint import store as store_module
 from mindrlhf.checkpoint.state import RunState, pack_state, write_state
-from mindrlhf.cli import main
-from mindrlhf.commands.train import _advice
+from mindrlhf.cli import build_parser, main
+from mindrlhf.commands.train import _advice, _again, _check_spares
 from mindrlhf.config.load import load_config
 from mindrlhf.config.parse import write_config
 from mindrlhf.config.reward import RewardSection
 from mindrlhf.data.fingerprint import data_fingerprint
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.errors import STOPPED
+from mindrlhf.launch.nodes.place import Place
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.training.preflight.facts import checkpoint_bytes
@@ -195,6 +197,27 @@ def test_a_checkpoint_takes_weights_and_two_moments_of_what_is_trained(config, i
     followed = changed(config, "algorithm", beta=0.1, sync_ref_model=True)
     assert checkpoint_bytes(followed) == count * (4 + 2 * 4 + 4)
     assert 0 < checkpoint_bytes(changed(config, "lora", rank=2)) < count * 4
+
+
+@pytest.mark.parametrize(
+    ("typed", "path", "program"),
+    [
+        (".venv/bin/mindrlhf", "", ".venv/bin/mindrlhf"),  # by a script, in whose caller's shell nothing is activated
+        (".venv/bin/mindrlhf", "bin", "mindrlhf"),
+        ("mindrlhf/__main__.py", "", "mindrlhf"),
+    ],
+)
+def test_the_line_that_starts_a_run_again_can_be_typed(typed, path, program, tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "mindrlhf").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / path) if path else "")
+    monkeypatch.setattr(sys, "argv", [typed])
+    words = ["train", "c.yaml", "--workers", "2", "--nodes", "2", "--spares", "1", "--max-restarts", "3"]
+    arguments = build_parser().parse_args([*words, "--node-rank", "0", "--master", "10.0.0.1:8118"])
+    assert _again(arguments, ["run.seed=3"], None) == f"{program} train c.yaml run.seed=3 --workers 2 --max-restarts 3"
+    _check_spares(arguments)
+    again = shlex.split(_again(arguments, [], Place(0, 2, "10.0.0.1", 8118, 1)))
+    _check_spares(build_parser().parse_args(again[1:]))
 
 
 def test_advice_never_repeats_what_was_just_refused(tmp_path):

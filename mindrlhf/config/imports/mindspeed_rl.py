@@ -152,7 +152,7 @@ _OF_RL = (
     pairs("observe", "use_swanlab=sinks", {True: ["tensorboard", "swanlab"], False: None}),
     pairs("observe", "wandb_project=project swanlab_project=project", str),
     todo("wandb_exp_name swanlab_exp_name", shared.RUN_NAME),
-    pairs("tools", "max_tool_calls=max_turns", lambda calls: int(calls) + 1),
+    pairs("tools", "max_tool_calls=max_turns", lambda calls, source: int(calls) + 1),
     pairs("tools", "max_tool_response_length=max_response_tokens"),
     each("max_prompt_length", shared.prompt_length(f"{_SAMPLING}max_tokens", "rl_config.use_dynamic_bsz")),
     only("rule_reward", True, otherwise="set reward.model_path"),

@@ -1,5 +1,6 @@
 """Other stacks' configs as ours: every key is carried over or explained, and the numbers are those of a hand count."""
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,13 @@ def test_mindspeed_rl_by_hand(tmp_path):
     assert config.rollout.num_replicas == 16 // 4
     assert config.reward.verifier_function == ("base_acc",) and config.reward.timeout_s == 120
     assert "data build" in result.for_user["megatron_training.data_path"]
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_conversions_take_a_value_and_its_source(stack):
+    for key, (_, conversion) in STACKS[stack].TABLE.items():
+        if callable(conversion) and not isinstance(conversion, type):
+            assert inspect.signature(conversion).bind("value", "source"), key
 
 
 def test_mindrlhf_by_hand(tmp_path):
