@@ -69,7 +69,7 @@ def _check(arguments: argparse.Namespace) -> int:
     given = {name.partition("=")[0].partition(".")[0]: None for name in arguments.overrides} | read_yaml(path)
     task = arguments.kind or next(iter(tasks_of(given)), "train")
     sizes = {"num_ranks": num_ranks, "num_nodes": num_nodes}
-    checked = check_run(task, path, arguments.overrides, **sizes, is_elastic=arguments.elastic)
+    checked = check_run(task, path, arguments.overrides, **sizes, is_elastic=arguments.elastic, tries_rewards=True)
     mistakes = checked.mistakes.messages
     obstacles = [one for one in checked.obstacles.messages if one not in mistakes]
     if arguments.json:

@@ -13,7 +13,7 @@ MAX_RANKS_PER_CORE = 2
 VISIBLE_VARIABLE = "ASCEND_RT_VISIBLE_DEVICES"
 
 
-def check_ranks(device: str, num_ranks: int, *, oversubscribe: bool = False) -> str:
+def check_ranks(device: str, num_ranks: int, oversubscribe: bool = False) -> str:
     """Return a remark on ranks that share cores, empty when each has one of its own.
 
     Args:

@@ -48,6 +48,7 @@ from mindrlhf.training.loop.sampling.in_step import PromptSampling, Rollout
 from mindrlhf.training.preflight import RunInputs, check_grpo_inputs, check_sandbox
 from mindrlhf.training.preflight.features import replayed_experts
 from mindrlhf.training.preflight.output import FINAL_NAME
+from mindrlhf.training.preflight.rewards import try_rewards
 from mindrlhf.training.profiling.ranks import profile_dir
 from mindrlhf.training.replica_team import with_replicas
 from mindrlhf.training.runtime import Rank, num_nodes_from_environment, num_ranks_from_environment
@@ -109,6 +110,8 @@ class ReinforcementTask:
         if config.reward.verifier_function:
             failures = self._output_dir / "reward_failures.jsonl"
             rewards = stack.enter_context(RewardPool.from_config(config.reward, failures))
+            if remark := try_rewards(config.reward, inputs):
+                print(f"mindrlhf: {remark}", flush=True)
         self._ranks = ranks = Team(worker, connections)
         self.team = with_replicas(config, ranks)
         stack.callback(self.team.close)

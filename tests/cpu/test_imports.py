@@ -1,13 +1,17 @@
 """What is imported for good, what is left out of imports (in fresh interpreters), and packages that hold nothing."""
 
 import gc
+import os
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 
 import pytest
 
 from mindrlhf.cpu.imports import lasting_objects, left_out
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Knot:
@@ -110,3 +114,31 @@ def test_a_part_of_a_package_is_left_out_and_can_be_had_afterwards():
     from xml.dom import minidom
 
     assert minidom.Document().createElement("a").tagName == "a"
+
+
+VLLM = """
+import sys
+from mindrlhf.rollout.server.__main__ import quick_vllm
+with quick_vllm():
+    from mindrlhf.rollout.server import cpu_engine
+loaded = {"torch._inductor.lowering", "openai"} & sys.modules.keys()
+assert not loaded, f"{loaded} are loaded"
+
+import openai, torch, vllm.parser, torch._inductor.lowering
+calls = []
+@torch.compile(backend=lambda graph, inputs: calls.append(graph) or graph.forward)
+def double(x):
+    return 2 * x
+assert double(torch.ones(2)).tolist() == [2, 2] and len(calls) == 1, "what is made later is compiled"
+"""
+
+
+def test_vllm_is_imported_without_what_a_server_does_not_need(rollout_python):
+    done = subprocess.run(
+        [rollout_python, "-c", VLLM],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

