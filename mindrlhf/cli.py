@@ -36,10 +36,9 @@ _MAX_SHOWN_CHARS = 60
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 # Of options that are counts.
 _COUNTS = ("--workers", "--world-size", "--nodes", "--node-size", "--processes", "--threads", "--tensor-parallel")
-_COUNTS += ("--max-prompt-length", "--max-length", "--num-samples")
-_COUNTS += ("--min-pixels", "--max-pixels")
+_COUNTS += ("--max-prompt-length", "--max-length", "--num-samples", "--min-pixels", "--max-pixels", "--size")
 LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys(
-    ("--port", "--seed", "--num", "--max-restarts", "--spares", "--max-prompts"), 0
+    ("--port", "--seed", "--num", "--npus", "--lora", "--max-restarts", "--spares", "--max-prompts"), 0
 )
 _CLOSED_PIPE = 141  # of a program that SIGPIPE ends, as a shell sees it
 

@@ -182,7 +182,6 @@ def test_versions_of_the_toys_weights_differ(tmp_path):
     [
         (["--device"], "no NPU on this machine"),
         (["--device", "cpu", "--rungs", "0"], "no rung '0'"),
-        (["--device", "cpu", "--npus", "-1"], "at least 1"),
         (["--device", "cpu", "--output", "there"], "is there already"),
     ],
 )

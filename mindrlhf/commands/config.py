@@ -101,12 +101,6 @@ def _new(arguments: argparse.Namespace) -> int:
     from mindrlhf.hub.cache import no_directory
     from mindrlhf.training.preflight.facts import read_facts
 
-    for name, value, hint in (
-        ("npus", arguments.npus, "0 for the CPU, or the number of NPUs"),
-        ("lora", arguments.lora, "0 to train all weights, or the rank of adapters"),
-    ):
-        if value < 0:
-            raise UserError(f"--{name} is {value}: give {hint}")
     if not Path(arguments.model).is_dir():
         raise UserError(no_directory(arguments.model))
     eval_data = arguments.eval_data or _held_out(arguments.data)

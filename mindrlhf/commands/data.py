@@ -6,8 +6,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from mindrlhf.commands.vocabulary import add_template_options, allow_json, model_directory
-from mindrlhf.errors import UserError
+from mindrlhf.commands.vocabulary import add_template_options, allow_json, model_directory, print_json
 from mindrlhf.hub.cache import DATASETS
 from mindrlhf.system.terminal import visible
 
@@ -164,7 +163,7 @@ def run_build(arguments) -> int:
         allow_own_helpers=arguments.own_helpers,
     )
     if arguments.json:
-        print(json.dumps(asdict(report), indent=1, default=str))
+        print_json(asdict(report))
     else:
         print_report(report)
     if report.num_with_control_tokens:
@@ -262,8 +261,7 @@ def run_show(arguments) -> int:
     records = prompts.read(range(min(arguments.num, len(prompts))))
     if arguments.json:
         found = {"header": asdict(prompts.header), "records": [_plain(record, tokenizer) for record in records]}
-        print(json.dumps(found, indent=1))
-        return 0
+        return print_json(found)
     for name, value in asdict(prompts.header).items():
         if name == "template_source" and value:
             value = f"{len(value)} characters (--json prints them)"
@@ -300,11 +298,8 @@ def _print_images(record, number: int, directory: str | None) -> None:
         where = ""
         if directory is not None:
             path = Path(directory, f"{number:06d}_{image_number}.png")
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(file)
-            except OSError as error:
-                raise UserError(f"cannot write {path}: {error.strerror}") from error
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(file)
             where = f"  {path}"
         _print(f"image     {pixels.shape[1]} x {pixels.shape[0]} pixels{where}")
 
@@ -337,8 +332,6 @@ def _make_tasks(arguments: argparse.Namespace) -> int:
     from mindrlhf.system.files import whole_file
 
     name = arguments.name.partition(":")[2]
-    if arguments.size < 1:
-        raise UserError(f"--size {arguments.size}: at least 1 record is made")
     path = Path(arguments.output or ".") / f"{name}-{arguments.size}-seed{arguments.seed}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path, "w") as file:

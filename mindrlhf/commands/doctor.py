@@ -46,8 +46,6 @@ def _try(arguments: argparse.Namespace) -> int:
 
     device = arguments.device or "ascend"
     directory, names = Path(arguments.output).absolute(), choose_rungs(arguments.rungs)
-    if arguments.npus < 0:
-        raise UserError(f"--npus {arguments.npus}: give the number of devices to try, at least 1")
     python = find_rollout_python()
     num_devices = count_devices(device, arguments.npus)
     if directory.exists():

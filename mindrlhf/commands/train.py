@@ -456,8 +456,6 @@ def _resumption(arguments: argparse.Namespace) -> tuple[list[str], str]:
     """Return the overrides and what to resume; ``--resume`` alone may stand before an override."""
     from mindrlhf.errors import UserError
 
-    if arguments.max_restarts < 0:
-        raise UserError(f"--max-restarts is {arguments.max_restarts}: give 0 or more")
     overrides = arguments.overrides
     if arguments.command == "train" and arguments.replay_order:
         overrides = [*overrides, f"rollout.replay_order={arguments.replay_order}"]

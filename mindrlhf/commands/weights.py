@@ -180,8 +180,6 @@ def _random(arguments: argparse.Namespace) -> int:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise UserError(f"--config {arguments.config} does not exist: give a config.json")
-    if arguments.seed < 0:
-        raise UserError(f"--seed {arguments.seed}: give a seed of 0 or more")
     hf_config = read_json_object(path)
     export_hf(
         random_hf_weights(hf_config, arguments.seed),

@@ -93,7 +93,7 @@ def launch(
         rank 0. Standard error has the cause.
 
     Raises:
-        UserError, RunFailure: ``num_workers`` is below 1, or there is no ``msrun``; processes could not be killed.
+        UserError, RunFailure: there is no ``msrun``; processes could not be killed.
     """
     log_dir, advices = _prepared(Path(log_dir).absolute(), num_workers), (advice, advice_after_mistake or advice)
     bystanders = {status.pid for status in processes.descendants(os.getpid())}
@@ -121,8 +121,6 @@ def _follower(log_dir: Path, ranks: range, out: TextIO, says_stages: bool) -> Lo
 
 def _prepared(log_dir: Path, num_workers: int) -> Path:
     """Return the directory for the logs of a launch, made, and with those of an earlier one put aside."""
-    if num_workers < 1:
-        raise UserError(f"the number of workers is {num_workers}; give at least 1")
     log_dir.mkdir(parents=True, exist_ok=True)
     if launch_files(log_dir):
         keep_logs(log_dir)

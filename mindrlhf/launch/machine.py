@@ -24,8 +24,6 @@ def check_ranks(device: str, num_ranks: int, oversubscribe: bool = False) -> str
     Raises:
         UserError: no NPU, fewer NPUs than ranks, or far fewer cores than ranks.
     """
-    if num_ranks < 1:
-        raise UserError(f"--workers is {num_ranks}: give at least 1")
     if device == "ascend":
         return _check_npus(num_ranks)
     num_cores = len(os.sched_getaffinity(0))

@@ -59,7 +59,7 @@ COMMAND_MISTAKES = [
     ("train c.yaml --workers two", "--workers", "invalid int value: 'two'"),
     ("report nowhere", "no run directory nowhere", "that `mindrlhf train` wrote"),
     ("report runs/x run.max_steps=3", "run.max_steps=3", "no config to set keys of"),
-    ("config new --model m --npus -1", "--npus is -1", "give 0 for the CPU"),
+    ("config new --model m --npus -1", "--npus is -1", "give 0 or more"),
 ]
 
 
