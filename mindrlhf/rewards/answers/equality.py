@@ -180,9 +180,6 @@ class _Comparison:
             return False  # (3,004) is not (3,4)
         if {form.kind, reference.kind} == {"value", "set"} and "\\emptyset" in form.parts + reference.parts:
             return False
-        named = _named(form.parts), _named(reference.parts)
-        if named[0] and named[1]:
-            return self._matched(form.parts, reference.parts, depth, is_ordered=False)
         return self._matched(
             form.parts, reference.parts, depth, is_ordered="tuple" in kinds, is_set="set" in kinds and len(kinds) == 1
         )
@@ -277,10 +274,6 @@ def _can_be_read(text: str) -> bool:
     except Refused:
         return False
     return True
-
-
-def _named(parts: Sequence[str]) -> bool:
-    return all(len(pair := split(part, _EQUALS)) == 2 and is_name(pair[0]) for part in parts)
 
 
 def _listed(text: str) -> str:

@@ -68,6 +68,13 @@ _JOINT = (
     r"(?:,|;|/|\\(?:text|mathrm)\s*\{\s*(?:<joins>|,)\s*\}|<joins>|(?<=</answer>)(?=\s*<answer>))"
     r"(?:\s|[$*~,.]|\\[()\[\],;! ]|\\q?quad|</?answer>|<answer>|<equals>|\b(?:also|the|it|it's)\b|[a-z]\s*=|=)*"
 )
+# Around a box that is part of an expression, and so no answer: -\boxed{42}, \frac{\boxed{42}}{2}, \boxed{42}^2.
+_GOES_ON_BEFORE = re.compile(
+    r"(?:[0-9]|(?<!-)-|=\s*-\s+|[0-9A-Za-z)}]\s*\+\s*|\\(?:cdot|times|div|neq?|sqrt\s*\{|[dt]?frac\s*\{"
+    r"(?:[^{}]*\}\s*\{)?)\s*)\Z"
+)
+_MAX_OPERAND_CHARS = 40
+_GOES_ON_BEHIND = re.compile(r"[0-9]|\.[0-9]| *\^(?! *\{? *(?:\\circ|\\prime|\u00b0))| *[-+] *[0-9]")
 # An escaped character (\{ and \} are printed braces, \\ a line break) is skipped as one.
 _BRACE_OR_ESCAPE = re.compile(r"\\.|[{}]", re.DOTALL)
 
@@ -193,7 +200,7 @@ def _settled(text: str, marks: Sequence[Mark]) -> str | None:
             break
         joined.insert(0, mark)
     answer, before, behind = marks[-1].content, text[: joined[0].start], text[joined[-1].end :]
-    if is_denied(before) or denies(behind) or _is_part_of_box(text, marks[-1]):
+    if is_denied(before) or denies(behind) or _is_part(text, marks[-1]):
         return None
     later = [mark.content for mark in (*stated_answers(behind), *_hashes(behind), *_boxes(behind))]
     others = [value for value in (value_beside(before), other_value(behind), *later) if value is not None]
@@ -239,8 +246,12 @@ def _boxes(text: str) -> list[Mark]:
     return boxes
 
 
-def _is_part_of_box(text: str, mark: Mark) -> bool:
-    """Return whether ``mark`` stands in a box beside something else: ``\\boxed{7 or \\boxed{8}}``."""
+def _is_part(text: str, mark: Mark) -> bool:
+    """Return whether ``mark`` is a box in an expression, or stands in one beside other values: ``7 or \\boxed{8}``."""
+    is_box = text.startswith("\\", mark.start)
+    before = text[max(0, mark.start - _MAX_OPERAND_CHARS) : mark.start]
+    if is_box and (_GOES_ON_BEFORE.search(before) or _GOES_ON_BEHIND.match(text, mark.end)):
+        return True
     start = max(0, mark.start - MAX_LINE_CHARS)
     for match in _BOX.finditer(text[start : mark.start]):
         content = _braced(text, start + match.end()) if match["bare"] is None else None

@@ -162,7 +162,9 @@ def stated_answers(text: str) -> list[Mark]:
 
 def _bare_value(value: str) -> str:
     value = pattern(r"\s*<ends>[\s.]*$").sub("", _CALCULATION.sub("", value).strip())
-    value = _ANNOTATION.sub(lambda match: match.group() if _UNDECIDED.search(match.group()) else "", value)
+    note = _ANNOTATION.search(value)
+    if note is not None and not (_UNDECIDED.search(note[0]) or pattern("<wrong>").search(note[0])):
+        value = value[: note.start()]
     braces = "}" if value.count("{") < value.count("}") else ""
     return _HEDGES.sub("", value.strip(f"*_\"' \t{braces}"), count=1)
 
@@ -264,7 +266,6 @@ def stated_answer(text: str) -> str | None:
     """Return what a short answer states, 42 of "The answer is 42." or "42 apples are left"; None when unclear."""
     if len(text) > MAX_SENTENCE_CHARS or not re.search(r"[A-Za-z]{2,}[\s:]", text):
         return None
-    text = plain_unicode(text)
     text = re.sub(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}", r"\1", text)
     text = pattern(r",\s+(?=<denies>)").split(_ANNOTATION.sub("", text))[0]
     is_open = _UNDECIDED.search(text) or pattern("<denies>|<rejects>").search(text)
