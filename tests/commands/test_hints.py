@@ -73,26 +73,6 @@ def test_case_hyphens_and_spaces_never_hide_a_choice(data):
     assert found in alike
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["train", "c.yaml", "--worker_s", "2"], "unrecognized arguments: --worker_s; did you mean --workers?"),
-        (["train", "c.yaml", "--num-workers", "2"], "did you mean --workers or reward.num_workers=VALUE (keys of"),
-        (["train", "c.yaml", "--zzz"], "unrecognized arguments: --zzz; see"),
-        (["report", "run", "--svgg=x"], "did you mean --svg?"),
-        (["data", "build", "--output", "x", "--max-promt-length", "9"], "did you mean --max-prompt-length?"),
-        (["rewards", "list", "run.seed=1"], "this command has no config to set keys of"),
-        (["data", "get", "a/b", "c"], "quote a text that has spaces"),
-    ],
-)
-def test_words_that_nothing_takes_are_one_line(words, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
-
-
 @pytest.mark.parametrize("text", ["64", "1000", " 80 "])
 def test_a_size_without_unit_is_not_taken_for_bytes(text):
     with pytest.raises(UserError, match=f"{int(text):,} bytes: write a number and a unit"):

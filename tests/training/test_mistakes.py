@@ -59,6 +59,13 @@ COMMAND_MISTAKES = [
     ("train c.yaml --workers two", "--workers", "invalid int value: 'two'"),
     ("report nowhere", "no run directory nowhere", "that `mindrlhf train` wrote"),
     ("report runs/x run.max_steps=3", "run.max_steps=3", "no config to set keys of"),
+    ("train c.yaml --worker_s 2", "unrecognized arguments: --worker_s", "did you mean --workers?"),
+    ("train c.yaml --num-workers 2", "--num-workers", "did you mean --workers or reward.num_workers=VALUE (keys of"),
+    ("train c.yaml --zzz", "unrecognized arguments: --zzz", "see"),
+    ("report run --svgg=x", "--svgg", "did you mean --svg?"),
+    ("data build --output x --max-promt-length 9", "--max-promt-length", "did you mean --max-prompt-length?"),
+    ("rewards list run.seed=1", "run.seed=1", "this command has no config to set keys of"),
+    ("data get a/b c", "c", "quote a text that has spaces"),
     ("config new --model m --npus -1", "--npus is -1", "give 0 or more"),
 ]
 

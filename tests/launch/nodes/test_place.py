@@ -61,11 +61,18 @@ def test_options_win_over_the_environment_and_fill_its_gaps():
         ((None, 1, None, {}), "--node-rank is 1, but --nodes is missing"),
         ((None, None, "a:1", {}), "--master is a:1, but --nodes is missing"),
         (("auto", None, None, {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "8(x4)"}), "start one, srun --ntasks-per-node=1"),
+        # With --elastic, and with --role rollout.
+        ((None, None, None, {}, 0, True), "--elastic is given, but --master is missing"),
+        ((None, 1, "a", {}, 0, True), "--node-rank is 1, but the 1 nodes are numbered from 0 to 0"),
+        (("2", None, "a", {}, 0, True), "--node-rank is missing"),
+        (("2", 1, "a", {}, 0, True, True), "have no number: leave it out"),
+        (("2", None, "a", {}, 0, False, True), "--role is rollout, but --elastic is missing"),
     ],
 )
 def test_what_is_missing_or_senseless_is_named(arguments, message):
+    options = dict(zip(("is_elastic", "is_for_rollout"), arguments[5:]))
     with pytest.raises(UserError, match=message):
-        find_place(*arguments)
+        find_place(*arguments[:5], **options)
 
 
 def test_nodes_for_rollout_only_have_no_number_of_their_own():
@@ -75,18 +82,3 @@ def test_nodes_for_rollout_only_have_no_number_of_their_own():
     rollout = {**elastic, "is_for_rollout": True}
     assert find_place(None, None, "a:1", {}, **rollout) == Place(1, 1, "a", 1, **rollout)
     assert find_place("2", None, "a:1", {}, 1, **rollout) == Place(3, 2, "a", 1, 1, **rollout)
-
-
-@pytest.mark.parametrize(
-    "arguments, options, message",
-    [
-        ((None, None, None), {"is_elastic": True}, "--elastic is given, but --master is missing"),
-        ((None, 1, "a"), {"is_elastic": True}, "--node-rank is 1, but the 1 nodes are numbered from 0 to 0"),
-        (("2", None, "a"), {"is_elastic": True}, "--node-rank is missing"),
-        (("2", 1, "a"), {"is_elastic": True, "is_for_rollout": True}, "have no number: leave it out"),
-        (("2", None, "a"), {"is_for_rollout": True}, "--role is rollout, but --elastic is missing"),
-    ],
-)
-def test_what_is_senseless_for_nodes_for_rollout_only_is_named(arguments, options, message):
-    with pytest.raises(UserError, match=message):
-        find_place(*arguments, {}, **options)
