@@ -40,8 +40,9 @@ _SYSTEM = re.compile(rf"{_SOLUTIONS.pattern}(?:\s*;\s*{_SOLUTIONS.pattern})+")
 _RANGE = re.compile(r"(-?[0-9]{1,4}), ?(-?[0-9]{1,4}), ?(?:\\[lc]?dots|\.\.\.) ?, ?(-?[0-9]{1,4})")
 _EQUALS = re.compile("==?")
 _LISTED_IN_TEXT = re.compile(r"^\\text\s*\{([^{}]*(?:,| and | or )[^{}]*)\}$")
+_ARTICLE = re.compile(r"^(?:an?|the) ")
 _AND = re.compile(r"\band\b")
-_CURRENCY_CODE = re.compile(r"(?:USD|EUR|GBP|INR|Rs\.?|US)\s*(?=[$0-9])")
+_CURRENCY_CODE = re.compile(r"(?:USD|EUR|GBP|INR|Rs\.?|US|₹)\s*(?=[$0-9])")
 # A variable stands before a bracket without a space: 3x(x-2).
 _TIMES = re.compile(r"(?<=[0-9)%])(?<!(?<![0-9.])0)(?:\s*[xX]\s*(?=[0-9])|\s+[xX]\s+(?=\())")
 _MAX_DEPTH = 4
@@ -323,4 +324,4 @@ def _words(text: str) -> str | None:
     if len(plain) > MAX_EXPRESSION_CHARS or not _WORDS.fullmatch(plain):
         return None
     is_word = plain != text or len(plain) >= _MIN_WORD_CHARS
-    return plain.casefold() if is_word else None
+    return _ARTICLE.sub("", plain.casefold()) if is_word else None

@@ -102,7 +102,8 @@ _VALUE_END = (
     r"|\s+[-\u2013\u2014]+\s+(?=[^\W\d_]{2})|</|<\||,\s*(?=\")"
 )
 _ANNOTATION = re.compile(
-    r"(?<=[\w$}\])*])\s+[(\[](?!mod|base|in |hex|bin|oct|of )(?:[0-9]{1,2}|[^()\[\]]*[^\W\d_]{2}[^()\[\]]*)[)\]]$",
+    r"(?<=[\w$}\])*])(?<!\\cup)(?<!\\cap)\s+[(\[](?!mod|base|in |hex|bin|oct|of )"
+    r"(?:[0-9]{1,2}|[^()\[\]]*[^\W\d_]{2}[^()\[\]]*)[)\]]$",
     re.IGNORECASE,
 )
 _CALCULATION = re.compile(r"<<[^<>\n]{0,200}>>")  # before its result, as in GSM8K's solutions
@@ -166,7 +167,9 @@ def _bare_value(value: str) -> str:
     if note is not None and not (_UNDECIDED.search(note[0]) or pattern("<wrong>").search(note[0])):
         value = value[: note.start()]
     braces = "}" if value.count("{") < value.count("}") else ""
-    return _HEDGES.sub("", value.strip(f"*_\"' \t{braces}"), count=1)
+    value = value.strip(f"*_\"' \t{braces}")
+    hedge = _HEDGES.match(value)
+    return value if hedge is None else value[hedge.end() :]
 
 
 def _undenied(gap: str, value: str) -> str | None:

@@ -24,7 +24,7 @@ _NO_UNITS = {"and", "or", "to", "mod", "times", "over", "plus", "minus", "sqrt",
 _PROSE = {"in", "min", "m", "s", "h", "day", "days", "K", "n", "j", "w", "v"}
 
 _QUANTITY = re.compile(
-    r"(?P<number>[^A-Za-z\\°^]*[0-9.%]|[-+]?[0-9]*\\[dt]?frac\{[0-9]+\}\{[0-9]+\})"
+    r"(?P<number>[^A-Za-z\\°^]*[0-9.%]|[-+]?[0-9]*\s*\\[dt]?frac\{[0-9]+\}\{[0-9]+\})"
     r"(?P<space>(?:\s|~|\\[ ,;!])*)"
     r"(?:\\(?:text|textrm|mathrm|mbox|rm)\s*\{(?P<text>[^{}]*(?:\{[^{}]*\})?)\}(?P<text_power>(?:\^\{?[23]\}?)?)"
     r"|(?P<degrees>\^?\s*\{?(?:\\circ|°)\}?)(?:\s*\\?(?:text|mathrm)?\{?(?P<scale>[CFK])\}?)?"
