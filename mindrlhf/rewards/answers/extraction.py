@@ -121,8 +121,9 @@ def behind_thoughts(completion: str, prompt: str = "") -> str:
     return "" if opened else text[start:]
 
 
-def own_words(text: str) -> str:
-    """A response without the calls of tools in it and what they have answered, which is not the model's answer."""
+def own_words(completion: str, prompt: str = "") -> str:
+    """The part of a response behind its thoughts, without calls of tools and their replies, which are no answer."""
+    text = behind_thoughts(completion, prompt)
     return _TOOL_TURN.sub("\n", text) if "</tool_" in text else text
 
 

@@ -7,15 +7,7 @@ import re
 
 from mindrlhf.rewards.answers.choices import reference_choices, stated_choice, states_choice
 from mindrlhf.rewards.answers.equality import answers_equal
-from mindrlhf.rewards.answers.extraction import (
-    answer_marks,
-    behind_thoughts,
-    final_answer,
-    has_box,
-    is_marked,
-    last_boxed,
-    own_words,
-)
+from mindrlhf.rewards.answers.extraction import answer_marks, final_answer, has_box, is_marked, last_boxed, own_words
 from mindrlhf.rewards.answers.marks import extend, has_decimal_comma, plain_width
 from mindrlhf.rewards.answers.prose import stated_answer
 from mindrlhf.rewards.answers.restated import is_result, restates
@@ -65,7 +57,7 @@ def answers_right(completion: str, answer: str, prompt: str, finish_reason: str,
     """
     if marks:
         extend(marks)
-    text = without_end_tokens(plain_width(own_words(behind_thoughts(completion, prompt)))).replace("\u00f7", "\\div ")
+    text = without_end_tokens(plain_width(own_words(completion, prompt))).replace("\u00f7", "\\div ")
     if reference_choices(reference_answer(answer)) is not None and not is_marked(text):
         is_whole = finish_reason != "length" or states_choice(text)
         return is_whole and is_correct(stated_choice(text), answer, tolerance, prompt)

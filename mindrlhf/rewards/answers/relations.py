@@ -19,10 +19,6 @@ _REALS = re.compile(
     r"\\mathbb\s*\{?R\}?|\\(?:text\{)?\s*all real numbers\}?|all reals?(?: numbers)?|\\text\{all reals?(?: numbers)?\}",
     re.IGNORECASE,
 )
-_NOTHING = re.compile(
-    r"\\emptyset|(?:\\text\{)?\s*(?:there (?:is|are) )?(?:no (?:real )?solutions?|(?:the )?empty set)\s*\}?",
-    re.IGNORECASE,
-)
 _SET_LIKE = re.compile(
     r"\\(?:le|ge|ne|cup|cap|setminus|in|emptyset|infty|mathbb)(?![A-Za-z])|[<>]|all real|no (?:real )?sol|empty set",
     re.IGNORECASE,
@@ -72,8 +68,6 @@ def _read_set(text: str) -> tuple[str | None, Any] | None:
     if len(member) == 2 and _VARIABLE.fullmatch(member[0]) and len(split(member[1], _AND)) == 1:
         found = _read_set(member[1])
         return None if found is None or found[0] is not None else (member[0].lower(), found[1])
-    if _NOTHING.fullmatch(text):
-        return None, sympy.S.EmptySet
     for separator, combine in ((_OR, sympy.Union), (_WITHOUT, sympy.Complement), (_AND, sympy.Intersection)):
         pieces = split(text, separator)
         if 1 < len(pieces) <= MAX_PIECES:

@@ -1,6 +1,6 @@
 """Accuracy for models that start without a chat format."""
 
-from mindrlhf.rewards.answers.extraction import behind_thoughts, boxed_answer, own_words
+from mindrlhf.rewards.answers.extraction import boxed_answer, own_words
 from mindrlhf.rewards.answers.grading import is_correct
 from mindrlhf.rewards.registry import register_comparing
 from mindrlhf.rewards.verifiers.strict_format import strict_format
@@ -15,5 +15,5 @@ def base_acc(completion: str, answer: str, *, prompt: str = "", tolerance: float
     Raises:
         ValueError: the reference answer is empty.
     """
-    found = boxed_answer(own_words(behind_thoughts(completion, prompt)))
+    found = boxed_answer(own_words(completion, prompt))
     return strict_format(completion, answer, prompt=prompt) * is_correct(found, answer, tolerance, prompt)

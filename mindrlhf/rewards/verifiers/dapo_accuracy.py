@@ -1,6 +1,6 @@
 """Accuracy as DAPO rewards it."""
 
-from mindrlhf.rewards.answers.extraction import answer_line, behind_thoughts, own_words
+from mindrlhf.rewards.answers.extraction import answer_line, own_words
 from mindrlhf.rewards.answers.grading import is_correct
 from mindrlhf.rewards.answers.spelling import without_end_tokens
 from mindrlhf.rewards.registry import register_comparing
@@ -22,5 +22,5 @@ def acc_for_dapo(completion: str, answer: str, *, prompt: str = "", tolerance: f
     Raises:
         ValueError: the reference answer is empty.
     """
-    tail = without_end_tokens(own_words(behind_thoughts(completion, prompt)))[-MAX_TAIL_CHARS:]
+    tail = without_end_tokens(own_words(completion, prompt))[-MAX_TAIL_CHARS:]
     return 1.0 if is_correct(answer_line(tail), answer, tolerance, prompt) else -1.0

@@ -2,7 +2,7 @@
 
 import re
 
-from mindrlhf.rewards.answers.extraction import behind_thoughts, own_words
+from mindrlhf.rewards.answers.extraction import own_words
 from mindrlhf.rewards.answers.prose import denies
 from mindrlhf.rewards.registry import register_comparing
 
@@ -31,7 +31,7 @@ def knights_and_knaves(completion: str, answer: str, *, prompt: str = "") -> flo
     truth = roles(answer)
     if not truth:
         raise ValueError(f"the reference answer {answer[:80]!r} is no solution, such as 'Zoey is a knave'")
-    text = own_words(behind_thoughts(completion, prompt))
+    text = own_words(completion, prompt)
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     solution, behind = text[start:end], text[end:].removeprefix("</answer>")

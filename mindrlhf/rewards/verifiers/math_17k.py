@@ -1,6 +1,6 @@
 """Accuracy on DAPO-Math-17k and other data of competition problems."""
 
-from mindrlhf.rewards.answers.extraction import answer_line, behind_thoughts, boxed_answer, has_box, own_words
+from mindrlhf.rewards.answers.extraction import answer_line, boxed_answer, has_box, own_words
 from mindrlhf.rewards.answers.grading import is_correct
 from mindrlhf.rewards.registry import register_comparing
 
@@ -16,6 +16,6 @@ def math_17k_acc(completion: str, answer: str, *, prompt: str = "", tolerance: f
     Raises:
         ValueError: the reference answer is empty.
     """
-    text = own_words(behind_thoughts(completion, prompt))
+    text = own_words(completion, prompt)
     found = boxed_answer(text) if has_box(text) else answer_line(text)
     return float(is_correct(found, answer, tolerance, prompt))

@@ -1,6 +1,6 @@
 """Is what stands in the box right?"""
 
-from mindrlhf.rewards.answers.extraction import behind_thoughts, boxed_answer, own_words
+from mindrlhf.rewards.answers.extraction import boxed_answer, own_words
 from mindrlhf.rewards.answers.grading import is_correct
 from mindrlhf.rewards.registry import register_comparing
 
@@ -15,5 +15,5 @@ def qwen_accuracy_reward(completion: str, answer: str, *, prompt: str = "", tole
     Raises:
         ValueError: the reference answer is empty.
     """
-    found = boxed_answer(own_words(behind_thoughts(completion, prompt)))
+    found = boxed_answer(own_words(completion, prompt))
     return float(is_correct(found, answer, tolerance, prompt))
