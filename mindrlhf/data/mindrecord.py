@@ -167,12 +167,12 @@ def _write_records(
     for batch in batches:
         rows = [_row(record, schema) for record in batch]
         if rows:  # MindRecord refuses an empty list
-            with _one_line_errors(f"MindRecord cannot write {path.name}"):
+            with _one_line_errors(f"MindRecord cannot write {path.name} (if its disk is full, make room)"):
                 writer.write_raw_data(rows)
             num_written += len(rows)  # rows that do not fit the schema were taken out, with a mere warning
     written = header()
     assert num_written == written.num_kept, f"wrote {num_written} records, the header says {written.num_kept}"
-    with _one_line_errors(f"MindRecord cannot write {path.name}"):
+    with _one_line_errors(f"MindRecord cannot write {path.name} (if its disk is full, make room)"):
         writer.commit()
     return written
 

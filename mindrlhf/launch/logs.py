@@ -15,7 +15,7 @@ HARMLESS_LINES = re.compile(
             r"^\[(DEBUG|INFO)\] [A-Z]",
             r"^\[WARNING\] .*\[mindspore/ccsrc/(include/)?cluster/(rpc|topology)/",
             r"^\[WARNING\] .*\[mindspore/ccsrc/.*collective",
-            r"^\[WARNING\] .*/thread_bind_core\.py:",
+            r"^\[WARNING\] .*(/thread_bind_core\.py:|set_cpu_affinity is not enabled)",
             r"^\[WARNING\] .*The number of actor threads is only",
             r"^\[WARNING\] .*Skip to bind thread core",
             # Kept graphs: MindSpore cannot know that what they were made of was compared.

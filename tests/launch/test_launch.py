@@ -316,6 +316,9 @@ def test_a_found_port_can_be_bound_and_is_not_ephemeral():
 CLUSTER_NOISE = (
     "[WARNING] DISTRIBUTED(6513,7fcb,python):2026-01-01-02:02:48.492.325 "
     "[mindspore/ccsrc/cluster/rpc/tcp/tcp_comm.cc:485] Connect] Connection 11 source: 127.0.0.1:1\n"
+    "[WARNING] ME(2692:139810163837824,MainProcess):2026-11-28-12:35:35.676.000 [mindspore/runtime/executor.py:215] "
+    "set_cpu_affinity is not enabled because the environment does not meet the basic conditions for binding core.\n"
+    "[INFO] BLAS kernels: SKYLAKEX; threads: 1\n"
 )
 
 
