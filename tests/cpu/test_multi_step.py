@@ -110,6 +110,12 @@ def test_samples_are_the_same(rollout_python, directory):
     assert len({len(tokens) for tokens in cases["stop tokens"]["one"]["tokens"]}) > 5
     assert set(cases["stop tokens"]["one"]["reasons"]) == {"stop", "length"}
     assert all(several < one for one, several in steps.values())
+    # Three prompts of 5, 32 and 33 tokens for four samples each, in blocks of 32 that the others find.
+    shared, apart = result["shared"]
+    assert shared["read"][0] == (5 + 3) + (32 + 3) + (33 + 3)
+    assert apart["read"][0] == 4 * 5 + 4 * 32 + 33 + 3
+    assert shared["tokens"] == apart["tokens"]
+    np.testing.assert_allclose(shared["sums"], apart["sums"], atol=2e-4)
 
 
 @pytest.mark.parametrize("model", [QWEN3, LLAMA3], ids=["norms of heads", "scaled rotation"])

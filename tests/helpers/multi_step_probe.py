@@ -4,7 +4,8 @@ usage: python tests/helpers/multi_step_probe.py < JSON of (config of an engine, 
 
 A case: "prompts", "num_samples", "max_tokens" of each, "sampling", and "interrupt", after how many passes of a step
 somebody interrupts it (0: nobody). Prints "probe" and JSON: whether tokens were planned "several" at a time at all, and
-computed as of a "dense" model; by case and by "one" or "several" the steps that vLLM planned and the samples, with
+computed as of a "dense" model; the first case once more with prompts that are "shared" by their samples and not, with
+the tokens that each pass "read"; by case and by "one" or "several" the steps that vLLM planned and the samples, with
 digests of what must be equal bit for bit.
 """
 
@@ -19,6 +20,7 @@ with quick_imports():
     import torch
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
+    from mindrlhf.cpu.rollout import shared_prefill
     from mindrlhf.rollout.server.cpu_engine import build_engine
 
 
@@ -62,6 +64,7 @@ def run(engine, case, max_tokens) -> dict:
         "tokens": [sample.token_ids.tolist() for sample in finished],
         "reasons": [sample.finish_reason for sample in finished],
         "logprobs": logprobs.hexdigest(),
+        "sums": [float(sample.logprobs.sum()) for sample in finished],
         "experts": experts.hexdigest(),
         "has experts": finished[0].experts is not None,
     }
@@ -83,7 +86,19 @@ def probe(config, cases) -> dict:
     engine.step()
     engine.abort()
     results["after an abort"] = {"one": results[next(iter(cases))]["one"], "several": run(engine, case, several)}
-    return {"several": several > 1, "dense": engine._steps._is_dense, "cases": results}
+    shared = {}
+    if engine._steps._is_dense:
+        shared = {least: read(engine, case, several, least) for least in (0, shared_prefill.LEAST_SAVED)}
+    return {"several": several > 1, "dense": engine._steps._is_dense, "cases": results, "shared": list(shared.values())}
+
+
+def read(engine, case, max_tokens, least_saved) -> dict:
+    """Run a case where samples share the reading of prompts if that saves so much; note how many tokens were read."""
+    shared_prefill.LEAST_SAVED, lengths, forward = least_saved, [], engine._steps._forward
+    engine._steps._forward = lambda **inputs: lengths.append(len(inputs["input_ids"])) or forward(**inputs)
+    found = run(engine, case, max_tokens)
+    engine._steps._forward = forward
+    return {**found, "read": lengths}
 
 
 if __name__ == "__main__":

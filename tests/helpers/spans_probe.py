@@ -6,7 +6,8 @@ usage: python tests/helpers/spans_probe.py < JSON of (config of an engine, cases
 A case: "prefixes" that go on, "round", the first, and "num_rounds", "segment", tokens that each gets in a round,
 "sampling", and "disturbances", seeds. With each of these all rounds are made once more: `step` is interrupted at random
 passes, and a batch that nobody reads is begun before and broken off at a random step. Seed 0 disturbs nothing.
-Products are rounded by their number of rows (``row_rounding.py``). Prints "probe" and JSON, for each case: by
+Products are rounded by their number of rows (``row_rounding.py``), and prompts are read once for their samples, however
+small the model. Prints "probe" and JSON, for each case: by
 disturbance and round a digest of tokens and log-probabilities, and the prefixes that it began with; and the rounds once
 more from each but the first, in an engine of another process, as after a restart.
 """
@@ -85,7 +86,10 @@ def probe(config, cases) -> dict:
     import row_rounding
     from vllm.model_executor.layers import utils
 
+    from mindrlhf.cpu.rollout import shared_prefill
+
     row_rounding.round_by_rows(utils)
+    shared_prefill.LEAST_SAVED = 0
 
     def all_runs(engine):
         return {name: {seed: run(engine, case, seed) for seed in case["disturbances"]} for name, case in cases.items()}

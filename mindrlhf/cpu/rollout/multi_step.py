@@ -27,6 +27,7 @@ from vllm.v1.request import Request
 
 from mindrlhf.cpu.rollout.dense import DenseDecoder
 from mindrlhf.cpu.rollout.sampler import StreamSampler
+from mindrlhf.cpu.rollout.shared_prefill import SharedPrefill
 
 # Of a step. More would gain little.
 MAX_TOKENS = 64
@@ -59,6 +60,9 @@ class MultiStep:
             return
         sampler.decode = self._decode
         self._scheduler._update_request_with_output = self._take_tokens
+        self._prefill: SharedPrefill | None = None
+        if self._is_dense:  # a recorder of experts would miss what is not read
+            self._prefill = SharedPrefill(core.scheduler, model_runner.get_model())
         coordinator = self._scheduler.kv_cache_manager.coordinator
         self._cache_blocks, coordinator.cache_blocks = coordinator.cache_blocks, self._cache_prompt
         # What the last pass that vLLM planned ran with.
@@ -78,6 +82,8 @@ class MultiStep:
         self._left, self._num_more, self._unfinished = max_tokens - 1, 0, 0
         self._is_interrupted, self._decoder = is_interrupted, None
         self._sampler.num_planned = max_tokens
+        if self._is_dense:
+            self._prefill.begin()
         self._scheduler.num_lookahead_tokens += max_tokens - 1
         try:
             outputs, model_executed = self._core.step_fn()
@@ -200,7 +206,10 @@ class MultiStep:
     def _forward_and_keep(self, **inputs: Any):
         self._context, self._inputs = get_forward_context(), inputs
         self._names = list(self._runner.input_batch.req_ids)
-        return self._forward(**inputs)
+        hidden = self._forward(**inputs)
+        if self._prefill is not None:
+            self._prefill.spread(hidden, self._names, self._attention)
+        return hidden
 
 
 def order_of_the_rest(ended: np.ndarray) -> np.ndarray:
