@@ -53,7 +53,7 @@ MOST = {
     "mindrlhf/layout": 1250,
     "mindrlhf/models": 3890,
     "mindrlhf/observe": 2620,
-    "mindrlhf/rewards": 6003,
+    "mindrlhf/rewards": 6007,
     "mindrlhf/rollout": 7066,  # the engine of a CPU, which left mindrlhf/cpu (2,805 before, 1,105 now)
     "mindrlhf/sandbox": 5110,
     "mindrlhf/shards": 1455,

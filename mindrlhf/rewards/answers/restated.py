@@ -49,6 +49,8 @@ _MIXED = re.compile(
     r"[0-9]\s*(?:\\[dt]?frac\s*\{\s*(?P<top>[0-9]+)\s*\}\s*\{\s*(?P<bottom>[0-9]+)\s*\}"
     r"|\s(?P<plain_top>[0-9]+)\s*/\s*(?P<plain_bottom>[0-9]+))"
 )
+_LOGARITHM = re.compile(r"\\(?:log|ln|exp)(?![A-Za-z])|\b(?:log|ln|exp)\b")
+_POWER = re.compile(r"(?:[0-9]+|(?<![A-Za-z\\])e)\s*\^\s*(?:\{[^{}]*\}|[0-9])")
 _ENTRIES = re.compile(r"\\begin\{[a-z]*matrix\}|\\end\{[a-z]*matrix\}|&|\\\\")
 
 _TOKEN = re.compile(r"\\[A-Za-z]+|[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|\.[0-9]+|[A-Za-z]+|[^\s\w]", re.ASCII)
@@ -185,6 +187,8 @@ def _is_computed(value: str, is_marked: bool, is_integer: bool) -> bool:
         return True
     if any(_OPERATION.search(_FRACTION.sub("9", inner)) for inner in _raised(value)):
         return False
+    if _LOGARITHM.search(value):
+        value = _POWER.sub("9 ", value)
     bare = _AROUND.sub("", _POWER_OF_TEN.sub("", value))
     if _OPERATION.search(_SYMBOLIC_FRACTION.sub("a", _FRACTION.sub("9", bare))):
         return False
