@@ -60,7 +60,7 @@ def _register_build(actions) -> None:
     build.add_argument("--input", nargs="+", required=True, metavar="FILE", help=".jsonl, .json or .parquet")
     build.add_argument("--output", required=True, metavar="FILE", help="the MindRecord file to write")
     build.add_argument(
-        "--tokenizer", type=model_directory, required=True, metavar="DIR", help="Hugging Face directory, or .model file"
+        "--tokenizer", type=model_directory, required=True, metavar="DIR", help="Hugging Face directory"
     )
     build.add_argument(
         "--handler",
