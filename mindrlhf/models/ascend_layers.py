@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 
+import mindspore as ms
 from mindformers.parallel_core.training_graph.base_models.common.embeddings.rope_utils import ApplyRotaryPosEmb
 from mindformers.parallel_core.training_graph.device_matrix import layout
 from mindformers.parallel_core.training_graph.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -56,6 +57,7 @@ class GatedMLP(MLP):
     def __init__(self, config, submodules, **options):
         super().__init__(config, submodules, **options)
         self.cast, self.after, self.transpose, self.swiglu = ops.Cast(), ops.Depend(), ops.Transpose(), Swiglu()
+        self.is_gathered = ms.get_auto_parallel_context("enable_parallel_optimizer")
         self.gelu = ops.GeLU() if config.hidden_act == "gelu" else None  # by its tanh approximation
         self.in_order = on_each_rank(self._in_order, as_first, [self.weight_axes], self.weight_axes)
         self.activate = on_each_rank(self._activate, _half, [self.channel_axes], self.channel_axes)
@@ -71,8 +73,14 @@ class GatedMLP(MLP):
     def _gate_and_up(self, hidden_states):
         if hasattr(self.linear_fc1, "down"):
             return self.linear_fc1(hidden_states)[0]  # an adapter, which brings both products in order
-        weight = self.in_order(self.after(self.cast(self.linear_fc1.weight, self.compute_dtype), hidden_states))
-        return self.linear_fc1(hidden_states, weight)[0]
+        weight = self.linear_fc1.weight
+        # It waits for the layer's input, or those of all layers would be put in order first. MindSpore reduces its
+        # gradient in the dtype of what is waited with, and gathers it in that dtype where the optimizer shards it.
+        if self.is_gathered:
+            weight = self.after(self.cast(weight, self.compute_dtype), hidden_states)
+        else:
+            weight = self.cast(self.after(weight, hidden_states), self.compute_dtype)
+        return self.linear_fc1(hidden_states, self.in_order(weight))[0]
 
     def _in_order(self, weight):
         return gate_then_up(weight, self.transpose)

@@ -96,8 +96,8 @@ _MEMORY = {
         "recompute_operators": ("attention", "norms", "activation"),
     },
 }
-# One counted by hand, and one in which all axes take part; the others nightly.
-_OF_EVERY_DAY = ("qwen2-mp2", "qwen2-dp2-mp4-pp2-cp2-sp-zero")
+# Two counted by hand, and one in which all axes take part; the others nightly.
+_OF_EVERY_DAY = ("qwen2-mp2", "qwen2-dp2", "qwen2-dp2-mp4-pp2-cp2-sp-zero")
 LAYOUTS = _ALL_LAYOUTS if RUNS_SLOW_TESTS else {name: _ALL_LAYOUTS[name] for name in _OF_EVERY_DAY}
 
 
