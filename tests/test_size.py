@@ -40,7 +40,7 @@ MOST = {
     "mindrlhf/cli.py": 216,
     "mindrlhf/commands": 2248,
     "mindrlhf/config": 4143,  # TASKS, in place of a copy each in cli, commands and training
-    "mindrlhf/cpu": 1415,
+    "mindrlhf/cpu": 1410,
     "mindrlhf/data": 4195,
     "mindrlhf/debugging": 198,
     "mindrlhf/doctor": 1257,
@@ -64,7 +64,7 @@ MOST = {
     "mindrlhf/weights": 4097,
     "tests": 70535,
     "scripts": 1863,
-    "docs": 32897,
+    "docs": 32903,
 }
 
 

@@ -24,7 +24,6 @@ _LAYERS = {
     Qwen2ForCausalLM: Qwen2DecoderLayer,
     Qwen3ForCausalLM: Qwen3DecoderLayer,
 }
-_ROTATIONS = (RotaryEmbedding, Llama3RotaryEmbedding)  # all that they do is in their table
 
 _Product = Callable[[torch.Tensor], torch.Tensor]
 
@@ -97,10 +96,8 @@ class DenseDecoder:
         kernels, size, rotary = torch.ops._C, self._head_size, self._rotary
         query, key, value = torch.split_with_sizes(qkv, self._sizes, -1)
         if layer.head_norms is not None:
-            query, key = (
-                self._norm(states.unflatten(-1, (-1, size)), weight).flatten(1)
-                for states, weight in zip((query, key), layer.head_norms, strict=True)
-            )
+            query = self._norm(query.unflatten(-1, (-1, size)), layer.head_norms[0]).flatten(1)
+            key = self._norm(key.unflatten(-1, (-1, size)), layer.head_norms[1]).flatten(1)
         kernels.rotary_embedding.default(positions, query, key, size, rotary.cos_sin_cache, rotary.is_neox_style)
         query, key, value = (states.view(len(states), -1, size) for states in (query, key, value))
         kernels.cpu_attn_reshape_and_cache.default(
@@ -121,11 +118,10 @@ def _layer(layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     cache = attention.attn.kv_cache  # [blocks, key/value heads, block size, 2 * head size]
     keys, values = cache.view(*cache.shape[:2], 2 * cache.shape[2], -1).chunk(2, dim=2)
-    has_norms = hasattr(attention, "q_norm")
     return _Layer(
         layer.input_layernorm.weight,
         _product(attention.qkv_proj),
-        (attention.q_norm.weight, attention.k_norm.weight) if has_norms else None,
+        (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None,
         (keys, values),
         _product(attention.o_proj),
         layer.post_attention_layernorm.weight,
@@ -146,11 +142,10 @@ def _is_plain(layer: Any) -> bool:
     linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
     return (
         type(attention.attn) is Attention
-        and type(attention.rotary_emb) in _ROTATIONS
+        and type(attention.rotary_emb) in (RotaryEmbedding, Llama3RotaryEmbedding)  # whose table is all
         and implementation.sliding_window == -1
         and not (implementation.alibi_slopes or implementation.sinks or implementation.logits_soft_cap)
         and attention.attn.kv_cache_dtype == "auto"
         and not getattr(attention, "qk_norm", False)
-        and not getattr(attention, "do_llama_4_scaling", False)
         and all(type(linear.quant_method) is UnquantizedLinearMethod for linear in linears)
     )
