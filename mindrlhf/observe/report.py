@@ -4,7 +4,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,12 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 import mindrlhf
+from mindrlhf.errors import UserError
 from mindrlhf.observe.axes import compact, with_unit
 from mindrlhf.observe.charts import interval_plot
 from mindrlhf.observe.panels import REWARD_SHARE, Group, build_panels, recent_mean
 from mindrlhf.observe.records import replace_file
-from mindrlhf.observe.run_data import RunData, read_run
+from mindrlhf.observe.run_data import OTHER_TYPES, RunData, is_number, read_run
 from mindrlhf.observe.samples import IMAGES_NAME, conversation_turns, question_of
 from mindrlhf.system.strict_yaml import YAML_ERRORS, load_yaml
 
@@ -30,14 +31,14 @@ MAX_TEXT = 4000  # characters of a prompt or completion that are shown
 MAX_PICTURE_BYTES = 4 << 20
 
 
-def write_report(run_dir: Path, out_file: Path | None = None, *, is_running: bool = False) -> Path:
-    """Write the report of a run and return its path (``REPORT_NAME`` in ``run_dir`` when ``out_file`` is None).
+def write_report(run_dir: Path, *, is_running: bool = False) -> Path:
+    """Write the report of a run, ``REPORT_NAME`` in its directory, and return its path.
 
     Raises:
         UserError: the directory has no metrics, or one of its files is broken.
         RunFailure: the report cannot be written.
     """
-    path = Path(run_dir) / REPORT_NAME if out_file is None else Path(out_file)
+    path = Path(run_dir) / REPORT_NAME
     replace_file(path, render_report([read_run(run_dir)], is_running=is_running))
     return path
 
@@ -75,13 +76,21 @@ def _of_one(run: RunData) -> dict[str, Any]:
     return {
         "num_planned": _num_planned(run),
         "about": _about(run),
-        "headline": _headline(run),
+        "headline": _checked("summary.json", _headline, run),
         "facts": _facts(run),
-        "comparisons": _comparisons(run.summary or {}, run.directory),
-        "sample_sets": _sample_sets(run),
+        "comparisons": _checked("summary.json", _comparisons, run),
+        "sample_sets": _checked("samples.jsonl", _sample_sets, run),
         "samples_page": SAMPLES_PAGE if (run.directory / SAMPLES_PAGE).is_file() else "",
         "metric_rows": _metric_rows(run),
     }
+
+
+def _checked(name: str, shown_of: Callable[[RunData], Any], run: RunData) -> Any:
+    """Return what the page shows of a file, which anybody may have written."""
+    try:
+        return shown_of(run)
+    except OTHER_TYPES as error:
+        raise UserError(f"{run.directory / name} is not as a run writes it ({error}): remove it") from error
 
 
 def _names(runs: Sequence[RunData]) -> list[str]:
@@ -96,13 +105,9 @@ def group_runs(runs: Sequence[RunData]) -> list[Group]:
         keys = {key: value for key, value in _keys_of(run).items() if key not in SEED_KEYS}
         groups.setdefault(json.dumps(keys, sort_keys=True, default=str) if keys else str(index), []).append(index)
     names = _names(runs)
-    named = [
-        (
-            f"{names[members[0]]} and seeds" if len(members) > 1 else names[members[0]],
-            [runs[index] for index in members],
-        )
-        for members in groups.values()
-    ]
+    named = []
+    for first, *seeds in groups.values():
+        named.append((f"{names[first]} and seeds" if seeds else names[first], [runs[one] for one in (first, *seeds)]))
     return named if len(named) > 1 else [("", named[0][1])]
 
 
@@ -158,7 +163,7 @@ def _headline(run: RunData) -> dict[str, Any] | None:
     before, after, difference = (summary.get(name) for name in ("before", "after", "difference"))
     values = [part.get(name) for part in (before, after) if part for name in ("accuracy", "low", "high")]
     values += [difference.get(name) for name in ("mean", "low", "high")] if difference else []
-    if not before or not after or not all(isinstance(value, (int, float)) for value in values):
+    if not before or not after or not all(map(is_number, values)):
         return None  # a single prompt has no interval
     named = (("Before", before), ("After", after))
     rows = [(name, part["accuracy"], part["low"], part["high"]) for name, part in named]
@@ -213,16 +218,18 @@ def _total_time(run: RunData, step_times: np.ndarray) -> tuple[str, str, str] | 
     return (_duration(float(step_times.sum())), "", "sum of all steps") if step_times.size else None
 
 
-def _comparisons(summary: Mapping[str, Any], run_dir: Path) -> list[dict[str, Any]]:
+def _comparisons(run: RunData) -> list[dict[str, Any]]:
     """Return prompts with what the policy wrote before and after training, in the order of the summary."""
-    after = {str(sample.get("prompt", "")): sample for sample in summary.get("samples_after") or []}
-    before = {str(sample.get("prompt", "")): sample for sample in summary.get("samples_before") or []}
+    before, after = (
+        {str(sample.get("prompt", "")): sample for sample in (run.summary or {}).get(name) or []}
+        for name in ("samples_before", "samples_after")
+    )
     comparisons = []
     for prompt in dict.fromkeys([*before, *after]):
         pair = [before.get(prompt), after.get(prompt)]
         answer = next((sample["answer"] for sample in pair if sample and "answer" in sample), "")
         shown = [None if sample is None else _sample(sample) for sample in pair]
-        pictures = next((found for one in pair if one and (found := _pictures(one, run_dir))), [])
+        pictures = next((found for one in pair if one and (found := _pictures(one, run.directory))), [])
         asked = {"prompt": shortened(question_of(prompt)), "answer": shortened(answer), "pictures": pictures}
         comparisons.append({**asked, "pair": shown})
     return comparisons

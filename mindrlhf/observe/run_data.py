@@ -17,6 +17,8 @@ SAMPLES_PER_STEP = 6
 STARTS_NAME = "starts.jsonl"  # when each process of the run began
 # The axes of a chart of larger ones would overflow; what a run computes in float32 ends at 3.4e38.
 MAX_MAGNITUDE = 1e300
+# Raised by values of other types than a run writes.
+OTHER_TYPES = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,7 @@ def read_run(run_dir: Path) -> RunData:
 
 
 def _read_starts(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [one for one in read_jsonl(path) if _is_number(one.get("start_s"))]
+    return [one for one in (read_jsonl(path) if path.exists() else ()) if is_number(one.get("start_s"))]
 
 
 def _read_alarms(path: Path) -> list[tuple[str, str]]:
@@ -104,7 +104,7 @@ def _read_series(path: Path) -> dict[str, Series]:
     points: dict[str, dict[int, float]] = {}
     for record in read_jsonl(path):
         for name, value in record.items():
-            if name != "step" and (value is None or _is_number(value)):
+            if name != "step" and (value is None or is_number(value)):
                 points.setdefault(name, {})[record["step"]] = math.nan if value is None else float(value)
     series = {}
     for name, value_of_step in points.items():
@@ -127,5 +127,5 @@ def _read_samples(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]
     return first[:SAMPLES_PER_STEP], last[:SAMPLES_PER_STEP]
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MAX_MAGNITUDE

@@ -242,16 +242,24 @@ def test_first_and_last_samples(tmp_path):
     assert [record["prompt"] for record in run.last_samples] == [f"s9-{number}" for number in range(6)]
 
 
-@pytest.mark.parametrize("summary", ["[]", "{", "0.5"])
-def test_a_broken_summary_is_named(tmp_path, summary):
-    make_run(tmp_path, training_records(1))
-    (tmp_path / "summary.json").write_text(summary)
-    with pytest.raises(UserError, match="summary.json (cannot be read as JSON|holds a .*, not a JSON).*: remove it$"):
+TURN = {"role": "a", "prompt": "p", "completion": "c"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("summary.json", text) for text in ("[]", "{", "0.5", '{"before": 0.5}', '{"difference": "x"}')]
+    + [("summary.json", f'{{"{key}": {value}}}') for key in SUMMARY if "samples" in key for value in (5, "[5]")]
+    + [("samples.jsonl", json.dumps(sample(1, conversations=[one]))) for one in (5, {}, TURN | {"reward": "x"})],
+)
+def test_a_broken_file_is_named(tmp_path, name, text):
+    (make_run(tmp_path, training_records(1)) / name).write_text(text)
+    with pytest.raises(UserError, match=rf"{name} [^\n]*: remove it$"):
         write_report(tmp_path)
 
 
-def test_one_prompt_without_an_interval_has_no_verdict(tmp_path):
-    alone = SUMMARY | {"before": {"accuracy": 0.0, "low": None, "high": None}}
+@pytest.mark.parametrize("low", [None, "x", 10**400])
+def test_one_prompt_without_an_interval_has_no_verdict(low, tmp_path):
+    alone = SUMMARY | {"before": {"accuracy": 0.0, "low": low, "high": None}}
     page = Page(write_report(make_run(tmp_path, training_records(1), (), alone)).read_text())
     assert page.count("headline") == page.count("verdict") == 0
 

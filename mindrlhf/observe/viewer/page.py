@@ -13,6 +13,7 @@ import mindrlhf
 from mindrlhf.errors import UserError
 from mindrlhf.observe.records import read_jsonl, replace_file
 from mindrlhf.observe.report import SAMPLES_PAGE, content_hash, package_text, shortened, write_report
+from mindrlhf.observe.run_data import OTHER_TYPES
 from mindrlhf.observe.samples import TOKEN_VALUES, conversation_turns, question_of
 
 MAX_TEXT = 20_000  # characters of a prompt or completion that the page keeps
@@ -72,7 +73,7 @@ def _read_run(run_dir: Path, steps: tuple[int, int]) -> dict[str, Any]:
         if steps[0] <= record["step"] <= steps[1]:
             try:
                 rows.append(_sample_row(record, prompts, verifiers))
-            except (KeyError, TypeError, AttributeError):
+            except OTHER_TYPES:
                 raise UserError(f"{path} has a line that is no sample: {json.dumps(record)[:80]}") from None
             num_chars += len(rows[-1][2])
             if num_chars > MAX_PAGE_CHARS:
