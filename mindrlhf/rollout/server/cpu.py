@@ -1,6 +1,6 @@
 """Fixes to vLLM on a CPU.
 
-All of it relies on internals of the versions in ``TESTED_VERSIONS``; any other version is used as it comes.
+All of it relies on internals of version ``CPU_VLLM``; any other version is used as it comes.
 """
 
 import contextlib
@@ -13,7 +13,8 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils
 
-TESTED_VERSIONS = ("0.32.0",)
+from mindrlhf.rollout.server import CPU_VLLM
+
 # vLLM 0.32 looks at it for models with latent attention only. Left to itself it takes, on a processor with AMX, kernels
 # that refuse float32; these compute every dtype, on every processor.
 LATENT_ATTENTION = "CPU_MLA"
@@ -22,7 +23,7 @@ _SILENT_BACKEND = torch.distributed.Backend.FAKE
 
 def is_known() -> bool:
     """Return True for a CPU build of vLLM in a version whose internals this module knows."""
-    return vllm.__version__.split("+")[0] in TESTED_VERSIONS and current_platform.is_cpu()
+    return vllm.__version__.split("+")[0] == CPU_VLLM and current_platform.is_cpu()
 
 
 @contextlib.contextmanager

@@ -42,7 +42,6 @@ def join_nodes() -> None:
     from mindrlhf.rollout.server.cpu import count_workers_as_devices
 
     rendezvous = importlib.import_module("torch.distributed.rendezvous")  # the name in torch is a function of it
-
     place = json.loads(os.environ[_VARIABLE])
     count_workers_as_devices(place["num_workers"])
     store = rendezvous.TCPStore

@@ -34,12 +34,7 @@ from mindrlhf.specs import find_spec
 
 # vLLM's module of each family, and how names of its classes begin.
 _FAMILIES = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
-_TORCHVISION = (
-    "torchvision",
-    "torchvision.transforms",
-    "torchvision.transforms.v2",
-    "torchvision.transforms.v2.functional",
-)
+_TORCHVISION = [f"torchvision{part}" for part in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional")]
 
 
 def hf_config_of(model_dir: str) -> dict:
