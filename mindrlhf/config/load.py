@@ -93,8 +93,7 @@ def load_layout_config(path: str | Path, overrides: Iterable[str] = ()) -> GrpoC
 
 
 CONFIG_LOADERS = {task: partial(load_config, task) for task in CONFIGS}
-load_grpo_config, load_sft_config = CONFIG_LOADERS["train"], CONFIG_LOADERS["sft"]
-load_dpo_config, load_reward_model_config = CONFIG_LOADERS["dpo"], CONFIG_LOADERS["reward-model"]
+load_grpo_config = CONFIG_LOADERS["train"]
 
 
 def check_config(config: Any, given: frozenset[str], world_size: int | None) -> None:

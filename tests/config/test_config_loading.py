@@ -2,7 +2,7 @@
 
 import pytest
 
-from mindrlhf.config.load import load_grpo_config, load_sft_config
+from mindrlhf.config.load import load_config, load_grpo_config
 from mindrlhf.config.parse import read, read_yaml
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import UserError
@@ -188,10 +188,10 @@ def test_a_default_may_be_of_the_device(write, overrides, dtype):
 
 def test_a_supervised_config_has_its_own_keys(write):
     overrides = [override for override in ALL_REQUIRED if not override.startswith("reward.")]
-    config = load_sft_config(write("training: {rows_per_step: 32}"), overrides)
+    config = load_config("sft", write("training: {rows_per_step: 32}"), overrides)
     assert (config.training.rows_per_step, config.training.micro_batch_size) == (32, 4)
     with pytest.raises(UserError, match="^unknown key 'rollout'"):
-        load_sft_config(write("rollout: {temperature: 1}"), overrides)
+        load_config("sft", write("rollout: {temperature: 1}"), overrides)
 
 
 def test_a_merge_gives_its_keys(tmp_path):

@@ -3,14 +3,13 @@
 import pytest
 
 from mindrlhf.config.derived import needs_critic
-from mindrlhf.config.load import load_dpo_config, load_grpo_config, load_reward_model_config, load_sft_config
+from mindrlhf.config.load import CONFIG_LOADERS, load_grpo_config
 from mindrlhf.config.memory import MemorySection, check_num_layers
 from mindrlhf.config.parse import write_config
 from mindrlhf.errors import UserError
 
 BASE = ["model.path=m", "data.train_file=p", "data.tokenizer_dir=t"]
 GRPO = [*BASE, "reward.verifier_function=accuracy_reward"]
-LOADERS = {"train": load_grpo_config, "sft": load_sft_config, "dpo": load_dpo_config, "rm": load_reward_model_config}
 ASCEND = "run.device=ascend"
 
 # The overrides that break a rule of every kind of run, and words of the message.
@@ -40,7 +39,7 @@ MISTAKES = {
 def load(tmp_path):
     path = tmp_path / "empty.yaml"
     path.write_text("")
-    return lambda kind, *overrides, **options: LOADERS[kind](
+    return lambda kind, *overrides, **options: CONFIG_LOADERS[kind](
         path, [*(GRPO if kind == "train" else BASE), *overrides], **options
     )
 
@@ -48,7 +47,7 @@ def load(tmp_path):
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_line_with_the_value(load, mistake):
     overrides, words = MISTAKES[mistake]
-    for kind in LOADERS:
+    for kind in CONFIG_LOADERS:
         with pytest.raises(UserError) as error:
             load(kind, *overrides)
         assert "\n" not in str(error.value)
@@ -56,7 +55,7 @@ def test_a_mistake_is_one_line_with_the_value(load, mistake):
             assert word in str(error.value)
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("kind", CONFIG_LOADERS)
 def test_the_scale_follows_rank_and_alpha(load, kind):
     assert load(kind).lora.options is None
     assert load(kind, "lora.rank=8").lora.options.scale == 2.0
@@ -76,13 +75,13 @@ def test_what_one_kind_of_run_has_not(load):
         load("sft", "model.reference_path=r")
     assert load("dpo", ASCEND, "memory.logit_tile=512").memory.logit_tile == 512
     with pytest.raises(UserError, match="no logits"):
-        load("rm", ASCEND, "memory.logit_tile=512")
+        load("reward-model", ASCEND, "memory.logit_tile=512")
 
 
 def test_offloading_needs_a_generator_on_the_same_devices(load):
     assert load("train", ASCEND, "memory.offload_optimizer=true").memory.offload_optimizer
     ahead = ["rollout.off_policy_steps=1", "rollout.env={ASCEND_RT_VISIBLE_DEVICES: '8'}"]
-    for kind, more in (("train", ahead), ("sft", []), ("dpo", []), ("rm", [])):
+    for kind, more in (("train", ahead), ("sft", []), ("dpo", []), ("reward-model", [])):
         with pytest.raises(UserError, match="no generator takes turns"):
             load(kind, ASCEND, "memory.offload_optimizer=true", *more)
 

@@ -57,7 +57,7 @@ def read_config(kind, model_dir, output_dir, overrides):
         sections["training"] = {"rows_per_step": 16, "micro_batch_size": 8, "sequence_lengths": [32], "epochs": 3}
         sections["training"]["packing"] = "none"
         path = write_config(output_dir / "config.yaml", model_dir, **sections)
-        return load.load_sft_config(path, overrides)
+        return load.load_config("sft", path, overrides)
     sections["training"] = {
         "pairs_per_step": 16,
         "micro_batch_size": 8,
@@ -66,8 +66,7 @@ def read_config(kind, model_dir, output_dir, overrides):
     }
     sections["evaluation"] = {"every_steps": 2}
     path = write_config(output_dir / "config.yaml", model_dir, **sections)
-    loader = load.load_reward_model_config if kind == "reward-model" else load.load_dpo_config
-    return loader(path, overrides)
+    return load.load_config("reward-model" if kind == "reward-model" else "dpo", path, overrides)
 
 
 def checkpoints_of(config, trainer, learner, requests=None):

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 from slow_tests import SLOW
 from test_preference import make_trainer, run
 
-from mindrlhf.config.load import load_dpo_config, load_reward_model_config
+from mindrlhf.config.load import load_config
 
 LORA = {"rank": 4, "alpha": 8.0}
 
@@ -26,7 +26,7 @@ def base_tensors(learner):
 
 def test_dpo_learns_against_the_base_and_an_adapter_goes_on_where_it_was(model_dir, tmp_path):
     path = write_config(tmp_path / "dpo.yaml", model_dir, dpo={"beta": 0.5}, lora=LORA)
-    trainer, learner = make_trainer(load_dpo_config(path, ["optimizer.start_lr=1e-2"]))
+    trainer, learner = make_trainer(load_config("dpo", path, ["optimizer.start_lr=1e-2"]))
     before = base_tensors(learner)
     metrics, _ = run(trainer)
     assert metrics[0]["eval/loss"] == pytest.approx(np.log(2))
@@ -35,7 +35,7 @@ def test_dpo_learns_against_the_base_and_an_adapter_goes_on_where_it_was(model_d
         np.testing.assert_array_equal(array, before[name], err_msg=name)
     export(learner, tmp_path / "final")
     # A new run from this adapter, whose reference is the base as before.
-    trainer, _ = make_trainer(load_dpo_config(path, [f"lora.path={tmp_path / 'final_adapter'}"]))
+    trainer, _ = make_trainer(load_config("dpo", path, [f"lora.path={tmp_path / 'final_adapter'}"]))
     evaluation, _ = trainer._evaluate_held_out()
     assert evaluation["eval/loss"] == pytest.approx(metrics[30]["eval/loss"], rel=1e-5)
 
@@ -45,7 +45,7 @@ def test_a_reward_model_learns_and_its_files_are_the_merged_model(model_dir, tmp
     from networks import iter_hf_tensors, load_adapter, load_model
 
     path = write_config(tmp_path / "rm.yaml", model_dir, lora=LORA)
-    config = load_reward_model_config(path, ["optimizer.start_lr=1e-2"])
+    config = load_config("reward-model", path, ["optimizer.start_lr=1e-2"])
     trainer, learner = make_trainer(config)
     metrics, _ = run(trainer)
     assert metrics[0]["eval/loss"] == pytest.approx(np.log(2))  # all scores are 0

@@ -9,7 +9,7 @@ from offline_cases import NoCheckpoints, PairFile, Sinks, export_model, pair_gra
 from rewound import Rewound, set_arrays
 from vision_actors import slope_and_difference
 
-from mindrlhf.config.load import load_dpo_config, load_reward_model_config
+from mindrlhf.config.load import load_config
 from mindrlhf.training.preflight import RunInputs
 
 
@@ -62,7 +62,7 @@ def run(trainer):
 
 
 def test_dpo_learns_the_order_of_pairs(begin, model_dir, tmp_path):
-    config = load_dpo_config(write_config(tmp_path / "dpo.yaml", model_dir, dpo={"beta": 0.5}))
+    config = load_config("dpo", write_config(tmp_path / "dpo.yaml", model_dir, dpo={"beta": 0.5}))
     metrics, summary = run(begin(config)[0])
     assert metrics[0]["eval/loss"] == pytest.approx(np.log(2))  # the policy is the reference
     assert list(metrics) == list(range(1 + 3 * 10))
@@ -73,7 +73,7 @@ def test_dpo_learns_the_order_of_pairs(begin, model_dir, tmp_path):
 
 def test_two_passes_give_the_gradient_of_the_loss(begin, model_dir, tmp_path):
     """The accumulated gradient is the slope of the loss along a random direction of the weights."""
-    config = load_dpo_config(write_config(tmp_path / "dpo.yaml", model_dir, dpo={"loss": "ipo", "beta": 0.5}))
+    config = load_config("dpo", write_config(tmp_path / "dpo.yaml", model_dir, dpo={"loss": "ipo", "beta": 0.5}))
     trainer, learner = begin(config)
     pairs = trainer._pairs.take(range(6))
     gradients = pair_gradients(trainer, learner, pairs)
@@ -86,7 +86,7 @@ def test_two_passes_give_the_gradient_of_the_loss(begin, model_dir, tmp_path):
 def test_reward_model_learns_and_comes_back_from_disk(begin, model_dir, tmp_path):
     from networks import iter_hf_tensors, load_model
 
-    config = load_reward_model_config(write_config(tmp_path / "rm.yaml", model_dir))
+    config = load_config("reward-model", write_config(tmp_path / "rm.yaml", model_dir))
     trainer, learner = begin(config)
     metrics, _ = run(trainer)
     assert metrics[0]["eval/accuracy"] == 0.5  # from a language model: every score is 0 at first
@@ -109,7 +109,7 @@ def test_a_score_is_that_of_the_text_up_to_the_token(begin, model_dir, tmp_path)
     from mindrlhf.training.batch import RowOptions, make_batch
     from mindrlhf.training.engine.model import row_tensors
 
-    config = load_reward_model_config(write_config(tmp_path / "rm.yaml", model_dir), ["model.random_init=true"])
+    config = load_config("reward-model", write_config(tmp_path / "rm.yaml", model_dir), ["model.random_init=true"])
     _, learner = begin(config)
     # Weights of a model that begins at random: its scores are not 0.
     network = load_model(config.model, config.model.path, config.run, 32, as_scorer=True)

@@ -15,7 +15,7 @@ from rewound import Rewound
 from slow_tests import SLOW
 from test_preference import run
 
-from mindrlhf.config.load import load_dpo_config, load_reward_model_config, load_sft_config
+from mindrlhf.config.load import load_config
 from mindrlhf.config.run import RunSection
 from mindrlhf.config.training import ParallelSection
 from mindrlhf.training.preflight import RunInputs
@@ -135,7 +135,7 @@ def dpo_worker(model_dir, tmp_path_factory):
 def dpo_config(model_dir, tmp_path):
     options = {"beta": 0.5, "sft_weight": 0.3}
     overrides = ["run.max_steps=3", f"model.reference_path={model_dir}"]
-    return load_dpo_config(write_config(tmp_path / "dpo.yaml", model_dir, dpo=options), overrides)
+    return load_config("dpo", write_config(tmp_path / "dpo.yaml", model_dir, dpo=options), overrides)
 
 
 def test_dpo_is_that_of_one_process(dpo_worker, model_dir, tmp_path):
@@ -171,7 +171,7 @@ def test_a_reward_model_is_that_of_one_process(model_dir, tmp_path):
     from mindrlhf.training.team import Team
 
     path = write_config(tmp_path / "rm.yaml", model_dir, reward_model={"centering": 0.02})
-    config = load_reward_model_config(path, ["run.max_steps=3"])
+    config = load_config("reward-model", path, ["run.max_steps=3"])
     inputs = RunInputs(None, PairFile(60, 0), PairFile(24, 1), tuple(config.training.sequence_lengths), 0)
 
     network = load_model(config.model, config.model.path, config.run, 32, as_scorer=True)
@@ -195,7 +195,7 @@ def test_fine_tuning_is_that_of_one_process(model_dir, tmp_path):
 
     batches = {"rows_per_step": 8, "micro_batch_size": 4, "sequence_lengths": [16, 32]}
     path = write_config(tmp_path / "sft.yaml", model_dir, training=batches)
-    config = load_sft_config(path, ["run.max_steps=3"])
+    config = load_config("sft", path, ["run.max_steps=3"])
     inputs = RunInputs(None, PairFile(60, 0), PairFile(24, 1), (16, 32), 0)
 
     worker = build_offline(config, (32,), Rank(0, 1))

@@ -10,7 +10,7 @@ from slow_tests import SLOW
 from tiny_vl import IMAGE
 from vision_actors import prepare_model, slope_and_difference
 
-from mindrlhf.config.load import load_dpo_config
+from mindrlhf.config.load import load_config
 from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.images.pixels import encode_png
 from mindrlhf.training.preflight import RunInputs
@@ -75,8 +75,8 @@ def test_dpo_learns_what_only_the_pictures_tell(make_trainer, model_dir, tmp_pat
     from mindrlhf.training.checkpoints.run import Progress
     from mindrlhf.training.train import run_steps
 
-    config = load_dpo_config(
-        write_config(tmp_path / "dpo.yaml", model_dir, dpo={"beta": 0.5}), ["training.epochs=4"]
+    config = load_config(
+        "dpo", write_config(tmp_path / "dpo.yaml", model_dir, dpo={"beta": 0.5}), ["training.epochs=4"]
     )
     trainer, _ = make_trainer(config)
     sinks, trainer.progress = Sinks(), Progress()
@@ -88,7 +88,7 @@ def test_dpo_learns_what_only_the_pictures_tell(make_trainer, model_dir, tmp_pat
 def test_two_passes_give_the_gradient_of_the_loss(make_trainer, model_dir, tmp_path):
     """Along a random direction of the trained weights, which are not those of the tower."""
     path = write_config(tmp_path / "dpo.yaml", model_dir, dpo={"loss": "ipo", "beta": 0.5})
-    trainer, learner = make_trainer(load_dpo_config(path, []))
+    trainer, learner = make_trainer(load_config("dpo", path, []))
     pairs = trainer._pairs.take(range(6))
     gradients = pair_gradients(trainer, learner, pairs)
     assert not any(name.startswith("visual.") for name in gradients)
