@@ -11,7 +11,7 @@ ESTIMATORS = ("k1", "k2", "k3", "abs")
 # For these the ratio-weighted estimate has the gradient of the KL divergence itself; see losses.kl_per_token.
 UNBIASED_ESTIMATORS = ("k1+", "k3+")
 
-MAX_CHANGE = 0.2
+MAX_CHANGE, GAIN = 0.2, 0.1
 
 
 def kl_estimate(logprobs: np.ndarray, reference_logprobs: np.ndarray, estimator: str) -> np.ndarray:
@@ -43,19 +43,17 @@ class KlController:
     Args:
         coefficient: at the start.
         target: nats per token; None keeps the coefficient fixed.
-        gain: how fast it follows.
     """
 
-    def __init__(self, coefficient: float, target: float | None = None, gain: float = 0.1):
+    def __init__(self, coefficient: float, target: float | None = None):
         self.coefficient = coefficient
         self._target = target
-        self._gain = gain
 
     def update(self, kl: float) -> None:
         """Take in the mean KL of a step, in nats per token."""
         if self._target is not None:
             error = min(max(kl / self._target - 1.0, -MAX_CHANGE), MAX_CHANGE)
-            self.coefficient *= 1.0 + self._gain * error
+            self.coefficient *= 1.0 + GAIN * error
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint needs, as JSON values."""

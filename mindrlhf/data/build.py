@@ -54,7 +54,6 @@ def build_prompts(
     num_workers: int | None = None,
     skip_bad: bool = False,
     deduplicate: bool = False,
-    show_progress: bool = True,
     **settings: Any,
 ) -> BuildReport:
     """Build the prompt file ``output`` from raw data files; the records keep the order of the inputs.
@@ -86,7 +85,7 @@ def build_prompts(
         extra=bool(settings.columns),
         images=encoder.pictures.processor is not None,
     )
-    with _one_line_for_disks(output), _progress_bar(input_size_bytes, show_progress) as bar:
+    with _one_line_for_disks(output), _progress_bar(input_size_bytes) as bar:
         encoded = encode_in_order(encoder, settings, _chunks(inputs, bar), num_workers)
         # Closing the generator ends the worker processes, also when a bad record ends the build.
         with closing(encoded):
@@ -146,9 +145,9 @@ def _source_names(inputs: Sequence[Path]) -> dict[str, str]:
     return names
 
 
-def _progress_bar(size_bytes: int, show_progress: bool) -> tqdm:
-    disable = None if show_progress else True  # None draws on terminals only
-    return tqdm(total=size_bytes, unit="B", unit_scale=True, desc="encode", file=sys.stderr, disable=disable)
+def _progress_bar(size_bytes: int) -> tqdm:
+    """Return a bar that is drawn on terminals only."""
+    return tqdm(total=size_bytes, unit="B", unit_scale=True, desc="encode", file=sys.stderr, disable=None)
 
 
 def _with_structured_truths(settings: EncoderSettings, inputs: Sequence[Path]) -> EncoderSettings:

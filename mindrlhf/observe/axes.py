@@ -35,20 +35,20 @@ def round_ticks(low: float, high: float, max_ticks: int) -> list[float]:
     return [index * spacing for index in range(first, last + 1)]
 
 
-def round_domain(low: float, high: float, max_ticks: int = 5) -> tuple[float, float]:
+def round_domain(low: float, high: float) -> tuple[float, float]:
     """Return [low, high] widened to the ticks around it; a single value gets room on both sides."""
     if high <= low:
         margin = abs(low) * 0.5 or 1.0
         low, high = low - margin, high + margin
-    ticks = round_ticks(low, high, max_ticks)
+    ticks = round_ticks(low, high, 5)
     spacing = ticks[1] - ticks[0] if len(ticks) > 1 else high - low
     return math.floor(low / spacing + 1e-9) * spacing, math.ceil(high / spacing - 1e-9) * spacing
 
 
-def decade_ticks(low: float, high: float, max_ticks: int = 6) -> list[float]:
-    """Return powers of ten in [low, high], evenly thinned to at most ``max_ticks``; both ends are powers of ten."""
+def decade_ticks(low: float, high: float) -> list[float]:
+    """Return powers of ten in [low, high], evenly thinned to at most six; both ends are powers of ten."""
     first, last = round(math.log10(low)), round(math.log10(high))
-    stride = math.ceil((last - first + 1) / max_ticks)
+    stride = math.ceil((last - first + 1) / 6)
     return [10.0**exponent for exponent in range(first, last + 1, stride)]
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -178,7 +178,6 @@ def open_sinks(
     first_step: int,
     num_steps: int | None = None,
     tensorboard: bool = True,
-    stream: TextIO | None = None,
     accuracy: str = "held-out accuracy",
     trackers: Trackers | None = None,
 ) -> SinkGroup:
@@ -189,12 +188,11 @@ def open_sinks(
         first_step: the first step this process writes: 0 for a new run, the checkpoint's step + 1 for a resumed one.
             What an earlier process wrote about these steps is removed.
         num_steps: steps of the whole run, for the console.
-        stream: console stream, standard output when None.
         accuracy: what the run calls the metric `eval/accuracy`, for the console.
         trackers: those of others, which the caller closes.
     """
     run_dir = Path(run_dir)
-    console = ConsoleSink(sys.stdout if stream is None else stream, num_steps=num_steps, accuracy=accuracy)
+    console = ConsoleSink(sys.stdout, num_steps=num_steps, accuracy=accuracy)
     sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl", first_step=first_step)]
     if tensorboard:
         sinks.append(TensorBoardSink(run_dir / "tensorboard", first_step=first_step))

@@ -69,18 +69,11 @@ def throughput(
     return {name: tokens_per_device / timings[stage] for name, stage in stages.items() if timings.get(stage, 0.0) > 0}
 
 
-def peak_rss_gb(pid: int | None = None) -> float:
-    """Return the largest resident memory that a process had so far, in GB (1e9 bytes); ``pid`` None is this one.
+def peak_rss_gb() -> float:
+    """Return the largest resident memory that this process had so far, in GB (1e9 bytes).
 
     It is the kernel's VmHWM, not ``getrusage``: ``ru_maxrss`` survives exec, so a process started by a large
     parent reports the parent's memory as its own peak.
-
-    Raises:
-        OSError: the process has ended, or the system has no ``/proc``.
     """
-    path = Path("/proc", "self" if pid is None else str(pid), "status")
-    for line in path.read_text(encoding="utf-8").splitlines():
-        name, _, value = line.partition(":")
-        if name == "VmHWM":
-            return int(value.split()[0]) * 1024 / 1e9
-    raise ProcessLookupError(f"process {pid} has ended: {path} has no VmHWM")
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e9

@@ -83,9 +83,6 @@ def run_files(
     main: str,
     stdin: str = "",
     limits: SandboxLimits | None = None,
-    *,
-    link: socket.socket | None = None,
-    is_main_ours: bool = False,
 ) -> SandboxRun:
     """Run the script ``main`` of ``files`` (text by plain file name), in a directory that holds them.
 
@@ -97,20 +94,23 @@ def run_files(
         main: the name of the script.
         stdin: what it reads.
         limits: what it may use.
-        link: a socket that the program finds as descriptor 3.
-        is_main_ours: the script is a part of this package, the same every time; the launcher keeps its compiled form.
-            All that goes into one program goes by the others, or by ``stdin``.
 
     Raises:
         OSError: no process could be started.
     """
-    limits = limits or SandboxLimits()
-    with Program(files, main, limits, stdin=stdin, link=link, is_main_ours=is_main_ours) as program:
+    with Program(files, main, limits or SandboxLimits(), stdin=stdin) as program:
         return program.collect()
 
 
 class Program:
-    """A running program of the sandbox; used with ``with``, which ends all it has started."""
+    """A running program of the sandbox; used with ``with``, which ends all it has started.
+
+    Args:
+        link: a socket that the program finds as descriptor 3.
+        is_main_ours: the script is a part of this package, the same every time; the launcher keeps its compiled form.
+            All that goes into one program goes by the others, or by ``stdin``.
+        captures: outputs are kept, not thrown away.
+    """
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Program:
         is_main_ours: bool = False,
         captures: bool = True,
     ) -> None:
-        """Start it; the arguments are those of ``run_files``, and ``captures``: outputs are kept, not thrown away."""
+        """Start it; the first arguments are those of ``run_files``."""
         self._limits = limits
         with time_limit.uncounted():  # of the sample that happens to be the first
             self._server = server.shared_server()

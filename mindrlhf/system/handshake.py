@@ -161,8 +161,7 @@ class Unproven:
     One too many has the oldest hung up on: whoever knows the secret proves it in milliseconds.
     """
 
-    def __init__(self, max_connections: int = MAX_UNPROVEN) -> None:
-        self._max_connections = max_connections
+    def __init__(self) -> None:
         self._since_s: dict[socket.socket, float] = {}  # in the order in which they came
         self._lock = threading.Lock()
 
@@ -170,7 +169,7 @@ class Unproven:
         """Note a connection, and hang up on the oldest ones if there are too many."""
         with self._lock:
             self._since_s[connection] = time.monotonic()
-            for oldest in [*self._since_s][: -self._max_connections]:
+            for oldest in [*self._since_s][:-MAX_UNPROVEN]:
                 self._hang_up(oldest)
 
     def discard(self, connection: socket.socket) -> None:

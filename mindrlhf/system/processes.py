@@ -185,16 +185,15 @@ def adopting_orphans() -> Iterator[None]:
         _prctl(_PR_SET_CHILD_SUBREAPER, previous.value)
 
 
-def die_with_parent(parent_pid: int | None = None, signal_number: int = signal.SIGKILL) -> None:
-    """Have the kernel send ``signal_number`` to this process when the thread that started it ends, however it ends.
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Have the kernel kill this process when the thread that started it ends, however it ends.
 
     Args:
-        parent_pid: the parent this process was meant to have; if it has already gone, the signal is sent at once.
-        signal_number: SIGKILL cannot be blocked by a hung collective; SIGTERM leaves a chance to clean up.
+        parent_pid: the parent this process was meant to have; if it has already gone, this one ends at once.
     """
-    _prctl(_PR_SET_PDEATHSIG, signal_number)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # which a hung collective cannot block
     if parent_pid is not None and os.getppid() != parent_pid:
-        os.kill(os.getpid(), signal_number)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_with_starter() -> None:

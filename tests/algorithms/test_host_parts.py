@@ -84,7 +84,7 @@ def test_a_fixed_coefficient_stays():
 
 
 def test_an_adaptive_coefficient_follows_its_target():
-    controller = KlController(1.0, target=0.5, gain=0.1)
+    controller = KlController(1.0, target=0.5)
     controller.update(0.55)  # error 0.1
     assert controller.coefficient == pytest.approx(1.01)
     controller.update(5.0)  # error 9, bounded to 0.2

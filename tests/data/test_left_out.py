@@ -57,7 +57,7 @@ def build(tokenizers, tmp_path):
         path = tmp_path / "a.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         directory = tokenizers[tokenizer]
-        options = {"handler": "verl", "max_prompt_length": 4000, "num_workers": 1, "show_progress": False} | options
+        options = {"handler": "verl", "max_prompt_length": 4000, "num_workers": 1} | options
         report = build_prompts([path], tmp_path / "o.mindrecord", directory, **options)
         prompts = PromptFile.open(tmp_path / "o.mindrecord")
         assert prompts.header.look == json.loads(json.dumps(report.header.look))
@@ -254,7 +254,7 @@ def test_every_column_of_any_row_is_accounted_for(tokenizers, tmp_path_factory, 
     columns = {name.rpartition(".")[2]: name for name in kept}
     columns = {name: key for name, key in columns.items() if any(_value(one, key) is not None for one in rows)}
     options = {"handler": "verl", "max_prompt_length": 4000, "num_workers": 1, "columns": columns}
-    report = build_prompts([path], tmp_path / "o.mindrecord", tokenizers[tokenizer], show_progress=False, **options)
+    report = build_prompts([path], tmp_path / "o.mindrecord", tokenizers[tokenizer], **options)
     records = PromptFile.open(report.path).read(range(len(rows)))
     decode = load_tokenizer(tokenizers[tokenizer]).decode
     wanted, unrendered = Counter(), Counter()

@@ -24,7 +24,7 @@ TOKENIZER = Path(__file__).parents[2] / "examples" / "quickstart" / "checkpoint"
 def build_rows(tmp_path, rows, **options):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {"handler": "deepscaler", "max_prompt_length": 400, "num_workers": 1, "show_progress": False} | options
+    options = {"handler": "deepscaler", "max_prompt_length": 400, "num_workers": 1} | options
     return build_prompts([path], tmp_path / "o.mindrecord", TOKENIZER, **options)
 
 

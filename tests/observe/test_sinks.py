@@ -123,10 +123,10 @@ def test_tensorboard_says_where_it_cannot_write(tmp_path):
         TensorBoardSink(tmp_path / "file" / "tensorboard", first_step=0)
 
 
-def test_all_sinks_of_a_run_resume_together(tmp_path):
+def test_all_sinks_of_a_run_resume_together(tmp_path, capsys):
     for first_step, value in ((0, 1.0), (2, 5.0)):
-        stream = io.StringIO()
-        sinks = open_sinks(tmp_path, first_step=first_step, num_steps=3, stream=stream)
+        capsys.readouterr()
+        sinks = open_sinks(tmp_path, first_step=first_step, num_steps=3)
         for step in range(first_step, 4):
             sinks.write(step, {"loss": value})
         sinks.close()
@@ -135,12 +135,12 @@ def test_all_sinks_of_a_run_resume_together(tmp_path):
         {"step": 0, "loss": 1.0}, {"step": 1, "loss": 1.0}, {"step": 2, "loss": 5.0}, {"step": 3, "loss": 5.0},
     ]  # fmt: skip
     assert scalars(tmp_path / "tensorboard")["loss"] == [(0, 1.0), (1, 1.0), (2, 5.0), (3, 5.0)]
-    table = [line.split()[:2] for line in stream.getvalue().splitlines()]
+    table = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     assert table == [["step", "loss"], ["2/3", "5.000"], ["3/3", "5.000"]]
 
 
 def test_tensorboard_gets_histograms_and_texts(tmp_path):
-    sinks = open_sinks(tmp_path, first_step=0, stream=io.StringIO())
+    sinks = open_sinks(tmp_path, first_step=0)
     rewards, lengths = np.array([0.0, 1.0, 1.0, 0.25]), np.array([3, 9, 4, 4])
     sinks.write_text("config", "run:\n  seed: 3")
     sinks.write_details(2, StepDetails(rewards, lengths, ["1+1?\n<b>2</b>"]))

@@ -27,9 +27,8 @@ class PlannedStage:
 
     Attributes:
         stage: the pipeline stage.
-        planned_bytes: peak of the calls of an update; a lower bound, since workspaces of CANN's kernels and buffers of
-            HCCL are unknown in simulation.
-        accumulating_bytes, last_bytes: of a call before the last, 0 where an update is one call, and of the last.
+        accumulating_bytes, last_bytes: peaks of a call before the last, 0 where an update is one call, and of the last;
+            lower bounds, since workspaces of CANN's kernels and buffers of HCCL are unknown in simulation.
         estimated_bytes: this plan's estimate of the same step, without runtime and HCCL.
         num_layers: layers that were compiled, over all stages.
         seconds: wall time of the compilation.
@@ -37,7 +36,6 @@ class PlannedStage:
     """
 
     stage: int
-    planned_bytes: int
     accumulating_bytes: int
     last_bytes: int
     estimated_bytes: int
@@ -66,7 +64,6 @@ def _planned(plan: Plan, reports: Sequence[CompileReport]) -> PlannedStage:
     *before, last = (report.planned_memory_bytes for report in reports)
     return PlannedStage(
         stage=reports[0].stage,
-        planned_bytes=max(*before, last, 0),
         accumulating_bytes=max(before, default=0),
         last_bytes=last,
         estimated_bytes=step_estimate(plan, reports[0].stage),
