@@ -5,6 +5,7 @@ import argparse
 from mindrlhf.commands.data import register_get
 from mindrlhf.commands.vocabulary import allow_json, model_directory, print_json
 from mindrlhf.hub.cache import MODELS
+from mindrlhf.system.terminal import visible
 
 
 def register(subparsers) -> None:
@@ -32,9 +33,8 @@ def run_inspect(arguments: argparse.Namespace) -> int:
         return print_json([asdict(fact) for fact in facts])
     width = max(len(fact.value) for fact in facts if len(fact.value) <= 60)
     for fact in facts:
-        print(f"{fact.name:17} {fact.value:{width}}  {fact.source}".rstrip())
-        for note in fact.notes:
-            print(f"{'':17} ! {note}")
+        print(visible(f"{fact.name:17} {fact.value:{width}}  {fact.source}".rstrip()))
+        print("".join(f"{'':17} ! {visible(note)}\n" for note in fact.notes), end="")
     return 0
 
 

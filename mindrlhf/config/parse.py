@@ -220,7 +220,8 @@ def _unknown_key(cls: type, where: str, name: str) -> tuple[str, ...]:
     if dotted := _places_of_keys().get(name):
         return f"{message}; did you mean '{dotted}'? (it belongs to another section)", dotted
     if near := nearest_key(name):
-        return f"{message}; did you mean '{near}'?", near
+        form = near if near != name else near.replace(".", ": {") + ": ..." + "}" * near.count(".")
+        return f"{message}; did you mean '{form}'?", near
     return (f"{message}; keys of {_place(where)}: {', '.join(here)}",)
 
 
@@ -242,8 +243,7 @@ def _places_of_keys() -> dict[str, str]:
 def nearest_key(name: str) -> str | None:
     """Return the dotted name of the key of any kind of run whose last part is nearest to ``name``, if any is near."""
     places = _places_of_keys()
-    near = _nearest(name, places)
-    return places[near] if near else None
+    return places.get(_nearest(name, places))
 
 
 def type_name(hint: Any) -> str:

@@ -47,6 +47,8 @@ def read_metadata(directory: str | Path) -> list[Fact]:
     try:
         tokenizer = load_tokenizer(directory)
     except UserError as error:
+        if not facts:
+            raise
         return [*facts, Fact("tokenizer", _NONE, "", (str(error),))]
     return [*facts, *_tokenizer_facts(directory, tokenizer, config, generation)]
 

@@ -20,11 +20,9 @@ if TYPE_CHECKING:
     from pyarrow import DataType, RecordBatch
 
 FORMATS = (".jsonl", ".json", ".parquet")
-
 _SPACE = re.compile(r"[ \t\r\n]*")
 # Rows of images are large, so that their batches are bounded by size.
-PARQUET_BATCH_ROWS = 256
-PARQUET_BATCH_BYTES = 64 << 20
+PARQUET_BATCH_ROWS, PARQUET_BATCH_BYTES = 256, 64 << 20
 # Of what a file unpacks to: a value that repeats takes next to nothing in it.
 PARQUET_FREE_BYTES, PARQUET_MAX_RATIO = 256 << 20, 1000
 MEMORY_BYTES, PARQUET_BATCH_MEMORY_BYTES = 1 << 30, 256 << 20
@@ -35,9 +33,9 @@ _OBJECT_BYTES = 64  # of a value in Python
 class RawRecord:
     """One JSON object or table row.
 
-    ``number`` counts from 1: the line in JSONL, the line on which the object starts in a JSON array, the
-    row in Parquet. ``position_bytes`` says how far into its file the reader is, for progress only; ``size_bytes`` about
-    how much memory it takes, where that is not known from its file.
+    ``number`` counts from 1: the line in JSONL, the line on which the object starts in a JSON array, the row in
+    Parquet. ``position_bytes`` says how far into its file the reader is, for progress only; ``size_bytes`` about how
+    much memory it takes, where that is not known from its file.
     """
 
     path: Path
@@ -70,11 +68,10 @@ def check_readable(path: Path) -> None:
         raise UserError(f"cannot tell the format of {path}: its name must end in {', '.join(FORMATS)}")
     try:
         with path.open("rb") as file:
-            is_empty = not file.read(1)
+            if not file.read(1):
+                raise UserError(f"{path} is empty: there is nothing to build from")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    if is_empty:
-        raise UserError(f"{path} is empty: there is nothing to build from")
 
 
 def read_records(path: Path) -> Iterator[RawRecord | BadRecord]:
@@ -91,11 +88,10 @@ def read_records(path: Path) -> Iterator[RawRecord | BadRecord]:
         records = _read_json_array(path)
     else:
         records = _read_json_lines(path)
-    num_records = 0
+    record = None
     for record in records:
-        num_records += 1
         yield record
-    if num_records == 0:
+    if record is None:
         raise UserError(f"{path} holds no records: there is nothing to build from")
 
 
@@ -109,9 +105,11 @@ def _read_json_lines(path: Path) -> Iterator[RawRecord | BadRecord]:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
-        return f"not UTF-8 at byte {error.start} of the line: iconv -t UTF-8 makes it so"
+        fix = "iconv -t UTF-8 makes it so" if error.object[:2] != b"\x1f\x8b" else "it is compressed, unpack it: gunzip"
+        return f"not UTF-8 at byte {error.start} of the line: {fix}"
     if isinstance(error, json.JSONDecodeError):
-        return f"not valid JSON in column {error.colno}: {error.msg}"
+        fix = "; one line is one record, or a .json file a list of them" if error.doc.strip() in ("{", "[") else ""
+        return f"not valid JSON in column {error.colno}: {error.msg}{fix}"
     return f"not usable JSON: {error}"
 
 

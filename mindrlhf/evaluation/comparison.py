@@ -12,7 +12,7 @@ from mindrlhf.evaluation.heldout import NUM_SAMPLES_SHOWN, Evaluation, known, pa
 from mindrlhf.evaluation.statistics import Interval, accuracy_interval, paired_difference
 from mindrlhf.observe.records import replace_file
 from mindrlhf.observe.samples import question_of
-from mindrlhf.system.terminal import width
+from mindrlhf.system.terminal import visible, width
 
 
 def compare(before: Evaluation, after: Evaluation) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def difference_text(difference: dict[str, float | None]) -> str:
 
 def _folded(name: str, text: str, more: str = "") -> str:
     """Return a line that a terminal does not break inside a word; in a log it is one line."""
-    line = f"  {name:<10}{' '.join(text.split())}{more}"
+    line = f"  {name:<10}{visible(' '.join(text.split()))}{more}"
     fold = textwrap.TextWrapper(subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False)
     fold.width = width(sys.stdout, sys.maxsize)
     return fold.fill(line)

@@ -138,18 +138,14 @@ def _failures(
 def _determinism(
     samples: Sequence[RewardInput], first: Sequence[RewardResult], second: Sequence[RewardResult]
 ) -> Iterator[Finding]:
-    different = [(s, a, b) for s, a, b in zip(samples, first, second) if a.total != b.total or a.failures != b.failures]
+    pairs = zip(samples, first, second)  # reasons of failures may name an address
+    different = [(s, a, b) for s, a, b in pairs if a.total != b.total or bool(a.failures) != bool(b.failures)]
     if not different:
         yield "ok", "deterministic: the same rewards in another process and order"
         return
     sample, a, b = different[0]
-    yield (
-        "error",
-        (
-            f"not deterministic: {len(different)} of {len(samples)} rewards differ in another process and order, first "
-            f"{_named(sample)}: {a.total:g} and {b.total:g}"
-        ),
-    )
+    count, shown = f"{len(different)} of {len(samples)}", f"first {_named(sample)}: {a.total:g} and {b.total:g}"
+    yield "error", f"not deterministic: {count} rewards differ in another process and order, {shown}"
 
 
 def _distribution(samples: Sequence[RewardInput], rewards: np.ndarray, good: np.ndarray) -> Iterator[Finding]:

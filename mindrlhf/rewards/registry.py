@@ -263,6 +263,8 @@ def _option_value(specification: str, parameter: inspect.Parameter, text: str) -
 
 
 def _reads(specification: str, function: Callable[..., float], options: Mapping[str, Any]) -> Reads:
+    if inspect.iscoroutinefunction(function):
+        raise UserError(f"verifier '{specification}' is async: return the number itself, as by asyncio.run(...)")
     signature = inspect.signature(function)
     reads = reads_of(signature, options, is_built_in=":" not in specification)
     keywords = (*reads.context, *reads.columns)

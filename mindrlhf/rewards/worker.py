@@ -6,6 +6,7 @@ where judges were asked it is ``{"outcome", "counts"}`` with what that took (``j
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -54,7 +55,8 @@ def _outcome(verifier: Verifier, sample: Sequence[Any]) -> float | list[float] |
         reward = math.nan
     if abs(reward) <= MAX_MAGNITUDE:
         return reward
-    return {"failed": f"returned {_describe(value)}, which is no finite number"}
+    what = f"beyond {MAX_MAGNITUDE:g}" if math.isfinite(reward) else "no finite number"
+    return {"failed": f"returned {_describe(value)}, which is {what}"}
 
 
 def _step_outcome(values: Sequence[Any], allowed: Sequence[int]) -> list[float] | dict[str, str]:
@@ -71,6 +73,6 @@ def _step_outcome(values: Sequence[Any], allowed: Sequence[int]) -> list[float] 
 
 def _describe(value: Any) -> str:
     try:
-        return repr(value)[:MAX_SHOWN_CHARS]
+        return re.sub(" at 0x[0-9a-f]+", "", repr(value))[:MAX_SHOWN_CHARS]
     except Exception:
         return f"an object of type {type(value).__name__}"

@@ -8,8 +8,8 @@ from typing import TextIO
 BOLD, DIM, RED, GREEN, YELLOW, RESET = "\033[1m", "\033[2m", "\033[31m", "\033[32m", "\033[33m", "\033[0m"
 CLEAR_LINE = "\r\033[K"
 
-# Controls but tab and line break, and marks that turn the direction of writing.
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+# Controls but tab and line break, marks that turn the direction of writing, and halves of surrogates: print raises.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def visible(text: object) -> str:

@@ -35,6 +35,7 @@ from mindrlhf.rollout.samples import Sampler
 from mindrlhf.rollout.types import SamplingParams
 from mindrlhf.specs import find_spec
 from mindrlhf.system import heartbeat
+from mindrlhf.system.terminal import visible
 from mindrlhf.training import nodes as machines
 from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.checkpoints.requests import SaveRequests
@@ -111,7 +112,7 @@ class ReinforcementTask:
             failures = self._output_dir / "reward_failures.jsonl"
             rewards = stack.enter_context(RewardPool.from_config(config.reward, failures))
             if remark := try_rewards(config.reward, inputs):
-                print(f"mindrlhf: {remark}", flush=True)
+                print(f"mindrlhf: {visible(remark)}", flush=True)
         self._ranks = ranks = Team(worker, connections)
         self.team = with_replicas(config, ranks)
         stack.callback(self.team.close)

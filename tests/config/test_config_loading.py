@@ -64,6 +64,7 @@ def test_a_required_key_is_asked_for_by_name(write, key):
         ("rollout: {stall_timeout_s: 9}", "'rollout.stall_timeout_s' was removed: delete it; a server that is silent"),
         ("training: {pack: true}", "key 'training.pack' was removed: use training.packing: none for false"),
         ("num_generatoins: 4", "unknown key 'num_generatoins'; did you mean 'algorithm.num_generations'?"),
+        ("run.max_steps: 3", "unknown key 'run.max_steps'; did you mean 'run: {max_steps: ...}'?"),
         ("observe: {zzz: 1}", "keys of section 'observe': performance_stats, groups_per_step"),
     ],
 )

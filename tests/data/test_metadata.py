@@ -236,8 +236,9 @@ def test_the_command_prints_a_table_or_json(tmp_path, capsys):
     assert main(["models", "inspect", str(tmp_path), "--json"]) == 0
     found = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
     assert found["architecture"]["value"] == "Qwen2ForCausalLM"
-    assert main(["models", "inspect", str(tmp_path / "nothing")]) == 2
-    assert "does not exist" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert [main(["models", "inspect", str(tmp_path / name)]) for name in ("nothing", "empty")] == [2, 2]
+    assert all(words in said for said, words in zip(capsys.readouterr().err.splitlines(), ("does not exist", "no tok")))
 
 
 def test_an_exported_model_keeps_the_generation_config_of_the_model_it_was(tmp_path):

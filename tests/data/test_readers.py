@@ -41,7 +41,9 @@ def test_json_lines_byte_order_mark_is_not_data(tmp_path):
     ("line", "reason"),
     [
         (b'{"q": 1', "not valid JSON in column 8: Expecting ',' delimiter"),
-        (b'{"q": "\xff"}', "not UTF-8 at byte 7"),
+        (b'{"q": "\xff"}', "not UTF-8 at byte 7 of the line: iconv"),
+        (b"\x1f\x8b\x08", "not UTF-8 at byte 1 of the line: it is compressed, unpack it: gunzip"),
+        (b"{", "not valid JSON in column 2: Expecting property name enclosed in double quotes; one line is one record"),
         (b"[1, 2]", "expected a JSON object, found list; a list of records is a file that ends in .json"),
         (b"[" * 100_000, "not usable JSON: maximum recursion depth"),
         (b'{"q": ' + b"9" * 5000 + b"}", "not usable JSON: Exceeds the limit"),

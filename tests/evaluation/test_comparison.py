@@ -77,7 +77,10 @@ def test_a_summary_of_a_single_prompt_is_json_that_any_program_reads(tmp_path):
 
 
 def test_the_text_tells_numbers_and_answers_in_lines():
-    lines = summary_text(compare(BEFORE, AFTER)).splitlines()
+    summary = compare(BEFORE, AFTER)
+    summary["samples_before"][0]["answer"] = "\x1b[2J\ud800"  # no terminal obeys it, and UTF-8 has none
+    lines = summary_text(summary).splitlines()
+    assert r"\x1b[2J\ud800" in "".join(lines)
     assert lines[0] == "held-out accuracy on 20 prompts (95% interval)"
     assert lines[1].split()[:2] == ["before", "25.0%"]
     assert lines[2].split()[:2] == ["after", "75.0%"]

@@ -7,30 +7,26 @@ pytestmark = pytest.mark.timeout(120)
 
 FUNCTIONS = """
 import os, re, time
-
-
 def random(completion, answer):
     return float(os.getpid())
-
 
 def length(completion, answer):
     return len(completion)
 
-
 def constant(completion, answer):
     return 1.0
-
 
 def faulty(completion, answer):
     if len(completion) > 10**5:
         time.sleep(1000)
     return 1 / (completion.count("So the") - 1)
 
+def odd(completion, answer):
+    return object()
 
 def by_value(completion, answer):
     found = re.findall(r"([0-9]+) \\+ ([0-9]+)", completion)
     return float(answer in completion or any(int(a) + int(b) == int(answer) for a, b in found))
-
 
 def slow(completion, answer):
     time.sleep(0.02)
@@ -63,19 +59,15 @@ def test_randomness_is_found(tmp_path):
 
 
 def test_paying_for_the_prompt_is_found(tmp_path):
-    samples = [
-        RewardInput(i, text, "21", "What is 14 + 7?")
-        for i, text in enumerate(["21", "It is 20.", "I do not know", "20", "21!"])
-    ]
+    texts = ["21", "It is 20.", "I do not know", "20", "21!"]
+    samples = [RewardInput(i, text, "21", "What is 14 + 7?") for i, text in enumerate(texts)]
     assert said(check(tmp_path, "by_value", samples)["warning"], "2 of 2 responses that only repeat the prompt earn")
     findings = lint("accuracy_reward", samples, {}, timeout_s=20.0)
     assert said([text for level, text in findings if level == "ok"], "for 2 responses that only repeat the prompt")
 
 
 def test_paying_for_length_is_found(tmp_path):
-    assert said(
-        check(tmp_path, "length")["warning"], "correlation with length +1.00: the policy will learn to write more"
-    )
+    assert said(check(tmp_path, "length")["warning"], "length +1.00: the policy will learn to write more")
 
 
 def test_constants_are_found(tmp_path):
@@ -85,6 +77,8 @@ def test_constants_are_found(tmp_path):
 
 
 def test_exceptions_and_hangs_are_found(tmp_path):
+    odd = check(tmp_path, "odd")
+    assert said(odd["ok"], "deterministic") and said(odd["error"], "<object object>, which is no finite number (128x)")
     found = check(tmp_path, "faulty", timeout_s=3.0)
     assert said(found["error"], "failed on 32 of 128 samples")
     assert said(found["error"], "ZeroDivisionError: division by zero (32x)")

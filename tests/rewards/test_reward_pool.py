@@ -267,9 +267,9 @@ def test_an_idle_worker_that_is_killed_is_replaced(verifier_file):
 
 def test_exceptions_and_rewards_that_are_no_finite_numbers_cost_the_part(verifier_file):
     reasons = {"raise": "KeyError: 'no such thing'", "sys.exit": "SystemExit: enough"}
-    shown = {"nan": "nan", "inf": "-inf", "none": "None", "text": "'1.0'", "list": "[1.0]", "large": "1e+30"}
-    shown["huge"] = "1" + 79 * "0"
+    shown = {"nan": "nan", "inf": "-inf", "none": "None", "text": "'1.0'", "list": "[1.0]", "huge": "1" + 79 * "0"}
     reasons |= {f"return {kind}": f"returned {value}, which is no finite number" for kind, value in shown.items()}
+    reasons["return large"] = "returned 1e+30, which is beyond 1e+15"
     with open_pool([f"{verifier_file}:obedient"], [2.0], failure_value=-1.0) as pool:
         *failed, boolean, last = pool.score(inputs(*reasons, "return true", "aa"))
     for index, (result, reason) in enumerate(zip(failed, reasons.values(), strict=True), 100):

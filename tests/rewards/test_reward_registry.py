@@ -62,6 +62,7 @@ def test_unknown_names_are_user_errors(name, message):
         ("def f(completion", "does not load: SyntaxError"),
         ("1 / 0", "does not load: ZeroDivisionError: division by zero"),
         ("raise SystemExit(3)", "does not load: SystemExit: 3"),
+        ("async def f(completion, answer): return 1", "is async: return the number itself"),
         ("def f(completion): return 1", "cannot be called as f(completion, answer)"),
         ("def f(completion, answer, tokens, /): return 1", "it may take prompt, finish_reason, num_tokens"),
     ],

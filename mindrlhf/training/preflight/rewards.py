@@ -17,8 +17,7 @@ def try_rewards(reward: RewardSection, inputs: RunInputs) -> str:
     """Load the user's reward functions as the run does, and call each once, an answer of the data as response.
 
     Returns:
-        A line where one raised or took too long, which such a response may well cause, and what the run would make
-        of it; "" otherwise.
+        A line where one raised or took too long, as such a response may cause, and what the run makes of it, or "".
 
     Raises:
         UserError: one does not load, cannot be called, returns no number, or raises what no response causes.
