@@ -98,8 +98,8 @@ class LogSoftmax:
                 given = (log_normaliser[rows], entropy[rows], grad_logprobs[rows], grad_entropy[rows])
                 _turn_into_slopes(slopes, labels[rows], *(array[:, None] for array in given))
             grad_hidden[rows] = (slopes @ weight) * factors
-            if grad_weight is not None:
-                grad_weight += slopes.T @ (hidden[rows] * factors)
+            for block in () if grad_weight is None else _blocks(grad_weight):  # a whole product is as large as it
+                grad_weight[block] += slopes[:, block].T @ (hidden[rows] * factors)
         self._forget()
         return grad_hidden
 
@@ -147,7 +147,7 @@ def _tiles(active: np.ndarray, weight: np.ndarray) -> Iterator[np.ndarray]:
     return (active[start : start + size] for start in range(0, len(active), size))
 
 
-def _blocks(logits: np.ndarray) -> Iterator[slice]:
-    """Cut the rows of a tile into blocks."""
-    size = max(1, BLOCK_BYTES // (logits.shape[1] * logits.itemsize))
-    return (slice(start, start + size) for start in range(0, len(logits), size))
+def _blocks(matrix: np.ndarray) -> Iterator[slice]:
+    """Cut the rows of a matrix into blocks."""
+    size = max(1, BLOCK_BYTES // (matrix.shape[1] * matrix.itemsize))
+    return (slice(start, start + size) for start in range(0, len(matrix), size))
