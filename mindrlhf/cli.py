@@ -34,7 +34,7 @@ COMMANDS = (
 )
 _MAX_SHOWN_CHARS = 60
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
-# Of options that are counts.
+_PATH_ERRORS = (errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
 _COUNTS = ("--workers", "--world-size", "--nodes", "--node-size", "--processes", "--threads", "--tensor-parallel")
 _COUNTS += ("--max-prompt-length", "--max-length", "--num-samples", "--min-pixels", "--max-pixels", "--size")
 LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys(
@@ -139,10 +139,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"mindrlhf {arguments.command}: error: {line}", file=sys.stderr)
         return UserError.exit_code
     except OSError as error:
-        if error.errno not in (*_DISK_ERRORS, errno.ENAMETOOLONG):
+        if error.errno not in (*_DISK_ERRORS, *_PATH_ERRORS):
             raise
         _drop_output()
-        where, what = str(error.filename or "the output"), "cannot be written"
+        where, what = str(error.filename2 or error.filename or "the output"), "cannot be written"
         if error.errno == errno.ENAMETOOLONG:  # of the config, or the command line
             where, what = f"{where[:80]}... ({len(where)} characters)", "is no path that can be used"
         print(f"mindrlhf {arguments.command}: error: {where} {what}: {error.strerror}", file=sys.stderr)

@@ -49,7 +49,7 @@ MOST = {
     "mindrlhf/evaluation": 658,
     "mindrlhf/hub": 70,
     "mindrlhf/images": 368,
-    "mindrlhf/launch": 3050,
+    "mindrlhf/launch": 3047,
     "mindrlhf/layout": 1250,
     "mindrlhf/models": 3898,
     "mindrlhf/observe": 2619,

@@ -14,9 +14,8 @@ def register(subparsers) -> None:
     actions = models.add_subparsers(dest="action", metavar="ACTION", required=True)
     summary = "fetch a model; its name then stands wherever a model directory does"
     register_get(actions, MODELS, summary, "Qwen/Qwen2.5-7B-Instruct")
-    inspect = actions.add_parser(
-        "inspect", help="what a model's files say of end tokens, bos, padding and templates, and which file"
-    )
+    summary = "what a model's files say of end tokens, bos, padding and templates, and which file"
+    inspect = actions.add_parser("inspect", help=summary)
     inspect.add_argument("directory", type=model_directory, metavar="DIR")
     allow_json(inspect)
     inspect.set_defaults(run=run_inspect)
@@ -28,7 +27,9 @@ def run_inspect(arguments: argparse.Namespace) -> int:
 
     from mindrlhf.data.metadata import read_metadata
 
-    facts = [*read_metadata(arguments.directory), *_conversation_facts(arguments.directory)]
+    facts = read_metadata(arguments.directory)
+    if not any(fact.value == "none" for fact in facts if fact.name in ("tokenizer", "template")):
+        facts += _conversation_facts(arguments.directory)
     if arguments.json:
         return print_json([asdict(fact) for fact in facts])
     width = max(len(fact.value) for fact in facts if len(fact.value) <= 60)
@@ -51,8 +52,8 @@ def _conversation_facts(directory: str) -> list:
         tokenizer = load_tokenizer(directory)
         template = load_template(CHAT, tokenizer)
         text = template.render(Example((Message("user", "MINDRLHF-QUESTION"),), ""))
-    except (UserError, RecordError):
-        return []
+    except (UserError, RecordError) as error:
+        return [Fact("generation prompt", "none", "", (f"refused: {error}",))]
     source = tokenizer.template_files.get("default", "")
     prompt = text.rpartition("MINDRLHF-QUESTION")[2]
     for end in (tokenizer.chat_end_token, tokenizer.eos_token, "\n"):

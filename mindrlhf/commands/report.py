@@ -1,6 +1,7 @@
 """``mindrlhf report`` and ``mindrlhf view``: pages to look at a run and at what its model wrote."""
 
 import argparse
+import sys
 from pathlib import Path
 
 
@@ -68,8 +69,6 @@ def _steps(text: str) -> tuple[int, int]:
 
 def _view(arguments: argparse.Namespace) -> int:
     """Write the page of samples and print its path."""
-    import sys
-
     from mindrlhf.errors import UserError
     from mindrlhf.launch.stages import signs_of_life
     from mindrlhf.observe.records import replace_file

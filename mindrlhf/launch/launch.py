@@ -250,8 +250,7 @@ class _Watch:
                     say(f"{signal.Signals(number).name} received by another node: stopping all processes")
                     return self._code(128 + number)
             if (self.run.msrun_returncode or 0) < 0:
-                self._tell(f"msrun {describe_end(self.run.msrun_returncode)}; logs: {self.log_dir}")
-                return exit_code(self.run.msrun_returncode)
+                return self._report_end("msrun", self.run.msrun_returncode)
             if (culprit := self.run.find_culprit()) is not None:
                 meeting = self.joining.look(self.health.activities())
                 if may_repeat and may_be_a_foreign_connections_doing(*culprit, meeting):
@@ -264,9 +263,7 @@ class _Watch:
                 say(ending.line)
                 return ending.code
             if (returncode := self.run.msrun_returncode) is not None:
-                if returncode != 0:
-                    self._tell(f"msrun {describe_end(returncode)}; see {self.log_dir}/msrun.log")
-                return exit_code(returncode)
+                return self._report_end("msrun", returncode) if returncode else 0
             if (hang := self._find_hang()) is not None:
                 name, how, may_be_mended = hang
                 if may_repeat and may_be_mended:

@@ -124,14 +124,14 @@ def replace_file(path: Path, text: str) -> None:
     """Write a text file so that readers see the old content or the whole new one, never a part.
 
     Raises:
-        RunFailure: the file cannot be written.
+        UserError, RunFailure: it cannot have this path; it cannot be written.
     """
-    path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, text, errors="replace")
     except OSError as failure:
-        raise RunFailure(f"cannot write {path}: {failure.strerror}") from failure
+        is_wrong = isinstance(failure, (FileExistsError, IsADirectoryError, NotADirectoryError))
+        raise (UserError if is_wrong else RunFailure)(f"cannot write {path}: {failure.strerror}") from failure
 
 
 def _is_step(value: Any) -> bool:

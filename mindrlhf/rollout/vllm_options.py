@@ -151,7 +151,7 @@ def check_positions(model_dir: str, max_model_len: int) -> None:
         raise UserError(
             f"a prompt with its response may have {max_model_len} tokens (max_model_len), and the model in {model_dir} "
             f"takes {max_positions!r} (max_position_embeddings); lower the prompt or response length: "
-            "rollout.max_response_length, or 'mindrlhf data build --max-prompt-length'"
+            "rollout.max_response_length, 'data build --max-prompt-length', or 'rewards serve --max-length'"
         )
 
 

@@ -78,9 +78,9 @@ class SafetensorsFile:
         except OSError as error:
             raise UserError(f"{self.path} cannot be read: {error}") from error
         except SafetensorError as error:
-            raise UserError(
-                f"{self.path} is no safetensors file, or is truncated ({error}): download it again"
-            ) from error
+            is_pointer = np.fromfile(self.path, np.uint8, 12).tobytes() == b"version http"
+            fix = "it is a pointer, git lfs pull gets the file" if is_pointer else "download it again"
+            raise UserError(f"{self.path} is no safetensors file, or is truncated ({error}): {fix}") from error
         start = size_bytes - sum(info.size_bytes for info in self._infos.values())
         for name, info in self._infos.items():
             self._places[name] = (start, start + info.size_bytes)

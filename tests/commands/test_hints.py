@@ -98,7 +98,7 @@ def test_an_interpreter_that_lacks_a_package_is_named(tmp_path):
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert f"{python} has no numpy: use .venv/bin/mindrlhf" in done.stderr
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
-    with pytest.raises(UserError, match="rollout.max_response_length, or 'mindrlhf data build --max-prompt-length'"):
+    with pytest.raises(UserError, match="rollout.max_response_length, 'data build --max-prompt-length'"):
         check_positions(str(tmp_path), 2048)
 
 
@@ -115,9 +115,7 @@ def test_an_output_directory_that_is_a_file_is_a_mistake_of_the_config(tmp_path,
 
 
 def test_a_user_function_is_not_given_made_up_tokens(tmp_path, capsys):
-    (tmp_path / "mine.py").write_text(
-        "def brief(completion, answer, *, num_tokens):\n    return 1 / (1 + num_tokens)\n"
-    )
+    (tmp_path / "mine.py").write_text("def brief(completion, answer, *, num_tokens):\n    return 1 / num_tokens\n")
     (tmp_path / "s.jsonl").write_text('{"completion": "x", "answer": "y"}\n')
     words = ["rewards", "score", "--verifier", f"{tmp_path}/mine.py:brief", "--input", str(tmp_path / "s.jsonl")]
     assert main(words) == 2
@@ -157,16 +155,20 @@ FULL = [
 
 
 @pytest.mark.parametrize("words", FULL, ids=lambda words: " ".join(words[:2] + words[-2:-1]))
-def test_a_full_disk_is_one_line(words, tmp_path, capsys):
+def test_a_full_disk_and_a_directory_are_one_line(words, tmp_path, capsys):
     sample = {"step": 1, "prompt": "1+1?", "completion": "2", "answer": "2", "reward": 1.0, "rewards": {"a": 1.0}}
     (tmp_path / "samples.jsonl").write_text(json.dumps(sample | {"finish_reason": "stop"}) + "\n")
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "loss": {n / 7}}}\n' for n in (1, 2, 3)))
-    full = tmp_path / "full"
+    full, taken = tmp_path / "full", tmp_path / "taken"
+    taken.mkdir()
+    words = [word.format(samples=tmp_path / "samples.jsonl", run=tmp_path, full="{full}") for word in words]
+    assert main([word.format(full=taken) for word in words]) == 2
+    assert " a directory" in capsys.readouterr().err.splitlines()[-1]
     try:
         os.mknod(full, stat.S_IFCHR | 0o666, os.makedev(1, 7))  # null(4): writing to it fails with ENOSPC
     except OSError:
         pytest.skip("devices cannot be made here")
-    assert main([word.format(samples=tmp_path / "samples.jsonl", run=tmp_path, full=full) for word in words]) in (1, 2)
+    assert main([word.format(full=full) for word in words]) in (1, 2)
     errors = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
     assert len(errors) == 1 and "No space left on device" in errors[0] and "Traceback" not in errors[0]
     assert stat.S_ISCHR(os.stat(full).st_mode)

@@ -236,6 +236,9 @@ def test_the_command_prints_a_table_or_json(tmp_path, capsys):
     assert main(["models", "inspect", str(tmp_path), "--json"]) == 0
     found = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
     assert found["architecture"]["value"] == "Qwen2ForCausalLM"
+    write(tmp_path, {"tokenizer_config.json": config | {"chat_template": "{{ m"}})
+    assert main(["models", "inspect", str(tmp_path)]) == 0
+    assert "! refused: template 'chat' cannot be compiled: line 1" in capsys.readouterr().out
     (tmp_path / "empty").mkdir()
     assert [main(["models", "inspect", str(tmp_path / name)]) for name in ("nothing", "empty")] == [2, 2]
     assert all(words in said for said, words in zip(capsys.readouterr().err.splitlines(), ("does not exist", "no tok")))

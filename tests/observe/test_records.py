@@ -128,12 +128,12 @@ def test_any_other_broken_line_is_named(tmp_path, line):
         list(read_jsonl(path))
 
 
-def test_unwritable_places_are_run_failures(tmp_path):
+def test_unwritable_places_are_run_failures_and_wrong_ones_mistakes(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFailure, match="cannot write"):
         JsonlWriter(tmp_path / "file" / "metrics.jsonl", first_step=0)
     (tmp_path / "report.html").mkdir()
-    with pytest.raises(RunFailure, match=r"cannot write .*report\.html"):
+    with pytest.raises(UserError, match=r"cannot write .*report\.html"):
         replace_file(tmp_path / "report.html", "text")
     assert sorted(os.listdir(tmp_path)) == ["file", "report.html"]
 

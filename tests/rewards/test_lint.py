@@ -9,25 +9,19 @@ FUNCTIONS = """
 import os, re, time
 def random(completion, answer):
     return float(os.getpid())
-
 def length(completion, answer):
     return len(completion)
-
 def constant(completion, answer):
     return 1.0
-
 def faulty(completion, answer):
     if len(completion) > 10**5:
         time.sleep(1000)
     return 1 / (completion.count("So the") - 1)
-
 def odd(completion, answer):
     return object()
-
 def by_value(completion, answer):
     found = re.findall(r"([0-9]+) \\+ ([0-9]+)", completion)
     return float(answer in completion or any(int(a) + int(b) == int(answer) for a, b in found))
-
 def slow(completion, answer):
     time.sleep(0.02)
     return len(completion) % 2

@@ -221,6 +221,7 @@ def _truncate(directory, num_bytes):
         (lambda path: _truncate(path, 40), "truncated"),
         (lambda path: _truncate(path, 3), "truncated"),
         (lambda path: (path / "model.safetensors").write_bytes(struct.pack("<Q", 4) + b"oops1234"), "no safetensors"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"version https://git-lfs.git"), "git lfs pull"),
         (lambda path: (path / "model.safetensors").unlink(), "only safetensors are read"),
         (lambda path: (path / "config.json").unlink(), "no config.json"),
         (lambda path: (path / "config.json").write_text("{"), "cannot be read as JSON"),
