@@ -8,49 +8,13 @@ import numpy as np
 import pytest
 from rollout_probes import ask_probe
 from slow_tests import SLOW
+from tiny_models import LLAMA3_ROPE, WIDE, tiny_model
 
 VOCABULARY, MAX_TOKENS = 300, 40
-QWEN = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "torch_dtype": "float32",
-}
-QWEN3 = {**QWEN, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32, "attention_bias": False}
-LLAMA3 = {
-    **QWEN,
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-}
-EXPERTS = {
-    **QWEN,
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "head_dim": 32,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
+QWEN = tiny_model(base=WIDE, vocab_size=VOCABULARY, tie_word_embeddings=True)
+QWEN3 = tiny_model("qwen3", QWEN)
+LLAMA3 = tiny_model("llama", QWEN, rope_scaling=LLAMA3_ROPE)
+EXPERTS = tiny_model("qwen3_moe", QWEN, num_experts=8)
 
 
 def case(num_prompts=3, num_samples=4, lengths=(5, 32, 33), limits=(MAX_TOKENS,), interrupt=0, **sampling) -> dict:

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tiny_models import tiny_model
 
 from mindrlhf.cli import main
 from mindrlhf.errors import UserError
@@ -15,17 +16,8 @@ from mindrlhf.specs.lora import LoraOptions
 from mindrlhf.weights.adapters.peft import adapter_config, adapter_shapes, write_adapter
 from mindrlhf.weights.convert import export_hf, random_hf_weights
 
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "tie_word_embeddings": True,
-}
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+MODEL = tiny_model(vocab_size=40, tie_word_embeddings=True, **SIZES)
 OPTIONS = LoraOptions(2, 4.0)
 
 

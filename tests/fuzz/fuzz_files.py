@@ -7,19 +7,10 @@ from pathlib import Path
 
 import numpy as np
 from prompt_files import header_of, write_with_header
+from tiny_models import tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
-HF_CONFIG = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 16,
-    "tie_word_embeddings": False,
-}
+HF_CONFIG = tiny_model(hidden_size=8, intermediate_size=12, num_hidden_layers=2, vocab_size=16)
 RECORDS = [
     {"question": "What is 3 + 4?", "answer": "3 + 4 = 7\n#### 7"},
     {"problem": "x", "answer": 12, "nested": {"a": [1, 2.5, None, {"b": "ü"}]}},

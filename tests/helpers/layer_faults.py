@@ -6,18 +6,15 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
+from tiny_models import WIDE, tiny_model
 
 from mindrlhf.doctor.layers import LIMITS, compare_cells
 from mindrlhf.doctor.rungs import Ground
 from mindrlhf.specs import find_spec
 from mindrlhf.weights.convert import hf_shapes
 
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 512, "hidden_size": 128,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256,
-    "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
-    "hidden_act": "silu", "torch_dtype": "float32",
-}  # fmt: skip
+SIZES = {"vocab_size": 512, "num_hidden_layers": 3, "intermediate_size": 256, "max_position_embeddings": 512}
+MODEL = tiny_model(base=WIDE, **SIZES)
 LAYER = "model.layers.1."
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 from engines import whole_engine
 from slow_tests import RUNS_SLOW_TESTS
+from tiny_models import WIDE, tiny_model
 
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.fuse import fuse
@@ -16,22 +17,8 @@ LEARNING_RATE = 1e-2
 # gradients near zero depend on the order of sums.
 EPSILON = 1e-3
 # Large enough that the optimiser shard takes hold: MindSpore leaves shards below 64 KiB whole.
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "torch_dtype": "float32",
-}
+SIZES = {"intermediate_size": 256, "max_position_embeddings": 64, "initializer_range": 0.02}
+MODEL = tiny_model(base=WIDE, vocab_size=VOCABULARY, **SIZES)
 # For what executes pipelines nightly only: a second layer proves nothing without them and doubles the time to compile.
 UNCUT_MODEL = {**MODEL, "num_hidden_layers": 2 if RUNS_SLOW_TESTS else 1}
 CRITIC = {**UNCUT_MODEL, "architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}

@@ -15,7 +15,7 @@ from engines import accumulate, whole_engine
 from execution_cases import IS_LAST, KL_COEFFICIENT, MODEL, NOT_FINITE, NUM_ROWS, ROW_LENGTH, UNCUT_MODEL, VOCABULARY
 from graph_on_cpu.run import SEED
 from slow_tests import RUNS_SLOW_TESTS
-from tiny_models import LINEAR_ATTENTION
+from tiny_models import LLAMA3_ROPE, tiny_model
 from tiny_vl import IMAGE, VISION_END, VISION_START, TinyVl, config_of
 
 from mindrlhf.algorithms.losses import POLICY_INPUTS
@@ -331,85 +331,19 @@ def scoring_engine(network):
 # The families.
 
 LORA = {"rank": 4, "alpha": 8.0}
-EXPERTS = {
-    **MODEL,
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 1,
-    "head_dim": 32,
-    "moe_intermediate_size": 64,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
-# GLM-4.5: half of each head rotated, norms of queries and keys, a dense layer, then experts chosen by biased sigmoids.
-GLM4_MOE_MODEL = {
-    **MODEL,
-    "architectures": ["Glm4MoeForCausalLM"],
-    "model_type": "glm4_moe",
-    "head_dim": 32,
-    "attention_bias": True,
-    "use_qk_norm": True,
-    "partial_rotary_factor": 0.5,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 64,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "num_nextn_predict_layers": 0,
-}
+EXPERTS = tiny_model("qwen3_moe", MODEL, num_hidden_layers=1)
+GLM4_MOE_MODEL = tiny_model("glm4_moe", MODEL)
 # YaRN that is felt within a row: half the context, most channels slowed.
 YARN_MODEL = {**MODEL, "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}}
-# The context extension of Llama 3.1, felt within a row: some channels kept, some slowed, some in part.
-LLAMA3_MODEL = {
-    **MODEL,
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-}
-# GLM-4: pairs of neighbouring channels in half of each head, norms behind attention and MLP.
-GLM4_MODEL = {
-    **MODEL,
-    "architectures": ["Glm4ForCausalLM"],
-    "model_type": "glm4",
-    "head_dim": 32,
-    "attention_bias": True,
-    "partial_rotary_factor": 0.5,
-}
-# Gemma 3: a layer with a window that is shorter than most samples, and one without.
-GEMMA3_MODEL = {
-    **{key: value for key, value in MODEL.items() if key != "hidden_act"},
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
-    "head_dim": 32,
-    "query_pre_attn_scalar": 24,
-    "sliding_window": 7,
-    "sliding_window_pattern": 2,
-    "rope_local_base_freq": 50.0,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-}
+LLAMA3_MODEL = tiny_model("llama", MODEL, rope_scaling=LLAMA3_ROPE)
+GLM4_MODEL = tiny_model("glm4", MODEL)
+# The window is shorter than most samples.
+GEMMA3_MODEL = tiny_model("gemma3_text", MODEL)
 # Qwen3.5: a layer with linear attention, and one with softmax attention and a gate; half of each head rotated.
-QWEN3_5_MODEL = {
-    **MODEL,
-    **LINEAR_ATTENTION,
-    "head_dim": 32,
-    "max_position_embeddings": 128,
-    "partial_rotary_factor": 0.5,
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 32,
-}
+QWEN3_5_MODEL = tiny_model(
+    "qwen3_5_text", MODEL, head_dim=32, max_position_embeddings=128, partial_rotary_factor=0.5,
+    layer_types=["linear_attention", "full_attention"], linear_key_head_dim=16, linear_value_head_dim=32,
+)  # fmt: skip
 # In Qwen3-VL two layers of the decoder are given rows of images too.
 QWEN2_5_VL = config_of(TinyVl(is_tied=False))
 QWEN3_VL = config_of(TinyVl(family="qwen3_vl", vision_depth=3, layers=3, is_tied=False))

@@ -21,6 +21,7 @@ import sanity_inputs
 from fake_npu import build
 from safetensors.numpy import save_file
 from slow_tests import SLOW
+from tiny_models import tiny_model
 from tiny_vl import IMAGE, VISION_END, VISION_START, TinyVl, config_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -47,19 +48,9 @@ pytestmark = [
 DENSE = layer_faults.MODEL | {"num_hidden_layers": 2, "max_position_embeddings": 1024, "torch_dtype": "bfloat16"}
 MODELS = {
     "dense": DENSE,
-    "experts": DENSE | {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 32, "num_experts": 4,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True, "decoder_sparse_step": 1,
-        "mlp_only_layers": [], "attention_bias": False,
-    },
-    "latent attention": DENSE | {
-        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 4,
-        "q_lora_rank": 48, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32,
-        "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
-        "n_shared_experts": 1, "moe_intermediate_size": 64, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
-        "scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 0,
-    },
-}  # fmt: skip
+    "experts": tiny_model("qwen3_moe", DENSE, attention_bias=False),
+    "latent attention": tiny_model("deepseek_v3", DENSE),
+}
 # Heads of 128 channels, for which vLLM-Ascend turns by three positions in an operator of its own.
 VISION = {
     family: config_of(TinyVl(family=family, vision_depth=3, layers=3, hidden=256, heads=2, kv_heads=1))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from engines import whole_model
 from slow_tests import SLOW
-from tiny_models import LINEAR_ATTENTION
+from tiny_models import LLAMA3_ROPE, WIDE, tiny_model
 
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
@@ -17,144 +17,27 @@ from mindrlhf.training.batch import RowOptions, make_batch
 pytestmark = [pytest.mark.timeout(300), SLOW]
 
 VOCABULARY, ROW_LENGTH = 500, 64
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "initializer_range": 0.1,
-    "torch_dtype": "float32",
-}
+MODEL = tiny_model(base=WIDE, vocab_size=VOCABULARY)
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
 MODELS = {
-    "dense": MODEL,
-    "yarn": {
-        **MODEL,
-        "num_hidden_layers": 2,
-        "max_position_embeddings": 64,
-        "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
-    },
-    "llama3": {
-        **MODEL,
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "num_hidden_layers": 2,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-    },
+    "dense": MODEL | {"num_hidden_layers": 3},
+    "yarn": MODEL | {"max_position_embeddings": 64, "rope_scaling": YARN},
+    "llama3": tiny_model("llama", MODEL, rope_scaling=LLAMA3_ROPE),
     # vLLM attends within the window, which holds whole rows.
-    "mistral": {
-        **MODEL,
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        "num_hidden_layers": 2,
-        "sliding_window": ROW_LENGTH,
-    },
-    "glm4": {
-        **MODEL,
-        "architectures": ["Glm4ForCausalLM"],
-        "model_type": "glm4",
-        "num_hidden_layers": 2,
-        "head_dim": 32,
-        "attention_bias": True,
-        "partial_rotary_factor": 0.5,
-    },
+    "mistral": tiny_model("mistral", MODEL, sliding_window=ROW_LENGTH),
+    "glm4": tiny_model("glm4", MODEL),
     # Both attend within the window, which is shorter than rows.
-    "gemma3": {
-        **MODEL,
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "head_dim": 32,
-        "query_pre_attn_scalar": 24,
-        "sliding_window": 9,
-        "sliding_window_pattern": 2,
-        "rope_local_base_freq": 50.0,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
-    },
-    "qwen3_5": {
-        **MODEL,
-        **LINEAR_ATTENTION,
-        "num_hidden_layers": 3,
-        "head_dim": 32,
-        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
-    },
+    "gemma3": tiny_model("gemma3_text", MODEL, num_hidden_layers=3, sliding_window=9),
+    "qwen3_5": tiny_model(
+        "qwen3_5_text", MODEL, num_hidden_layers=3, head_dim=32, linear_key_head_dim=16, linear_value_head_dim=16,
+        layer_types=["linear_attention", "linear_attention", "full_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    ),
     # vLLM packs experts for its kernels: an update must pack them anew.
-    "experts": {
-        **MODEL,
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": 2,
-        "head_dim": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
-    "glm": {
-        **MODEL,
-        "architectures": ["Glm4MoeForCausalLM"],
-        "model_type": "glm4_moe",
-        "num_hidden_layers": 2,
-        "head_dim": 32,
-        "attention_bias": True,
-        "use_qk_norm": True,
-        "partial_rotary_factor": 0.5,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 64,
-        "routed_scaling_factor": 2.5,
-        "norm_topk_prob": True,
-        "num_nextn_predict_layers": 0,
-    },
-    # The sizes of latent and rotated part are the only ones that vLLM's CPU kernel takes.
-    "latent": {
-        **MODEL,
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 48,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 32,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 64,
-        "routed_scaling_factor": 2.5,
-        "norm_topk_prob": True,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "num_nextn_predict_layers": 0,
-    },
-}
+    "experts": tiny_model("qwen3_moe", MODEL, num_experts=8),
+    "glm": tiny_model("glm4_moe", MODEL, n_routed_experts=8, n_group=1, topk_group=1),
+    "latent": tiny_model("deepseek_v3", MODEL),
+}  # fmt: skip
 TOLERANCE = 1e-4
 BUCKET_BYTES = 90_000  # ends in the middle of layers, and of what vLLM fuses
 

@@ -11,6 +11,7 @@ import pytest
 import sanity_inputs
 from example_tools import CALCULATOR
 from slow_tests import SLOW
+from tiny_models import WIDE, tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 pytestmark = pytest.mark.timeout(500)
@@ -35,18 +36,8 @@ def make(directory):
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(model_dir / "tokenizer.json"))
     (model_dir / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
-    config = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "vocab_size": 48,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-        "torch_dtype": "float32",
-        **sanity_inputs.SMALLER,
-    }
+    base = WIDE | sanity_inputs.SMALLER
+    config = tiny_model(base=base, vocab_size=48, max_position_embeddings=512)
     (model_dir / "config.json").write_text(json.dumps(config))
     (directory / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": f"{number:03d}", "answer": "42"}) + "\n" for number in range(16))

@@ -7,23 +7,14 @@ import numpy as np
 import pytest
 import sanity_inputs
 from slow_tests import SLOW
+from tiny_models import FAMILIES
 
 from mindrlhf.weights.hf import SafetensorsDirectory
 
 pytestmark = pytest.mark.timeout(500)
 
 NUM_STEPS = 2
-EXPERTS = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "head_dim": 32,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
+EXPERTS = {**FAMILIES["qwen3_moe"], "model_type": "qwen3_moe", "moe_intermediate_size": 32}
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import tiny_model
 
 from mindrlhf.data.packing import Row, plan_rows
 from mindrlhf.layout.best_fit import Piece, largest_subset, reachable
@@ -158,15 +159,8 @@ def test_rows_are_cut_without_padding(num_rows, most):
 
 
 def test_the_cost_of_a_row_counts_multiplications():
-    config = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "hidden_size": 6,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 1,
-        "vocab_size": 11,
-        "intermediate_size": 7,
-    }
+    sizes = {"hidden_size": 6, "intermediate_size": 7, "num_attention_heads": 3, "num_key_value_heads": 1}
+    config = tiny_model(num_hidden_layers=2, vocab_size=11, **sizes)
     cost = row_cost(find_spec(config).dims(config))
     # Queries and their output 6 x 6 each, keys and values 6 x 2 each, three matrices 6 x 7; two layers.
     assert cost.per_position == 2 * (2 * 36 + 2 * 12 + 3 * 42)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import tiny_model
 
 from mindrlhf.config.training import ParallelSection
 from mindrlhf.errors import UserError
@@ -14,16 +15,8 @@ from mindrlhf.layout.layout import Coordinates, Layout, parameter_layouts
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.specs import find_spec
 
-CONFIG = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 1024,
-    "tie_word_embeddings": False,
-}
+SIZES = {"num_hidden_layers": 5, "num_attention_heads": 8, "num_key_value_heads": 4}
+CONFIG = tiny_model(hidden_size=512, intermediate_size=1024, vocab_size=1024, **SIZES)
 
 
 def layouts_of(text, **changes):

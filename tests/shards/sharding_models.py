@@ -1,23 +1,15 @@
 """Small models whose every element is random bits, for tests of what is cut and put together."""
 
 import numpy as np
+from tiny_models import tiny_model
 
 from mindrlhf.specs import find_spec
 from mindrlhf.weights.convert import export_hf, hf_shapes
 from mindrlhf.weights.hf import SafetensorsDirectory
 from mindrlhf.weights.tensors import STORAGE_DTYPES
 
-CONFIG = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 32,
-    "tie_word_embeddings": False,
-}
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 8, "num_key_value_heads": 4}
+CONFIG = tiny_model(num_hidden_layers=3, vocab_size=32, **SIZES)
 
 
 def make_model(directory, dtype="float32", seed=0, **changes):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import xxhash
+from tiny_models import WIDE, tiny_model
 
 from mindrlhf.errors import UserError
 from mindrlhf.layout.layout import Layout, parameter_layouts
@@ -14,18 +15,7 @@ from mindrlhf.specs.fuse import fuse
 from mindrlhf.weights.convert import export_hf, random_hf_weights
 from mindrlhf.weights.sharded import ShardedDirectory
 
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 128,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.02,
-}
+MODEL = tiny_model(base=WIDE, vocab_size=128, intermediate_size=256, initializer_range=0.02)
 LAYOUTS = ["dp=2,mp=2,pp=1", "dp=1,mp=1,pp=2", "dp=4,mp=1,pp=1,opt=1", "dp=2,mp=2,pp=2,opt=1"]
 
 

@@ -4,29 +4,16 @@ import dataclasses
 
 import numpy as np
 import pytest
+from tiny_models import tiny_model
 
 from mindrlhf.errors import UserError
 from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.specs.fuse import fuse, split
 from mindrlhf.specs.lora import LoraOptions, adapters
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-QWEN2 = {"architectures": ["Qwen2ForCausalLM"], **SIZES}
-EXPERTS = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    **SIZES,
-    "num_experts": 3,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 20,
-    "mlp_only_layers": [1],
-}
+SIZES = {"vocab_size": 96, "num_hidden_layers": 2}
+QWEN2 = tiny_model(**SIZES)
+EXPERTS = tiny_model("qwen3_moe", **SIZES, head_dim=8, num_experts=3, moe_intermediate_size=20, mlp_only_layers=[1])
 OPTIONS = LoraOptions(rank=3, alpha=6.0)
 
 

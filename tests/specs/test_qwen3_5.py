@@ -6,7 +6,7 @@ import logging
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny_models import LINEAR_ATTENTION
+from tiny_models import tiny_model
 
 from mindrlhf.errors import UserError
 from mindrlhf.layout.feasibility import check_model
@@ -19,20 +19,11 @@ from mindrlhf.weights.convert import export_hf, random_hf_weights
 from mindrlhf.weights.fp8 import convert_directory
 from mindrlhf.weights.hf import SafetensorsDirectory, read_hf_config
 
-CONFIG = {
-    **LINEAR_ATTENTION,
-    "hidden_size": 8,
-    "intermediate_size": 6,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 10,
-    "linear_key_head_dim": 3,
-    "linear_value_head_dim": 5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
-    "tie_word_embeddings": False,
-}
+CONFIG = tiny_model(
+    "qwen3_5_text", hidden_size=8, intermediate_size=6, num_hidden_layers=4, head_dim=8, vocab_size=10,
+    linear_key_head_dim=3, linear_value_head_dim=5,
+    rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+)  # fmt: skip
 LAYER = "model.layers.0.linear_attn."
 
 

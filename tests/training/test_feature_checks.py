@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from tiny_models import tiny_model
 from tiny_vl import IMAGE, TinyVl, write_tiny_vl
 
 from mindrlhf.cli import main
@@ -17,27 +18,12 @@ from mindrlhf.training.routing.rows import ReplayedExperts
 SHARDED = ["run.device=ascend", "parallel_config.model_parallel=2"]
 PIPELINE = [*SHARDED, "parallel_config.pipeline_stage=2", "parallel_config.micro_batch_num=2"]
 HEADER = ImageHeader(1, 1, 1, 4, IMAGE, PixelLimits(), VisionGeometry())
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
 MODELS = {
-    "dense": {**SIZES, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
-    "experts": {
-        **SIZES,
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "head_dim": 4,
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 12,
-        "mlp_only_layers": [1],
-    },
+    "dense": tiny_model(**SIZES),
+    "experts": tiny_model(
+        "qwen3_moe", **SIZES, head_dim=4, num_experts=6, moe_intermediate_size=12, mlp_only_layers=[1]
+    ),
 }
 ASCEND, REPLAY = "run.device=ascend", "training.replay_routing=true"
 

@@ -2,6 +2,7 @@
 
 import pytest
 from preflight_cases import changed
+from tiny_models import WIDE, tiny_model
 from tiny_vl import TinyVl, write_tiny_vl
 
 from mindrlhf.config.model import ModelSection
@@ -14,17 +15,7 @@ from mindrlhf.training.preflight import check_grpo_inputs, check_offline_inputs
 from mindrlhf.training.preflight.layout import check_layout
 from mindrlhf.weights.convert import export_hf, random_hf_weights
 
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "vocab_size": 512,
-    "tie_word_embeddings": False,
-}
+MODEL = tiny_model(base=WIDE, vocab_size=512, intermediate_size=64)
 
 
 @pytest.fixture(scope="module")

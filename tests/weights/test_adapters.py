@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny_models import LINEAR_ATTENTION, tiny_model
+from tiny_models import tiny_model
 
 from mindrlhf.cli import main
 from mindrlhf.errors import UserError
@@ -25,21 +25,10 @@ DENSE = tiny_model(
     vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
     num_key_value_heads=1, tie_word_embeddings=True,
 )  # fmt: skip
-EXPERTS = {
-    **DENSE,
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_experts": 2,
-    "num_experts_per_tok": 1,
-    "moe_intermediate_size": 12,
-    "mlp_only_layers": [1],
-}
-LINEAR = {
-    **DENSE,
-    **LINEAR_ATTENTION,
-    "head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-}
+EXPERTS = tiny_model(
+    "qwen3_moe", DENSE, head_dim=8, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=12, mlp_only_layers=[1]
+)
+LINEAR = tiny_model("qwen3_5_text", DENSE, head_dim=8, layer_types=["linear_attention", "full_attention"])
 OPTIONS = LoraOptions(rank=2, alpha=4.0)
 
 

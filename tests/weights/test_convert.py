@@ -9,7 +9,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
-from tiny_models import LINEAR_ATTENTION, tiny_model
+from tiny_models import LLAMA3_ROPE, tiny_model
 
 from mindrlhf.errors import UserError
 from mindrlhf.weights.convert import export_hf, hf_shapes, random_hf_weights
@@ -30,27 +30,9 @@ def contents(directory):
     return {name: (source.info(name), source.read(name).tobytes()) for name in source.names()}
 
 
-LLAMA = {
-    **CONFIG,
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-}
-MISTRAL = {**CONFIG, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
-
-QWEN3_5 = {
-    **CONFIG,
-    **LINEAR_ATTENTION,
-    "num_hidden_layers": 4,
-    "head_dim": 8,
-    "linear_num_value_heads": 6,
-}
+LLAMA = tiny_model("llama", CONFIG, rope_scaling=LLAMA3_ROPE)
+MISTRAL = tiny_model("mistral", CONFIG)
+QWEN3_5 = tiny_model("qwen3_5_text", CONFIG, num_hidden_layers=4, head_dim=8, linear_num_value_heads=6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

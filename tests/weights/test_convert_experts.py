@@ -15,34 +15,15 @@ from mindrlhf.weights.directories import describe_directory, export_directory, i
 from mindrlhf.weights.hf import SafetensorsDirectory, read_hf_config
 from mindrlhf.weights.tensors import convert_dtype
 
-COMMON = tiny_model(
-    hidden_size=8, intermediate_size=12, num_hidden_layers=3, num_attention_heads=2, vocab_size=16,
-    moe_intermediate_size=6, num_experts_per_tok=2,
-)  # fmt: skip
+SIZES = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 3, "moe_intermediate_size": 6}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 16, "num_experts_per_tok": 2}
 CONFIGS = {
-    "qwen": {
-        **COMMON,
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "num_experts": 4,
-        "mlp_only_layers": [1],
-    },
-    "deepseek": {
-        **COMMON,
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "q_lora_rank": 5,
-        "kv_lora_rank": 3,
-        "qk_nope_head_dim": 4,
-        "qk_rope_head_dim": 2,
-        "v_head_dim": 4,
-    },
-}
+    "qwen": tiny_model("qwen3_moe", **SIZES, head_dim=4, mlp_only_layers=[1]),
+    "deepseek": tiny_model(
+        "deepseek_v3", **SIZES, n_routed_experts=4, n_group=2, topk_group=1, q_lora_rank=5, kv_lora_rank=3,
+        qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4,
+    ),
+}  # fmt: skip
 
 
 def make_model(directory, config, dtype="float32"):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+from tiny_models import tiny_model
 
 from mindrlhf.dryrun.compile.report import report_strategy
 from mindrlhf.dryrun.compile.strategy import extend_strategies, shorten
@@ -23,17 +24,8 @@ rollout: {max_response_length: 32}
 training: {sequence_lengths: [64], micro_batch_size: 4}
 parallel_config: {vocab_emb_dp: false}
 """
-HF_CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "hidden_size": 96,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 384,
-    "intermediate_size": 192,
-    "tie_word_embeddings": False,
-}
+SIZES = {"hidden_size": 96, "num_hidden_layers": 6, "num_attention_heads": 6, "head_dim": 16}
+HF_CONFIG = tiny_model("qwen3", vocab_size=384, intermediate_size=192, **SIZES)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tiny_models import tiny_model
 
 from mindrlhf.config.training import ParallelSection
 from mindrlhf.errors import UserError
@@ -12,17 +13,7 @@ from mindrlhf.weights.convert import export_hf, random_hf_weights
 from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.tensors import TensorInfo
 
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 64,
-    "hidden_size": 256,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": False,
-}
+MODEL = tiny_model(hidden_size=256, intermediate_size=192, num_hidden_layers=2, num_key_value_heads=4)
 # Large enough that a sharded optimiser would cut the factors, if it were let.
 OPTIONS = LoraOptions(128, 64.0)
 WHOLE = {"data_parallel": 1, "enable_parallel_optimizer": True}

@@ -26,30 +26,11 @@ MODEL = tiny_model(
     tie_word_embeddings=True,
     initializer_range=0.1,
 )
-LATENT = {
-    **MODEL,
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": False,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "scoring_func": "sigmoid",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-}
+LATENT = tiny_model(
+    "deepseek_v3", MODEL, tie_word_embeddings=False, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8,
+    qk_rope_head_dim=8, v_head_dim=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1,
+    topk_group=1, routed_scaling_factor=1.0, rms_norm_eps=1e-6, rope_theta=10000.0,
+)  # fmt: skip
 PLAIN, IN_STEP = RowOptions((LONGEST,), 1, 1, False), "shared prompts, two ranks in step"
 # Name -> how the batch is cut; each is compared with one row at a time. Every day few shapes, since each is compiled.
 CUTTINGS = {

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from fakes import LocalTeam, ThreadedTeam
 from thread_broadcasts import Network
+from tiny_models import tiny_model
 
 from mindrlhf.algorithms.losses import POLICY_INPUTS, POLICY_STATISTICS
 from mindrlhf.config.run import RunSection
@@ -19,18 +20,8 @@ from mindrlhf.config.training import ParallelSection
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.training.batch import RowOptions, make_batch
 
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 1024,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
+SIZES = {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.02}
+MODEL = tiny_model(vocab_size=1024, **SIZES)
 PARALLEL = ParallelSection(data_parallel=2, enable_parallel_optimizer=True)
 CONFIG = SimpleNamespace(run=RunSection(device="ascend"), parallel_config=PARALLEL)
 NUM_RANKS, LENGTH = 2, 16

@@ -6,6 +6,7 @@ import functools
 import numpy as np
 import pytest
 from slow_tests import SLOW
+from tiny_models import tiny_model
 
 from mindrlhf.config.training import OptimizerSection
 from mindrlhf.layout.layout import Layout, parameter_layouts
@@ -18,52 +19,20 @@ pytestmark = pytest.mark.usefixtures("mindformers")
 
 OPTIONS = OptimizerSection(type="muon", weight_decay=0.1)
 RATES = (1e-2, 3e-3, 2e-2)
-QWEN = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 40,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
+SIZES = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 6, "initializer_range": 0.02}
+QWEN = tiny_model(vocab_size=40, **SIZES)
 MODELS = {
     "qwen2": QWEN,
-    "experts": {
-        **QWEN,
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "head_dim": 8,
-        "moe_intermediate_size": 16,
-        "num_experts": 3,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
-    "latent": {
-        **QWEN,
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "num_key_value_heads": 6,
-        "q_lora_rank": 12,
-        "kv_lora_rank": 10,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 8,
-        "n_routed_experts": 2,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": 16,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 0,
-    },
+    "experts": tiny_model("qwen3_moe", QWEN, head_dim=8, moe_intermediate_size=16, num_experts=3),
+    "latent": tiny_model(
+        "deepseek_v3", QWEN, num_key_value_heads=6, q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=8,
+        qk_rope_head_dim=4, v_head_dim=8, n_routed_experts=2, num_experts_per_tok=1, moe_intermediate_size=16,
+        n_group=1, topk_group=1, first_k_dense_replace=0,
+    ),
     "scorer": {**QWEN, "architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1},
     "lora": QWEN,
     "experts lora": {},
-}
+}  # fmt: skip
 MODELS["experts lora"] = MODELS["experts"]
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from engines import whole_engine, whole_model
 from slow_tests import RUNS_SLOW_TESTS, SLOW
+from tiny_models import tiny_model
 
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.training.batch import RowOptions, make_batch
@@ -18,48 +19,18 @@ from mindrlhf.training.routing.rows import (
 )
 
 VOCABULARY, NUM_EXPERTS, NUM_ACTIVE = 64, 6, 2
-BASE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 64,
-    "moe_intermediate_size": 12,
-    "num_experts_per_tok": NUM_ACTIVE,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.2,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-}
-SOFTMAX = {
-    **BASE,
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "head_dim": 4,
-    "num_experts": NUM_EXPERTS,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [1],
-}
-SIGMOID = {
-    **BASE,
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "q_lora_rank": None,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 4,
-    # Every day without a layer that has none: the other model has one between those with experts.
-    "num_hidden_layers": 3 if RUNS_SLOW_TESTS else 2,
-    "first_k_dense_replace": int(RUNS_SLOW_TESTS),
-    "n_routed_experts": NUM_EXPERTS,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": False,
-    "routed_scaling_factor": 1.5,
-}
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 12, "num_hidden_layers": 3}
+SOFTMAX = tiny_model(
+    "qwen3_moe", **SIZES, num_key_value_heads=4, head_dim=4, num_experts=NUM_EXPERTS, mlp_only_layers=[1],
+    rms_norm_eps=1e-6, rope_theta=10000.0,
+)  # fmt: skip
+# Every day without a layer that has none: the other model has one between those with experts.
+SIGMOID = tiny_model(
+    "deepseek_v3", **SIZES | {"num_hidden_layers": 3 if RUNS_SLOW_TESTS else 2}, q_lora_rank=None, kv_lora_rank=8,
+    qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4, first_k_dense_replace=int(RUNS_SLOW_TESTS),
+    n_routed_experts=NUM_EXPERTS, n_shared_experts=0, n_group=1, topk_group=1, norm_topk_prob=False,
+    routed_scaling_factor=1.5, rms_norm_eps=1e-6, rope_theta=10000.0,
+)  # fmt: skip
 REPLAYED = ReplayedExperts(num_layers=2, num_active=NUM_ACTIVE, num_experts=NUM_EXPERTS)
 NONE = 255
 
