@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from slow_tests import RUNS_SLOW_TESTS
-from tiny_models import LINEAR_ATTENTION
+from tiny_models import LLAMA3_ROPE, tiny_model
 
 from mindrlhf.config.memory import MemorySection
 from mindrlhf.errors import UserError
@@ -14,180 +14,60 @@ from mindrlhf.errors import UserError
 pytestmark = pytest.mark.usefixtures("mindformers")
 
 # One layer, where two prove no more and MindSpore would compile three times as long.
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
+SIZES = {"vocab_size": 96, "initializer_range": 0.02}
+LATENT = {**SIZES, "moe_intermediate_size": 20, "kv_lora_rank": 10}
+LATENT |= {"qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 6}
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
+# Felt within a row: one channel is kept in part, the others are slowed in full.
+LLAMA3 = {**LLAMA3_ROPE, "rope_theta": 100.0, "original_max_position_embeddings": 16}
+# Felt within a row: the two kinds of layers turn at different speeds, one of them slowed.
+GEMMA3 = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
 }
-LATENT = {
-    "tie_word_embeddings": False,
-    **SIZES,
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 20,
-    "kv_lora_rank": 10,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 6,
-    "num_nextn_predict_layers": 0,
-}
+# Felt within a row, by half of each head.
+HALF = {"rope_type": "default", "rope_theta": 30.0, "partial_rotary_factor": 0.5}
 CASES = {
-    "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True, **SIZES, "num_hidden_layers": 2},
-    "qwen2-untied-no-gqa": {"model_type": "qwen2", "tie_word_embeddings": False, **SIZES, "num_key_value_heads": 4},
-    "qwen3-experts": {
-        "model_type": "qwen3_moe",
-        "tie_word_embeddings": False,
-        "head_dim": 8,
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 20,
-        "norm_topk_prob": True,
-        **SIZES,
-    },
-    "qwen3-experts-in-some-layers": {
-        "model_type": "qwen3_moe",
-        "tie_word_embeddings": True,
-        "head_dim": 8,
-        "num_experts": 4,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 12,
-        "norm_topk_prob": False,
-        "mlp_only_layers": [1],
-        **SIZES,
-        "num_hidden_layers": 2,
-    },
-    "qwen3-yarn": {
-        "model_type": "qwen3",
-        "tie_word_embeddings": False,
-        "head_dim": 16,
-        **SIZES,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 100.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 16,
+    "qwen2-tied": tiny_model(**SIZES, tie_word_embeddings=True, num_hidden_layers=2),
+    "qwen2-untied-no-gqa": tiny_model(**SIZES, num_key_value_heads=4),
+    "qwen3-experts": tiny_model("qwen3_moe", **SIZES, head_dim=8, num_experts=6, moe_intermediate_size=20),
+    "qwen3-experts-in-some-layers": tiny_model(
+        "qwen3_moe", **SIZES, num_hidden_layers=2, tie_word_embeddings=True, head_dim=8, num_experts_per_tok=3,
+        moe_intermediate_size=12, norm_topk_prob=False, mlp_only_layers=[1],
+    ),
+    "qwen3-yarn": tiny_model("qwen3", **SIZES, head_dim=16, rope_parameters=YARN),
+    "llama3": tiny_model("llama", **SIZES, rope_parameters=LLAMA3),
+    "llama-tied": tiny_model("llama", **SIZES, tie_word_embeddings=True, num_key_value_heads=4),
+    "mistral-in-its-window": tiny_model("mistral", **SIZES, head_dim=16, sliding_window=16),
+    "glm4": tiny_model("glm4", **SIZES, head_dim=16, pad_token_id=None),
+    "glm4-no-bias": tiny_model(
+        "glm4", **SIZES, num_hidden_layers=2, head_dim=8, partial_rotary_factor=0.75, pad_token_id=None,
+        attention_bias=False, tie_word_embeddings=True,
+    ),
+    "gemma3": tiny_model(
+        "gemma3_text", **SIZES, num_hidden_layers=2, head_dim=16, sliding_window=5, pad_token_id=None,
+        layer_types=["sliding_attention", "full_attention"], rope_parameters=GEMMA3,
+    ),
+    "qwen3_5": tiny_model(
+        "qwen3_5_text", **SIZES, tie_word_embeddings=True, num_hidden_layers=2, head_dim=16,
+        layer_types=["linear_attention", "full_attention"], rope_parameters=HALF,
+    ),
+    "glm4-moe": tiny_model(
+        "glm4_moe", **SIZES, num_hidden_layers=2, head_dim=16, moe_intermediate_size=20, n_routed_experts=6,
+        num_mtp_layers=0,
+    ),
+    "deepseek-v3-yarn": tiny_model(
+        "deepseek_v3", **LATENT, num_hidden_layers=2, q_lora_rank=12, n_shared_experts=2,
+        rope_parameters={
+            **YARN, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 8.0, "beta_slow": 1.0,
+            "mscale": 1.0, "mscale_all_dim": 1.0,
         },
-    },
-    "llama3": {
-        "model_type": "llama",
-        "tie_word_embeddings": False,
-        **SIZES,
-        # Felt within a row: one channel is kept in part, the others are slowed in full.
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 100.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
-    },
-    "llama-tied": {"model_type": "llama", "tie_word_embeddings": True, **SIZES, "num_key_value_heads": 4},
-    "mistral-in-its-window": {
-        "model_type": "mistral",
-        "tie_word_embeddings": False,
-        "head_dim": 16,
-        "sliding_window": 16,
-        **SIZES,
-    },
-    "glm4": {
-        "model_type": "glm4",
-        **SIZES,
-        "head_dim": 16,
-        "partial_rotary_factor": 0.5,
-        "pad_token_id": None,
-    },
-    "glm4-no-bias": {
-        "model_type": "glm4",
-        **SIZES,
-        "num_hidden_layers": 2,
-        "head_dim": 8,
-        "partial_rotary_factor": 0.75,
-        "pad_token_id": None,
-        "attention_bias": False,
-        "tie_word_embeddings": True,
-    },
-    "gemma3": {
-        "model_type": "gemma3_text",
-        **SIZES,
-        "num_hidden_layers": 2,
-        "head_dim": 16,
-        "query_pre_attn_scalar": 24,
-        "sliding_window": 5,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "pad_token_id": None,
-        # Felt within a row: the two kinds of layers turn at different speeds, one of them slowed.
-        "rope_parameters": {
-            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
-        },
-    },
-    "qwen3_5": {
-        **LINEAR_ATTENTION,
-        "tie_word_embeddings": True,
-        **SIZES,
-        "num_hidden_layers": 2,
-        "head_dim": 16,
-        "layer_types": ["linear_attention", "full_attention"],
-        # Felt within a row, by half of each head.
-        "rope_parameters": {"rope_type": "default", "rope_theta": 30.0, "partial_rotary_factor": 0.5},
-    },
-    "glm4-moe": {
-        "model_type": "glm4_moe",
-        "tie_word_embeddings": False,
-        **SIZES,
-        "num_hidden_layers": 2,
-        "head_dim": 16,
-        "attention_bias": True,
-        "use_qk_norm": True,
-        "first_k_dense_replace": 1,
-        "moe_intermediate_size": 20,
-        "n_routed_experts": 6,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "routed_scaling_factor": 2.5,
-        "num_mtp_layers": 0,
-    },
-    "deepseek-v3-yarn": {
-        "model_type": "deepseek_v3",
-        **LATENT,
-        "num_hidden_layers": 2,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 12,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-        "n_shared_experts": 2,
-        "routed_scaling_factor": 2.5,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 100.0,
-            "factor": 8.0,
-            "original_max_position_embeddings": 64,
-            "beta_fast": 8.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-    },
-    "deepseek-v3-direct-queries": {
-        "model_type": "deepseek_v3",
-        **LATENT,
-        "first_k_dense_replace": 0,
-        "q_lora_rank": None,
-        "n_routed_experts": 6,
-        "num_experts_per_tok": 3,
-        "n_group": 1,
-        "topk_group": 1,
-        "n_shared_experts": 1,
-        "routed_scaling_factor": 1.5,
-        "norm_topk_prob": False,
-    },
-}
+    ),
+    "deepseek-v3-direct-queries": tiny_model(
+        "deepseek_v3", **LATENT, first_k_dense_replace=0, q_lora_rank=None, n_routed_experts=6, num_experts_per_tok=3,
+        n_group=1, topk_group=1, routed_scaling_factor=1.5, norm_topk_prob=False,
+    ),
+}  # fmt: skip
 # What is compiled: a case and options of the model. One of each kind of layer is recomputed: that takes them whole.
 VARIANTS = {
     "qwen2-tied-one-layer-recomputed": ("qwen2-tied", {"memory": MemorySection(recompute_layers="1")}),

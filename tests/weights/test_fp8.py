@@ -15,7 +15,7 @@ from mindrlhf.weights.hf import read_hf_config
 
 BLOCK = 128
 CONFIG = tiny_model(
-    architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_size=136, intermediate_size=264,
+    "qwen3", hidden_size=136, intermediate_size=264,
     num_attention_heads=2, num_key_value_heads=1, head_dim=68, vocab_size=16,
 )  # fmt: skip
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}

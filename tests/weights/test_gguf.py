@@ -26,21 +26,16 @@ from mindrlhf.weights.gguf_model import convert_gguf
 gguf = pytest.importorskip("gguf", reason="the package gguf is not there")
 
 CONFIG = tiny_model(
-    architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=64, intermediate_size=96,
+    "llama", hidden_size=64, intermediate_size=96,
     num_hidden_layers=2, head_dim=16, vocab_size=320, max_position_embeddings=128, rms_norm_eps=1e-05,
     rope_theta=500000.0, tie_word_embeddings=True, initializer_range=0.3,
 )  # fmt: skip
 QWEN3 = {**CONFIG, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": False}
-QWEN2 = {**CONFIG, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-GEMMA3 = {
-    **{key: value for key, value in CONFIG.items() if key != "hidden_act"},
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
-    "sliding_window": 24,
-    "sliding_window_pattern": 6,
-    "query_pre_attn_scalar": 16,
-    "hidden_activation": "gelu_pytorch_tanh",
-}
+QWEN2 = tiny_model(base=CONFIG)
+GEMMA3 = tiny_model(
+    "gemma3_text", CONFIG, head_dim=16, sliding_window=24, sliding_window_pattern=6, query_pre_attn_scalar=16
+)
+del GEMMA3["rope_local_base_freq"]  # which a GGUF file has no name for
 PARTS = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",

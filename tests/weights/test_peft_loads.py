@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_models import LINEAR_ATTENTION, tiny_model
+from tiny_models import tiny_model
 
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.lora import LoraOptions
@@ -13,16 +13,9 @@ from mindrlhf.weights.adapters.merge import merge_adapter
 from mindrlhf.weights.adapters.peft import adapter_config, adapter_shapes, write_adapter
 from mindrlhf.weights.convert import export_hf, random_hf_weights
 
-SIZES = tiny_model(num_hidden_layers=2, tie_word_embeddings=True)
-QWEN2 = {**SIZES, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-QWEN3 = {**SIZES, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
-LLAMA = {**SIZES, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-LINEAR = {
-    **SIZES,
-    **LINEAR_ATTENTION,
-    "head_dim": 16,
-    "layer_types": ["linear_attention", "full_attention"],
-}
+QWEN2 = tiny_model(num_hidden_layers=2, tie_word_embeddings=True)
+QWEN3, LLAMA = tiny_model("qwen3", QWEN2, head_dim=16), tiny_model("llama", QWEN2)
+LINEAR = tiny_model("qwen3_5_text", QWEN2, head_dim=16, layer_types=["linear_attention", "full_attention"])
 CASES = {
     "all matrices": (QWEN2, LoraOptions(4, 8.0)),
     "llama": (LLAMA, LoraOptions(4, 8.0)),
