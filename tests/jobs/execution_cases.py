@@ -22,64 +22,31 @@ MODEL = tiny_model(base=WIDE, vocab_size=VOCABULARY, **SIZES)
 # For what executes pipelines nightly only: a second layer proves nothing without them and doubles the time to compile.
 UNCUT_MODEL = {**MODEL, "num_hidden_layers": 2 if RUNS_SLOW_TESTS else 1}
 CRITIC = {**UNCUT_MODEL, "architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
+OPTIMIZER = {"data_parallel": 2, "enable_parallel_optimizer": True}
+PIPELINE = {"data_parallel": 1, "pipeline_stage": 2, "micro_batch_num": 2}
+SEQUENCE = {"data_parallel": 1, "model_parallel": 2, "use_seq_parallel": True, "vocab_emb_dp": True}
 # By number of ranks, name -> parallel_config. As few as have, with the families' own layouts, each pair of properties:
 # data, tensor, pipeline, context or expert parallelism, a sharded optimizer, a split vocabulary; model, loss,
 # optimizer, adapters, memory, images. The compile matrix has more.
 ALL_LAYOUTS = {
-    2: {
-        "tp2_sequence_parallel": {
-            "data_parallel": 1,
-            "model_parallel": 2,
-            "use_seq_parallel": True,
-            "vocab_emb_dp": True,
-        },
-        "dp2_optimizer_parallel": {"data_parallel": 2, "enable_parallel_optimizer": True},
-        "pp2": {"data_parallel": 1, "pipeline_stage": 2, "micro_batch_num": 2},
-    },
+    2: {"tp2_sequence_parallel": SEQUENCE, "dp2_optimizer_parallel": OPTIMIZER, "pp2": PIPELINE},
     4: {
         # The second sample of a row begins on the second rank's part of it, and the first ends there.
-        "cp2_dp2_optimizer_parallel": {"data_parallel": 2, "context_parallel": 2, "enable_parallel_optimizer": True},
-        "cp2_tp2_sequence_and_optimizer_parallel": {
-            "data_parallel": 1,
-            "context_parallel": 2,
-            "model_parallel": 2,
-            "use_seq_parallel": True,
-            "enable_parallel_optimizer": True,
-            "vocab_emb_dp": True,
-        },
+        "cp2_dp2_optimizer_parallel": {**OPTIMIZER, "context_parallel": 2},
+        "cp2_tp2_sequence_and_optimizer_parallel": {**OPTIMIZER, **SEQUENCE, "context_parallel": 2},
         "tp2_dp2": {"data_parallel": 2, "model_parallel": 2, "vocab_emb_dp": True},
-        "dp2_pp2": {"data_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2, "enable_parallel_optimizer": True},
-        "tp2_pp2": {
-            "data_parallel": 1,
-            "model_parallel": 2,
-            "pipeline_stage": 2,
-            "micro_batch_num": 2,
-            "vocab_emb_dp": False,
-        },
+        "dp2_pp2": {**PIPELINE, **OPTIMIZER},
+        "tp2_pp2": {**PIPELINE, "model_parallel": 2, "vocab_emb_dp": False},
     },
 }
 # The same of a critic.
-CRITIC_LAYOUTS = {
-    2: {
-        "critic_pp2": {"data_parallel": 1, "pipeline_stage": 2, "micro_batch_num": 2},
-    },
-    4: {
-        "critic_tp2_dp2": {
-            "data_parallel": 2,
-            "model_parallel": 2,
-            "use_seq_parallel": True,
-            "vocab_emb_dp": True,
-            "enable_parallel_optimizer": True,
-        }
-    },
-}
+CRITIC_LAYOUTS = {2: {"critic_pp2": PIPELINE}, 4: {"critic_tp2_dp2": {**SEQUENCE, **OPTIMIZER}}}
 # Those whose ranks compute the old log-probabilities of a step; those of the others are made up.
 WITH_LOGPROBS = [
     name
     for layouts in ALL_LAYOUTS.values()
     for name in layouts
-    if name.startswith("cp2")
-    or name in ("dp2_optimizer_parallel", "dp2_pp2", "pp2", "tp2_dp2")
+    if name.startswith("cp2") or name in ("dp2_optimizer_parallel", "dp2_pp2", "pp2", "tp2_dp2")
 ]
 
 

@@ -347,9 +347,7 @@ QWEN3_5_MODEL = tiny_model(
 # In Qwen3-VL two layers of the decoder are given rows of images too.
 QWEN2_5_VL = config_of(TinyVl(is_tied=False))
 QWEN3_VL = config_of(TinyVl(family="qwen3_vl", vision_depth=3, layers=3, is_tied=False))
-_OPTIMIZER = {"data_parallel": 2, "enable_parallel_optimizer": True}
-_PIPELINE = {"data_parallel": 1, "pipeline_stage": 2, "micro_batch_num": 2}
-_SEQUENCE = {"data_parallel": 1, "model_parallel": 2, "use_seq_parallel": True, "vocab_emb_dp": True}
+_OPTIMIZER, _PIPELINE, _SEQUENCE = cases.OPTIMIZER, cases.PIPELINE, cases.SEQUENCE
 _SPLIT_WORDS = {**_SEQUENCE, "vocab_emb_dp": False}
 _REPLICAS = {"data_parallel": 2, "model_parallel": 2, "vocab_emb_dp": False}
 _ADAPTED_REPLICAS = {**_OPTIMIZER, "model_parallel": 2, "vocab_emb_dp": True}
@@ -375,7 +373,16 @@ _POLICY = Family(
     outputs=_ALL_OUTPUTS,
     checks=_RESUMES | {"norms", "statistics", "moved", "exported", "published", "shared work"},
 )
-_OLD = {"computed": "old_logprobs"}
+_OTHER = replace(  # a policy of another model or optimizer, whose ranks compute the old log-probabilities of a step
+    _POLICY,
+    outputs={"first": "initial", "updates": "updated", "reference": "initial"},
+    checks=_RESUMES | {"norms", "exported", "published"},
+    computed="old_logprobs",
+)
+_MUON = replace(_OTHER, engine=partial(cases.plain_engine, optimizer="muon"), options={"optimizer": "muon"})
+_WITHOUT_UPDATES = {"first": "initial", "reference": "initial"}
+_EXPERTS = {"data_parallel": 2, "expert_parallel": 2}
+_ADAPTERS = {"options": {"lora": LORA}, "checks": _RESUMES | {"norms", "adapters"}}
 _CRITIC = Family(
     cases.CRITIC,
     cases.CRITIC_LAYOUTS,
@@ -401,34 +408,27 @@ def _memory(name: str, model: dict = MODEL, parallel: dict = _SPLIT_WORDS, **mem
 
 FAMILIES = {
     "policy": _POLICY,
-    "policy_computing": replace(_POLICY, layouts=_chosen(True), **_OLD),
+    "policy_computing": replace(_POLICY, layouts=_chosen(True), computed="old_logprobs"),
     "critic": _CRITIC,
     "adapters": replace(
-        _POLICY,
-        model=UNCUT_MODEL,
-        layouts={2: {"pp2": _PIPELINE}, 4: {"dp2_tp2": _ADAPTED_REPLICAS}},
-        options={"lora": LORA},
-        outputs={"first": "initial", "updates": "updated", "reference": "initial"},
-        checks=_RESUMES | {"norms", "adapters"},
-        **_OLD,
+        _OTHER, model=UNCUT_MODEL, layouts={2: {"pp2": _PIPELINE}, 4: {"dp2_tp2": _ADAPTED_REPLICAS}}, **_ADAPTERS
     ),
     "experts": replace(
-        _POLICY,
+        _OTHER,
         model=EXPERTS,
-        layouts={2: {"ep2_dp2": {"data_parallel": 2, "expert_parallel": 2}}},
+        layouts={2: {"ep2_dp2": _EXPERTS}},
         options={"gradients": RUNS_SLOW_TESTS},  # by day that graph is executed of the dense model
+        outputs=_ALL_OUTPUTS,
         checks=_RESUMES | {"norms", "statistics", "published", "experts"},
-        **_OLD,
     ),
     "replay": replace(
-        _POLICY,
+        _OTHER,
         model=EXPERTS,
         layouts={2: {"replay_dp2": {**_OPTIMIZER, "expert_parallel": 2}}},
         given=given_experts,
         options={"replays_routing": True},
         outputs={"first": "initial", "updates": "updated"},
         checks=_RESUMES | {"norms", "statistics"},
-        **_OLD,
     ),
     # Tiles that do not divide the positions of a micro-batch, 4 x 32.
     "tiles": _memory("tiles_tp2", logit_tile=48),
@@ -437,39 +437,25 @@ FAMILIES = {
     ),
     "yarn": _memory("yarn_tp2", YARN_MODEL),
     "llama": replace(
-        _POLICY,
+        _OTHER,
         model=LLAMA3_MODEL,
         layouts={2: {"llama_tp2": _SEQUENCE, "llama_pp2": _PIPELINE, "llama_dp2": _OPTIMIZER}},
-        outputs={"first": "initial", "updates": "updated", "reference": "initial"},
-        checks=_RESUMES | {"norms", "exported", "published"},
-        **_OLD,
     ),
-    "glm": replace(
-        _POLICY,
-        model=GLM4_MOE_MODEL,
-        layouts={2: {"glm_ep2_dp2": {"data_parallel": 2, "expert_parallel": 2}, "glm_tp2": _SPLIT_WORDS}},
-        outputs={"first": "initial", "updates": "updated", "reference": "initial"},
-        checks=_RESUMES | {"norms", "exported", "published"},
-        **_OLD,
-    ),
+    "glm": replace(_OTHER, model=GLM4_MOE_MODEL, layouts={2: {"glm_ep2_dp2": _EXPERTS, "glm_tp2": _SPLIT_WORDS}}),
     "glm4": replace(
-        _POLICY,
+        _OTHER,
         model=GLM4_MODEL,
         layouts={2: {"glm4_tp2": _SPLIT_WORDS, "glm4_dp2": _OPTIMIZER}},
-        outputs={"first": "initial", "reference": "initial"},
-        checks=_RESUMES | {"norms", "exported", "published"},
-        **_OLD,
+        outputs=_WITHOUT_UPDATES,
     ),
     "gemma3": replace(
-        _POLICY,
+        _OTHER,
         model=GEMMA3_MODEL,
         layouts={2: {"gemma3_tp2": _SPLIT_WORDS, "gemma3_dp2": _OPTIMIZER}},
-        outputs={"first": "initial", "reference": "initial"},
-        checks=_RESUMES | {"norms", "exported", "published"},
-        **_OLD,
+        outputs=_WITHOUT_UPDATES,
     ),
     "qwen3_5": replace(
-        _POLICY,
+        _OTHER,
         model=QWEN3_5_MODEL,
         layouts={
             2: {
@@ -479,50 +465,29 @@ FAMILIES = {
             },
         },
         given=given_chunks,
-        outputs={"first": "initial", "updates": "updated", "reference": "initial"},
-        checks=_RESUMES | {"norms", "exported", "published"},
-        computed="old_logprobs",
         tolerance=1e-4,  # log-probabilities of 8 differ by 3.4e-5 after two updates: unit queries make much of little
     ),
     "swapped_tp2": _memory("swapped_tp2", swap_moments=True),
     "swapped_pp2": _memory("swapped_pp2", parallel=_PIPELINE, swap_moments=True),
-    "muon": replace(
-        _POLICY,
-        layouts={
-            2: {"muon_pp2": _PIPELINE},
-            # The ranks that share a matrix do not follow each other as its shards do.
-            4: {"muon_tp2_dp2": _ADAPTED_REPLICAS},
-        },
-        engine=partial(cases.plain_engine, optimizer="muon"),
-        options={"optimizer": "muon"},
-        outputs={"first": "initial", "updates": "updated", "reference": "initial"},
-        checks=_RESUMES | {"norms", "exported", "published"},
-        **_OLD,
-    ),
+    # The ranks that share a matrix do not follow each other as its shards do.
+    "muon": replace(_MUON, layouts={2: {"muon_pp2": _PIPELINE}, 4: {"muon_tp2_dp2": _ADAPTED_REPLICAS}}),
     "muon_experts": replace(
-        _POLICY,
+        _MUON,
         model=EXPERTS,
         layouts={2: {"muon_experts_ep2_dp2": {**_OPTIMIZER, "expert_parallel": 2}}},
-        engine=partial(cases.plain_engine, optimizer="muon"),
-        options={"optimizer": "muon"},
-        outputs={"first": "initial", "updates": "updated", "reference": "initial"},
         checks=_RESUMES | {"norms"},
-        **_OLD,
     ),
     "muon_adapters": replace(
-        _POLICY,
+        _MUON,
         model=UNCUT_MODEL,
         layouts={2: {"muon_adapters_tp2": _SPLIT_WORDS}},
-        engine=partial(cases.plain_engine, optimizer="muon"),
         options={"lora": LORA, "optimizer": "muon"},
-        outputs={"first": "initial", "updates": "updated", "reference": "initial"},
         checks=_RESUMES | {"norms", "adapters"},
-        **_OLD,
     ),
     "muon_swapped_dp2": replace(
         _MEMORY,
         layouts={2: {"muon_swapped_dp2": _OPTIMIZER}},
-        engine=partial(cases.plain_engine, optimizer="muon"),
+        engine=_MUON.engine,
         options={"memory": {"swap_moments": True}, "optimizer": "muon"},
     ),
     # Two replicas, whose rows have positions of their own; each holds half of the optimizer state.
@@ -550,16 +515,10 @@ FAMILIES = {
     ),
 }
 FAMILIES["qwen3_5_adapters"] = replace(
-    FAMILIES["qwen3_5"],
-    layouts={2: {"qwen3_5_adapters_tp2": _SPLIT_WORDS}},
-    options={"lora": LORA},
-    checks=_RESUMES | {"norms", "adapters"},
+    FAMILIES["qwen3_5"], layouts={2: {"qwen3_5_adapters_tp2": _SPLIT_WORDS}}, **_ADAPTERS
 )
 FAMILIES["qwen3_5_muon"] = replace(
-    FAMILIES["qwen3_5"],
-    layouts={2: {"qwen3_5_muon_dp2": _OPTIMIZER}},
-    engine=partial(cases.plain_engine, optimizer="muon"),
-    options={"optimizer": "muon"},
+    FAMILIES["qwen3_5"], layouts={2: {"qwen3_5_muon_dp2": _OPTIMIZER}}, engine=_MUON.engine, options=_MUON.options
 )
 for _kind, _model, _cells, _inputs, _made_by, _whole, _of_adapters in (
     ("sft", MODEL, (SUPERVISED_UPDATE, LOGPROBS), (), supervised_engine, _SEQUENCE, _PIPELINE),
