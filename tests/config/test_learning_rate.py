@@ -7,34 +7,17 @@ import pytest
 from mindrlhf.config.training import OptimizerSection
 
 HALF = math.sqrt(0.5)
+LINEAR, COSINE = ({"start_lr": 1.0, "end_lr": 0.0, "lr_schedule": name} for name in ("linear", "cosine"))
 # The section's keys, and the rates of so many updates.
 RATES = {
     "constant": ({"start_lr": 3e-4}, [3e-4] * 4),
-    "a warm-up rises in equal steps": (
-        {"start_lr": 8.0, "warmup_steps": 4},
-        [2.0, 4.0, 6.0, 8.0, 8.0, 8.0, 8.0],
-    ),
-    "linear, to the end at the last update": (
-        {"start_lr": 1.0, "end_lr": 0.2, "lr_schedule": "linear"},
-        [1.0, 0.8, 0.6, 0.4, 0.2],
-    ),
-    "linear after a warm-up": (
-        {"start_lr": 1.0, "end_lr": 0.0, "lr_schedule": "linear", "warmup_steps": 2},
-        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0],
-    ),
-    "linear, upwards": ({"start_lr": 0.0, "end_lr": 1.0, "lr_schedule": "linear"}, [0.0, 0.5, 1.0]),
-    "cosine": (  # (1 + cos(pi k / 4)) / 2
-        {"start_lr": 1.0, "end_lr": 0.0, "lr_schedule": "cosine"},
-        [1.0, (1 + HALF) / 2, 0.5, (1 - HALF) / 2, 0.0],
-    ),
-    "cosine to an end above zero": (
-        {"start_lr": 1.0, "end_lr": 0.5, "lr_schedule": "cosine", "warmup_steps": 1},
-        [1.0, 1.0, 0.75, 0.5],
-    ),
-    "shorter than its warm-up": (
-        {"start_lr": 1.0, "end_lr": 0.0, "lr_schedule": "cosine", "warmup_steps": 10},
-        [0.1, 0.2, 0.3],
-    ),
+    "a warm-up rises in equal steps": ({"start_lr": 8.0, "warmup_steps": 4}, [2.0, 4.0, 6.0, 8.0, 8.0, 8.0, 8.0]),
+    "linear, to the end at the last update": (LINEAR | {"end_lr": 0.2}, [1.0, 0.8, 0.6, 0.4, 0.2]),
+    "linear after a warm-up": (LINEAR | {"warmup_steps": 2}, [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]),
+    "linear, upwards": (LINEAR | {"start_lr": 0.0, "end_lr": 1.0}, [0.0, 0.5, 1.0]),
+    "cosine": (COSINE, [1.0, (1 + HALF) / 2, 0.5, (1 - HALF) / 2, 0.0]),  # (1 + cos(pi k / 4)) / 2
+    "cosine to an end above zero": (COSINE | {"end_lr": 0.5, "warmup_steps": 1}, [1.0, 1.0, 0.75, 0.5]),
+    "shorter than its warm-up": (COSINE | {"warmup_steps": 10}, [0.1, 0.2, 0.3]),
 }
 
 

@@ -2,12 +2,11 @@
 
 import dataclasses
 import math
-import platform
 from collections import Counter
 
 import pytest
 from layout_matrix import QWEN2, QWEN3, SEQ_LENGTH, hf_config
-from slow_tests import SLOW
+from slow_tests import SIMULATES_CANN, SLOW
 
 from mindrlhf.config.training import ParallelSection
 from mindrlhf.dryrun.compile.request import CompileRequest, compile_ranks
@@ -16,27 +15,14 @@ from mindrlhf.dryrun.plan.plan import accumulates
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.specs import find_spec
 
-pytestmark = [
-    SLOW,
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulation of CANN is x86-64 only"),
-    pytest.mark.timeout(1200),
-]
+pytestmark = [SLOW, SIMULATES_CANN, pytest.mark.timeout(1200)]
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 LATENT = {
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
-}
+    "num_experts_per_tok": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 1, "n_routed_experts": 8,
+    "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+}  # fmt: skip
 ZERO = {"enable_parallel_optimizer": True}
 # (config.json, keys of parallel_config beside model_parallel 2 and data_parallel 2)
 FAMILIES = {

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharding_models import CONFIG, contents, make_model
+from tiny_models import FAMILIES
 
 from mindrlhf.errors import UserError
 from mindrlhf.layout import layout as layout_module
@@ -75,29 +76,12 @@ def test_merging_undoes_sharding_and_resharding(tmp_path_factory, layout, other,
     assert read_hf_config(work / "back") == read_hf_config(hf_dir)
 
 
-EXPERTS = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 6,
-}
-LATENT = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "num_key_value_heads": 8,
-    "num_nextn_predict_layers": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 6,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 4,
-    "n_shared_experts": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "q_lora_rank": 5,
-    "kv_lora_rank": 3,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 2,
-    "v_head_dim": 4,
-}
+EXPERTS = {**FAMILIES["qwen3_moe"], "model_type": "qwen3_moe", "head_dim": 2, "moe_intermediate_size": 6}
+LATENT = FAMILIES["deepseek_v3"] | {
+    "model_type": "deepseek_v3", "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6, "n_routed_experts": 4, "n_shared_experts": 2, "n_group": 2, "topk_group": 1,
+    "q_lora_rank": 5, "kv_lora_rank": 3, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])

@@ -198,10 +198,18 @@ def test_a_server_of_the_sdk_over_http_is_like_another():
         Server(url).tools()
 
 
-@pytest.mark.parametrize(("what", "message"), [("error", "that is wrong"), ("rpc", "no such argument")])
-def test_errors_of_a_tool_are_the_models_to_read(open_server, what, message):
+@pytest.mark.parametrize(
+    ("what", "error", "message"),
+    [
+        ("error", ValueError, "that is wrong"),  # the model's to read
+        ("rpc", ValueError, "no such argument"),
+        ("die", ServerError, "it ended"),
+        ("nothing", ServerError, "content"),
+    ],
+)
+def test_a_tool_answers_after_an_error_of_its_own_or_of_its_server(open_server, what, error, message):
     (tool,) = open_server().tools()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(error, match=message):
         tool(what=what)
     assert tool(what="more") == "did more"
 
@@ -211,20 +219,6 @@ def test_what_a_server_asks_is_answered(open_server):
     refused, pong = map(json.loads, tool(what="chatty").splitlines())
     assert refused["id"] == "mine" and "error" in refused
     assert pong == {"jsonrpc": "2.0", "id": "ours", "result": {}}
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("die", "it ended"),
-        ("nothing", "content"),
-    ],
-)
-def test_a_server_that_breaks_the_protocol_is_started_anew(open_server, what, message):
-    (tool,) = open_server().tools()
-    with pytest.raises(ServerError, match=message):
-        tool(what=what)
-    assert tool(what="more") == "did more"
 
 
 @pytest.mark.parametrize(
@@ -327,18 +321,12 @@ def test_what_a_server_says_of_its_tools_forges_no_turn(specification, capsys):
     assert list(function["parameters"]["properties"]) == ["< |eot_id|>"]
 
 
-def test_a_server_that_never_reads_does_not_hang_a_call(open_server, monkeypatch):
-    (tool,) = open_server("deaf").tools()
+@pytest.mark.parametrize(("how", "what"), [(["deaf"], "x" * (1 << 20)), ([], "notices")], ids=["deaf", "talks"])
+def test_a_server_that_never_reads_or_writes_without_end_does_not_hang_a_call(open_server, monkeypatch, how, what):
+    (tool,) = open_server(*how).tools()
     monkeypatch.setattr(mcp, "remaining_s", lambda: 2.0)
     with pytest.raises(ServerError, match="gave no answer in time"):
-        tool(what="x" * (1 << 20))  # more than a pipe takes
-
-
-def test_a_server_that_writes_without_end_does_not_hang_a_call(open_server, monkeypatch):
-    (tool,) = open_server().tools()
-    monkeypatch.setattr(mcp, "remaining_s", lambda: 1.0)
-    with pytest.raises(ServerError, match="gave no answer in time"):
-        tool(what="notices")
+        tool(what=what)  # more than a pipe takes
 
 
 def test_long_arguments_and_answers_pass_each_other(open_server):

@@ -9,6 +9,13 @@ mind_ir = pytest.importorskip("mindspore.train.mind_ir_pb2")
 FLOAT32, BFLOAT16 = 1, 16
 
 
+@pytest.fixture
+def model():
+    model = mind_ir.ModelProto()
+    model.graph.name = "main"
+    return model
+
+
 def add_primitive(model, name, kind, group, ranks=()):
     primitive = model.primitives.add(name=name, op_type=kind)
     primitive.attribute.add(name="group").s = group
@@ -26,9 +33,7 @@ def add_node(graph, op_type, output, shape, dtype, inputs=("x",)):
     tensor.data_type = dtype
 
 
-def test_bytes_and_groups_of_each_kind():
-    model = mind_ir.ModelProto()
-    model.graph.name = "main"
+def test_bytes_and_groups_of_each_kind(model):
     add_primitive(model, "p0", "AllReduce", b"hccl_world_group")
     add_primitive(model, "p1", "AllGather", b"tp", (4, 5))
     add_primitive(model, "p2", "ReduceScatter", b"dp", (0, 4, 8))
@@ -44,10 +49,8 @@ def test_bytes_and_groups_of_each_kind():
     )
 
 
-def test_functions_count_as_often_as_they_run():
+def test_functions_count_as_often_as_they_run(model):
     """main calls layer twice; layer returns its backward function; the backward function calls helper three times."""
-    model = mind_ir.ModelProto()
-    model.graph.name = "main"
     layer, backward, helper = (model.functions.add(name=name) for name in ("layer", "backward", "helper"))
     add_primitive(model, "p", "AllReduce", b"tp", (0, 1))
     add_node(layer, "REF::p", "y", (1,), FLOAT32)
@@ -63,28 +66,23 @@ def test_functions_count_as_often_as_they_run():
     )
 
 
-def test_what_is_sent_has_the_size_of_its_input():
-    model = mind_ir.ModelProto()
-    model.graph.name = "main"
-    add_primitive(model, "p", "Send", b"pp", (0, 4))
-    add_node(model.graph, "Relu", "hidden", (4, 4), BFLOAT16)
-    add_node(model.graph, "REF::p", "sent", (1,), FLOAT32, inputs=("hidden",))
-    assert read_collectives(model, world_size=8) == (Collective("Send", (0, 4), 1, 32, 4),)
+@pytest.mark.parametrize(
+    ("kind", "group", "shape", "found"),
+    [
+        ("Send", (0, 4), (4, 4), Collective("Send", (0, 4), 1, 32, 4)),  # as large as its input
+        ("AlltoAllV", (0, 1), (-1, 64), Collective("AlltoAllV", (0, 1), 1, 0, 0)),  # routing decides
+    ],
+)
+def test_sizes_that_the_output_does_not_say(model, kind, group, shape, found):
+    add_primitive(model, "p", kind, b"group", group)
+    add_node(model.graph, "Gather", "given", shape, BFLOAT16)
+    result = ((1,), FLOAT32) if kind == "Send" else (shape, BFLOAT16)
+    add_node(model.graph, "REF::p", "y", *result, inputs=("given",))
+    assert read_collectives(model, world_size=8) == (found,)
 
 
-def test_sizes_that_routing_decides_count_as_zero():
-    model = mind_ir.ModelProto()
-    model.graph.name = "main"
-    add_primitive(model, "p", "AlltoAllV", b"ep", (0, 1))
-    add_node(model.graph, "Gather", "tokens", (-1, 64), BFLOAT16)
-    add_node(model.graph, "REF::p", "routed", (-1, 64), BFLOAT16, inputs=("tokens",))
-    assert read_collectives(model, world_size=2) == (Collective("AlltoAllV", (0, 1), 1, 0, 0),)
-
-
-def test_groups_that_the_process_has_made_and_tuples():
+def test_groups_that_the_process_has_made_and_tuples(model):
     """A broadcast takes and returns a tuple of tensors, whose shapes are values of one attribute."""
-    model = mind_ir.ModelProto()
-    model.graph.name = "main"
     add_primitive(model, "p", "Broadcast", b"own")
     add_node(model.graph, "REF::p", "y", (0,), FLOAT32)
     shape = model.graph.node[0].attribute[0]
@@ -96,9 +94,7 @@ def test_groups_that_the_process_has_made_and_tuples():
     assert found == (Collective("Broadcast", (1, 5), 1, 30, 30),)
 
 
-def test_a_group_without_ranks_is_an_error():
-    model = mind_ir.ModelProto()
-    model.graph.name = "main"
+def test_a_group_without_ranks_is_an_error(model):
     add_primitive(model, "p", "AllReduce", b"mystery")
     add_node(model.graph, "REF::p", "y", (1,), FLOAT32)
     with pytest.raises(AssertionError, match="mystery"):

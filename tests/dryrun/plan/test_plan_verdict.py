@@ -10,45 +10,24 @@ from mindrlhf.dryrun.plan.plan import Machine, make_plan
 from mindrlhf.dryrun.plan.search import Candidate, search
 from mindrlhf.dryrun.plan.verdict import give_verdict, with_keys
 
+QWEN, SHARE = "qwen2_5_7b_8npu", "rollout.gpu_memory_utilization"
+OPTIMIZER, RECOMPUTE = "parallel_config.enable_parallel_optimizer", "model.recompute"
+SERVERS = "rollout.tensor_parallel"
+
 
 @pytest.mark.parametrize(
-    "name, overrides, device_bytes, change",
+    "change, name, overrides, device_bytes",
     [
-        ("qwen2_5_7b_8npu", ("rollout.gpu_memory_utilization=0.8",), DEVICE_BYTES, "rollout.gpu_memory_utilization"),
-        (
-            "qwen2_5_7b_8npu",
-            ("parallel_config.enable_parallel_optimizer=false", "rollout.gpu_memory_utilization=0.5"),
-            DEVICE_BYTES,
-            "parallel_config.enable_parallel_optimizer",
-        ),
-        (
-            "qwen2_5_7b_8npu",
-            ("model.recompute=false", "training.micro_batch_size=4", "rollout.gpu_memory_utilization=0.3"),
-            DEVICE_BYTES,
-            "model.recompute",
-        ),
-        (
-            "qwen2_5_7b_8npu",
-            ("rollout.gpu_memory_utilization=0.75",),
-            DEVICE_BYTES,
-            "memory.offload_optimizer",
-        ),
-        (
-            "qwen2_5_7b_16npu_128k",
-            ("memory.logit_tile=0", "rollout.gpu_memory_utilization=0.4"),
-            50 * 10**9,
-            "memory.logit_tile",
-        ),
-        (
-            "qwen2_5_32b_16npu",
-            ("rollout.tensor_parallel=4", "rollout.num_replicas=4"),
-            DEVICE_BYTES,
-            "rollout.tensor_parallel",
-        ),
+        (SHARE, QWEN, f"{SHARE}=0.8", DEVICE_BYTES),
+        (OPTIMIZER, QWEN, f"{OPTIMIZER}=false {SHARE}=0.5", DEVICE_BYTES),
+        (RECOMPUTE, QWEN, f"{RECOMPUTE}=false training.micro_batch_size=4 {SHARE}=0.3", DEVICE_BYTES),
+        ("memory.offload_optimizer", QWEN, f"{SHARE}=0.75", DEVICE_BYTES),
+        ("memory.logit_tile", "qwen2_5_7b_16npu_128k", f"memory.logit_tile=0 {SHARE}=0.4", 50 * 10**9),
+        (SERVERS, "qwen2_5_32b_16npu", f"{SERVERS}=4 rollout.num_replicas=4", DEVICE_BYTES),
     ],
 )
-def test_what_does_not_fit_comes_with_changes_that_do(name, overrides, device_bytes, change):
-    plan = plan_of(name, *overrides, device_bytes=device_bytes)
+def test_what_does_not_fit_comes_with_changes_that_do(change, name, overrides, device_bytes):
+    plan = plan_of(name, *overrides.split(), device_bytes=device_bytes)
     verdict = give_verdict(plan)
     assert not verdict.fits
     assert change in {key for one in verdict.changes for key in one.keys}

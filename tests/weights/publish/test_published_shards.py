@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import tiny_model
 
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.specs import DEEPSEEK_V3, GLM4, QWEN2, QWEN3, QWEN3_5, QWEN3_MOE
@@ -11,54 +12,13 @@ from mindrlhf.specs.fuse import fuse
 from mindrlhf.weights.convert import hf_shapes
 from mindrlhf.weights.publish.shards import choose_writers, plan_publication
 
-CONFIG = {
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "vocab_size": 160,
-    # of Qwen3.5
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 3,
-    "linear_value_head_dim": 5,
-}
-QWEN_EXPERTS = {
-    **CONFIG,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4}
+CONFIG = tiny_model(num_hidden_layers=4, head_dim=8, vocab_size=160, **SIZES)
+CONFIG |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 3, "linear_value_head_dim": 5}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 EXPERTS = {
-    "Qwen3-MoE": (QWEN3_MOE, QWEN_EXPERTS),
-    "DeepSeek-V3": (
-        DEEPSEEK_V3,
-        {
-            **CONFIG,
-            "num_key_value_heads": 8,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 24,
-            "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 8,
-            "first_k_dense_replace": 1,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 4,
-            "n_group": 4,
-            "topk_group": 2,
-            "n_shared_experts": 1,
-            "moe_intermediate_size": 24,
-            "routed_scaling_factor": 2.5,
-            "norm_topk_prob": True,
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
-        },
-    ),
+    "Qwen3-MoE": (QWEN3_MOE, tiny_model("qwen3_moe", CONFIG, head_dim=8, num_experts=8)),
+    "DeepSeek-V3": (DEEPSEEK_V3, tiny_model("deepseek_v3", CONFIG, num_key_value_heads=8, **LATENT)),
 }
 
 
@@ -91,6 +51,15 @@ def written_by_all(spec, dims, layouts, tensors, node=None):
     return written, counts
 
 
+def check_written_once(spec, dims, layouts, node=None):
+    """Each element is written once, and right."""
+    tensors = logical_tensors(spec, dims)
+    written, counts = written_by_all(spec, dims, layouts, tensors, node)
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(written[name], tensor, err_msg=name)
+        assert (counts[name] == 1).all(), name
+
+
 @settings(max_examples=25)
 @given(
     spec=st.sampled_from([QWEN2, QWEN3, QWEN3_5, GLM4]),
@@ -105,12 +74,7 @@ def test_each_element_is_written_once_and_right(spec, tied, data, model, stages,
     dims = spec.dims({**CONFIG, "tie_word_embeddings": tied})
     layout = Layout(data, model, stages, vocab_emb_dp=whole_embedding, optimizer_shard=shard)
     # As if elements were large, so that the optimiser shard cuts the small parameters of this test as well.
-    layouts = parameter_layouts(spec, dims, layout, element_bytes=1 << 16)
-    tensors = logical_tensors(spec, dims)
-    written, counts = written_by_all(spec, dims, layouts, tensors)
-    for name, tensor in tensors.items():
-        np.testing.assert_array_equal(written[name], tensor, err_msg=name)
-        assert (counts[name] == 1).all(), name
+    check_written_once(spec, dims, parameter_layouts(spec, dims, layout, element_bytes=1 << 16))
 
 
 @settings(max_examples=25)
@@ -126,25 +90,15 @@ def test_each_element_of_experts_is_written_once_and_right(name, sizes, stages, 
     spec, config = EXPERTS[name]
     dims = spec.dims({**config, "moe_intermediate_size": width})
     layout = Layout(data, model, stages, expert_parallel=expert, optimizer_shard=shard)
-    layouts = parameter_layouts(spec, dims, layout, element_bytes=1 << 16)
-    tensors = logical_tensors(spec, dims)
-    written, counts = written_by_all(spec, dims, layouts, tensors)
-    for name, tensor in tensors.items():
-        np.testing.assert_array_equal(written[name], tensor, err_msg=name)
-        assert (counts[name] == 1).all(), name
+    check_written_once(spec, dims, parameter_layouts(spec, dims, layout, element_bytes=1 << 16))
 
 
 @pytest.mark.parametrize("data, model, num_nodes", [(2, 1, 2), (2, 2, 2), (4, 2, 2), (4, 2, 4), (3, 4, 3)])
 def test_the_ranks_of_each_node_write_the_whole_model_to_its_buffer(data, model, num_nodes):
     dims = QWEN3.dims(CONFIG)
-    layouts = parameter_layouts(QWEN3, dims, Layout(data, model))
-    tensors = logical_tensors(QWEN3, dims)
-    size = data * model // num_nodes
+    layouts, size = parameter_layouts(QWEN3, dims, Layout(data, model)), data * model // num_nodes
     for node in range(num_nodes):
-        written, counts = written_by_all(QWEN3, dims, layouts, tensors, range(node * size, (node + 1) * size))
-        for name, tensor in tensors.items():
-            np.testing.assert_array_equal(written[name], tensor, err_msg=name)
-            assert (counts[name] == 1).all(), name
+        check_written_once(QWEN3, dims, layouts, range(node * size, (node + 1) * size))
 
 
 @pytest.mark.parametrize("layout", [Layout(model_parallel=4), Layout(2, 2, 2), Layout(2, 1, 2, optimizer_shard=-1)])
