@@ -8,17 +8,12 @@ from rewound import set_arrays
 
 from mindrlhf.config.training import OptimizerSection
 
+pytestmark = pytest.mark.usefixtures("mindformers")
+
 # The first is larger than a block of the host step, the last ones are not decayed.
 SHAPES = {"matrix": (300, 250), "square": (3, 3), "norm": (250,), "bias": (1,)}
 OPTIONS = OptimizerSection(start_lr=1e-2, weight_decay=0.1, max_grad_norm=1.0)
 LEARNING_RATES = (1e-2, 3e-3, 0.0, 2e-2, 1e-3)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def mindformers(tmp_path_factory):
-    from mindrlhf.models.context import prepare_mindformers
-
-    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
 
 
 def draw_weights() -> dict[str, np.ndarray]:

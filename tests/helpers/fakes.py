@@ -1,10 +1,30 @@
 """Stand-ins that several test modules share."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from mindrlhf.system.records import decode, encode
+
+END = 0
+
+
+class Characters:
+    """A tokenizer with a token for each character; END ends a turn."""
+
+    eos_token_ids = (END,)
+
+    def __init__(self, control_tokens: Collection[str] = ()):
+        self.control_tokens = frozenset(control_tokens)
+
+    def token_to_id(self, token: str) -> None:
+        return None
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(token) if token else "" if skip_special_tokens else "$" for token in ids)
 
 
 class LocalTeam:

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 from example_tools import CALCULATOR
+from fakes import END, Characters
 
 from mindrlhf.config.reward import ToolSection
 from mindrlhf.data.mindrecord import Prompt
@@ -18,26 +19,7 @@ from mindrlhf.rollout.samples import Sampler, tool_metrics
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
 from mindrlhf.tools.calls import ToolAnswer
 
-END = 0
-
-
-class Characters:
-    """A token for each character; 0 ends a turn."""
-
-    eos_token_ids = (END,)
-    control_tokens = frozenset({"</s>", "[INST]", "[/INST]"})
-
-    def token_to_id(self, token):
-        return None
-
-    def encode(self, text):
-        return [ord(character) for character in text]
-
-    def decode(self, ids, skip_special_tokens=True):
-        return "".join(chr(token) if token else "" if skip_special_tokens else "$" for token in ids)
-
-
-TOKENIZER = Characters()
+TOKENIZER = Characters(control_tokens={"</s>", "[INST]", "[/INST]"})
 
 
 class Script:

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 import test_loop
+from fakes import Characters
 from saved_progress import load_progress, save_progress
 from test_loop import END, NUM_GENERATIONS, Run, finish
 from test_loop_critic import ALGORITHM, CriticRank, brute_force, responses_of
@@ -40,24 +41,6 @@ SCHEDULES = {
     "segments off-policy by 2": {"segment_tokens": SEGMENT, "off_policy_steps": 2, "in_flight": 1.5},
     "asynchronous": {"segment_tokens": SEGMENT, "off_policy_steps": 2, "asynchronous": True},
 }
-
-
-class Characters:
-    """A token for each character; 0 ends a turn."""
-
-    eos_token_ids = (END,)
-    control_tokens = frozenset()
-
-    def token_to_id(self, token):
-        return None
-
-    def encode(self, text):
-        return [ord(character) for character in text]
-
-    def decode(self, ids, skip_special_tokens=True):
-        return "".join(chr(token) if token else "" if skip_special_tokens else "$" for token in ids)
-
-
 TOKENIZER = Characters()
 
 
