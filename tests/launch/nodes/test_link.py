@@ -127,6 +127,13 @@ class Cluster:
         self.nodes[node], self.ranks[node] = other, Ranks(other)
         return other.serve(self.ranks[node])
 
+    def other(self, node: int, secret: bytes = SECRET) -> OtherNode:
+        return OtherNode(self.place(node), secret, lambda _: [], self.tmp_path, limit_s=30, rejoins=False)
+
+    def lose(self, node: int) -> None:
+        """End its connection, as both sides see."""
+        self.nodes[node]._channel._connection.close()
+
     def wait_for_starts(self, count: int, nodes: Sequence[int] = ()) -> None:
         end_s, nodes = time.monotonic() + 30, nodes or range(self.num_nodes)
         while not all(node in self.ranks and len(self.ranks[node].starts) == count for node in nodes):
@@ -208,7 +215,7 @@ def test_a_failed_run_is_started_again_on_all_nodes_from_the_checkpoint(cluster)
 
 def test_a_lost_node_may_come_back_and_the_run_goes_on(cluster):
     run = cluster(2, max_restarts=1).begin()
-    run.nodes[1]._channel._connection.close()  # both sides see the connection end
+    run.lose(1)
     run.wait_for_starts(2)
     assert "has closed the connection" in run.ranks[0].lines[0] and run.ranks[0].lines[0].startswith("node 1 (")
     assert "node 0 (127.0.0.1) has closed the connection" in run.ranks[1].lines[0]
@@ -217,7 +224,7 @@ def test_a_lost_node_may_come_back_and_the_run_goes_on(cluster):
 
 def test_a_lost_node_that_nothing_starts_again_ends_the_run_at_once_with_what_to_type(cluster):
     run = cluster(3, max_restarts=3, limit_s=0.0, advice="to resume: mindrlhf train c.yaml --resume").begin()
-    run.nodes[1]._channel._connection.close()
+    run.lose(1)
     first, lost, other = map(str, run.ends())
     line = "node 1 has gone, and nothing starts it again"
     assert first == f"{line}: fix that, then start again on all nodes; to resume: mindrlhf train c.yaml --resume"
@@ -233,7 +240,7 @@ def test_what_node_0_finds_wrong_before_it_starts_is_told_to_those_that_come(
     run = cluster(2)
     mistakes = UserErrors(["'run.seed' is x", "8 workers on 2 cores"])
     if has_mistake:
-        other = OtherNode(run.place(1), SECRET, lambda _: [], tmp_path, limit_s=30, rejoins=False)
+        other = run.other(1)
         run._other = lambda *_: other.tell_problem("no NPU here")
     run.start(1)
     with pytest.raises(UserErrors) as raised, telling_others(run.place(0), tmp_path):
@@ -289,7 +296,7 @@ def test_a_spare_takes_the_place_of_a_lost_node_which_is_a_spare_when_it_comes_b
     run.wait_for_starts(1)
     assert run.ranks[3].starts == []
     run.nodes[1]._rejoins = False
-    run.nodes[1]._channel._connection.close()
+    run.lose(1)
     run.threads[1].join(30)
     run.wait_for_starts(1, nodes=[3])
     run.wait_for_starts(2, nodes=[0, 2])
@@ -301,7 +308,7 @@ def test_a_spare_takes_the_place_of_a_lost_node_which_is_a_spare_when_it_comes_b
     run.start(1)  # somebody has repaired it
     wait_for_line(capfd, f"node 1 ({HERE}) is a spare: it waits for a node to be lost")
     run.nodes[2]._rejoins = False
-    run.nodes[2]._channel._connection.close()
+    run.lose(2)
     run.threads[2].join(30)
     run.wait_for_starts(1, nodes=[1])
     run.wait_for_starts(3, nodes=[0])
@@ -335,9 +342,7 @@ def test_a_spare_that_differs_is_refused_alone(cluster, capfd):
     assert isinstance(run.results[2], UserError) and line in str(run.results[2])
     assert line in capfd.readouterr().err
     with pytest.raises(UserError, match="node 3: there is no such file"):
-        OtherNode(run.place(3), SECRET, lambda _: [], run.tmp_path, limit_s=30, rejoins=False).tell_problem(
-            "there is no such file"
-        )
+        run.other(3).tell_problem("there is no such file")
     run.start(1, (same,))
     run.wait_for_starts(1)
     for node in (0, 1):
@@ -385,9 +390,8 @@ def test_nodes_that_differ_are_refused_on_all_of_them(cluster):
 def test_what_a_node_finds_wrong_by_itself_is_told_to_all(cluster):
     run = cluster(2)
     run.start(0)
-    other = OtherNode(run.place(1), SECRET, lambda _: [], run.tmp_path, limit_s=30, rejoins=False)
     with pytest.raises(UserError, match="node 1: there is no such file"):
-        other.tell_problem("there is no such file")
+        run.other(1).tell_problem("there is no such file")
     run.threads[0].join(30)
     assert isinstance(run.results[0], UserError) and "node 1: there is no such file" in str(run.results[0])
 
@@ -397,9 +401,8 @@ def test_two_nodes_of_one_number_are_told_apart(cluster):
     for node in range(2):
         run.start(node)
     time.sleep(1.0)
-    twin = OtherNode(run.place(1), SECRET, lambda _: [], run.tmp_path, limit_s=30, rejoins=False)
     with pytest.raises(UserError, match=r"node 1 is there already \(.*\): give each node its own --node-rank"):
-        twin.serve(lambda _: 0)
+        run.other(1).serve(lambda _: 0)
     run.start(2)
     run.wait_for_starts(1)
     run.end_well()
@@ -408,11 +411,8 @@ def test_two_nodes_of_one_number_are_told_apart(cluster):
 def test_a_wrong_secret_is_named_and_the_others_are_not_disturbed(cluster, capfd):
     run = cluster(2)
     run.start(0)
-    stranger = OtherNode(
-        run.place(1), b"another secret of some length", lambda _: [], run.tmp_path, limit_s=30, rejoins=False
-    )
     with pytest.raises(UserError, match="do not know each other .*set MINDRLHF_SECRET to the same on all nodes"):
-        stranger.serve(lambda _: 0)
+        run.other(1, b"another secret of some length").serve(lambda _: 0)
     run.start(1)
     run.wait_for_starts(1)
     assert "a connection from 127.0.0.1 was turned away: it does not know the secret" in capfd.readouterr().err

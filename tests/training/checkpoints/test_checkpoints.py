@@ -86,6 +86,11 @@ class Run:
         self.progress.step += 1
         self.progress.weights_version += 1
 
+    def save_step(self):
+        self.step()
+        self.checkpoints.save(self.progress)
+        self.checkpoints.wait()
+
     def steps(self):
         self.checkpoints.wait()
         return sorted(int(path.name[5:]) for path in self.save_dir.glob("step_*"))
@@ -124,9 +129,7 @@ def test_a_checkpoint_is_resumed_on_its_own_data_only(tmp_path):
         return {"train_file": {"checksum": checksum, "num_records": 3}, "tokenizer_dir": {"tokenizer": "t"}}
 
     run = Run(tmp_path, data=data("ab"))
-    run.step()
-    run.checkpoints.save(run.progress)
-    run.checkpoints.wait()
+    run.save_step()
     assert Run(tmp_path, data=data("ab"), train_file="moved").checkpoints.resume().step == 1
     other = Run(tmp_path, data=data("cd"))
     with pytest.raises(UserError, match=r"data\.train_file train holds other records \(checksum cd, not ab\)"):
@@ -137,9 +140,7 @@ def test_a_checkpoint_is_resumed_on_its_own_data_only(tmp_path):
 def test_a_checkpoint_with_a_key_that_was_removed_goes_on_and_names_it(tmp_path, capsys):
     run = Run(tmp_path)
     run.checkpoints._config["rollout"]["stall_timeout_s"] = 60.0
-    run.step()
-    run.checkpoints.save(run.progress)
-    run.checkpoints.wait()
+    run.save_step()
     check_continues(run.config, {})
     said = "mindrlhf: the checkpoint has 'rollout.stall_timeout_s', which was removed since: it is left out\n"
     assert capsys.readouterr().out == said
@@ -148,9 +149,7 @@ def test_a_checkpoint_with_a_key_that_was_removed_goes_on_and_names_it(tmp_path,
 
 def test_a_checkpoint_that_knows_nothing_of_its_data_is_resumed_where_its_config_says(tmp_path):
     run = Run(tmp_path)
-    run.step()
-    run.checkpoints.save(run.progress)
-    run.checkpoints.wait()
+    run.save_step()
     data = {"train_file": {"checksum": "ab"}}
     assert Run(tmp_path, data=data).checkpoints.resume().step == 1
     with pytest.raises(UserError, match=r"data\.train_file was 'train' and is now 'moved'"):
@@ -314,9 +313,7 @@ def test_the_output_directory_is_checked_before_the_start(tmp_path):
         check_output(run.config, resume=True)
     with pytest.raises(UserError, match="no whole checkpoint to resume from"):
         run.checkpoints.resume()
-    run.step()
-    run.checkpoints.save(run.progress)
-    run.checkpoints.wait()
+    run.save_step()
     check_output(run.config, resume=True)
     with pytest.raises(UserError, match="continue it with --resume"):
         check_output(run.config, resume=False)
