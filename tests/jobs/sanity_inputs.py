@@ -34,11 +34,13 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "mindrlhf.cli", *map(str, arguments)]
 
 
-def run(*arguments: object, timeout_s: float) -> subprocess.CompletedProcess:
-    """Run a `mindrlhf` command to its end in the repository."""
-    return subprocess.run(
+def run(*arguments: object, timeout_s: float, code: int = 0) -> subprocess.CompletedProcess:
+    """Run a `mindrlhf` command in the repository to its end, with this exit code."""
+    finished = subprocess.run(
         command(*arguments), cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=timeout_s
     )
+    assert finished.returncode == code, finished.stdout + finished.stderr
+    return finished
 
 
 def made_once(name: str, make_in: Callable[[Path], object]) -> Path:
@@ -68,15 +70,13 @@ def _make(directory: Path) -> None:
     (bare / "config.json").write_text(json.dumps({**config, **SMALLER}))
     bare.rename(directory / "bare")
     weights = ("--config", directory / "bare" / "config.json", "--tokenizer", directory / "bare")
-    finished = run("weights", "random", *weights, "--output", directory / "model", timeout_s=300)
-    assert finished.returncode == 0, finished.stderr
-    finished = run(
+    run("weights", "random", *weights, "--output", directory / "model", timeout_s=300)
+    run(
         *("data", "build", "--input", directory / "prompts.jsonl", "--output", directory / "prompts.mindrecord"),
         *("--tokenizer", directory / "model", "--handler", "map_keys", "--map", "question=prompt,answer=answer"),
         *("--template", "plain", "--max-prompt-length", 32, "--processes", 1),
         timeout_s=300,
     )
-    assert finished.returncode == 0, finished.stderr
 
 
 def make_pairs(directory: Path) -> None:
@@ -85,14 +85,13 @@ def make_pairs(directory: Path) -> None:
     pairs = [{"prompt": prompt, "good": prompt[::-1], "bad": prompt.upper()} for prompt in prompts[:40]]
     (directory / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     for task, fields in (("sft", "response=good"), ("preference", "response=good,rejected=bad")):
-        finished = run(
+        run(
             *("data", "build", "--task", task, "--input", directory / "pairs.jsonl"),
             *("--output", directory / f"{task}.mindrecord", "--tokenizer", directory / "model"),
             *("--handler", "map_keys", "--map", f"question=prompt,{fields}", "--template", "plain"),
             *("--max-prompt-length", 16, "--max-length", 32, "--processes", 1),
             timeout_s=300,
         )
-        assert finished.returncode == 0, finished.stderr
 
 
 def overrides(directory: Path, output_dir: Path, **more: object) -> list[str]:

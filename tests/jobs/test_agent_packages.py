@@ -133,8 +133,7 @@ def built(tmp_path, made, length):
     file.write_text("".join(json.dumps(one) + "\n" for one in made))
     words = ("--handler", "map_keys", "--map", "question=question,answer=answer", "--template", "chat")
     words += ("--tokenizer", ROOT / "examples" / "quickstart" / "checkpoint", "--max-prompt-length", length)
-    finished = sanity_inputs.run("data", "build", "--input", file, "--output", prompts, *words, timeout_s=120)
-    assert finished.returncode == 0, finished.stderr
+    sanity_inputs.run("data", "build", "--input", file, "--output", prompts, *words, timeout_s=120)
     return prompts
 
 
@@ -161,8 +160,7 @@ def trained(tmp_path, config, prompts, **more):
         **more,
     }
     words = [f"{key}={value}" for key, value in values.items()]
-    finished = sanity_inputs.run("train", ROOT / "examples" / config, *words, timeout_s=900)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    sanity_inputs.run("train", ROOT / "examples" / config, *words, timeout_s=900)
     evaluation, *steps = sanity_inputs.read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [one["step"] for one in (evaluation, *steps)] == [0, 1, 2]
     assert all(math.isfinite(one["loss"]) for one in steps)

@@ -19,25 +19,19 @@ def inputs_dir(tmp_path_factory, rollout_python) -> Path:
     # The references are of another column than meant: no number that a model of random weights could hit.
     rows = [{**row, "label": f"n{row['answer']}n"} for row in sanity_inputs.read_lines(directory / "prompts.jsonl")]
     (directory / "wrong.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    finished = sanity_inputs.run(
+    sanity_inputs.run(
         *("data", "build", "--input", directory / "wrong.jsonl", "--output", directory / "wrong.mindrecord"),
         *("--tokenizer", directory / "model", "--handler", "map_keys", "--map", "question=prompt,answer=label"),
         *("--template", "plain", "--max-prompt-length", 32, "--processes", 1),
         timeout_s=120,
     )
-    assert finished.returncode == 0, finished.stderr
     return directory
 
 
-def train(inputs_dir, output_dir):
-    more = {"data__train_file": inputs_dir / "wrong.mindrecord", "reward__verifier_function": "accuracy_reward"}
-    return sanity_inputs.train(inputs_dir, output_dir, timeout_s=200, run__max_steps=6, **more)
-
-
 def test_a_run_whose_references_match_nothing_is_told_so(inputs_dir, tmp_path):
-    finished = train(inputs_dir, tmp_path / "run")
+    more = {"data__train_file": inputs_dir / "wrong.mindrecord", "reward__verifier_function": "accuracy_reward"}
+    finished = sanity_inputs.train(inputs_dir, tmp_path / "run", timeout_s=200, run__max_steps=6, **more)
     said = finished.stdout + finished.stderr
-    assert finished.returncode == 0, said
     assert said.count(f"warning: step 5: {SAID}") == 1 and said.count(f"warning: at the end of the run: {SAID}") == 1
     assert said.count("warning: nothing was learned in 6 steps") == 1
     events = [

@@ -26,8 +26,7 @@ def test_the_kernels_of_a_step_are_dumped_and_compared(tmp_path, rollout_python)
     )
     for name, lr in (("a", 1e-4), ("b", 2e-4)):
         options = {"run__max_steps": 2, "msprobe__config_path": tmp_path / "msprobe.json", "optimizer__start_lr": lr}
-        ended = sanity_inputs.train(tmp_path, tmp_path / name, timeout_s=400, **options)
-        assert ended.returncode == 0, ended.stderr
+        sanity_inputs.train(tmp_path, tmp_path / name, timeout_s=400, **options)
         steps = {path.parent.name for path in (tmp_path / name / "dump").rglob("MatMul*.npy")}
         assert steps == {"1"}, "of the second step, and of no other"
     errors = compare(tmp_path)

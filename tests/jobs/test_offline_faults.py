@@ -130,13 +130,12 @@ def build(inputs: Path, path: Path, task: str, num_records: int) -> None:
     raw = path.with_suffix(".jsonl")
     raw.write_text("".join(json.dumps(record) + "\n" for record in records))
     limit = () if task == "prompts" else ("--max-length", 32)
-    finished = sanity_inputs.run(
+    sanity_inputs.run(
         *("data", "build", "--task", task, "--input", raw, "--output", path, "--tokenizer", inputs / "model"),
         *("--handler", "map_keys", "--map", f"question=prompt,{FIELDS[task]}", "--template", "plain"),
         *("--max-prompt-length", 16, *limit, "--processes", 1),
         timeout_s=TIMEOUT_S,
     )
-    assert finished.returncode == 0, finished.stderr
 
 
 @SLOW

@@ -15,8 +15,7 @@ ENGINE = "examples/engine/transformers_engine.py:TransformersEngine"
 def test_a_run_samples_and_learns_with_another_engine(tmp_path, rollout_python):
     sanity_inputs.make(tmp_path)
     output = tmp_path / "run"
-    finished = sanity_inputs.train(tmp_path, output, timeout_s=400, run__max_steps=3, rollout__engine=ENGINE)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    sanity_inputs.train(tmp_path, output, timeout_s=400, run__max_steps=3, rollout__engine=ENGINE)
     metrics = sanity_inputs.read_lines(output / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [1, 2, 3]
     # Tokens and log-probabilities of new weights in each step, which the trainer computes again.

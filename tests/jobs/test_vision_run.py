@@ -39,13 +39,12 @@ def write_inputs(directory: Path, model: TinyVl) -> Path:
                     Image.fromarray(pixels).resize((width, height)).save(directory / paths[-1])
             text = "<image>" * len(sizes) + f"What is in picture {number}?"
             file.write(json.dumps({"images": paths, "problem": text, "answer": str(number)}) + "\n")
-    built = sanity_inputs.run(
+    sanity_inputs.run(
         *("data", "build", "--input", directory / "prompts.jsonl", "--output", directory / "prompts.mindrecord"),
         *("--tokenizer", directory / "model", "--handler", "geo3k", "--template", "plain"),
         *("--max-prompt-length", 96, "--min-pixels", 784, "--processes", 1),
         timeout_s=120,
     )
-    assert built.returncode == 0, built.stderr
     return directory
 
 
@@ -59,8 +58,7 @@ def train(inputs_dir: Path, output_dir: Path, *options: object, **more: object) 
         "checkpoint__every_steps": 1,
         "checkpoint__keep_last": 10,
     }
-    finished = sanity_inputs.train(inputs_dir, output_dir, *options, timeout_s=500, **settings | more)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    sanity_inputs.train(inputs_dir, output_dir, *options, timeout_s=500, **settings | more)
 
 
 @pytest.fixture(scope="module")
