@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import platform
 import re
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ if asks_for_nightly(sys.argv[1:]):
     os.environ[VARIABLE] = "1"  # for the processes that xdist starts
 RUNS_SLOW_TESTS = bool(os.environ.get(VARIABLE))
 SLOW = pytest.mark.nightly
+SIMULATES_CANN = pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulation of CANN is x86-64 only")
 
 # Of tests whose cases take long and say much the same, daily only each n-th case, from the first; of 0 none.
 THINNED = {

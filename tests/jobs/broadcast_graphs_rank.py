@@ -9,37 +9,13 @@ does a sync by the product's transport, in which nothing is computed, and writes
 
 import functools
 import json
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from simulated_ranks import run_ranks
+
 from mindrlhf.dryrun.compile import ascend_stubs as simulation
-
-
-def main(directory: Path) -> int:
-    simulation.activate(0, 1, simulation.LEVEL_COMPILE)
-    from mindrlhf.models.context import import_mindformers
-
-    import_mindformers()  # seconds, and once for all ranks
-    work = json.loads((directory / "plan.json").read_text())
-    failed = False
-    for rank in range(sum(map(len, work["nodes"]))):
-        if not os.fork():
-            log = os.open(directory / f"log_{rank}", os.O_WRONLY | os.O_CREAT, 0o600)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            try:
-                sync(work, directory, rank)
-            except BaseException:  # the process ends here: whatever it was must get into the log
-                import traceback
-
-                traceback.print_exc()
-                sys.stderr.flush()
-                os._exit(1)
-            os._exit(0)
-        failed |= os.wait()[1] != 0
-    return int(failed)
 
 
 def sync(work: dict, directory: Path, rank: int) -> None:
@@ -115,4 +91,6 @@ def compile_broadcast(ranks, root, num_words, world_size) -> dict:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    place = Path(sys.argv[1])
+    given = json.loads((place / "plan.json").read_text())
+    sys.exit(run_ranks(place, sum(map(len, given["nodes"])), functools.partial(sync, given, place)))

@@ -1,11 +1,13 @@
 """What jobs share: their inputs, commands that are cleaned up, and the run that nobody disturbed."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fault_jobs
 import pytest
 import sanity_inputs
 from fault_jobs import RECIPE, FaultJob
+from launch_jobs import Job
 from machine_jobs import one_machine, start_machines  # noqa: F401 (fixtures)
 
 _TIMEOUT_S = 400  # generous: other work may load the machine
@@ -59,3 +61,17 @@ def undisturbed_run(start_job):
         return sanity_inputs.made_once(f"undisturbed_{world_size}", run) / "run"
 
     return find
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator[Callable[..., Job]]:
+    """Starts a job of two workers, or another number of them."""
+    jobs = []
+
+    def start_job(worker: str, num_workers: int = 2, **options: object) -> Job:
+        jobs.append(Job(tmp_path, worker, num_workers, **options))
+        return jobs[-1]
+
+    yield start_job
+    for job in jobs:
+        job.clean_up()

@@ -9,38 +9,14 @@ nothing is computed: what is rehearsed is all that happens around the graphs. Ea
 it wrote to the buffers.
 """
 
+import functools
 import json
-import os
 import sys
 from pathlib import Path
 
+from simulated_ranks import run_ranks
+
 from mindrlhf.dryrun.compile import ascend_stubs as simulation
-
-
-def main(directory: Path) -> int:
-    work = json.loads((directory / "rehearsal.json").read_text())
-    simulation.activate(0, 1, simulation.LEVEL_COMPILE)
-    from mindrlhf.models.context import import_mindformers
-
-    import_mindformers()  # seconds, and once for all ranks
-
-    failed = False
-    for rank in range(work["world_size"]):
-        if not os.fork():
-            log = os.open(directory / f"log_{rank}", os.O_WRONLY | os.O_CREAT, 0o600)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            try:
-                rehearse(work, directory, rank)
-            except BaseException:  # the process ends here: whatever it was must get into the log
-                import traceback
-
-                traceback.print_exc()
-                sys.stderr.flush()
-                os._exit(1)
-            os._exit(0)
-        failed |= os.wait()[1] != 0
-    return int(failed)
 
 
 def rehearse(work: dict, directory: Path, index: int) -> None:
@@ -86,4 +62,6 @@ def rehearse(work: dict, directory: Path, index: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    place = Path(sys.argv[1])
+    given = json.loads((place / "rehearsal.json").read_text())
+    sys.exit(run_ranks(place, given["world_size"], functools.partial(rehearse, given, place)))

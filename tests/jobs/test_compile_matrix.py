@@ -4,10 +4,10 @@ All layouts are compiled once, by one child process; this takes a few minutes of
 """
 
 import math
-import platform
 
 import pytest
 from layout_matrix import ADAPTERS, HIDDEN, LAYOUTS, SEQ_LENGTH, VOCABULARY, request
+from slow_tests import SIMULATES_CANN
 
 from mindrlhf.config.training import ParallelSection
 from mindrlhf.dryrun.compile.request import Collective, compile_ranks
@@ -16,10 +16,7 @@ from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.lora import AdaptedRules, LoraOptions
 
-pytestmark = [
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulation of CANN is x86-64 only"),
-    pytest.mark.timeout(1800),
-]
+pytestmark = [SIMULATES_CANN, pytest.mark.timeout(1800)]
 
 FLOAT32, BFLOAT16 = 4, 2
 # Parameters, moments and summed gradients.

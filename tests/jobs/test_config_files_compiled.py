@@ -4,21 +4,17 @@ So no published layout meets the compiler for the first time on a cluster.
 """
 
 import json
-import platform
 import re
 from pathlib import Path
 
 import pytest
-from slow_tests import SLOW
+from slow_tests import SIMULATES_CANN, SLOW
 
 from mindrlhf.cli import main
 from mindrlhf.config.load import load_layout_config
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulation of CANN is x86-64 only"),
-    pytest.mark.timeout(3000),
-]
+pytestmark = [SIMULATES_CANN, pytest.mark.timeout(3000)]
 _ASCEND = re.compile(r"^\s*device: *ascend", re.M)
 FILES = sorted(
     path

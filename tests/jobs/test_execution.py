@@ -7,7 +7,6 @@ with the tensors themselves. A critic's values and updates are asked for beside 
 
 import dataclasses
 import json
-import platform
 from functools import cache
 from pathlib import Path
 
@@ -18,16 +17,13 @@ from execution_families import FAMILIES, LORA, OF_EVERY_DAY, executed_layouts, t
 from execution_jobs import compile_and_execute, execute_over_machines
 from graph_on_cpu.run import ExecutionResult
 from safetensors.numpy import load_file
-from slow_tests import SLOW
+from slow_tests import SIMULATES_CANN, SLOW
 
 from mindrlhf.layout.rows import updates_return_outputs
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.fuse import split
 
-pytestmark = [
-    pytest.mark.timeout(2400),
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulation of CANN is x86-64 only"),
-]
+pytestmark = [pytest.mark.timeout(2400), SIMULATES_CANN]
 
 TOLERANCE = 1e-5
 FIRST_UPDATE = IS_LAST.index(True) + 1  # its number of calls

@@ -3,11 +3,9 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launch_jobs import Job
 from slow_tests import SLOW
 
 from mindrlhf.system.processes import read_status
@@ -34,19 +32,6 @@ print("rank", rank, "works", flush=True)
 os.replace(here / f"pid_{rank}.new", here / f"pid_{rank}")
 time.sleep(600)
 """
-
-
-@pytest.fixture
-def start(tmp_path) -> Iterator[object]:
-    jobs = []
-
-    def start_job(worker: str, num_workers: int = 2) -> Job:
-        jobs.append(Job(tmp_path, worker, num_workers))
-        return jobs[-1]
-
-    yield start_job
-    for job in jobs:
-        job.clean_up()
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=SLOW), 1])

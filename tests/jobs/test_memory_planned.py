@@ -1,11 +1,10 @@
 """What the keys of the section `memory` save, by MindSpore's own plan of an update in simulation."""
 
 import dataclasses
-import platform
 
 import pytest
 from layout_matrix import QWEN2, hf_config
-from slow_tests import SLOW
+from slow_tests import SIMULATES_CANN, SLOW
 
 from mindrlhf.config.training import ParallelSection
 from mindrlhf.dryrun.compile.request import CompileRequest, compile_ranks
@@ -13,11 +12,7 @@ from mindrlhf.dryrun.plan.activations import checkpoint_bytes, layer_bytes, logi
 from mindrlhf.layout.layout import Layout
 from mindrlhf.specs import find_spec
 
-pytestmark = [
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulation of CANN is x86-64 only"),
-    pytest.mark.timeout(1800),
-    SLOW,
-]
+pytestmark = [SIMULATES_CANN, pytest.mark.timeout(1800), SLOW]
 
 LENGTH = 4096
 PARALLEL = {"data_parallel": 1, "model_parallel": 2, "use_seq_parallel": True, "vocab_emb_dp": False}

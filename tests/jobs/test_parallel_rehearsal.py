@@ -7,7 +7,6 @@ is the model, bit for bit. What the graphs compute is checked by test_execution.
 
 import json
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 import xxhash
 from execution_cases import ROW_LENGTH, hf_weights, mf_weights
 from execution_cases import UNCUT_MODEL as MODEL
-from slow_tests import SLOW
+from slow_tests import SIMULATES_CANN, SLOW
 
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.shards.save import finish_saving, plan_saving, write_rank
@@ -27,10 +26,7 @@ from mindrlhf.weights.convert import export_hf
 from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer
 from mindrlhf.weights.sharded import ShardedDirectory
 
-pytestmark = [
-    pytest.mark.timeout(1500),
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulation of CANN is x86-64 only"),
-]
+pytestmark = [pytest.mark.timeout(1500), SIMULATES_CANN]
 
 # Number of ranks, parallel_config, and the model beside the actor.
 CASES = {

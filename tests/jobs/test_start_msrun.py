@@ -5,7 +5,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 from launch_jobs import Job
@@ -97,19 +96,6 @@ def work():
     (here / "saved").touch()
 sys.exit(guarded("worker", work))
 """
-
-
-@pytest.fixture
-def start(tmp_path) -> Iterator[object]:
-    jobs = []
-
-    def start_job(worker: str, **options: object) -> Job:
-        jobs.append(Job(tmp_path, worker, 2, **options))
-        return jobs[-1]
-
-    yield start_job
-    for job in jobs:
-        job.clean_up()
 
 
 def wait_for_activity(job: Job, rank: int, activity: str) -> None:

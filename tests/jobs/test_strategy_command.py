@@ -1,22 +1,17 @@
 """`mindrlhf strategy` end to end on a small model: what it writes, MindSpore reads."""
 
 import json
-import platform
 
 import pytest
 from layout_matrix import QWEN3, hf_config
-from slow_tests import SLOW
+from slow_tests import SIMULATES_CANN, SLOW
 
 from mindrlhf.cli import main
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.shards.strategy_files import read_strategy
 from mindrlhf.specs import find_spec
 
-pytestmark = [
-    SLOW,
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulation of CANN is x86-64 only"),
-    pytest.mark.timeout(1200),
-]
+pytestmark = [SLOW, SIMULATES_CANN, pytest.mark.timeout(1200)]
 
 CONFIG = """
 run: {device: ascend}

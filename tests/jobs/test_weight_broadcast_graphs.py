@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 from collections import Counter
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from layout_matrix import QWEN2, hf_config
-from slow_tests import SLOW
+from slow_tests import SIMULATES_CANN, SLOW
 
 from mindrlhf.dryrun.compile.request import Collective
 from mindrlhf.layout.layout import Layout, parameter_layouts
@@ -23,11 +22,7 @@ from mindrlhf.weights.publish.shards import plan_publication
 from mindrlhf.weights.publish.sync import plan_sync
 from mindrlhf.weights.tensors import TensorInfo
 
-pytestmark = [
-    SLOW,
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulation of CANN is x86-64 only"),
-    pytest.mark.timeout(900),
-]
+pytestmark = [SLOW, SIMULATES_CANN, pytest.mark.timeout(900)]
 
 # Layout, ranks of a node, bytes of a bucket, nodes that lack each element of the model (None where small parameters
 # stay whole on all of them).

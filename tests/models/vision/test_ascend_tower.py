@@ -1,13 +1,12 @@
 """The vision tower compiled for Ascend, executed on a CPU, gives the rows of the CPU's own tower."""
 
 import dataclasses
-import platform
 from pathlib import Path
 
 import numpy as np
 import pytest
 from graph_on_cpu.lower import lower_graph
-from slow_tests import RUNS_SLOW_TESTS
+from slow_tests import RUNS_SLOW_TESTS, SIMULATES_CANN
 from tiny_vl import TinyVl, config_of, weights_of, write_tiny_vl
 
 from mindrlhf.config.training import ParallelSection
@@ -15,10 +14,7 @@ from mindrlhf.dryrun.compile.request import TOWER, CompileRequest, compile_ranks
 from mindrlhf.images.slots import fill_slots, slot_rows
 from mindrlhf.specs import find_spec
 
-pytestmark = [
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulation of CANN is x86-64 only"),
-]
+pytestmark = [pytest.mark.timeout(900), SIMULATES_CANN]
 # A window that is not full, several windows, a single row of tokens.
 SIZES = ((56, 84), (140, 168), (28, 112))
 # Attention in windows and beyond them; learned positions, and rows of DeepStack from two blocks. The third family's
