@@ -150,15 +150,14 @@ def run(
     return value, named, *gradients
 
 
-def central_differences(objective, responses, step: float = 1e-6) -> list[np.ndarray]:
-    """Return the gradient of ``objective(list of log-probs)``, one array per response."""
-    base = [response.logprobs for response in responses]
-    gradients = [np.zeros(len(logprobs)) for logprobs in base]
+def central_differences(objective, base: list[np.ndarray]) -> list[np.ndarray]:
+    """Return the gradient of ``objective``, which takes a list of arrays, at ``base``, an array for each."""
+    gradients, step = [np.zeros(len(array)) for array in base], 1e-6
     for index, gradient in enumerate(gradients):
         for position in range(len(gradient)):
             values = []
             for shift in (step, -step):
-                moved = [logprobs.copy() for logprobs in base]
+                moved = [array.copy() for array in base]
                 moved[index][position] += shift
                 values.append(objective(moved))
             gradient[position] = (values[0] - values[1]) / (2 * step)

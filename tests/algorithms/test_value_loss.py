@@ -5,12 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from policy_loss_cases import LONGEST, PACKED, assert_close, central_differences
 
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.training.batch import RowOptions, make_batch
 
-LONGEST = 16
-PACKED = RowOptions((LONGEST,), 8, 1, True)
 CUTTINGS = {
     "one response a row": RowOptions((LONGEST,), 8, 1, False),
     "one row a micro-batch": RowOptions((LONGEST,), 1, 1, True),
@@ -38,7 +37,7 @@ def draw(seed, lengths=(3, 7, 1, 12, 5, 2, 9), spread=0.4):
     return responses
 
 
-def reference(responses, values, clip_range):
+def reference(responses, clip_range, values):
     """The formula, token by token; shares nothing with the package."""
     total, count = 0.0, 0
     for response, news in zip(responses, values):
@@ -48,20 +47,6 @@ def reference(responses, values, clip_range):
                 error = max(error, (min(max(new, old - clip_range), old + clip_range) - target) ** 2)
             total, count = total + 0.5 * error, count + 1
     return total / count
-
-
-def central_differences(responses, clip_range, step=1e-6):
-    gradients = []
-    for index, response in enumerate(responses):
-        gradients.append(np.zeros(len(response.new)))
-        for position in range(len(response.new)):
-            losses = []
-            for shift in (step, -step):
-                values = [each.new.copy() for each in responses]
-                values[index][position] += shift
-                losses.append(reference(responses, values, clip_range))
-            gradients[-1][position] = (losses[0] - losses[1]) / (2 * step)
-    return gradients
 
 
 @functools.cache
@@ -118,17 +103,13 @@ def run(responses, clip_range, rows=PACKED):
     return total[0], total[1], batch.collect(shares)
 
 
-def assert_close(actual, expected, rtol=1e-5):
-    actual, expected = np.concatenate(actual), np.concatenate(expected)
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=rtol * np.abs(expected).max())
-
-
 @pytest.mark.parametrize("clip_range", [0.0, 0.2, 5.0])
 def test_value_and_gradient_equal_the_formula(clip_range):
     responses = draw(1)
     loss, _, gradient = run(responses, clip_range)
-    assert loss == pytest.approx(reference(responses, [each.new for each in responses], clip_range), rel=1e-5)
-    assert_close(gradient, central_differences(responses, clip_range))
+    expected, values = functools.partial(reference, responses, clip_range), [each.new for each in responses]
+    assert loss == pytest.approx(expected(values), rel=1e-5)
+    assert_close(gradient, central_differences(expected, values))
 
 
 def test_clipped_values_are_counted_and_have_no_gradient():
