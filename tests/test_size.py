@@ -62,7 +62,7 @@ MOST = {
     "mindrlhf/tools": 1774,
     "mindrlhf/training": 10323,
     "mindrlhf/weights": 4097,
-    "tests": 69919,
+    "tests": 69470,
     "scripts": 1863,
     "docs": 32903,
 }

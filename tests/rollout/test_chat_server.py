@@ -213,11 +213,14 @@ def test_a_verifier_asks_it(serve):
     assert counts["requests"] == 2 and counts["prompt_tokens"] > 0 and counts["reply_tokens"] > 0
 
 
+def connected(serve, **options):
+    server, _ = serve(lambda prompt: "ok", **options)
+    return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2].removesuffix("/v1"))), timeout=60)
+
+
 @pytest.mark.parametrize("length", ["9" * 5000, str(9 << 20), "-1", "ten"])
 def test_bodies_of_no_sensible_length_are_refused(serve, length):
-    server, _ = serve(lambda prompt: "ok")
-    port = int(server.url.rpartition(":")[2].removesuffix("/v1"))
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+    with connected(serve) as connection:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n"
         connection.sendall(head.encode())
         assert connection.recv(100).split()[1] in (b"413", b"400")
@@ -225,17 +228,13 @@ def test_bodies_of_no_sensible_length_are_refused(serve, length):
 
 def test_a_body_that_does_not_come_is_given_up(serve, monkeypatch):
     monkeypatch.setattr(chat_server, "READ_TIMEOUT_S", 0.5)
-    server, _ = serve(lambda prompt: "ok")
-    port = int(server.url.rpartition(":")[2].removesuffix("/v1"))
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+    with connected(serve) as connection:
         connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
         assert b" 408 " in connection.recv(100)
 
 
 def test_a_client_without_the_key_gets_no_more_than_a_bounded_head_read(serve):
-    server, _ = serve(lambda prompt: "ok", api_key="key")
-    port = int(server.url.rpartition(":")[2].removesuffix("/v1"))
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+    with connected(serve, api_key="key") as connection:
         connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\n")
         line = b"X: " + b"x" * 60_000 + b"\r\n"
         with contextlib.suppress(ConnectionError):  # it is answered before all of it is sent
