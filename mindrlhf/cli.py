@@ -58,8 +58,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         """Print the line and end the process; where an option is missing, it may be one that is misspelled."""
-        unknown = (word for word in self._words if word.startswith("--") and "required" in message)
-        for word in unknown:
+        for word in (word for word in self._words if word.startswith("--") and "required" in message):
             if hint := _meant(word, self, False) if word.partition("=")[0] not in self._option_string_actions else "":
                 message = f"unrecognized arguments: {word}{hint}"
         self.exit(2, f"{self.prog}: error: {visible(message)}; see {self.prog} --help\n")
@@ -126,14 +125,16 @@ def main(argv: list[str] | None = None) -> int:
             error = coloured("error:", RED, sys.stderr)
             print(f"mindrlhf {arguments.command}: {error} {visible(line)}", file=sys.stderr)
         return failure.exit_code
-    except KeyboardInterrupt:
-        print(f"mindrlhf {arguments.command}: interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:
         _drop_output()  # whoever read it has gone, as `head` does
         return _CLOSED_PIPE
-    except ModuleNotFoundError as error:
-        if (error.name or "mindrlhf").startswith("mindrlhf"):
+    except (KeyboardInterrupt, ImportError) as error:
+        if isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt):
+            print(f"mindrlhf {arguments.command}: interrupted", file=sys.stderr)
+            if "mindspore" not in sys.modules and any(name.startswith("mindspore.") for name in sys.modules):
+                os._exit(130)  # what clears up after an import that was broken off aborts
+            return 130
+        if not isinstance(error, ModuleNotFoundError) or (error.name or "mindrlhf").startswith("mindrlhf"):
             raise
         line = f"{sys.executable} has no {error.name}: use .venv/bin/mindrlhf"
         print(f"mindrlhf {arguments.command}: error: {line}", file=sys.stderr)
@@ -197,8 +198,7 @@ def _meant(word: str, parser: argparse.ArgumentParser, takes_keys: bool) -> str:
     is_key = key is not None and key.endswith(f".{name.replace('-', '_')}")
     option, options = f"--{name.replace('_', '-')}", parser._option_string_actions
     near = difflib.get_close_matches(option, options, n=1, cutoff=0.8 if is_key else 0.6)
-    if is_key:
-        near += [f"{key}=VALUE (keys of the config have no dashes)"]
+    near += [f"{key}=VALUE (keys of the config have no dashes)"] if is_key else []
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 

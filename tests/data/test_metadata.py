@@ -201,10 +201,8 @@ def test_each_value_is_shown_with_its_file(tmp_path):
     assert shown["template"] == ("14 characters", "chat_template.jinja")
     assert facts["end"].value == "258 '<|im_end|>', 259 '<|endoftext|>', 257 '</s>'"
     assert facts["end"].source == "the tokenizer, generation_config.json, config.json, the chat end token"
-    assert facts["end"].notes == (
-        "contradiction: generation_config.json does not name 257; all of them count",
-        "contradiction: config.json does not name 258, 259; all of them count",
-    )
+    named = [note.split("contradiction: ")[1].split("; all of them count")[0] for note in facts["end"].notes]
+    assert named == ["generation_config.json does not name 257", "config.json does not name 258, 259"]
     assert [name for name, fact in facts.items() if fact.notes and name != "end"] == []
 
 
@@ -224,7 +222,7 @@ def test_contradictions_and_what_is_refused_are_named(tmp_path, changes, name, n
     assert any(note in one for one in facts_of(tmp_path)[name].notes)
 
 
-def test_the_command_prints_a_table_or_json(tmp_path, capsys):
+def test_the_command_prints_a_table_or_json(tmp_path, capsys, monkeypatch):
     template = "{% for m in messages %}<|im_start|>{{ m.content }}</s>{% endfor %}<|a|>\n<think>\n{# <arg_key> #}"
     config = {"eos_token": "</s>", "chat_template": template}
     write(tmp_path, {"tokenizer.json": False, "tokenizer_config.json": config, "config.json": MODEL})
@@ -242,6 +240,9 @@ def test_the_command_prints_a_table_or_json(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert [main(["models", "inspect", str(tmp_path / name)]) for name in ("nothing", "empty")] == [2, 2]
     assert all(words in said for said, words in zip(capsys.readouterr().err.splitlines(), ("does not exist", "no tok")))
+    broken = "raise ImportError from KeyboardInterrupt()"  # Ctrl-C while an extension in C is imported
+    monkeypatch.setattr("mindrlhf.data.metadata.read_metadata", lambda _: exec(broken))
+    assert main(["models", "inspect", "."]) == 130 and "models: interrupted" in capsys.readouterr().err
 
 
 def test_an_exported_model_keeps_the_generation_config_of_the_model_it_was(tmp_path):
