@@ -116,13 +116,13 @@ def _one_line_for_disks(output: Path) -> Iterator[None]:
 def _check_paths(inputs: Sequence[Path], output: Path) -> None:
     if not inputs:
         raise UserError("no input files")
+    check_output_path(output)
     for path in inputs:
         check_readable(path)
         if path.resolve() in (output.resolve(), index_path(output).resolve()):
             raise UserError(f"output {output} would overwrite input {path}")
     if len({path.resolve() for path in inputs}) < len(inputs):
         raise UserError("the same input file is named twice; its records would count twice")
-    check_output_path(output)
     if importlib.util.find_spec("mindspore") is None:
         raise UserError("writing MindRecord needs MindSpore, which is not installed: see 'mindrlhf doctor'")
 

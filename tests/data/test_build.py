@@ -230,10 +230,10 @@ def test_settings_that_do_not_fit(tokenizer_directory, tmp_path, options, messag
 
 def test_input_is_neither_overwritten_nor_read_twice(tokenizer_directory, tmp_path):
     path = _write_lines(tmp_path / "a.jsonl", [_problem(1)])
-    with pytest.raises(UserError, match="would overwrite input"):
-        build_prompts([path], path, tokenizer_directory)
-    with pytest.raises(UserError, match="named twice"):
-        build_prompts([path, tmp_path / "." / "a.jsonl"], tmp_path / "o.mindrecord", tokenizer_directory)
+    outputs = {"would overwrite input": path, "is a directory": Path(), "named twice": tmp_path / "o.mindrecord"}
+    for message, output in outputs.items():
+        with pytest.raises(UserError, match=message):
+            build_prompts([path, tmp_path / "." / "a.jsonl"], output, tokenizer_directory)
 
 
 def test_preference_pairs_hold_both_responses_and_the_longer_one_counts(tokenizer_directory, tmp_path):
