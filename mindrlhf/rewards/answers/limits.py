@@ -82,7 +82,7 @@ def check_tree(tree) -> None:
         Refused: a power, factorial or binomial too large, too many parts, or a function that is not computed.
     """
     entries = list(_entries(tree))
-    if sum(_num_nodes(entry) for entry in entries) > MAX_NODES:
+    if sum(1 for entry in entries for _ in _walk(entry)) > MAX_NODES:
         raise Refused(f"more than {MAX_NODES} operations")
     for entry in entries:
         if num_bits(entry) > MAX_BITS:
@@ -100,10 +100,6 @@ def _entries(tree) -> Iterator:
         yield from tree
     else:
         yield tree
-
-
-def _num_nodes(tree) -> int:
-    return sum(1 for _ in _walk(tree))
 
 
 def _walk(tree) -> Iterator:
@@ -136,7 +132,8 @@ def num_bits(node) -> float:
         return 2 ** sizes[0] * (sizes[0] if name == "factorial" else 1)
     if name in ("sinh", "cosh", "tanh") and sizes[0] > MAX_EXPONENT_BITS:
         raise Refused("a power too large")
-    if not (node.is_Add or node.is_Mul or _FUNCTION.fullmatch(name) or _is_unknown_function(node)):
+    is_unknown = type(type(node)).__name__ == "UndefinedFunction"
+    if not (node.is_Add or node.is_Mul or _FUNCTION.fullmatch(name) or is_unknown):
         raise Refused(f"{name[:30]} is not computed")
     size = sum(sizes) + 1
     if size > MAX_BITS:
@@ -145,10 +142,6 @@ def num_bits(node) -> float:
 
 
 _FUNCTION = re.compile("a?(?:sin|cos|tan|cot|sec|csc)|a?(?:sin|cos|tan)h|log|Abs|floor|ceiling|UnevaluatedExpr")
-
-
-def _is_unknown_function(node) -> bool:
-    return bool(getattr(node, "is_Function", False)) and type(type(node)).__name__ == "UndefinedFunction"
 
 
 def _exponent_bits(exponent, bits: float) -> float:

@@ -28,6 +28,8 @@ _RAISED = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
 _LOWERED = re.compile(f"[{''.join(_SUBSCRIPTS)}]+")
 _RADICALS = {"√": "\\sqrt", "∛": "\\sqrt[3]", "∜": "\\sqrt[4]"}
 _RADICAL = re.compile(r"([√∛∜])\s*(\{[^{}]*\}|\([^()]*\)|[0-9]+(?:\.[0-9]+)?|\\?[A-Za-z]+(?![A-Za-z])|[A-Za-z])?")
+_NAMED_SIGNS = "≠±∓∞∪∩∈∖∠△⌊⌋⌈⌉∑∏∫→⇒"
+_SIGN_NAMES = "ne pm mp infty cup cap in setminus angle triangle lfloor rfloor lceil rceil sum prod int to Rightarrow"
 _SIGNS = {
     **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe58\ufe63\u207b", "-"),
     **dict.fromkeys("\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\u2061\u2062\u2063\u2064\ufeff", ""),
@@ -40,35 +42,12 @@ _SIGNS = {
     **dict.fromkeys("∅⌀", "\\emptyset "),
     **dict.fromkeys("\u2018\u2019\u2032", "'"),
     **dict.fromkeys("\u201c\u201d", '"'),
-    **dict.fromkeys("⟨〈", "("),
-    **dict.fromkeys("⟩〉", ")"),
-    "\u066b": ".",
-    "\u066c": ",",
+    **dict(zip("⟨〈⟩〉\u066b\u066cµ", "(()).,µ")),
     "\u3001": ", ",
     "\u3002": ". ",
-    "≠": "\\ne ",
-    "±": "\\pm ",
-    "∓": "\\mp ",
-    "∞": "\\infty ",
-    "∪": "\\cup ",
-    "∩": "\\cap ",
-    "∈": "\\in ",
-    "∖": "\\setminus ",
-    "∠": "\\angle ",
-    "△": "\\triangle ",
-    "⌊": "\\lfloor ",
-    "⌋": "\\rfloor ",
-    "⌈": "\\lceil ",
-    "⌉": "\\rceil ",
+    **{sign: f"\\{name} " for sign, name in zip(_NAMED_SIGNS, _SIGN_NAMES.split())},
     "ℝ": "\\mathbb{R}",
     "ℤ": "\\mathbb{Z}",
-    "∑": "\\sum ",
-    "∏": "\\prod ",
-    "∫": "\\int ",
-    "→": "\\to ",
-    "⇒": "\\Rightarrow ",
-    "°": "°",
-    "µ": "µ",
 }
 
 _SPACE_COMMAND = r"\\[,;:! ]|\\(?:thinspace|medspace|nobreakspace|quad|qquad)(?![A-Za-z])|~"
@@ -98,6 +77,7 @@ _PERIOD_IN_BRACKETS = re.compile(r"(?<![0-9.])([0-9]+\.[0-9]*)\(([0-9]+)\)(?![0-
 _DOTTED_ENDS = re.compile(r"(?<=[.0-9])\\dot\s*\{?([0-9])\}?([0-9]*)\\dot\s*\{?([0-9])\}?")
 _LINES_ABOVE = re.compile(r"((?:[0-9][\u0304\u0305])+)")
 _SAID_TO_REPEAT = re.compile(r"(?<![0-9.])([0-9]+\.[0-9]*?)([0-9])\s*\(?(?:repeating|recurring)\)?")
+_PLAIN = {"lt": "<", "gt": ">", "lbrace": "\\{", "rbrace": "\\}", "langle": "(", "rangle": ")"}
 _COMMANDS = (
     (re.compile(r"\\text(?:normal|up|md|sl)(?![A-Za-z])"), r"\\text"),
     (re.compile(r"(?<=[0-9])\s*(?:¢|\\cent(?![A-Za-z]))"), " cents"),
@@ -107,26 +87,19 @@ _COMMANDS = (
     (re.compile(r"[(\[|]?\s*\\begin\{array\}\s*\{[lcr| ]+\}"), r"\\begin{matrix}"),
     (re.compile(r"\\end\{array\}\s*[)\]|]?"), r"\\end{matrix}"),
     (re.compile(r":=|\\(?:coloneqq|equiv)(?![A-Za-z])"), "="),
-    (re.compile(r"\\frac\s*([0-9])\s*([0-9])"), r"\\frac{\1}{\2}"),
-    (re.compile(r"\\frac\s*([0-9])\s*\{"), r"\\frac{\1}{"),
+    (re.compile(r"\\frac\s*([0-9])\s*(?=[0-9{])"), r"\\frac{\1}"),
     (re.compile(r"(\\frac\s*\{[^{}]*\})\s*([0-9])"), r"\1{\2}"),
     (re.compile(r"\\sqrt\s*([0-9A-Za-z])"), r"\\sqrt{\1}"),
     (re.compile(r"\\(?:leqslant|leq|le|lt=)(?![A-Za-z])|<="), r"\\le "),
     (re.compile(r"\\(?:geqslant|geq|ge)(?![A-Za-z])|>="), r"\\ge "),
     (re.compile(r"\\(?:neq|ne)(?![A-Za-z])|!="), r"\\ne "),
-    (re.compile(r"\\lt(?![A-Za-z])"), "<"),
-    (re.compile(r"\\gt(?![A-Za-z])"), ">"),
+    (re.compile(r"\\(lt|gt|[lr]brace|[lr]angle)(?![A-Za-z])"), lambda match: _PLAIN[match[1]]),
     (re.compile(r"\\(?:varnothing|empty|emptyset)(?![A-Za-z])|\\\{\s*\\\}"), r"\\emptyset "),
     (re.compile(r"\\(?:degree|degrees)(?![A-Za-z])"), r"^\\circ "),
-    (re.compile(r"\\(?:lbrace|rbrace)(?![A-Za-z])"), lambda match: "\\{" if match.group() == "\\lbrace" else "\\}"),
-    (re.compile(r"\\(?:[lr]angle)(?![A-Za-z])"), lambda match: "(" if match.group() == "\\langle" else ")"),
     (re.compile(r"(?:\\inf|(?<![A-Za-z\\])(?:infinity|inf|oo))(?![A-Za-z])"), r"\\infty "),
     (re.compile(r"(?:\\sqrt|(?<![A-Za-z\\])sqrt)\s*\(((?:[^()]|\([^()]*\))*)\)"), r"\\sqrt{\1}"),
     (re.compile(r"\\(?:mathrm|text|textrm|textnormal|mbox|rm|operatorname)\s*\{\s*([ei]|\\pi|\\infty)\s*\}"), r"\1 "),
-    (
-        re.compile(r"(?<![A-Za-z\\])(arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|csc|ln|log)(?![A-Za-z])"),
-        r"\\\1 ",
-    ),
+    (re.compile(r"(?<![A-Za-z\\])(arc(?:sin|cos|tan)|(?:sin|cos|tan)h?|cot|csc|ln|log)(?![A-Za-z])"), r"\\\1 "),
     (re.compile(r"(?<![A-Za-z\\])(sec|exp)(?=\s*[(^])"), r"\\\1"),
     (re.compile(r"(?<![0-9.,_])([0-9]{1,3}(?:_[0-9]{3})+)(?![0-9_])"), lambda match: match[1].replace("_", "")),
     (re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])"), r"\\pi "),
