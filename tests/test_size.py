@@ -53,7 +53,7 @@ MOST = {
     "mindrlhf/layout": 1250,
     "mindrlhf/models": 3898,
     "mindrlhf/observe": 2619,
-    "mindrlhf/rewards": 6007,
+    "mindrlhf/rewards": 6002,
     "mindrlhf/rollout": 7062,  # the engine of a CPU, which left mindrlhf/cpu (2,805 before, 1,105 now)
     "mindrlhf/sandbox": 5110,
     "mindrlhf/shards": 1455,

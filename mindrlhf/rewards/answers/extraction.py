@@ -66,15 +66,35 @@ _DISPLAYED = re.compile(r"\$\$\s*([^$]{1,500}?)\s*\$\$|\\\[\s*(.{1,500}?)\s*\\\]
 _JOINT = (
     r"(?:\s|[$.*~:]|\\[()\[\],;! ]|\\q?quad|</?answer>)*"
     r"(?:,|;|/|\\(?:text|mathrm)\s*\{\s*(?:<joins>|,)\s*\}|<joins>|(?<=</answer>)(?=\s*<answer>))"
-    r"(?:\s|[$*~,.]|\\[()\[\],;! ]|\\q?quad|</?answer>|<answer>|<equals>|\b(?:also|the|it|it's)\b|[a-z]\s*=|=)*"
+    r"(?:\s|[$*~,.\-]|\\[()\[\],;! ]|\\q?quad|</?answer>|<answer>|<equals>|\b(?:also|the|it|it's)\b|[a-z]\s*=|=)*"
 )
-# Around a box that is part of an expression, and so no answer: -\boxed{42}, \frac{\boxed{42}}{2}, \boxed{42}^2.
+# "So 41. Time: 42"
+_FOOTER = r"(\b(?:so|thus|hence),? (?:it is |[a-z] = )?\$?-?[0-9.,]*[0-9]\$?\.)\s+(?!<answer>|<concludes>)[a-z]+: .*\Z"
+# Around a box that is part of an expression, and so no answer: x > \boxed{42}, \frac{\boxed{42}}{2}, twice \boxed{42}.
 _GOES_ON_BEFORE = re.compile(
-    r"(?:[0-9]|(?<!-)-|=\s*-\s+|[0-9A-Za-z)}]\s*\+\s*|\\(?:cdot|times|div|neq?|sqrt\s*\{|[dt]?frac\s*\{"
-    r"(?:[^{}]*\}\s*\{)?)\s*)\Z"
+    r"(?:[0-9]|[-\u2212](?:(?<=[\w)}\]].)|(?<=[0-9)}\]] .)|(?<=\b[A-Za-z] .))|\+(?:(?<=[\w)}].)|(?<=[\w)}] .))\s*"
+    r"|[<>](?:(?<=\b[A-Za-z] .)|(?<=[0-9)}\]] .)|(?<=\b[A-Za-z].)(?<![</]..)|(?<=[0-9)}\]].)(?<![A-Za-z]..))\s*\$?"
+    r"|/(?<=[0-9)].)|\^\{?|_(?<=[0-9A-Za-z)}].)\{?|\u2260\s*|\((?:(?<=\b[A-Za-z].)|\s*-?[0-9.]+\s*,\s*)"
+    r"|\\(?:cdot|times|div|neq?|[gl]t|pm|mp|log|ln|sqrt\s*\{|[dt]?frac\s*\{(?:[^{}]*\}\s*\{)?)\s*)\Z"
+)
+_WORDS_BEFORE = re.compile(
+    r"(?i:\b(?:half of|twice|[0-9]+ (?:times|plus|minus)|(?:square|cube)(?: root)? of|different from"
+    r"|(?<!\bno )(?<!\bnot )(?:more|less|greater|larger|smaller|bigger|fewer|higher|lower) than)[ $]*\Z)"
 )
 _MAX_OPERAND_CHARS = 40
-_GOES_ON_BEHIND = re.compile(r"[0-9]|\.[0-9]| *\^(?! *\{? *(?:\\circ|\\prime|\u00b0))| *[-+] *[0-9]")
+_GOES_ON_BEHIND = re.compile(
+    r"[0-9]|\.[0-9]| *\^(?! *\{? *(?:\\circ|\\prime|\u00b0))| *(?:[-+]|plus|minus) *[0-9]"
+    r"| *\\(?:cdot|times|div|sqrt|pi)(?![A-Za-z])|, *-?[0-9.]+ *\)"
+)
+# In front of a box, its sign.
+_MINUS = re.compile(
+    r"(?:[-\u2212](?:(?<=^.)|(?<=[=:,.$*(\[{\n].)|(?<=[=:,.$*(\[{\n] .)|(?<=[A-Za-z]{2}\s.))|=\s*[-\u2212]\s+"
+    r"|[MNmn](?<![0-9)}$] .)(?<!\b[A-Za-z] .)(?:inus|egative)\s+\$?)\Z"
+)
+# "41 \approx 42": integers that are equated, and differ; 38 \approx 40 is rounded.
+_DIFFERS = re.compile(
+    r"(?:^|[$=\u2248\n](?<!\\\$)|\\approx)\s*([0-9]{1,15})\s*(?:=|\u2248|\\approx)\s*\$?(?!\1\Z)[0-9]*[1-9]\Z"
+)
 # An escaped character (\{ and \} are printed braces, \\ a line break) is skipped as one.
 _BRACE_OR_ESCAPE = re.compile(r"\\.|[{}]", re.DOTALL)
 
@@ -159,7 +179,7 @@ def final_answer(text: str, marks: Sequence[Mark]) -> str | None:
     A box that is not closed is none. Without any mark it is the last expression (``prose``). Answers side by side
     ("\\boxed{1} or \\boxed{2}") are a list; one that the text denies or takes back is none.
     """
-    return _settled(text, marks) if marks else final_expression(text)
+    return _settled(text, marks) if marks else final_expression(text[:-99] + pattern(_FOOTER).sub(r"\1", text[-99:]))
 
 
 def boxed_answer(text: str) -> str | None:
@@ -241,6 +261,8 @@ def _boxes(text: str) -> list[Mark]:
         close = match.end() if match["bare"] is not None else len(text)
         close = match.end() + len(content) + 1 if match["bare"] is None and content is not None else close
         if not boxes or (content is not None and close <= boxes[0].start):
+            if content and _MINUS.search(text, max(0, match.start() - 12), match.start()):
+                content = f"-({content})"
             boxes.insert(0, Mark(match.start(), close, content))
         elif content is None:
             break
@@ -251,7 +273,10 @@ def _is_part(text: str, mark: Mark) -> bool:
     """Return whether ``mark`` is a box in an expression, or stands in one beside other values: ``7 or \\boxed{8}``."""
     is_box = text.startswith("\\", mark.start)
     before = text[max(0, mark.start - _MAX_OPERAND_CHARS) : mark.start]
-    if is_box and (_GOES_ON_BEFORE.search(before) or _GOES_ON_BEHIND.match(text, mark.end)):
+    is_word = before.rstrip(" $").endswith(("of", "twice", "times", "plus", "minus", "from", "than"))
+    if is_box and (_GOES_ON_BEFORE.search(before) or (is_word and _WORDS_BEFORE.search(before))):
+        return True
+    if is_box and (_GOES_ON_BEHIND.match(text, mark.end) or _DIFFERS.search(f"{before}{mark.content}")):
         return True
     start = max(0, mark.start - MAX_LINE_CHARS)
     for match in _BOX.finditer(text[start : mark.start]):

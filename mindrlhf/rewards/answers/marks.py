@@ -9,6 +9,7 @@ A phrase is text; ``|`` is between phrases and ``...`` stands for words of the s
   ``rejects``: makes the value in its clause no answer ("suppose"), ``supposes``: that in its sentence ("if ... were");
   ``wrong``: behind "is", says so of the value before it; ``takes_back``: before another answer ("wait"); ``joins``:
   between answers side by side;
+- ``others``: whose answers are not the response's own;
 - ``decimal_comma``: "yes" where 3,5 is three and a half.
 """
 
@@ -20,10 +21,8 @@ from pathlib import Path
 
 from mindrlhf.errors import UserError
 
-FIELDS = (
-    "answer|equals|choose|concludes|because|ends|denies|rather|rejects|supposes|wrong|takes_back|joins|decimal_comma"
-)
 LANGUAGES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("marks.json").read_text(encoding="utf-8"))
+FIELDS = "|".join(sorted({field for words in LANGUAGES.values() for field in words}))
 _WIDE = {c: unicodedata.normalize("NFKC", chr(c)) for c in range(0xFF01, 0xFF5C) if c != 0xFF0C}
 _WIDE |= {ord(sign): f"{plain} " for sign, plain in zip("\uff1a\uff1b\uff01\uff1f\u3002\uff61", ":;!?..")}
 _WIDE |= {ord("\u3000"): " ", ord("\u2019"): "'", ord("\u300c"): " ", ord("\u300d"): " ", ord("\u2192"): "\\to "}

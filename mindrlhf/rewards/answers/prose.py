@@ -48,12 +48,16 @@ _ENDS = " \t=+*/^,:.&_"
 
 _SENTENCE_END = re.compile(r"[.!?;](?:\s|$)|,\s+(?:not|which|since|because|as|so|but)\b|\s+(?:because|since)\b|\n")
 _UNDECIDED = re.compile(
-    r"\b(?:and|or|maybe|perhaps|possibly)\b"
+    r"\b(?:and|or|maybe|perhaps|possibly|alternatively|could be|might be)\b|\b(?:if|when)\b.*\b(?:if|otherwise|else)\b"
     r"|\b(?:(?:[a-z]+er|less|more) than|at (?:least|most)|up to)\W{0,3}[0-9]",
     re.IGNORECASE,
 )
-# "... is not 7": the expression behind it is what the answer is not.
-_DENIAL = r"<denies>(?: be| equals?| equal to| exactly| simply|\s*<equals>)?(?:\\[a-z]+|[^\w.?!;]|\.(?=[0-9])|[0-9_])*$"
+# "... is not 7", "my friend says 7", "my old answer was 7": the expression behind it is what the answer is not.
+_DENIAL = (
+    r"(?:<denies>(?: be| equals?| equal to| exactly| simply| quite|\s*<equals>)?|<others>(?:'s <answer>| (?:would )?"
+    r"(?:sa[iy]|claim|think|believe)\w*)(?: that)?(?:,? (?:it|the|[a-z]))?(?: <answer>)?(?:'s| is| was)?)"
+    r"(?:\\[a-z]+|[^\w.?!;]|\.(?=[0-9])|[0-9_])*$"
+)
 _RATHER = r"<denies>\s[^.!?\n]{0,40}?[0-9][^.!?\n]{0,10}?[\s,]*<rather>\s+(?=[-$\\(]*[0-9])"
 # Behind it in Japanese and Korean.
 _DENIED_BEHIND = r"^[\s$}*)\]]*(?:[^\W\d_]\s*)?(?=[^\x00-\u0fff])<denies>"
@@ -61,7 +65,11 @@ _REJECTED_LATER = (
     r"\b(?:it|this|that|which)(?:'s| is)?\s+(?:\w+\s+){0,2}(?:<rejects>|wrong|false)|\bit's wrong\b|\bno solution\b"
     r"|\b(?:kidding|joking|contradict\w*)\b|\b(?:one|some) of (?:them|these)\b|(?=[^\x00-\u0fff])<rejects>"
 )
-_BESIDE = r"[0-9})\]](?:\s*\$)?(\s*,?\s*<joins>\s*\$?\s*)$"
+# "41 or", "41 if n is even, otherwise"
+_BESIDE = (
+    r"[0-9})\]](?:\s*\$)?(?=\s*,?\s*<joins>\s*\$?\s*[-\u2212]?$"
+    r"|[,;]?(?: and| or)? (?:if|for (?:even|odd))\b[^.!?\n]+?(?:[,;]|\band|\botherwise|\belse|(?<!so )\bit is)[\s$]*$)"
+)
 # "17 is rejected", "reject 17": what stands there is no answer; one may stand before.
 _REJECTION = (
     r"(?:\b(?:is|are|was|were|be|being|as|it's|that's)|<equals>)\s*(?:therefore |thus |clearly |also |an? )*<wrong>"
@@ -72,22 +80,27 @@ _REJECTION = (
     r"|\b(?:reject|discard|dismiss|exclud|disregard)(?:e?s|ed|ing|e)?\b|\b(?:rule|ruling|throw) out\b|\bignore\b"
 )
 _SENTENCE_START = re.compile(
-    r"[.;!?](?=\s)|\n|,\s+(?=(?:not|and|but|so|while|whereas|since|as) )|(?<=\s)\((?=[A-Za-z0-9$])"
+    r"[.;!?](?=\s)|\n|,\s+(?=(?:not|and|but|so|while|whereas|since|as) )|\((?<=\s.)(?=[A-Za-z0-9$])"
 )
 # "\\boxed{41} is wrong", "... That is not right."
 _DENIES = (
     r"(?:\s|[$*.,:;()\]}\"']|\\[\])]|</answer>)*(?:(?:it|that|this|which|but (?:it|that|this))\s+)?"
-    r"(?:(?:is|was|seems|looks|must be)\s+(?:of course |clearly |actually )?<wrong>|\(\s*<wrong>"
-    r"|isn't (?:right|correct|it|the answer)\b|(?:cannot|can't) be (?:right|correct|true|it)\b"
+    r"(?:(?:is|was|seems|looks|must be|would be)\s+(?:of course |clearly |actually )?<wrong>|\(\s*<wrong>"
+    r"|(?:is|was) (?:what )?<others>(?:'s|\W+(?:say|said|claim|think))|(?:says?|according to) <others>|or so they say\b"
+    r"|isn't (?:right|correct|it|the answer)\b|(?:cannot|can't) be(?: (?:right|correct|true|it)\b|\.)"
     r"|does(?: not|n't) (?:work|fit|satisfy)\b"
+    r"|(?:(?:al)?though |but )?I (?:disagree|(?:do not|don't) (?:agree|believe it))\b"
     r"|but (?:it|that|this) (?:is|was) (?:negative|not|too|outside|out of|no)\b|\?)"
 )
 # "... or 43", "Wait, it is 43": another value is named behind the answer.
 _OR = (
     r"(?:\s|[$*.,:;(\"']|\\[\])]|</answer>)*(?:\\text\s*\{\s*)?"
-    r"(?:/|otherwise\b|but (?:it )?(?:could|might|may)\b|(?:it )?(?:could|might|may) also\b|<joins>)"
+    r"(?:/|otherwise\b|but (?:it )?(?:could|might|may)\b|(?:it )?(?:could|might|may) also\b|<joins>"
+    r"|(?:but|(?:al)?though)(?=\s[0-9.]+\$? (?:is|seems) (?:better|right|correct)))"
     r"(?:[\s,:}*]|\b(?:else|it is|it's|it could be|be|even|maybe|perhaps|possibly|also|rather|n is \w+)\b|\b[a-z]\s*=)*"
     r"(?=[-+$.(\[{\\]*[0-9]|[$(]*\\(?:[dt]?frac|sqrt|boxed|pi))"
+    r"|[\s$})]*,? (?:if|when|for (?:even|odd))\b[^.!?\n]{0,60}?\s(?:(?:and|otherwise|else),? (?:it is )?[$\\a-z{]*[0-9]"
+    r"|[$\\a-z{]*[0-9.]+[$}]*,? (?:if|when|otherwise|else|for)\b)"
 )
 _TAKEN_BACK = r"<takes_back>|(?:^[\s$.,]*|[.!?\n]\s*)no[,.:! ]"
 # Where the value of "the answer is ..." begins, and where it ends.
@@ -102,8 +115,8 @@ _VALUE_END = (
     r"|\s+[-\u2013\u2014]+\s+(?=[^\W\d_]{2})|</|<\||,\s*(?=\")"
 )
 _ANNOTATION = re.compile(
-    r"(?<=[\w$}\])*])(?<!\\cup)(?<!\\cap)\s+[(\[](?!mod|base|in |hex|bin|oct|of )"
-    r"(?:[0-9]{1,2}|[^()\[\]]*[^\W\d_]{2}[^()\[\]]*)[)\]]$",
+    r"(?<=[\w$}\])*])(?<!\\cup)(?<!\\cap)\s+(?:\[[0-9]{1,2}\]"
+    r"|[(\[](?!mod|base|in |hex|bin|oct|of )[^()\[\]]*[^\W\d_]{2}[^()\[\]]*[)\]])$",
     re.IGNORECASE,
 )
 _CALCULATION = re.compile(r"<<[^<>\n]{0,200}>>")  # before its result, as in GSM8K's solutions
@@ -111,7 +124,7 @@ _NEXT_SENTENCE = re.compile(r"(?<=[0-9)}\]$*])\s+([A-Z][a-z]+)(?=:|\s.*[0-9])", 
 # What is done with the answer, or another noun: "to express the answer as a percentage: 9 / 27 = 33.3%".
 _NO_MARK = re.compile(
     r"\b(?:(?:check|verify|confirm|test|express|round)[a-z]* (?:our|the|this|my|that) |had |short[ -]"
-    r"|(?:first|second|third|fourth|fifth|next|previous) )$",
+    r"|(?:first|second|third|fourth|fifth|next|previous|old|earlier|(?:friend|teacher|student|colleague)s?'s?) )$",
     re.IGNORECASE,
 )
 _MARKS = re.compile(r"\\(?:boxed|fbox|framebox)|####|<answer>")
@@ -162,6 +175,7 @@ def stated_answers(text: str) -> list[Mark]:
 
 
 def _bare_value(value: str) -> str:
+    value = re.sub(r"\b([0-9.]+) \(\1\)$", r"\1", value)
     value = pattern(r"\s*<ends>[\s.]*$").sub("", _CALCULATION.sub("", value).strip())
     note = _ANNOTATION.search(value)
     if note is not None and not (_UNDECIDED.search(note[0]) or pattern("<wrong>").search(note[0])):
@@ -184,6 +198,8 @@ def _undenied(gap: str, value: str) -> str | None:
 def is_rejected(before: str) -> bool:
     """Return whether the clause at the end of ``before`` supposes, guesses or rejects what follows it."""
     sentence = _SENTENCE_START.split(before[-300:].rstrip("*_:$ \t([{\\"))[-1]
+    if pattern("<rejects|supposes>").search(sentence) is None:
+        return False
     rejects = pattern("<rejects>").search(_CLAUSE.split(sentence)[-1])
     return rejects is not None or pattern("<supposes>").search(sentence) is not None
 
@@ -252,7 +268,7 @@ def value_beside(before: str) -> str | None:
     """The value that the text in front of an answer names beside it ("41 or"), or None."""
     before = re.sub(r"<answer>\s*$", "", before[-MAX_LINE_CHARS:])
     beside = pattern(_BESIDE).search(before, max(0, len(before) - _MAX_DENIAL_CHARS))
-    return None if beside is None else final_expression(before[: beside.start(1)], is_named=True)
+    return None if beside is None else final_expression(before[: beside.end()], is_named=True)
 
 
 def denies(behind: str) -> bool:
@@ -260,8 +276,8 @@ def denies(behind: str) -> bool:
     behind = behind[:_MAX_BEHIND_CHARS]
     if pattern(_DENIES).match(behind) or pattern(_DENIED_BEHIND).match(behind):
         return True
-    sentence = re.split(r"[.!?;](?=\s|$)|\n", behind[:300].lstrip(" $*})]"))[0]
-    clause = pattern(r"(?:^|\s+)(?=<because>)|,\s").split(sentence)[0]
+    sentence = re.split(r"[.!?;](?=\s|$)|\n", behind[:300].lstrip(" $*})]"), maxsplit=1)[0]
+    clause = pattern(r"(?:^|\s+)(?=<because>)|,\s").split(sentence, maxsplit=1)[0]
     return pattern("<rejects>").search(clause) is not None or pattern(_REJECTED_LATER).search(sentence) is not None
 
 

@@ -90,6 +90,8 @@ _OPERAND_BEHIND = re.compile(
     r"|^[\s$]*(?:[-+*/\u00d7\u00f7]|\\(?:div|times|cdot))\s*\??$",
     re.IGNORECASE,
 )
+# "A: 41, B: 42": values to choose from.
+_OPTIONS = re.compile(r"(?i:(?:(?<!\w)(?:[a-j]|(?:option|candidate|guess) \w)[:.)]\s*\$?[0-9.,]+[\s$;]*){2,}\Z)")
 
 
 def is_result(prediction: str, reference: str, prompt: str = "", *, is_marked: bool = True) -> bool:
@@ -108,7 +110,7 @@ def is_result(prediction: str, reference: str, prompt: str = "", *, is_marked: b
         is_integer = (number := parse_number(reference)) is not None and number.value.denominator == 1
         if not all(_has_result(part, is_marked, is_integer) for part in _parts(prediction)):
             return False
-    elif not is_marked and _num_operations(prediction) > _num_operations(reference):
+    elif not is_marked and len(_ANY_OPERATION.findall(prediction)) > len(_ANY_OPERATION.findall(reference)):
         return False
     return not prompt or not _stands_in(prompt, prediction, reference)
 
@@ -120,8 +122,8 @@ def restates(text: str, prompt: str = "") -> bool:
     """
     tail = text[-_MAX_TAIL_CHARS:]
     numbers = list(_NUMBER.finditer(tail))
-    if not numbers:
-        return False
+    if not numbers or _OPTIONS.search(tail[-99:]):
+        return bool(numbers)
     number = numbers[-1].group()
     before, behind = tail[: numbers[-1].start()], tail[numbers[-1].end() :]
     end = _SENTENCE_END.search(behind)
@@ -136,7 +138,8 @@ def restates(text: str, prompt: str = "") -> bool:
     if _copies_numbers(tail, prompt):
         return True
     words = [*_WORD.findall(before)[-_NUM_WORDS_BESIDE:], number, *_WORD.findall(behind)[:_NUM_WORDS_BESIDE]]
-    return len(words) > _NUM_WORDS_BESIDE and _holds(_words(prompt), [word.lower() for word in words])
+    copied = f" {' '.join(words)} ".lower()
+    return len(words) > _NUM_WORDS_BESIDE and copied in f" {' '.join(_WORD.findall(prompt))} ".lower()
 
 
 def _is_list_mark(text: str, number: re.Match[str]) -> bool:
@@ -144,9 +147,7 @@ def _is_list_mark(text: str, number: re.Match[str]) -> bool:
     mark = re.fullmatch(r"\s*[.):]\s*", text[number.end() :])
     if mark is None or not number.group().isdigit() or text[: number.start()].rpartition("\n")[2].strip():
         return False
-    return (
-        re.search(rf"^\s*(?:step\s*)?{int(number.group()) - 1}\s*[.):]", text, re.MULTILINE | re.IGNORECASE) is not None
-    )
+    return bool(re.search(rf"^\s*(?:step\s*)?{int(number.group()) - 1}\s*[.):]", text, re.MULTILINE | re.IGNORECASE))
 
 
 def _copies_numbers(text: str, prompt: str) -> bool:
@@ -201,10 +202,6 @@ def _raised(value: str) -> list[str]:
     return [inner for inner in raised if (number := parse_number(inner)) is None or number.value.denominator == 1]
 
 
-def _num_operations(text: str) -> int:
-    return len(_ANY_OPERATION.findall(text))
-
-
 def _stands_in(prompt: str, prediction: str, reference: str) -> bool:
     """Return whether ``prediction`` is an expression of ``prompt``, and is not ``reference`` as written."""
     tokens = _tokens(prediction)
@@ -244,11 +241,3 @@ def _plain_token(token: str) -> str:
     if token[:1] == "." and len(token) > 1:
         return f"0{token}"
     return token.replace(",", "") or ","
-
-
-def _words(text: str) -> list[str]:
-    return [word.lower() for word in _WORD.findall(text)]
-
-
-def _holds(words: list[str], sought: list[str]) -> bool:
-    return any(words[i : i + len(sought)] == sought for i in range(len(words) - len(sought) + 1))
