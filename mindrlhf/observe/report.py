@@ -1,10 +1,12 @@
 """The HTML report of a run: one file that opens without a network."""
 
 import base64
+import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 import mindrlhf
-from mindrlhf.errors import UserError
+from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.observe.axes import compact, with_unit
 from mindrlhf.observe.charts import interval_plot
 from mindrlhf.observe.panels import REWARD_SHARE, Group, build_panels, recent_mean
@@ -31,16 +33,22 @@ MAX_TEXT = 4000  # characters of a prompt or completion that are shown
 MAX_PICTURE_BYTES = 4 << 20
 
 
-def write_report(run_dir: Path, *, is_running: bool = False) -> Path:
-    """Write the report of a run, ``REPORT_NAME`` in its directory, and return its path.
+@contextlib.contextmanager
+def or_warn() -> Iterator[None]:
+    """Tell of a page that a broken file or the disk keeps from being written: a run has a model to export."""
+    try:
+        yield
+    except (UserError, RunFailure) as failure:
+        print(f"warning: no report: {failure}", file=sys.stderr, flush=True)
 
-    Raises:
-        UserError: the directory has no metrics, or one of its files is broken.
-        RunFailure: the report cannot be written.
-    """
+
+def write_report(run_dir: Path, *, is_running: bool = False) -> Path | None:
+    """Write the report of a run, ``REPORT_NAME`` in its directory, and return its path, or None after a warning."""
     path = Path(run_dir) / REPORT_NAME
-    replace_file(path, render_report([read_run(run_dir)], is_running=is_running))
-    return path
+    with or_warn():
+        replace_file(path, render_report([read_run(run_dir)], is_running=is_running))
+        return path
+    return None
 
 
 def render_report(runs: Sequence[RunData], *, is_running: bool = False) -> str:

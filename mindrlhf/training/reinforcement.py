@@ -193,7 +193,7 @@ class ReinforcementTask:
         add_generation(self._output_dir / FINAL_NAME, self._config.model.path)
         if summary:
             print(f"\n{summary_text(summary)}")
-        print(f"\nmodel:  {self._output_dir / FINAL_NAME}\nreport: {report}", flush=True)
+        print(f"\nmodel:  {self._output_dir / FINAL_NAME}\nreport: {report or 'none, see the warning'}", flush=True)
 
     def _tensors(self, of: str = "") -> Iterator[tuple[str, np.ndarray]]:
         return sharded_tensors(self.team, self._ranks, machines.find_nodes(self._ranks), of)

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,6 @@ from mindrlhf.config.parse import write_config
 from mindrlhf.config.schema import AnyConfig, GrpoConfig
 from mindrlhf.config.training import is_split
 from mindrlhf.data.fingerprint import data_fingerprint
-from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.observe.records import JsonlWriter
 from mindrlhf.observe.report import REPORT_NAME, write_report
 from mindrlhf.observe.run_data import STARTS_NAME
@@ -131,7 +129,8 @@ def run_steps(
     steps.begin()
     if progress.step == 0 and (metrics := steps.evaluate()):
         sinks.write(0, metrics)
-        _write_page(output_dir)
+        if output_dir is not None:
+            write_report(output_dir, is_running=True)
     while progress.step < steps.num_steps:
         with profiled(progress.step + 1):
             checkpoints.begin_step(progress)
@@ -152,18 +151,9 @@ def run_steps(
                     checkpoints.save(progress)
             if must_stop:
                 return False
-        if evaluated and progress.step < steps.num_steps:
-            _write_page(output_dir)
-    return True
-
-
-def _write_page(output_dir: Path | None) -> None:
-    """Write the page of a run that goes on, and warn where that fails."""
-    if output_dir is not None:
-        try:
+        if evaluated and progress.step < steps.num_steps and output_dir is not None:
             write_report(output_dir, is_running=True)
-        except (UserError, RunFailure) as failure:
-            print(f"warning: no report: {failure}", file=sys.stderr, flush=True)
+    return True
 
 
 def _open_sinks(

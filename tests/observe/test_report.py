@@ -251,10 +251,11 @@ TURN = {"role": "a", "prompt": "p", "completion": "c"}
     + [("summary.json", f'{{"{key}": {value}}}') for key in SUMMARY if "samples" in key for value in (5, "[5]")]
     + [("samples.jsonl", json.dumps(sample(1, conversations=[one]))) for one in (5, {}, TURN | {"reward": "x"})],
 )
-def test_a_broken_file_is_named(tmp_path, name, text):
+def test_a_broken_file_is_named(tmp_path, name, text, capsys):
     (make_run(tmp_path, training_records(1)) / name).write_text(text)
-    with pytest.raises(UserError, match=rf"{name} [^\n]*: remove it$"):
-        write_report(tmp_path)
+    assert write_pages(tmp_path) is None  # and a run goes on to export its model
+    told = capsys.readouterr().err.splitlines()
+    assert told[-1].endswith(": remove it") and all(f"{name} " in line[20:] for line in told)
 
 
 @pytest.mark.parametrize("low", [None, "x", 10**400])
@@ -368,8 +369,7 @@ def test_panels_that_never_change_are_folded_and_still_there(tmp_path):
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
     assert "The same in every step: Clipped tokens, Learning rate" in " ".join(page.text.split())
     assert page.count("chart") == 4 == len(json.loads(page.scripts[0]))
-    titles = [chart.title for panel in build_panels([("", [run])]) for chart in panel.charts]
-    assert [page.text.index(f"{title}") > 0 for title in titles] == [True] * 4
+    assert all(chart.title in page.text for panel in build_panels([("", [run])]) for chart in panel.charts)
 
 
 def test_several_runs_lie_over_each_other_and_seeds_are_averaged(tmp_path, capsys):

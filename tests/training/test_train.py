@@ -189,11 +189,11 @@ def test_a_tracker_hears_of_the_run_from_its_config_to_its_report(run, monkeypat
 def test_each_evaluation_has_the_page_written_anew_and_a_page_that_cannot_be_is_a_warning(run, monkeypatch, capsys):
     written = []
 
-    def write(output_dir, *, is_running):
-        written.append((len((output_dir / "metrics.jsonl").read_text().splitlines()), is_running))
+    def render(runs, *, is_running):
+        written.append((len((runs[0].directory / "metrics.jsonl").read_text().splitlines()), is_running))
         raise RunFailure("the disk is full")
 
-    monkeypatch.setattr(train_module, "write_report", write)
+    monkeypatch.setattr("mindrlhf.observe.report.render_report", render)
     monkeypatch.setattr(Fake, "evaluate", lambda self: {"eval/loss": 0.25} if self.progress.step != 1 else {})
     run()
     assert written == [(1, True), (3, True)], "before the first step and after the second; the last is the report's"

@@ -35,9 +35,10 @@ class Trackers:
             self._send(lambda tracker: tracker.write_samples(step, tuple(samples)))
 
     def complete(self, report: Path) -> None:
-        """Pass on the report of the run, which is complete by now."""
+        """Pass on the report of the run, which is complete by now, if it has one."""
         self._is_complete = True
-        self._send(lambda tracker: tracker.write_report(report))
+        if report.is_file():
+            self._send(lambda tracker: tracker.write_report(report))
 
     def close(self) -> None:
         """End the run in all trackers; closing twice is harmless."""

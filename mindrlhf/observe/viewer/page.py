@@ -12,7 +12,7 @@ from markupsafe import Markup
 import mindrlhf
 from mindrlhf.errors import UserError
 from mindrlhf.observe.records import read_jsonl, replace_file
-from mindrlhf.observe.report import SAMPLES_PAGE, content_hash, package_text, shortened, write_report
+from mindrlhf.observe.report import SAMPLES_PAGE, content_hash, or_warn, package_text, shortened, write_report
 from mindrlhf.observe.run_data import OTHER_TYPES
 from mindrlhf.observe.samples import TOKEN_VALUES, conversation_turns, question_of
 
@@ -21,18 +21,16 @@ MAX_LINKED_BYTES = 8 << 20  # of samples, up to which a run's end writes the pag
 MAX_PAGE_CHARS = 64 << 20  # of completions
 
 
-def write_pages(run_dir: Path) -> Path:
+def write_pages(run_dir: Path) -> Path | None:
     """Write the page of a run's samples, where it has some and they are few enough, and the report, which links to it.
 
     Returns:
-        The path of the report.
-
-    Raises:
-        UserError, RunFailure: see :func:`mindrlhf.observe.report.write_report`.
+        What :func:`mindrlhf.observe.report.write_report` does.
     """
     samples = Path(run_dir) / "samples.jsonl"
     if samples.is_file() and 0 < samples.stat().st_size <= MAX_LINKED_BYTES:
-        replace_file(Path(run_dir) / SAMPLES_PAGE, render_page([run_dir]))
+        with or_warn():
+            replace_file(Path(run_dir) / SAMPLES_PAGE, render_page([run_dir]))
     return write_report(run_dir)
 
 

@@ -190,4 +190,4 @@ class OfflineTask:
         tensors = sharded_tensors(self.team, self._ranks, find_nodes(self._ranks))
         worker.export(final, self._config.data.tokenizer_dir, tensors)
         add_generation(final, self._config.model.path)
-        print(f"model:  {final}\nreport: {report}", flush=True)
+        print(f"model:  {final}\nreport: {report or 'none, see the warning'}", flush=True)

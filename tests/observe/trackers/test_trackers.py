@@ -43,15 +43,15 @@ class Journal:
 
 
 @pytest.fixture
-def journals(monkeypatch):
+def journals(monkeypatch, tmp_path):
+    (tmp_path / "report.html").touch()
     classes = {name: type(name, (Journal,), {"kept": []}) for name in trackers.PACKAGES}
     monkeypatch.setattr(background, "load_tracker", lambda name: classes[name])
     return classes
 
 
 def opened(tmp_path, sinks=("tensorboard", "wandb", "mlflow"), is_resumed=False, config=None):
-    options = {"project": "numbers", "is_resumed": is_resumed}
-    return open_trackers(sinks, tmp_path / "run 1", config or {}, **options)
+    return open_trackers(sinks, tmp_path / "run 1", config or {}, project="numbers", is_resumed=is_resumed)
 
 
 def test_every_tracker_gets_everything_in_order(tmp_path, journals):
