@@ -52,7 +52,7 @@ MOST = {
     "mindrlhf/launch": 3047,
     "mindrlhf/layout": 1250,
     "mindrlhf/models": 3898,
-    "mindrlhf/observe": 2626,  # the warning of a page that cannot be written, in place of training's
+    "mindrlhf/observe": 2627,  # the warning of a page that cannot be written, in place of training's
     "mindrlhf/rewards": 6002,
     "mindrlhf/rollout": 7062,  # the engine of a CPU, which left mindrlhf/cpu (2,805 before, 1,105 now)
     "mindrlhf/sandbox": 5110,

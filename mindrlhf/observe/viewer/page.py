@@ -28,10 +28,11 @@ def write_pages(run_dir: Path) -> Path | None:
         What :func:`mindrlhf.observe.report.write_report` does.
     """
     samples = Path(run_dir) / "samples.jsonl"
-    if samples.is_file() and 0 < samples.stat().st_size <= MAX_LINKED_BYTES:
-        with or_warn():
+    with or_warn():
+        if samples.is_file() and 0 < samples.stat().st_size <= MAX_LINKED_BYTES:
             replace_file(Path(run_dir) / SAMPLES_PAGE, render_page([run_dir]))
-    return write_report(run_dir)
+        return write_report(run_dir)
+    return None
 
 
 def render_page(run_dirs: list[Path], steps: tuple[int, int] = (0, 1 << 62)) -> str:
