@@ -390,11 +390,11 @@ def _report_of(output_dir: Path) -> None:
     """Write the report of a run that did not come to its end, as far as it got, and say where it is."""
     import sys
 
-    from mindrlhf.errors import RunFailure, UserError
     from mindrlhf.observe.viewer.page import write_pages
 
-    with contextlib.suppress(UserError, RunFailure):  # it has finished no step, or the disk is full
-        print(f"mindrlhf: report: {write_pages(output_dir)}", file=sys.stderr, flush=True)
+    metrics = output_dir / "metrics.jsonl"
+    if metrics.is_file() and metrics.stat().st_size and (report := write_pages(output_dir)):
+        print(f"mindrlhf: report: {report}", file=sys.stderr, flush=True)
 
 
 def _run_elsewhere(arguments: argparse.Namespace, overrides: list[str], wanted: str) -> int:

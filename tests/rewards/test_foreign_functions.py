@@ -93,7 +93,7 @@ def test_a_function_of_verl_gets_structured_ground_truths_as_they_are(wrapper, t
         pq.write_table(pa.Table.from_pylist([row]), path)
     else:
         path.write_text(json.dumps(row) + "\n")
-    options = {"handler": "verl", "num_workers": 1, "show_progress": False, "columns": {"data_source": "data_source"}}
+    options = {"handler": "verl", "num_workers": 1, "columns": {"data_source": "data_source"}}
     build_prompts([path], tmp_path / "o.mindrecord", CHECKPOINT, **options)
     (record,) = PromptFile.open(tmp_path / "o.mindrecord").read(range(1))
     source = f"""
@@ -111,7 +111,7 @@ def test_texts_of_verl_are_kept_once_and_truths_of_several_rows_together(tmp_pat
             for i, one in enumerate(truths)
         ]
         (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        options = {"handler": "verl", "num_workers": 1, "show_progress": False}
+        options = {"handler": "verl", "num_workers": 1}
         build_prompts([tmp_path / "a.jsonl"], tmp_path / "o.mindrecord", CHECKPOINT, **options)
         file = PromptFile.open(tmp_path / "o.mindrecord")
         return file.header.columns, [record.extra.get("ground_truth") for record in file.read(range(len(truths)))]
