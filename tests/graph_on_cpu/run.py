@@ -12,9 +12,9 @@ MindSpore is imported in the ranks, not here.
 
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -194,7 +194,7 @@ def _write_inputs(batches: Sequence[Sequence[np.ndarray]], images: Sequence[Sequ
 
 
 def _start_here(command: Sequence[str], world_size: int, log_dir: Path, environment: Mapping[str, str]) -> int:
-    return launch(command, world_size, log_dir, env=environment, out=StringIO())
+    return launch(command, world_size, log_dir, env=environment, out=sys.stdout)
 
 
 def _collect(job: ExecutionJob, hf_config: dict, directory: Path, num_calls: int) -> ExecutionResult:
